@@ -1,0 +1,60 @@
+"""The step clock: which micro-step this is, and whether it ends an accumulation window.
+
+One clock an Accelerator. Loaders tell it which of them is being read and whether that one yields its last batch;
+`accumulate` ticks it; optimizers and schedulers ask it. It knows nothing of models or ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Reading(Protocol):
+    """A loader, as far as the clock cares."""
+
+    last: bool  # whether the batch being worked on is the loader's last
+
+
+class StepClock:
+    """Counts micro-steps.
+
+    Attributes:
+        accumulation: micro-steps in a full window.
+        micro: micro-steps begun in the current window.
+        sync: whether the current micro-step ends its window, so that gradients are reduced and optimizers step.
+        inside: whether an `accumulate` block is open.
+        end_with_loader: whether the last batch of the loader being read ends the window early.
+    """
+
+    __slots__ = ("_reading", "accumulation", "end_with_loader", "inside", "micro", "sync")
+
+    def __init__(self, accumulation: int = 1, end_with_loader: bool = True) -> None:
+        self.accumulation = accumulation
+        self.end_with_loader = end_with_loader
+        self.micro = 0
+        self.sync = True
+        self.inside = False
+        self._reading: list[Any] = []
+
+    def tick(self) -> bool:
+        """Begin a micro-step; returns whether it ends its window."""
+        self.micro = 1 if self.sync else self.micro + 1
+        reading = self._reading
+        self.sync = self.micro >= self.accumulation or bool(self.end_with_loader and reading and reading[-1].last)
+        return self.sync
+
+    def enter(self, loader: Reading) -> None:
+        """`loader` begins to be read: the innermost loop is the one that counts."""
+        self._reading.append(loader)
+
+    def leave(self, loader: Reading) -> None:
+        """`loader` is read no more, whether exhausted or left early."""
+        for i in range(len(self._reading) - 1, -1, -1):
+            if self._reading[i] is loader:
+                del self._reading[i]
+                return
+
+    @property
+    def reading(self) -> Any | None:
+        """The loader of the innermost running loop."""
+        return self._reading[-1] if self._reading else None

@@ -1,0 +1,48 @@
+"""What can go wrong, as types. Every message says what was passed, why not, and what to do.
+
+The classes also derive from the builtin that a careful caller would expect (ValueError, RuntimeError …), so that existing
+``except`` clauses keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class EasympError(Exception):
+    """Base of every error that easymp raises on purpose."""
+
+
+class SettingError(EasympError, ValueError):
+    """A setting has a wrong name, type or value."""
+
+
+class RefusedError(EasympError, ValueError):
+    """Something was asked for that cannot be done here; the message holds the reason and the way out."""
+
+
+class PrepareError(EasympError, ValueError):
+    """The objects given to `prepare` do not fit together."""
+
+
+class StepError(EasympError, RuntimeError):
+    """A call of the training step came too early, too late, or in the wrong place."""
+
+
+class BatchError(EasympError, ValueError):
+    """A batch or loader does not have the shape, length or structure that the call needs."""
+
+
+class WorldError(EasympError, RuntimeError):
+    """Ranks disagree, are missing, or stopped answering."""
+
+
+class EasympWarning(UserWarning):
+    """Something works, but probably not as meant."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``", did you mean 'x'?"`` for the closest of `known`, or ``""`` where none is close."""
+    close = get_close_matches(str(name).lower(), [str(k) for k in known], n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,55 @@
+"""Messages that come once, not once a rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+from . import env
+
+
+def is_main() -> bool:
+    """Whether this process is rank 0 (or the only one), by the launch variables: true before any group exists."""
+    return env.integer("RANK", 0) == 0
+
+
+def is_local_main() -> bool:
+    """Whether this process is the first on its node."""
+    return env.integer("LOCAL_RANK", env.integer("RANK", 0)) == 0
+
+
+class RankLogger(logging.LoggerAdapter):
+    """A logger that speaks on rank 0 only, unless told otherwise with ``main_process_only=False``.
+
+    ``rank=True`` puts the rank in front of the message.
+    """
+
+    def log(self, level: int, msg: object, *args: Any, main_process_only: bool = True, **kwargs: Any) -> None:
+        if main_process_only and not is_main():
+            return
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        super().log(level, msg, *args, **kwargs)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        if kwargs.pop("rank", False):
+            msg = f"[rank {env.integer('RANK', 0)}] {msg}"
+        return msg, kwargs
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
+    """A rank-aware logger; `log_level` as in `logging` (``"INFO"`` or 20), or EASYMP_LOG_LEVEL."""
+    logger = logging.getLogger(name)
+    level = log_level if log_level is not None else env.read("EASYMP_LOG_LEVEL")
+    if level:
+        logger.setLevel(level.upper() if isinstance(level, str) else level)
+    return RankLogger(logger, {})
+
+
+def tqdm(iterable: Iterable[Any] | None = None, *args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """tqdm's progress bar, on the first process of each node only (``main_process_only=False``: on all)."""
+    from tqdm.auto import tqdm as bar
+
+    if main_process_only:
+        kwargs["disable"] = kwargs.get("disable", False) or not is_local_main()
+    return bar(iterable, *args, **kwargs)

@@ -1,0 +1,127 @@
+"""The promises between rooms, and the small records that travel along them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import argparse
+
+    import torch
+    from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+class Source(Enum):
+    """Where a decision comes from, in the order of precedence."""
+
+    ASKED = "asked for"
+    ENVIRONMENT = "environment"
+    CONFIG = "config file"
+    DETECTED = "detected"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[T]):
+    """A decision, why it was taken, and who took it."""
+
+    value: T
+    reason: str
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why something cannot be done here, in one sentence, and the way out, in another."""
+
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a strategy or precision is asked about: the machine and the world, both frozen records.
+
+    `device` is the type training will run on (``"cpu"``, ``"cuda"`` …), `hardware` an `easymp.hardware.Hardware`.
+    """
+
+    hardware: Any
+    device: str
+    world_size: int
+
+
+class Strategy(Protocol):
+    """How parameters and gradients are spread over the ranks."""
+
+    name: ClassVar[str]
+    data_rank: int  # which slice of the data this process sees (under tensor parallelism: 0 of 1)
+    data_size: int
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None: ...
+
+    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], policy: Precision) -> Wrapped: ...
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Inside: backward accumulates locally; `model` is a `Wrapped.model`."""
+        ...
+
+    def join(self, models: Sequence[nn.Module], even_batches: bool | None) -> AbstractContextManager[Any]:
+        """Inside: ranks may run out of batches at different times; `models` are `Wrapped.model`s."""
+        ...
+
+    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, whatever the layout."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """What a strategy hands back: the module to call, and the optimizers, each either the one given or its replacement."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+
+
+class Precision(Protocol):
+    """Dtypes as data, and the two places where they touch a model."""
+
+    name: ClassVar[str]
+    param: torch.dtype  # what parameters are stored in
+    compute: torch.dtype  # what matrix products run in
+    reduce: torch.dtype  # what gradients are reduced in
+    output: torch.dtype | None  # what a prepared model returns; None leaves it as it is
+    scaled: bool  # whether the loss is scaled
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None: ...
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Change the model itself (fp8 swap, O2/O3 cast); the identity otherwise."""
+        ...
+
+    def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """The module to call in place of `model`: under autocast, or `model` itself."""
+        ...
+
+
+class Probe(Protocol):
+    """Looks for one kind of accelerator."""
+
+    def __call__(self) -> tuple[Any, ...]: ...
+
+
+class Command(Protocol):
+    """One word after ``easymp``."""
+
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]

@@ -1,0 +1,132 @@
+"""Nested batches: tuples, named tuples, lists, dicts and their like, with tensors as leaves.
+
+A container comes back as its own type. Objects with a ``to`` method that are no tensors (packed sequences, graph batches,
+tokenizer outputs that are no mappings) count as leaves that can be moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import BatchError
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with every leaf replaced by ``function(leaf)``; container types, keys and order stay."""
+    if isinstance(tree, Tensor) or isinstance(tree, (str, bytes)):
+        return function(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_leaves(function, item) for item in tree))
+    if type(tree) is tuple or type(tree) is list:
+        return type(tree)([map_leaves(function, item) for item in tree])
+    if isinstance(tree, Mapping):
+        items = {key: map_leaves(function, value) for key, value in tree.items()}
+        return items if type(tree) is dict else _rebuild(tree, items)
+    if isinstance(tree, (list, tuple)):
+        return _rebuild(tree, [map_leaves(function, item) for item in tree])
+    return function(tree)
+
+
+def _rebuild(tree: Any, items: Any) -> Any:
+    """A container subclass (OrderedDict, UserDict, a tokenizer's output) with new contents."""
+    if hasattr(tree, "default_factory"):
+        return type(tree)(tree.default_factory, items)
+    try:
+        return type(tree)(items)
+    except TypeError as error:
+        raise BatchError(
+            f"a batch holds a {type(tree).__name__}, which cannot be rebuilt from its items ({error}): "
+            "return a plain dict, list or tuple from the collate function"
+        ) from error
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Every leaf, depth first."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from leaves(value)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from leaves(item)
+    else:
+        yield tree
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = torch.is_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """`data` with ``func(leaf, *args, **kwargs)`` in place of each leaf that passes `test_type` (tensors by default).
+
+    Raises:
+        BatchError: a leaf of another type, where `error_on_other_type` asks for it.
+    """
+
+    def apply(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            raise BatchError(
+                f"{getattr(func, '__name__', 'the function')} takes nested lists, tuples and dicts of tensors, but a leaf is a "
+                f"{type(leaf).__name__}: pass tensors only, or gather objects with gather_object"
+            )
+        return leaf
+
+    return map_leaves(apply, data)
+
+
+def find_batch_size(data: Any) -> int | None:
+    """Dimension 0 of the first tensor with at least one dimension; None where there is none."""
+    for leaf in leaves(data):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    return None
+
+
+def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None) -> Any:
+    """`tensor`, a nested batch, with every tensor on `device`; `skip_keys` of mappings stay where they are."""
+    skip = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        if hasattr(leaf, "to") and not isinstance(leaf, type):
+            try:
+                return leaf.to(device, non_blocking=non_blocking)
+            except TypeError:
+                return leaf.to(device)
+        return leaf
+
+    if skip and isinstance(tensor, Mapping):
+        items = {k: v if k in skip else send_to_device(v, device, non_blocking, skip_keys) for k, v in tensor.items()}
+        return items if type(tensor) is dict else _rebuild(tensor, items)
+    return map_leaves(move, tensor)
+
+
+def slice_tensors(data: Any, part: slice) -> Any:
+    """Every tensor's dimension 0 cut to `part`; scalars and other leaves stay."""
+    return map_leaves(lambda leaf: leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf, data)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Batches of the same structure joined along `dim`; leaves that are no tensors come from the first."""
+    first = data[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(data), dim=dim)
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(concatenate([d[i] for d in data], dim) for i in range(len(first))))
+    if isinstance(first, (list, tuple)):
+        items = [concatenate([d[i] for d in data], dim) for i in range(len(first))]
+        return type(first)(items) if type(first) in (list, tuple) else _rebuild(first, items)
+    if isinstance(first, Mapping):
+        items = {key: concatenate([d[key] for d in data], dim) for key in first}
+        return items if type(first) is dict else _rebuild(first, items)
+    return first

@@ -1,0 +1,6 @@
+"""The ranks of a run: who this process is, and what it can say to the others."""
+
+from .ranks import Ranks, read_ranks
+from .world import World
+
+__all__ = ["Ranks", "World", "read_ranks"]

@@ -1,0 +1,106 @@
+"""Where every rank is, when one of them waits in vain.
+
+A collective that times out says nothing about the others. So each rank keeps one thread that sleeps in the store until
+somebody asks; it then answers with the rank's last collective (torch's flight recorder) and the line its main thread is
+at. A rank that is stuck in a collective or asleep can still answer, for both release the interpreter; one that does not
+is dead or deaf, and that is an answer too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+FOREVER = timedelta(days=30)
+PATIENCE = timedelta(seconds=3)
+
+
+class Watch:
+    """One rank's listener. `close` ends it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        # A clone has a connection of its own, so the sleeper blocks nobody.
+        self._store = dist.PrefixStore("easymp/watch", dist.distributed_c10d._get_default_store().clone())
+        self._ask = dist.PrefixStore("easymp/watch", dist.distributed_c10d._get_default_store().clone())
+        self._main = threading.main_thread().ident
+        self._thread = threading.Thread(target=self._listen, name="easymp-watch", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        number = 0
+        try:
+            while True:
+                number += 1
+                key = f"{self._rank}/{number}"
+                self._store.wait([key], FOREVER)
+                asker = self._store.get(key).decode()
+                if asker == "close":
+                    return
+                self._store.set(asker, self._whereabouts())
+        except RuntimeError:
+            return  # the store is gone, and with it everyone who could ask
+
+    def _whereabouts(self) -> str:
+        frame = sys._current_frames().get(self._main)
+        stack = traceback.extract_stack(frame) if frame else []
+        ours = [f for f in stack if "site-packages" not in f.filename and "/torch/" not in f.filename]
+        place = f"{ours[-1].filename}:{ours[-1].lineno} in {ours[-1].name}" if ours else "outside Python"
+        return f"{last_collective()}; at {place}"
+
+    def _send(self, rank: int, text: str) -> None:
+        self._ask.set(f"{rank}/{self._ask.add(f'{rank}/count', 1)}", text)
+
+    def report(self) -> str:
+        """One line a rank: its last collective and the line it is at."""
+        lines = [f"  rank {self._rank}: {self._whereabouts()}"]
+        try:
+            for rank in range(self._size):
+                if rank == self._rank:
+                    continue
+                answer = f"answer/{self._rank}-{rank}-{self._ask.add('answers', 1)}"
+                self._send(rank, answer)
+                try:
+                    self._ask.wait([answer], PATIENCE)
+                    lines.append(f"  rank {rank}: {self._ask.get(answer).decode()}")
+                except RuntimeError:
+                    lines.append(f"  rank {rank}: no answer: it has ended, was killed, or is stopped")
+        except RuntimeError:
+            lines.append("  the other ranks cannot be asked: rank 0, which holds the store, has ended or was killed")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        try:
+            self._send(self._rank, "close")
+        except RuntimeError:
+            pass  # the store is gone: the thread has ended by itself
+        self._thread.join(5.0)
+
+    @staticmethod
+    def caused_by_peer(error: BaseException) -> bool:
+        """Whether a backend's error means that another rank is late, gone, or elsewhere."""
+        text = str(error).lower()
+        signs = ("timed out", "timeout", "connection closed by peer", "connection reset", "broken pipe", "failed to pass monitoredbarrier",
+                 "connectfullmesh", "connection refused")  # fmt: skip
+        return any(sign in text for sign in signs)
+
+
+def last_collective() -> str:
+    """The newest entry of torch's flight recorder, in words."""
+    try:
+        entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]
+    except (AttributeError, RuntimeError, KeyError, ValueError):
+        return "last collective unknown"
+    if not entries:
+        return "no collective yet"
+    entry = entries[-1]
+    name = str(entry.get("profiling_name", "?")).split(":")[-1]
+    return (
+        f"last collective #{entry.get('collective_seq_id', '?')} {name}{entry.get('input_sizes', '')} ({entry.get('state', '?')})"
+    )

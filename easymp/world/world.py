@@ -1,0 +1,266 @@
+"""The world: ranks that talk. Every collective is the identity at size 1, so nobody asks how many there are.
+
+Joining, in order: a store (torchrun's agent has one, else rank 0 opens one), every rank signs in there, so that a missing
+rank has a name; then the process group. Leaving, in the order that never deadlocked: drop what wraps models, collect
+garbage, barrier, destroy.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import env
+from ..errors import WorldError
+from .ranks import Ranks
+from .watch import Watch
+
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # then divided: gloo has no average of integers
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+# What every backend moves as it is. Others travel as bytes (gather, broadcast) or through int32 (reduce).
+MOVABLE = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8,
+}  # fmt: skip
+
+
+class World:
+    """This process and its peers.
+
+    Args:
+        ranks: who this process is.
+        device: where its tensors live.
+        timeout: seconds that a collective may wait for the other ranks.
+        debug: compare shapes and dtypes over the ranks before each collective.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, timeout: float = 120.0, debug: bool = False) -> None:
+        self.ranks = ranks
+        self.rank, self.size = ranks.rank, ranks.size
+        self.local_rank, self.local_size = ranks.local_rank, ranks.local_size
+        self.device = device
+        self.timeout = timeout
+        self.debug = debug
+        self.backend: str | None = None
+        self.owned = False  # whether we started the process group, and so end it
+        self._watch: Watch | None = None
+        if ranks.announced:
+            self._join()
+
+    # -- joining and leaving ------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        if not dist.is_initialized():
+            limit = timedelta(seconds=self.timeout)
+            store = self._sign_in(limit)
+            backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(self.device.type, "gloo")
+            with env.override(TORCH_FR_BUFFER_SIZE=env.read("TORCH_FR_BUFFER_SIZE", "64")):
+                dist.init_process_group(
+                    backend,
+                    store=dist.PrefixStore("easymp/group", store),
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=limit,
+                    device_id=self.device if self.device.type == "cuda" else None,
+                )
+            self.owned = True
+        self.backend = dist.get_backend()
+        if self.size > 1:
+            self._watch = Watch(self.rank, self.size)
+
+    def _sign_in(self, limit: timedelta) -> dist.Store:
+        """The store all ranks share, once all of them have signed in."""
+        address, port = env.read("MASTER_ADDR"), env.integer("MASTER_PORT")
+        if address is None or port is None:
+            missing = "MASTER_ADDR" if address is None else "MASTER_PORT"
+            raise WorldError(
+                f"WORLD_SIZE={self.size} is in the environment but {missing} is not: a launcher sets it. Start with "
+                f"`easymp launch --processes {self.size} script.py`, or export {missing} (127.0.0.1 and a free port will do)"
+            )
+        try:
+            if env.flag("TORCHELASTIC_USE_AGENT_STORE", False):
+                store = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=limit)))[0]
+            else:
+                store = dist.TCPStore(address, port, None, self.rank == 0, limit, wait_for_workers=False, multi_tenant=True)
+        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
+            raise WorldError(
+                f"rank {self.rank} of {self.size} could not reach rank 0 at {address}:{port} within {self.timeout:g} s "
+                f"({str(error).splitlines()[0]}): check that rank 0 runs, and that the address and port are right"
+            ) from error
+        store = dist.PrefixStore("easymp/sign-in", store)
+        store.set(f"rank/{self.rank}", socket.gethostname())
+        keys = [f"rank/{r}" for r in range(self.size)]
+        try:
+            store.wait(keys, limit)
+        except (dist.DistStoreError, RuntimeError) as error:
+            missing = [str(r) for r in range(self.size) if not store.check([keys[r]])]
+            raise WorldError(
+                f"WORLD_SIZE={self.size} was announced, but rank {', '.join(missing)} did not arrive within "
+                f"{self.timeout:g} s: start all {self.size} (`easymp launch --processes {self.size} script.py` does), "
+                "or unset RANK and WORLD_SIZE to train in one process"
+            ) from error
+        return store
+
+    def close(self) -> None:
+        """Leave the world; what was started here is ended here. Calling it again does nothing."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        if self.owned and dist.is_initialized():
+            self.owned = False
+            gc.collect()
+            try:
+                dist.barrier()
+            except RuntimeError:
+                pass  # a rank is gone already: nothing is left to wait for
+            dist.destroy_process_group()
+        self.owned = False
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. On gloo a missing rank is named."""
+        if self.size == 1:
+            return
+        with self.explained("barrier"):
+            if self.device.type == "cuda":
+                dist.barrier(device_ids=[self.device.index])
+            elif self.backend == "gloo":
+                dist.monitored_barrier(timeout=timedelta(seconds=self.timeout), wait_all_ranks=True)
+            else:
+                dist.barrier()
+
+    def reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """A new tensor of the same shape and dtype: the sum, mean, max, min or product over the ranks.
+
+        The mean of integers is rounded toward zero.
+        """
+        if self.size == 1:
+            return tensor.clone()
+        self._compare("reduce", tensor)
+        moved = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if tensor.dtype not in MOVABLE:
+            moved = moved.to(torch.float32 if tensor.is_floating_point() else torch.int32)
+        if tensor.dtype.is_complex:
+            raise WorldError(f"reduce of {tensor.dtype} is not defined: pass torch.view_as_real(tensor)")
+        with self.explained(f"reduce ({op})"):
+            dist.all_reduce(moved, OPS[op])
+        if op == "mean":
+            moved = moved / self.size if moved.is_floating_point() else moved.div(self.size, rounding_mode="trunc")
+        return moved.to(tensor.dtype)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All ranks' tensors, one after the other along dimension 0, on every rank; scalars become one element each.
+
+        Shapes must agree over the ranks (`gather_uneven` lets dimension 0 differ).
+        """
+        tensor = tensor.detach()
+        if tensor.ndim == 0:
+            tensor = tensor[None]
+        if self.size == 1:
+            return tensor
+        self._compare("gather", tensor)
+        moved = tensor.contiguous()
+        if tensor.dtype not in MOVABLE:
+            moved = moved.view(torch.uint8) if tensor.dtype != torch.bool else moved.to(torch.uint8)
+        parts = [torch.empty_like(moved) for _ in range(self.size)]
+        with self.explained("gather"):
+            dist.all_gather(parts, moved)
+        whole = torch.cat(parts)
+        if tensor.dtype in MOVABLE:
+            return whole
+        return whole.bool() if tensor.dtype == torch.bool else whole.view(tensor.dtype)
+
+    def gather_uneven(self, tensor: Tensor) -> Tensor:
+        """As `gather`, where dimension 0 may differ between the ranks."""
+        if tensor.ndim == 0 or self.size == 1:
+            return self.gather(tensor)
+        tensor = tensor.detach()
+        lengths = self.gather(torch.tensor([tensor.shape[0]], device=tensor.device)).tolist()
+        longest = max(lengths)
+        if min(lengths) == longest:
+            return self.gather(tensor)
+        padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor
+        whole = self.gather(padded)
+        return torch.cat([whole[r * longest : r * longest + n] for r, n in enumerate(lengths)])
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """The tensor of rank `source`, as a new tensor on every rank; shapes must agree."""
+        if self.size == 1:
+            return tensor
+        self._compare("broadcast", tensor)
+        moved = tensor.detach().clone(memory_format=torch.contiguous_format)
+        flat = moved if moved.dtype in MOVABLE else moved.reshape(-1).view(torch.uint8)
+        with self.explained("broadcast"):
+            dist.broadcast(flat, source)
+        return moved
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """One Python object a rank, in rank order, on every rank."""
+        if self.size == 1:
+            return [item]
+        items: list[Any] = [None] * self.size
+        with self.explained("gather of objects"):
+            dist.all_gather_object(items, item)
+        return items
+
+    def broadcast_objects(self, items: list[Any], source: int = 0) -> list[Any]:
+        """Rank `source`'s list on every rank; the given list is filled in place and returned. Lengths must agree."""
+        if self.size > 1:
+            with self.explained("broadcast of objects"):
+                dist.broadcast_object_list(items, source, device=self.device)
+        return items
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on at least one rank."""
+        if self.size == 1:
+            return bool(flag)
+        return bool(self.reduce(torch.tensor(int(flag), device=self.device), "max").item())
+
+    # -- when it goes wrong -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """Turns a backend's bare timeout inside the block into a WorldError that says where each rank is."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explain(error, what) from error
+
+    def explain(self, error: RuntimeError, what: str) -> RuntimeError:
+        """`error` itself, or, where another rank is the cause, a WorldError that says which and where it is."""
+        if self._watch is None or isinstance(error, WorldError) or not Watch.caused_by_peer(error):
+            return error
+        return WorldError(f"rank {self.rank} gave up in {what}: {str(error).splitlines()[0]}\n{self._watch.report()}")
+
+    def _compare(self, what: str, tensor: Tensor) -> None:
+        if not self.debug:
+            return
+        seen = self.gather_objects((tuple(tensor.shape), str(tensor.dtype)))
+        if any(s != seen[0] for s in seen):
+            raise WorldError(
+                f"{what}: the ranks' tensors differ: {odd_one_out(seen)}; every rank must pass the same shape and dtype"
+            )
+
+
+def odd_one_out(values: list[Any]) -> str:
+    """Sentence part that names the ranks whose value is not the common one: ``"rank 2 has X, the others Y"``."""
+    common = max(values, key=lambda v: (values.count(v), -values.index(v)))
+    if values.count(common) * 2 <= len(values):
+        return ", ".join(f"rank {r} has {v}" for r, v in enumerate(values))
+    odd = ", ".join(f"rank {r} has {v}" for r, v in enumerate(values) if v != common)
+    return f"{odd}, the others {common}"
