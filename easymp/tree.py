@@ -17,7 +17,7 @@ from .errors import BatchError
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` with every leaf replaced by ``function(leaf)``; container types, keys and order stay."""
-    if isinstance(tree, Tensor) or isinstance(tree, (str, bytes)):
+    if isinstance(tree, (Tensor, str, bytes)):
         return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_leaves(function, item) for item in tree))

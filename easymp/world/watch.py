@@ -13,12 +13,26 @@ import sys
 import threading
 import traceback
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 FOREVER = timedelta(days=30)
 PATIENCE = timedelta(seconds=3)
+HERE = str(Path(__file__).parent.parent)
+
+# What gloo, NCCL and the store say when another rank is late, gone, or elsewhere.
+PEER_SIGNS = (
+    "timed out",
+    "timeout",
+    "connection closed by peer",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "failed to pass monitoredbarrier",
+    "connectfullmesh",
+)
 
 
 class Watch:
@@ -50,7 +64,7 @@ class Watch:
     def _whereabouts(self) -> str:
         frame = sys._current_frames().get(self._main)
         stack = traceback.extract_stack(frame) if frame else []
-        ours = [f for f in stack if "site-packages" not in f.filename and "/torch/" not in f.filename]
+        ours = [f for f in stack if "site-packages" not in f.filename and not f.filename.startswith(HERE)]
         place = f"{ours[-1].filename}:{ours[-1].lineno} in {ours[-1].name}" if ours else "outside Python"
         return f"{last_collective()}; at {place}"
 
@@ -86,9 +100,7 @@ class Watch:
     def caused_by_peer(error: BaseException) -> bool:
         """Whether a backend's error means that another rank is late, gone, or elsewhere."""
         text = str(error).lower()
-        signs = ("timed out", "timeout", "connection closed by peer", "connection reset", "broken pipe", "failed to pass monitoredbarrier",
-                 "connectfullmesh", "connection refused")  # fmt: skip
-        return any(sign in text for sign in signs)
+        return any(sign in text for sign in PEER_SIGNS)
 
 
 def last_collective() -> str:
