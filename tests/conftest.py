@@ -1,0 +1,222 @@
+"""Fixtures and checks that every test gets."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from .pool import Failure, Pool, RanksFailed, explain, leaked_threads
+
+# Written by libraries at import or first use, and by pytest itself.
+FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "MPL", "TF_", "GRPC_")
+FOLDER = Path("/proc/self/fd")
+SPARE_DESCRIPTORS = 40  # pipes of the pool's workers, libraries loaded by a test
+
+
+# -- which tests run ---------------------------------------------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests run when asked for by ``-m``; GPU tests where there is a GPU."""
+    if not config.option.markexpr:
+        slow = [item for item in items if "slow" in item.keywords]
+        if slow:
+            config.hook.pytest_deselected(items=slow)
+            items[:] = [item for item in items if "slow" not in item.keywords]
+    gpu = [item for item in items if "gpu" in item.keywords]
+    if gpu and (why := _no_gpu()):
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+def _no_gpu() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return "needs an NVIDIA GPU; this torch is built without CUDA"
+    return "" if torch.cuda.is_available() else "needs an NVIDIA GPU; none is here"
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Runs a module-level function on real processes. See `__call__` and `fails`."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        processes: int = 2,
+        timeout: float = 60,
+        env: Mapping[str, str | None] | None = None,
+    ) -> list[Any]:
+        """Each rank's return value. RANK, WORLD_SIZE and so on are set, and `env`; a rank that fails, fails the test."""
+        __tracebackhide__ = True
+        outcomes = self._pool.run(function, args, processes, timeout, env, patient=False)
+        if any(o.failure for o in outcomes):
+            raise RanksFailed(explain(outcomes))
+        return [o.value for o in outcomes]
+
+    def fails(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        processes: int = 2,
+        timeout: float = 60,
+        env: Mapping[str, str | None] | None = None,
+    ) -> list[Any]:
+        """A value, or a `Failure` (type, message), a rank; ranks run to their own end or to the timeout.
+
+        The test fails if none failed.
+        """
+        __tracebackhide__ = True
+        outcomes = self._pool.run(function, args, processes, timeout, env, patient=True)
+        if not any(o.failure for o in outcomes):
+            raise RanksFailed(f"no rank failed; they returned {[o.value for o in outcomes]}")
+        return [o.failure if o.failure is not None else o.value for o in outcomes]
+
+
+@pytest.fixture(scope="session")
+def _pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(_pool: Pool) -> Ranks:
+    """``ranks(function, *args, processes=2, timeout=60, env=None)``: a list of return values, one a rank."""
+    return Ranks(_pool)
+
+
+# -- what a test may not leave behind ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Fails the test that leaves something: variables, directory, threads, a process group, open files, torch's switches."""
+    environment, directory, threads = dict(os.environ), os.getcwd(), set(threading.enumerate())
+    descriptors, switches = _descriptors(), _switches()
+    yield
+    left = [
+        *_changed_variables(environment),
+        *_changed_directory(directory),
+        *_running(threads),
+        *_group(),
+        *_unclosed(descriptors),
+        *_changed_switches(switches),
+    ]
+    if left:
+        pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
+
+
+def _changed_variables(before: dict[str, str]) -> Iterator[str]:
+    after = dict(os.environ)
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name) and not name.startswith(FOREIGN_VARIABLES):
+            yield f"environment variable {name}={after.get(name)!r}, was {before.get(name)!r}"
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
+
+
+def _changed_directory(before: str) -> Iterator[str]:
+    if os.getcwd() != before:
+        yield f"working directory {os.getcwd()}"
+        os.chdir(before)
+
+
+def _running(before: set[threading.Thread]) -> Iterator[str]:
+    for name in leaked_threads(before, lambda thread: not thread.daemon or thread.name.startswith("easymp")):
+        yield f"thread {name}"
+
+
+def _group() -> Iterator[str]:
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        yield "a process group"
+        dist.destroy_process_group()
+
+
+def _descriptors() -> dict[int, str]:
+    """What each open descriptor leads to: a path, ``socket:[number]``, ``pipe:[number]`` … Empty where there is no /proc."""
+    found = {}
+    for link in FOLDER.iterdir() if FOLDER.exists() else ():
+        try:
+            found[int(link.name)] = os.readlink(link)
+        except OSError:
+            pass  # the listing's own
+    return found
+
+
+def _unclosed(before: dict[int, str]) -> Iterator[str]:
+    known = set(before.values())
+    deadline = time.monotonic() + 1.0
+    while True:
+        new = {number: target for number, target in _descriptors().items() if target not in known}
+        files = sorted(t for t in new.values() if t.startswith("/") and not t.startswith(("/dev/", "/proc/", "/memfd:")))
+        sockets = [c for c in psutil.Process().net_connections("inet") if c.fd in new] if new else []
+        if (not files and not sockets and len(new) <= SPARE_DESCRIPTORS) or time.monotonic() > deadline:
+            break
+        gc.collect()  # a reference cycle may hold what is as good as closed
+        time.sleep(0.05)
+    for path in files:
+        yield f"open file {path}"
+    for socket in sockets:
+        yield f"open socket {tuple(socket.laddr)} {socket.status}"
+    if len(new) > SPARE_DESCRIPTORS:
+        yield f"{len(new)} new descriptors"
+
+
+def _switches() -> dict[str, Any] | None:
+    """torch's process-wide settings, or None before torch is imported."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_num_threads"):
+        return None
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "num_threads": torch.get_num_threads(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+        "cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "grad mode": torch.is_grad_enabled(),
+        "cpu autocast": torch.is_autocast_enabled("cpu"),
+    }
+
+
+def _changed_switches(before: dict[str, Any] | None) -> Iterator[str]:
+    after = _switches()
+    if before is None or after is None:
+        return
+    torch = sys.modules["torch"]
+    for name, value in before.items():
+        if after[name] != value:
+            yield f"torch {name}={after[name]}, was {value}"
+    if before != after:
+        torch.set_default_dtype(before["default dtype"])
+        torch.use_deterministic_algorithms(before["deterministic algorithms"])
+        torch.set_num_threads(before["num_threads"])
+        torch.set_float32_matmul_precision(before["matmul precision"])
+        torch.backends.cudnn.allow_tf32 = before["cudnn.allow_tf32"]
+        torch.backends.cudnn.deterministic = before["cudnn.deterministic"]
+        torch.backends.cudnn.benchmark = before["cudnn.benchmark"]
+        torch.set_grad_enabled(before["grad mode"])
+
+
+__all__ = ["Failure", "Ranks"]

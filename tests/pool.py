@@ -1,0 +1,337 @@
+"""Functions on N real processes, out of a warm pool.
+
+A fresh `spawn` imports torch in every process, 16 s a test; a plain `fork` hangs once the parent has trained on more than
+one thread. So a fork server that has only imported torch, and never computed, forks the workers; they stay alive over the
+tests of a session, and a worker that failed is killed, not cleaned. Functions travel by module and name.
+
+Nothing here knows pytest; `conftest.py` makes it the fixture `ranks`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# What tests import anyway: paid once, in the fork server.
+PRELOAD = [
+    "pytest", "hypothesis", "numpy", "psutil", "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim",
+    "torch.utils.data", "torch.distributed.algorithms.join", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+]  # fmt: skip
+
+GRACE = 3.0  # seconds that the other ranks have to answer once one has failed
+THREAD_GRACE = 1.0  # seconds that a thread told to end has to do so
+HARMLESS_THREADS = ("tqdm_monitor",)
+
+
+class Failure(NamedTuple):
+    """How one rank failed: an exception's type name and message, ``SIGKILL``, ``exit``, ``Timeout`` or ``Leak``."""
+
+    type: str
+    message: str
+
+
+@dataclass
+class Outcome:
+    """What one rank came to."""
+
+    rank: int
+    value: Any = None
+    failure: Failure | None = None
+    traceback: str = ""
+    time: float = field(default_factory=time.monotonic)  # one clock for all processes of a machine
+    reusable: bool = True
+
+
+class RanksFailed(AssertionError):
+    """At least one rank failed; the message holds the first one's own traceback."""
+
+
+# -- in the worker -----------------------------------------------------------------------------------------------------
+
+
+def _work(pipe: Connection, log: str, directory: str) -> None:
+    """A worker's whole life: run what is sent, answer, until the pipe closes."""
+    import torch
+
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # type: ignore[arg-type]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then kills the workers
+    torch.set_num_threads(1)  # two threads on busy cores are 4 to 5 times slower
+    gc.collect()
+    gc.freeze()  # the collection after each call looks at that call's objects only
+    os.chdir(directory)
+    while True:
+        try:
+            rank, task, env = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        outcome = _call(rank, task, env)
+        try:
+            answer = pickle.dumps(outcome)
+        except Exception as error:
+            outcome = Outcome(rank, failure=Failure(type(error).__name__, f"the result cannot be pickled: {error}"))
+            answer = pickle.dumps(outcome)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            pipe.send_bytes(answer)
+        except OSError:
+            return
+
+
+def _call(rank: int, task: bytes, env: Mapping[str, str | None]) -> Outcome:
+    environment, directory, threads = dict(os.environ), os.getcwd(), set(threading.enumerate())
+    _fresh()
+    try:
+        for name, value in env.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        function, args = pickle.loads(task)
+        outcome = Outcome(rank, value=function(*args))
+        # Whatever frees itself with its last reference does so now, not in the next test.
+        gc.collect()
+        if left := _left_behind(threads):
+            outcome = Outcome(rank, failure=Failure("Leak", left), reusable=False)
+    except BaseException as error:
+        # Popping from the traceback: the frames above the function are this file's.
+        lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
+        outcome = Outcome(rank, failure=Failure(type(error).__name__, str(error)), traceback="".join(lines), reusable=False)
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(directory)
+    return outcome
+
+
+def _fresh() -> None:
+    """The process as it was when it was forked, as far as a test may look at it."""
+    import numpy
+    import torch
+
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.set_grad_enabled(True)
+
+
+def _left_behind(before: set[threading.Thread]) -> str:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return "left a process group running: destroy it (World.close does) before the function returns"
+    threads = leaked_threads(before)
+    if threads:
+        return f"left threads running: {', '.join(threads)}"
+    return ""
+
+
+def leaked_threads(before: set[threading.Thread], only: Callable[[threading.Thread], bool] = lambda thread: True) -> list[str]:
+    """Names of threads that were not there `before`, after a moment to end; torch's own worker threads do not count."""
+    deadline = time.monotonic() + THREAD_GRACE
+    while True:
+        new = [
+            t.name
+            for t in threading.enumerate()
+            if t not in before and only(t) and t.name not in HARMLESS_THREADS and not isinstance(t, threading._DummyThread)
+        ]
+        if not new or time.monotonic() > deadline:
+            return new
+        time.sleep(0.01)
+
+
+# -- in the test session -----------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A live process that waits for work."""
+
+    def __init__(self, context: Any, directory: Path, number: int) -> None:
+        self.log = directory / f"worker{number}.log"
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, str(self.log), os.getcwd()), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.read = 0  # how much of the log belongs to earlier calls
+
+    def send(self, message: bytes) -> None:
+        self.read = self.log.stat().st_size if self.log.exists() else 0
+        self.pipe.send_bytes(message)
+
+    def output(self) -> str:
+        """What the worker printed since the last `send`."""
+        if not self.log.exists():
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(self.read)
+            return file.read().decode(errors="replace")
+
+    def stacks(self) -> str:
+        """Where each thread of the worker is, now."""
+        before = len(self.output())
+        try:
+            os.kill(self.process.pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            return ""
+        time.sleep(0.1)
+        return self.output()[before:]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
+        self.log.unlink(missing_ok=True)
+
+
+class Pool:
+    """Workers that live as long as a test session. `close` ends them."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._workers: list[Worker] = []
+        self._number = 0
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        processes: int,
+        timeout: float,
+        env: Mapping[str, str | None] | None,
+        patient: bool,
+    ) -> list[Outcome]:
+        """`function(*args)` on ranks 0 to `processes` - 1. `patient`: one rank's failure does not cut the others short."""
+        check_sendable(function)
+        task = pickle.dumps((function, args))
+        while len(self._workers) < processes:
+            self._workers.append(Worker(self._context, Path(self._directory.name), self._number))
+            self._number += 1
+        workers = self._workers[:processes]
+        outcomes: dict[int, Outcome] = {}
+        try:
+            port = free_port()
+            for rank, worker in enumerate(workers):
+                launch = {
+                    "RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes),
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                }  # fmt: skip
+                worker.send(pickle.dumps((rank, task, {**launch, **(env or {})})))
+            self._collect(workers, outcomes, time.monotonic() + timeout, timeout, patient)
+        finally:
+            for rank, worker in enumerate(workers):
+                if rank not in outcomes or not outcomes[rank].reusable:
+                    worker.kill()
+                    self._workers.remove(worker)
+        return [outcomes[rank] for rank in range(processes)]
+
+    def _collect(
+        self, workers: list[Worker], outcomes: dict[int, Outcome], deadline: float, timeout: float, patient: bool
+    ) -> None:
+        while len(outcomes) < len(workers):
+            waiting = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in outcomes}
+            for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+                rank = waiting[pipe]  # type: ignore[index]
+                outcomes[rank] = self._answer(rank, workers[rank])
+                if outcomes[rank].failure is not None:
+                    outcomes[rank].traceback += self._printed(workers[rank])
+                    if not patient:
+                        deadline = min(deadline, time.monotonic() + GRACE)
+            if time.monotonic() >= deadline:
+                for rank, worker in enumerate(workers):
+                    if rank not in outcomes:
+                        said = self._printed(worker)
+                        failure = Failure("Timeout", f"still running, {timeout:g} s allowed")
+                        text = f"Still running at:\n{worker.stacks()}{said}"
+                        outcomes[rank] = Outcome(rank, failure=failure, traceback=text, reusable=False)
+
+    def _answer(self, rank: int, worker: Worker) -> Outcome:
+        try:
+            return pickle.loads(worker.pipe.recv_bytes())
+        except (EOFError, OSError):
+            worker.process.join(5)
+            code = worker.process.exitcode
+        if code is not None and code < 0:
+            failure = Failure(signal.Signals(-code).name, f"killed by signal {-code}")
+        else:
+            failure = Failure("exit", f"exit code {code}")
+        return Outcome(rank, failure=failure, traceback=f"{failure.type}: {failure.message}\n", reusable=False)
+
+    @staticmethod
+    def _printed(worker: Worker) -> str:
+        text = worker.output().strip()
+        return f"\nIt had printed:\n{text[-8000:]}\n" if text else ""
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+        self._directory.cleanup()
+
+
+def check_sendable(function: Callable[..., Any]) -> None:
+    """Raises TypeError for a function that cannot be sent by name."""
+    name = getattr(function, "__qualname__", repr(function))
+    if "<" in name:
+        raise TypeError(f"{name} is defined inside a function: move it to the module's top level, workers find it by name")
+
+
+def free_port() -> int:
+    """A port nobody listens on, from below the range that the system hands to outgoing connections."""
+    source = random.SystemRandom()  # tests seed the global generator, and several sessions may run at once
+    while True:
+        port = source.randrange(15000, 32000)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
+def in_order_of_blame(outcomes: list[Outcome]) -> list[Outcome]:
+    """Failed ranks, the likeliest cause first: killed or gone, then by time, those that were still running last."""
+
+    def key(outcome: Outcome) -> tuple[int, float]:
+        kind = outcome.failure.type  # type: ignore[union-attr]
+        return (0 if kind.startswith("SIG") or kind == "exit" else 2 if kind == "Timeout" else 1, outcome.time)
+
+    return sorted((o for o in outcomes if o.failure is not None), key=key)
+
+
+def explain(outcomes: list[Outcome]) -> str:
+    """The first failing rank's own traceback, the others in one line each."""
+    first, *others = in_order_of_blame(outcomes)
+    assert first.failure is not None
+    lines = [f"rank {first.rank} of {len(outcomes)} failed first: {first.failure.type}: {first.failure.message}"]
+    for other in others:
+        assert other.failure is not None
+        message = other.failure.message.splitlines()
+        lines.append(f"  rank {other.rank}: {other.failure.type}: {message[0] if message else ''}")
+    return "\n".join([*lines, "", first.traceback.rstrip()])
