@@ -1,0 +1,54 @@
+"""A loss summed over items (tokens, pixels), divided by the number of items in the whole window on all ranks.
+
+With micro-batches m and ranks r the gradient of one big batch is Σ_m,r ∂loss_sum / Σ_m,r items. A mean a micro-batch, averaged,
+is something else as soon as the counts differ. The divisor is known only when the window ends; until then the first
+micro-step's count stands in for it, so that numbers keep their usual size, and the gradients are corrected by one factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..clock import StepClock
+from ..world import World
+
+
+class ItemWindow:
+    """Counts the items of a window.
+
+    Args:
+        ranks: ranks whose gradients are averaged: the average is undone, since counts are summed.
+    """
+
+    def __init__(self, world: World, ranks: int) -> None:
+        self._world = world
+        self._ranks = ranks
+        self._stand_in: Tensor | None = None
+        self._count: Tensor | None = None
+        self.open = False  # a window with more than one micro-step is being counted
+
+    def divide(self, loss: Tensor, items: int | Tensor, clock: StepClock) -> Tensor:
+        """`loss`, a sum over `items` items of this rank, ready for backward."""
+        here = torch.as_tensor(items, dtype=torch.float32, device=loss.device)
+        if not self.open:
+            total = self._world.reduce(here).clamp(min=1.0)
+            if clock.sync and clock.micro <= 1:
+                return loss * (self._ranks / total)
+            self._stand_in = total * clock.accumulation
+            self._count = torch.zeros_like(here)
+            self.open = True
+        assert self._count is not None
+        self._count += here
+        return loss * (self._ranks / self._stand_in)
+
+    def finish(self, parameters: Iterable[Tensor]) -> None:
+        """Correct the gradients of a window that has ended, after the last backward."""
+        assert self._count is not None
+        factor = self._stand_in / self._world.reduce(self._count).clamp(min=1.0)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+        self.open = False

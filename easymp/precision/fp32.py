@@ -1,0 +1,38 @@
+"""fp32: nothing is cast. torch's own TF32 flags stand as the user left them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ..protocols import Facts, Refusal
+from ..records import AutocastKwargs
+
+
+@dataclass(frozen=True)
+class FP32:
+    name: ClassVar[str] = "fp32"
+    param: ClassVar[torch.dtype] = torch.float32
+    compute: ClassVar[torch.dtype] = torch.float32
+    reduce: ClassVar[torch.dtype] = torch.float32
+    scaled: ClassVar[bool] = False
+    tf32: ClassVar[bool] = False
+
+    options: AutocastKwargs = AutocastKwargs()
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None:
+        return None
+
+    @property
+    def output(self) -> torch.dtype | None:
+        return None
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
+        return model

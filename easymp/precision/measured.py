@@ -1,0 +1,167 @@
+"""auto, where no rule is certain: the first training step runs in fp32 and in bf16, and the faster one stays.
+
+On CPUs the winner depends on the model: bf16 autocast took 0.5 to 1.7 times as long as fp32 on one and the same machine with
+bf16 instructions. So the first training call of a prepared model, with the user's own inputs, is timed: forward and backward,
+the two precisions in turn, about a second in all. bf16 stays if its median time is below 95 % of fp32's. Neither gradients,
+parameters, buffers nor random numbers are touched. Rank 0 decides for all.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..protocols import Choice, Facts, Refusal, Source
+from ..records import AutocastKwargs
+from ..tree import leaves
+from ..world import World
+from .bf16 import BF16
+from .fp32 import FP32
+
+BUDGET = 1.0  # seconds
+PAIRS = (2, 40)
+GAIN = 0.95
+WIDE = 128  # smallest layer width for which bf16 products paid off on CPUs, where nothing can be measured
+
+
+class Measured:
+    """fp32 or bf16, whichever is faster: one decision for all models of a run.
+
+    Args:
+        options: of autocast, should bf16 win.
+        world: rank 0's measurement is sent to the others.
+        measure: False decides by the widest layer alone.
+        decided: called once with the decision.
+    """
+
+    param: ClassVar[torch.dtype] = torch.float32
+    reduce: ClassVar[torch.dtype] = torch.float32
+    scaled: ClassVar[bool] = False
+    tf32: ClassVar[bool] = False
+
+    def __init__(
+        self, options: AutocastKwargs, world: World, measure: bool = True, decided: Callable[[Choice[str]], None] | None = None
+    ) -> None:
+        self._fp32, self._bf16 = FP32(options), BF16(options)
+        self._world, self._measure, self._decided = world, measure, decided
+        self.choice: Choice[str] | None = None
+
+    @property
+    def _current(self) -> FP32 | BF16:
+        return self._bf16 if self.choice is not None and self.choice.value == "bf16" else self._fp32
+
+    @property
+    def name(self) -> str:
+        return self.choice.value if self.choice else "auto"
+
+    @property
+    def compute(self) -> torch.dtype:
+        return self._current.compute
+
+    @property
+    def output(self) -> torch.dtype | None:
+        return self._current.output
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None:
+        if facts.device != "cpu":
+            return Refusal("the rules for accelerators are certain", "name a precision")
+        return None
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        if self.choice is None and not self._measure:
+            self.settle(by_width(model))
+        return model
+
+    def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
+        return self._current.forward(model, device) if self.choice else Undecided(self, model, device)
+
+    def settle(self, choice: Choice[str]) -> None:
+        self.choice = choice
+        if self._decided:
+            self._decided(choice)
+
+    def measure(self, plain: nn.Module, cast: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Time both, tell the others, settle."""
+        figure = [time_pairs(plain, cast, args, kwargs) if self._world.rank == 0 else None]
+        ratio, pairs = self._world.broadcast_objects(figure)[0]
+        if ratio < GAIN:
+            reason = f"bf16 {1 / ratio:.2g} times as fast as fp32 in this model's own step"
+        elif ratio > 1 / GAIN:
+            reason = f"fp32 {ratio:.2g} times as fast as bf16 in this model's own step"
+        else:
+            reason = f"bf16 takes {ratio:.2f} times fp32's time in this model's own step: no gain"
+        many = f"{pairs} pairs" if pairs > 1 else "one pair"
+        self.settle(Choice("bf16" if ratio < GAIN else "fp32", f"{reason} (median of {many})", Source.DETECTED))
+
+
+class Undecided(nn.Module):
+    """Stands in for the model until the first training call has been timed."""
+
+    def __init__(self, policy: Measured, module: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.module = module
+        self.policy = policy
+        self.device = device
+        self.chosen: nn.Module | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.chosen is None:
+            if self.policy.choice is None:
+                if not (self.module.training and torch.is_grad_enabled()):
+                    return self.module(*args, **kwargs)
+                cast = self.policy._bf16.forward(self.module, self.device)
+                self.policy.measure(self.module, cast, args, kwargs)
+            self.chosen = self.policy.forward(self.module, self.device)
+        return self.chosen(*args, **kwargs)
+
+
+def by_width(model: nn.Module) -> Choice[str]:
+    """The rule without a measurement: bf16 if one layer's min(in × kernel, out) reaches 128."""
+    widest = 0
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.ndim >= 2 and not isinstance(module, nn.Embedding):
+            widest = max(widest, min(weight.shape[0], weight[0].numel()))
+    if widest >= WIDE:
+        return Choice("bf16", f"bf16 instructions, and a layer {widest} wide (not measured)", Source.DETECTED)
+    return Choice(
+        "fp32", f"the widest layer is {widest}: too narrow for bf16 to pay off on a CPU (not measured)", Source.DETECTED
+    )
+
+
+def time_pairs(plain: nn.Module, cast: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, int]:
+    """Median of bf16's time over fp32's, and how many pairs it comes from."""
+    parameters = [p for p in plain.parameters() if p.requires_grad]
+    buffers = [(b, b.detach().clone()) for b in plain.buffers()]
+    ratios: list[float] = []
+    with torch.random.fork_rng(devices=[]):
+        try:
+            begin = time.perf_counter()
+            _step(plain, parameters, args, kwargs)  # warm up: allocations and kernel choice are not the model's speed
+            _step(cast, parameters, args, kwargs)
+            slow = time.perf_counter() - begin > BUDGET
+            while len(ratios) < PAIRS[1]:
+                fp32 = _step(plain, parameters, args, kwargs)
+                ratios.append(_step(cast, parameters, args, kwargs) / fp32)
+                if slow or (len(ratios) >= PAIRS[0] and time.perf_counter() - begin > BUDGET):
+                    break
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+    return statistics.median(ratios), len(ratios)
+
+
+def _step(module: nn.Module, parameters: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Seconds of one forward and backward. The sum of the outputs stands in for the loss."""
+    begin = time.perf_counter()
+    outputs = [o for o in leaves(module(*args, **kwargs)) if isinstance(o, Tensor) and o.requires_grad]
+    if outputs:
+        torch.autograd.grad(sum(o.float().sum() for o in outputs), parameters, allow_unused=True)
+    return time.perf_counter() - begin

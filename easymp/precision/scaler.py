@@ -1,0 +1,307 @@
+"""The loss scale: one scaler for fp16 runs, whatever rule moves the scale.
+
+Gradients below 6e-8 are zero in fp16, so the loss is multiplied by a scale before backward and gradients are divided by it
+before the step. An overflow skips the step and lowers the scale; a run of good steps raises it. Rules differ only in numbers:
+
+- torch and Apex: ×2 after `growth_interval` good steps, ÷2 at each overflow;
+- DeepSpeed: growth one good step later (`growth_delay=1`), and the first `hysteresis - 1` overflows lower nothing.
+
+Scale and counters live on the device; nothing here waits for it, but for the step of an optimizer that is not fused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import SettingError, StepError
+from ..world import World
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """The rule by which the scale moves.
+
+    Attributes:
+        initial: first scale.
+        growth_factor, backoff_factor: what it is multiplied by.
+        growth_interval: good steps in a row before it grows.
+        growth_delay: further good steps before the first growth after an overflow (DeepSpeed: 1).
+        hysteresis: overflows before it falls; refilled by growth, or by each good step where `refill_each_step`.
+        minimum, maximum: bounds.
+        raise_at_minimum: an overflow at the minimum is an error.
+        dynamic: False never moves it.
+    """
+
+    initial: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    growth_delay: int = 0
+    hysteresis: int = 1
+    refill_each_step: bool = False
+    minimum: float = 0.0
+    maximum: float = float("inf")
+    raise_at_minimum: bool = False
+    dynamic: bool = True
+
+    def __post_init__(self) -> None:
+        for name, good, rule in (
+            ("initial", 0 < self.initial < float("inf"), "a positive finite number"),
+            ("growth_factor", self.growth_factor > 1 or not self.dynamic, "above 1"),
+            ("backoff_factor", 0 < self.backoff_factor < 1 or not self.dynamic, "between 0 and 1"),
+            ("growth_interval", self.growth_interval >= 1, "at least 1"),
+            ("hysteresis", self.hysteresis >= 1, "at least 1"),
+            ("minimum", 0 <= self.minimum <= self.maximum, "at least 0 and at most the maximum"),
+        ):
+            if not good:
+                raise SettingError(f"{name}={getattr(self, name)!r} of the loss scale must be {rule}")
+
+
+class Phase(Enum):
+    """Where an optimizer is in its step."""
+
+    READY = "its gradients are scaled, as backward left them"
+    UNSCALED = "its gradients have been divided by the scale"
+    STEPPED = "it has stepped; update() begins the next round"
+
+
+@dataclass(slots=True)
+class _Round:
+    """One optimizer between two updates."""
+
+    phase: Phase = Phase.READY
+    found_inf: Tensor | None = None
+
+
+class Scaler:
+    """Scales losses, unscales gradients, skips overflowed steps, and moves the scale.
+
+    ``scale(loss).backward()``, ``unscale_(optimizer)`` (at most once, before clipping), ``step(optimizer)``, ``update()``.
+    With ``enabled=False`` each is the plain thing: the loss, nothing, ``optimizer.step()``, nothing.
+
+    Args:
+        rule: how the scale moves.
+        world: an overflow on one of its ranks counts on all.
+        enabled: False scales by one.
+    """
+
+    def __init__(self, rule: LossScale | None = None, world: World | None = None, enabled: bool = True) -> None:
+        self.rule = rule or LossScale()
+        self.enabled = enabled
+        self.agree = True  # False where not every rank takes part in the step (uneven inputs)
+        self._world = world
+        self._scale: Tensor | None = None  # float32, 0-dim, on the device of the first loss
+        self._good: Tensor | None = None  # int32: good steps since the last overflow or growth
+        self._patience: Tensor | None = None  # int32: overflows still to be forgiven, plus one
+        self._rounds: dict[int, _Round] = {}
+        self._skipped: dict[int, Tensor] = {}
+        self._pending: dict[str, Any] = {"scale": self.rule.initial, "good": 0, "patience": self.rule.hysteresis}
+
+    # -- the loss -----------------------------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """`outputs` times the scale: a tensor, or nested lists and tuples of them."""
+        if not self.enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return outputs * self._on(outputs.device).to(outputs.device, non_blocking=True)
+        return type(outputs)([self.scale(o) for o in outputs])
+
+    def _on(self, device: torch.device) -> Tensor:
+        if self._scale is None:
+            start = self._pending
+            self._scale = torch.full((), start["scale"], dtype=torch.float32, device=device)
+            self._good = torch.full((), start["good"], dtype=torch.int32, device=device)
+            self._patience = torch.full((), start["patience"], dtype=torch.int32, device=device)
+        return self._scale
+
+    # -- the gradients ------------------------------------------------------------------------------------------------
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide `optimizer`'s gradients by the scale, and note whether all are finite.
+
+        Raises:
+            StepError: called twice, or after the step.
+        """
+        if not self.enabled:
+            return
+        turn = self._rounds.setdefault(id(optimizer), _Round())
+        if turn.phase is Phase.UNSCALED:
+            raise StepError("unscale_ was called twice for this optimizer since its last update(): once is enough")
+        if turn.phase is Phase.STEPPED:
+            raise StepError("unscale_ was called after step(): unscale before the step, or call update() first")
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                if grad.dtype == torch.float16:
+                    raise StepError(
+                        "a gradient is float16: dividing it by the scale would lose it. Keep fp32 parameters under fp16 (no .half())"
+                    )
+                if grad.is_sparse:
+                    grad = grad._values()
+                by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+        if not by_kind:
+            raise StepError("unscale_ or step() before any backward(): this optimizer has no gradients yet")
+        home = self._on(next(iter(by_kind))[0])
+        inverse = home.double().reciprocal().float()
+        found = torch.zeros_like(home)
+        for (device, _), grads in by_kind.items():
+            here = found if device == found.device else torch.zeros((), device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, here, inverse.to(device, non_blocking=True))
+            if here is not found:
+                found = torch.maximum(found, here.to(found.device, non_blocking=True))
+        if self._world is not None and self.agree:
+            found = self._world.reduce(found, "max")
+        turn.found_inf = found
+        turn.phase = Phase.UNSCALED
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step()``, unless one of its gradients overflowed on any rank.
+
+        A fused optimizer is told on the device; any other one costs a wait for the flag, as in torch.
+
+        Raises:
+            StepError: a second step before update().
+        """
+        if not self.enabled:
+            return optimizer.step(*args, **kwargs)
+        if (args and args[0] is not None) or kwargs.get("closure") is not None:
+            raise StepError("closures cannot be used with a loss scale: an overflow inside them could not be skipped")
+        turn = self._rounds.setdefault(id(optimizer), _Round())
+        if turn.phase is Phase.STEPPED:
+            raise StepError("step() was called twice for this optimizer since the last update(): call update() in between")
+        if turn.phase is Phase.READY:
+            self.unscale_(optimizer)
+        turn.phase = Phase.STEPPED
+        found = turn.found_inf
+        assert found is not None
+        self._skipped[id(optimizer)] = found
+        if takes_found_inf(optimizer):
+            # torch's own protocol for fused optimizers, GradScaler's too.
+            optimizer.found_inf, optimizer.grad_scale = found, None  # type: ignore[attr-defined]
+            try:
+                return optimizer.step(*args, **kwargs)
+            finally:
+                del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+        return None if found.item() else optimizer.step(*args, **kwargs)
+
+    def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `optimizer`'s last step was skipped. Waits for the device."""
+        found = self._skipped.get(id(optimizer))
+        return found is not None and bool(found.item())
+
+    # -- the scale ----------------------------------------------------------------------------------------------------
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the scale after the optimizers' steps, and make them ready for the next round.
+
+        Args:
+            new_scale: set it to this instead.
+
+        Raises:
+            StepError: no optimizer has unscaled or stepped.
+        """
+        if not self.enabled:
+            return
+        found = [turn.found_inf for turn in self._rounds.values() if turn.found_inf is not None]
+        self._rounds.clear()
+        if new_scale is not None:
+            if self._scale is None:
+                self._pending["scale"] = float(new_scale)
+            elif isinstance(new_scale, Tensor):
+                self._scale.copy_(new_scale.detach())
+            else:
+                self._scale.fill_(new_scale)
+            return
+        if not found:
+            raise StepError("update() before any step(): there is nothing to learn from")
+        self.advance(found[0] if len(found) == 1 else torch.stack([f.to(found[0].device) for f in found]).max())
+
+    def settle(self) -> None:
+        """`update()`, if an optimizer has stepped since the last one."""
+        if self._rounds and any(turn.phase is Phase.STEPPED for turn in self._rounds.values()):
+            self.update()
+
+    def advance(self, found_inf: Tensor) -> None:
+        """One step of the rule: `found_inf` is 0 after a good step, anything above after an overflow."""
+        rule, scale = self.rule, self._on(found_inf.device)
+        good, patience = self._good, self._patience
+        assert good is not None and patience is not None
+        if not rule.dynamic:
+            return
+        if (rule.growth_delay, rule.hysteresis, rule.minimum, rule.maximum) == (0, 1, 0.0, float("inf")):
+            # torch's kernel is this very rule in one launch; found_inf == 0 means good there, too.
+            torch._amp_update_scale_(scale, good, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
+            return
+        bad = found_inf > 0
+        falls = bad & (patience <= 1)
+        if rule.raise_at_minimum and bool(falls & (scale <= rule.minimum)):
+            raise StepError(
+                f"the gradients overflowed at the smallest loss scale, {rule.minimum:g}: it cannot be decreased anymore. "
+                "The loss itself is likely not finite: look at the data and the learning rate"
+            )
+        count = torch.where(bad, 0, good + 1)
+        counted = count - rule.growth_delay
+        grows = (counted > 0) & (counted % rule.growth_interval == 0)
+        lower = (scale * rule.backoff_factor).clamp(min=rule.minimum)
+        higher = (scale * rule.growth_factor).clamp(max=rule.maximum)
+        refill = (~bad) if rule.refill_each_step else grows
+        patience.copy_(torch.where(refill, rule.hysteresis, torch.where(bad & ~falls, patience - 1, patience)))
+        scale.copy_(torch.where(falls, lower, torch.where(grows, higher, scale)))
+        good.copy_(count)
+
+    def get_scale(self) -> float:
+        """The scale as a number. Waits for the device."""
+        if not self.enabled:
+            return 1.0
+        return float(self._pending["scale"]) if self._scale is None else float(self._scale.item())
+
+    # -- what stays ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch.amp.GradScaler's keys and, for rules that torch lacks, `hysteresis` still left."""
+        if not self.enabled:
+            return {}
+        good, patience = (
+            (self._pending["good"], self._pending["patience"]) if self._good is None else (self._good, self._patience)
+        )
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": self.rule.growth_factor,
+            "backoff_factor": self.rule.backoff_factor,
+            "growth_interval": self.rule.growth_interval,
+            "_growth_tracker": int(good),
+            "hysteresis": int(patience),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take scale and counters from `state_dict`'s result, ours or torch.amp.GradScaler's."""
+        if not self.enabled:
+            return
+        if not state:
+            raise SettingError("this state comes from a scaler that was off: there is no scale in it")
+        self._pending = {
+            "scale": float(state["scale"]),
+            "good": int(state["_growth_tracker"]),
+            "patience": int(state.get("hysteresis", self.rule.hysteresis)),
+        }
+        device = None if self._scale is None else self._scale.device
+        self._scale = self._good = self._patience = None
+        self._rounds.clear()
+        if device is not None:
+            self._on(device)
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every group of this torch optimizer runs fused, and so reads `found_inf` on the device."""
+    return type(optimizer).__module__.startswith("torch.optim") and all(g.get("fused") for g in optimizer.param_groups)

@@ -1,0 +1,46 @@
+"""Random streams: one shared by all ranks until the models are prepared, one a rank from then on.
+
+What all ranks must draw alike (initial weights, data order) comes from the shared seed; what they must not (dropout,
+augmentation) from a stream a rank. Seeds are mixed by a hash, so neighbouring seeds, epochs and ranks share nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+
+import torch
+
+from . import env
+
+
+def mix(*parts: int | str) -> int:
+    """A 63-bit seed from numbers and words, by BLAKE2b: any two different inputs give unrelated seeds."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, NumPy (where it is loaded) and torch on every device."""
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed this rank's Python, NumPy and torch streams.
+
+    All ranks are seeded alike, so models built now start alike; `prepare` then gives each rank a stream of its own, f(seed,
+    rank). That makes dropout differ between the ranks, as it should.
+
+    Args:
+        seed: any whole number.
+        device_specific: give each rank a stream of its own at once.
+        deterministic: also ask torch for deterministic algorithms.
+    """
+    seed_all(mix(seed, "rank", env.integer("RANK", 0)) if device_specific else seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)

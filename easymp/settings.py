@@ -1,0 +1,158 @@
+"""What was asked, by argument, environment or project file: each setting said once.
+
+A field of `Settings` and its metadata give the argument's name, the environment's (``EASYMP_`` and the name in capitals), the
+key in ``easymp.toml``, the allowed values, and the words of help. `resolve` reads them in that order of precedence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import env
+from .errors import SettingError, nearest
+from .protocols import Source
+
+FILE = "easymp.toml"
+
+
+def setting(default: Any, help: str, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
+    """A field of `Settings`: default, one sentence of help, allowed words, smallest number."""
+    return field(default=default, metadata={"help": help, "choices": choices, "least": least})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a user can set from outside the script. Values that were not asked for keep their defaults."""
+
+    mixed_precision: str = setting(
+        "auto",
+        "what matrix products run in; auto decides by the hardware",
+        ("auto", "no", "fp32", "tf32", "bf16", "fp16", "float32", "bfloat16", "float16", "half"),
+    )
+    strategy: str = setting("auto", "how the model is spread over the processes", ("auto", "single", "ddp"))
+    gradient_accumulation_steps: int = setting(1, "micro-batches in one optimizer update", least=1)
+    cpu: bool = setting(False, "train on the CPU even where there is an accelerator")
+    fused: bool = setting(True, "let plain torch optimizers run their fused step where torch has one for the device")
+    probe: bool = setting(True, "time fp32 and bf16 in the first training step where no rule is certain; off: the rule alone")
+    seed: int | None = setting(None, "seed of all random streams", least=0)
+    deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")
+    timeout: float = setting(120.0, "seconds that a rank waits for the others in a collective", least=0.001)
+    debug: bool = setting(False, "compare shapes over the ranks before each collective")
+    sources: Mapping[str, tuple[Source, str]] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for f in NAMES.values():
+            object.__setattr__(self, f.name, _checked(f, getattr(self, f.name), f"{f.name}="))
+
+    def source(self, name: str) -> tuple[Source, str]:
+        """Where the value comes from, and the words for it, such as ``"EASYMP_SEED in the environment"``."""
+        if name in self.sources:
+            return self.sources[name]
+        if getattr(self, name) != NAMES[name].default:
+            return Source.ASKED, "asked for"
+        return Source.DEFAULT, "default"
+
+
+NAMES: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings) if f.name != "sources"}
+
+
+def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
+    """The settings in force: arguments first, then `given`, the environment, the project file, and defaults.
+
+    Args:
+        given: a whole Settings object; what differs from the defaults counts as asked for.
+        arguments: single settings; None means not given.
+
+    Raises:
+        SettingError: a wrong name or value, anywhere; the nearest right one is named.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, tuple[Source, str]] = {}
+
+    def take(name: str, value: Any, source: Source, words: str) -> None:
+        values[name], sources[name] = value, (source, words)
+
+    for name, (value, words) in _from_file().items():
+        take(name, value, Source.CONFIG, words)
+    for name, (value, words) in _from_environment().items():
+        take(name, value, Source.ENVIRONMENT, words)
+    for name in NAMES if given is not None else ():
+        source, words = given.source(name)
+        if source is not Source.DEFAULT:
+            take(name, getattr(given, name), source, words)
+    for name, value in arguments.items():
+        if name not in NAMES:
+            raise SettingError(f"{name!r} is no setting{nearest(name, NAMES)} Known: {', '.join(NAMES)}")
+        if value is not None:
+            take(name, value, Source.ASKED, f"{name}={value!r}")
+    return Settings(**values, sources=sources)
+
+
+def _checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
+    """`value` in the field's own type, or a SettingError that begins with `where`."""
+    kind = str(f.type).split(" ")[0]
+    choices, least = f.metadata["choices"], f.metadata["least"]
+    if value is None and f.default is None:
+        return None
+    if kind == "bool":
+        if isinstance(value, str) and value.lower() in env.TRUE | env.FALSE:
+            return value.lower() in env.TRUE
+        if isinstance(value, bool):
+            return value
+        raise SettingError(f"{where}{value!r} is neither yes nor no: use true or false")
+    if kind in ("int", "float"):
+        number = {"int": int, "float": float}[kind]
+        try:
+            if isinstance(value, bool) or (kind == "int" and float(value) != int(float(value))):
+                raise ValueError
+            value = number(value)
+        except (TypeError, ValueError, OverflowError):
+            raise SettingError(f"{where}{value!r} is not a {'whole ' if kind == 'int' else ''}number") from None
+        if least is not None and not value >= least:
+            raise SettingError(f"{where}{value!r} is below the smallest possible value, {least:g}")
+        return value
+    if not isinstance(value, str):
+        raise SettingError(f"{where}{value!r} is a {type(value).__name__}, but a word is needed: one of {', '.join(choices)}")
+    word = value.lower()
+    if word not in choices:
+        raise SettingError(f"{where}{value!r} is not one of {', '.join(choices)}{nearest(word, choices)}")
+    return word
+
+
+def _from_environment() -> dict[str, tuple[Any, str]]:
+    known = {env.PREFIX + name.upper(): name for name in NAMES}
+    ours = {env.PREFIX + word for word in ("CONFIG", "LOG_LEVEL")} | set(known)
+    found = {}
+    for variable in env.names(env.PREFIX):
+        if variable not in ours:
+            raise SettingError(
+                f"{variable} in the environment is no setting{nearest(variable, ours)} Unset it or correct its name"
+            )
+        if variable in known:
+            name, words = known[variable], f"{variable} in the environment"
+            found[name] = (_checked(NAMES[name], env.read(variable), f"{variable}="), words)
+    return found
+
+
+def _from_file() -> dict[str, tuple[Any, str]]:
+    named = env.read(env.PREFIX + "CONFIG")
+    path = Path(named or FILE)
+    if not path.is_file():
+        if named:
+            raise SettingError(f"EASYMP_CONFIG={named!r} in the environment names no file: correct the path or unset it")
+        return {}
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise SettingError(f"{path} is not valid TOML: {error}") from error
+    found = {}
+    for key, value in content.items():
+        if key not in NAMES:
+            raise SettingError(f"{path}: {key!r} is no setting{nearest(key, NAMES)} Known: {', '.join(NAMES)}")
+        found[key] = (_checked(NAMES[key], value, f"{path}: {key} = "), str(path))
+    return found

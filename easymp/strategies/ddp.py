@@ -1,0 +1,68 @@
+"""ddp: every rank holds the whole model; gradients are averaged while backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from ..protocols import Facts, Precision, Refusal, Wrapped
+from ..records import DistributedDataParallelKwargs
+from ..world import World
+
+
+class DDP:
+    """torch's DistributedDataParallel, around the model under autocast.
+
+    In place, by torch: parameters and buffers take rank 0's values when wrapped. A model without trainable parameters is
+    left unwrapped, for there is nothing to average.
+    """
+
+    name: ClassVar[str] = "ddp"
+
+    def __init__(self, world: World, options: DistributedDataParallelKwargs, device_placement: bool) -> None:
+        self.data_rank, self.data_size = world.rank, world.size
+        self._device = world.device
+        self._options = options
+        self._place = device_placement
+        self._reduced: set[int] = set()  # models whose gradients have been reduced once
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None:
+        if facts.world_size == 1:
+            return Refusal(
+                "strategy 'ddp' averages gradients over processes, and there is one",
+                "start several (`easymp launch --processes N script.py`), or use 'auto'",
+            )
+        return None
+
+    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], policy: Precision) -> Wrapped:
+        if self._place:
+            model.to(self._device)
+        module = policy.forward(policy.convert(model), self._device)
+        if any(p.requires_grad for p in model.parameters()):
+            on_gpu = self._place and self._device.type in ("cuda", "xpu")
+            module = DistributedDataParallel(module, device_ids=[self._device] if on_gpu else None, **asdict(self._options))
+        return Wrapped(module, list(optimizers))
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        if not isinstance(model, DistributedDataParallel):
+            return nullcontext()
+        if self._options.static_graph and id(model) not in self._reduced:
+            # torch's reducer needs one reduced iteration before it may skip one. Reducing early changes no result:
+            # the average over ranks of an average is that average.
+            self._reduced.add(id(model))
+            return nullcontext()
+        return model.no_sync()
+
+    def join(self, models: Sequence[nn.Module], even_batches: bool | None) -> AbstractContextManager[Any]:
+        return Join([m for m in models if isinstance(m, DistributedDataParallel)])
+
+    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

@@ -1,0 +1,47 @@
+"""single: one process, one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..protocols import Facts, Precision, Refusal, Wrapped
+from ..records import DistributedDataParallelKwargs
+from ..world import World
+
+
+class Single:
+    name: ClassVar[str] = "single"
+    data_rank = 0
+    data_size = 1
+
+    def __init__(self, world: World, options: DistributedDataParallelKwargs, device_placement: bool) -> None:
+        self._device = world.device
+        self._place = device_placement
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None:
+        if facts.world_size > 1:
+            return Refusal(
+                f"strategy 'single' is for one process, and {facts.world_size} were started: each would train alone",
+                "use strategy='ddp' or 'auto', or start one process",
+            )
+        return None
+
+    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], policy: Precision) -> Wrapped:
+        if self._place:
+            model.to(self._device)
+        return Wrapped(policy.forward(policy.convert(model), self._device), list(optimizers))
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def join(self, models: Sequence[nn.Module], even_batches: bool | None) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
