@@ -1,0 +1,15 @@
+"""How many processes suit this machine."""
+
+from __future__ import annotations
+
+from .. import settings
+
+
+def default_processes() -> int:
+    """One an accelerator, or 1 without any (or with ``cpu`` set). Asks the driver's library, not the device."""
+    if settings.resolve().cpu:
+        return 1
+    import torch
+
+    # By NVML where it can: a process that has initialised CUDA cannot fork workers that use it.
+    return max(1, torch.cuda.device_count(), torch.xpu.device_count())

@@ -1,0 +1,148 @@
+"""Functions on several processes: for notebooks, and for trying out a run of several ranks without a script.
+
+The processes are forked, because a notebook's function cannot be pickled. A fork copies only the calling thread, which has
+two consequences: a parent that has initialised CUDA cannot have children that use it (refused), and torch's thread pool is
+gone in the children while its bookkeeping says it is there, so they compute on one thread (a second one would wait forever).
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import env
+from ..errors import EasympWarning, RefusedError, SettingError, WorldError
+from . import agent
+from .failure import explain, record
+from .scripts import checked
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str | None = None,
+    use_port: int | str | None = None,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+) -> list[Any]:
+    """Run ``function(*args)`` on several processes of this machine, from a notebook or a script.
+
+    Build the Accelerator and everything else that touches a device inside the function.
+
+    Args:
+        function: any function, also one defined in a cell.
+        args: its arguments.
+        num_processes: how many on this node; None takes one an accelerator, or 1 without any. With one process (on one
+            node) the function is called directly.
+        mixed_precision: setting for the Accelerators made in the function; None leaves it to them.
+        use_port: where the ranks meet; None finds a free port.
+        master_addr, node_rank, num_nodes: for several machines, each of which runs this call: node 0's address, this
+            node's number, and how many there are. They need `use_port`.
+        max_restarts: how often all processes are started again after one failed.
+        monitor_interval: seconds between looks at the processes.
+
+    Returns:
+        What the function returned on this node's ranks, in rank order; None for a value that cannot be pickled.
+
+    Raises:
+        RefusedError: CUDA is initialised in this process already, or a process group is running.
+        WorldError: a rank failed; the message ends with the first failing rank's own traceback.
+        KeyboardInterrupt: the run was interrupted; the processes are gone.
+    """
+    processes = checked(num_processes)
+    port = None if use_port is None else _port(use_port)
+    place = agent.Place(num_nodes, node_rank, master_addr, port)
+    variables = {} if mixed_precision is None else {"EASYMP_MIXED_PRECISION": mixed_precision}
+    if processes == 1 and num_nodes == 1:
+        with env.override(**variables):
+            return [function(*args)]
+    return _fork(function, args, processes, place, max_restarts, monitor_interval, variables)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
+    """Run ``function(*args)`` on a few CPU processes, to see whether it works on several ranks.
+
+    Returns and raises what `notebook_launcher` does; accelerators are not used.
+    """
+    processes = checked(num_processes)
+    return _fork(function, args, processes, agent.Place(), 0, 0.05, {"EASYMP_CPU": "1"})
+
+
+def _fork(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    processes: int,
+    place: agent.Place,
+    max_restarts: int,
+    monitor_interval: float,
+    variables: dict[str, str | None],
+) -> list[Any]:
+    _refuse(cpu=variables.get("EASYMP_CPU") == "1")
+    # torch.cuda.is_available(), which elastic calls, would initialise the driver in this process without it.
+    variables = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **variables}
+
+    def entrypoint() -> Any:
+        return _in_child(function, args)
+
+    try:
+        results = agent.run(
+            entrypoint, [], processes, place=place, max_restarts=max_restarts,
+            monitor_interval=monitor_interval, variables=variables,
+        )  # fmt: skip
+    except agent.RanksFailed as error:
+        raise WorldError(explain(error.failures, error.size)) from None
+    except agent.Interrupted as error:
+        raise KeyboardInterrupt(str(error)) from None
+    return [results[rank] for rank in sorted(results)]
+
+
+def _in_child(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        value = function(*args)
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        hide = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        record(env.read("TORCHELASTIC_ERROR_FILE"), env.integer("RANK", 0), error, code, hide)
+        raise
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        warnings.warn(
+            f"the function's result cannot be sent back ({error}): None is returned for it", EasympWarning, stacklevel=2
+        )
+        return None
+    return value
+
+
+def _refuse(cpu: bool) -> None:
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise RefusedError(
+            "a process group is running in this process, and forked processes would share its connections: end it "
+            "(Accelerator.end_training() or torch.distributed.destroy_process_group()), or restart the notebook's kernel"
+        )
+    if torch.cuda.is_initialized() and not cpu:
+        raise RefusedError(
+            "CUDA is already in use in this process, and a forked process cannot use it again: restart the notebook's kernel, "
+            "and build models, tensors on the GPU and the Accelerator inside the function only"
+        )
+
+
+def _port(value: int | str) -> int:
+    try:
+        port = int(value)
+        if not 0 < port < 65536:
+            raise ValueError
+    except ValueError:
+        raise SettingError(f"use_port={value!r} is no port: use a number from 1 to 65535") from None
+    return port

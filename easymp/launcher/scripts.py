@@ -1,0 +1,122 @@
+"""Scripts on several processes: from the command line, or from within the script itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .. import env
+from ..errors import SettingError
+from . import agent
+from .devices import default_processes
+from .failure import explain, signal_name
+
+WORKER = str(Path(__file__).with_name("worker.py"))
+
+
+def launch_script(
+    script: str,
+    arguments: Sequence[str] = (),
+    processes: int | None = None,
+    *,
+    module: bool = False,
+    max_restarts: int = 0,
+    place: agent.Place | None = None,
+) -> int:
+    """Run a script on several processes of this machine, and wait for it.
+
+    On failure the first failing rank's own traceback goes to stderr, last and alone.
+
+    Args:
+        script: path, or with `module` the name after ``python -m``.
+        arguments: the script's own, as they are.
+        processes: how many; None takes one an accelerator, or 1 without any.
+        module: `script` is a module's name.
+        max_restarts: how often all workers are started again after one failed.
+        place: where the nodes meet; None for this machine alone.
+
+    Returns:
+        0, or the exit code of the rank that failed first: 1 for an exception, n for ``sys.exit(n)``, 128 + n for signal n.
+
+    Raises:
+        SettingError: no such script, or an impossible number of processes.
+    """
+    processes = checked(processes)
+    if max_restarts < 0:
+        raise SettingError(f"max_restarts={max_restarts} is below 0: use 0 for no restart")
+    if not module and not Path(script).is_file():
+        raise SettingError(f"{script!r} is no file: pass the script's path, or -m and a module's name")
+    # elastic fills in ${local_rank} in arguments; a doubled $ comes out as the user's own.
+    words = [str(word).replace("$", "$$") for word in (WORKER, "module" if module else "script", script, *arguments)]
+    flags = subprocess._args_from_interpreter_flags()  # -W, -X, -O … as multiprocessing hands them on
+    try:
+        agent.run(
+            sys.executable,
+            [*flags, *words],
+            processes,
+            place=place or agent.Place(),
+            max_restarts=max_restarts,
+            monitor_interval=0.1,
+            variables={},
+        )
+    except agent.RanksFailed as error:
+        sys.stdout.flush()
+        _say(explain(error.failures, error.size))
+        return error.failures[0].exit_code
+    except agent.Interrupted as error:
+        _say(f"stopped by {signal_name(error.number)}")
+        return 128 + error.number
+    return 0
+
+
+def launch(processes: int | None = None) -> None:
+    """Make a plain ``python train.py`` run on several processes: call it first thing in the script.
+
+    In a process that a launcher started it returns at once, and so it does for one process. Otherwise this process runs the
+    same command on `processes` workers, and exits with their exit code.
+
+    Args:
+        processes: how many; None takes one an accelerator, or 1 without any.
+
+    Raises:
+        SettingError: there is no script to run again (a notebook, ``python -c``, an interactive session).
+    """
+    if env.read("RANK") is not None or env.read("WORLD_SIZE") is not None:
+        return
+    processes = checked(processes)
+    if processes == 1:
+        return
+    name, module = _this_script()
+    sys.exit(launch_script(name, sys.argv[1:], processes, module=module))
+
+
+def _this_script() -> tuple[str, bool]:
+    """What python was started with: a path, or a module's name and True."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return spec.name.removesuffix(".__main__"), True
+    path = getattr(main, "__file__", None)
+    if path is None or not os.path.isfile(path):
+        raise SettingError(
+            "launch() starts the script again on every process, and an interactive session has no script: "
+            "put the training into a function and call notebook_launcher(function, num_processes=…)"
+        )
+    return sys.argv[0] if os.path.isfile(sys.argv[0]) else path, False
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def checked(processes: int | None) -> int:
+    """`processes`, or the number that suits this machine. Raises SettingError for what is no number of processes."""
+    if processes is None:
+        return default_processes()
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+        raise SettingError(f"{processes!r} is no number of processes: use a whole number of at least 1")
+    return processes
