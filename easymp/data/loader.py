@@ -1,0 +1,227 @@
+"""The prepared loader: what a training loop iterates.
+
+A pass is one ``for``. Epochs count passes: each ``for`` that ends, or is left early, makes the next one a new epoch with its own
+shuffle, unless `set_epoch` said otherwise. Inside a pass, `state_dict` says where it stands, and the next ``for`` after
+`load_state_dict` goes on there, once. Saved between two passes, it says that the next epoch begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ..clock import StepClock
+from ..errors import BatchError
+from .prefetch import moved
+from .shard import Cut
+from .source import Source
+
+
+class PreparedLoader:
+    """A DataLoader that yields this rank's share, on its device, and knows where it stands.
+
+    Attributes:
+        loader: the rebuilt DataLoader; unknown attributes are its own.
+        batch_size: samples a batch on one rank; None where the data set or a batch sampler decides.
+        epoch: the epoch being read, or between two passes the next one.
+        position: samples of this epoch that all ranks have been given so far.
+        last: whether the batch being worked on is this rank's last.
+        local_size: samples in the current batch on this rank; None where that is not knowable.
+        uneven: whether the ranks' batches may differ in number or size.
+    """
+
+    def __init__(
+        self,
+        given: DataLoader[Any],
+        source: Source,
+        *,
+        clock: StepClock,
+        cut: Cut,
+        rank: int,
+        batch_size: int | None,
+        uneven: bool,
+        device: torch.device | None,
+        non_blocking: bool = True,
+    ) -> None:
+        self.loader = source.loader
+        self.batch_size = batch_size
+        self.uneven = uneven
+        self.epoch = 0
+        self.position = 0
+        self.last = False
+        self.local_size: int | None = None
+        self._given, self._source, self._clock, self._cut, self._rank = given, source, clock, cut, rank
+        self._device, self._non_blocking = device, non_blocking
+        self._surplus = 0
+        self._pass: object | None = None  # the running pass
+        self._next_epoch: int | None = None  # set_epoch, while a pass runs
+        self._resume = False  # the next pass begins at `position`, not at 0
+        self._told = [getattr(part, "epoch", None) for part in self._parts()]
+
+    # -- facts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def dataset(self) -> Any:
+        return self._given.dataset
+
+    @property
+    def sampler(self) -> Any:
+        """The user's own sampler (torch's samplers are read as index arithmetic, so it is not iterated itself)."""
+        return self._given.sampler
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples a batch over all ranks; None where `batch_size` is."""
+        return None if self.batch_size is None else self.batch_size * self._cut.ranks
+
+    @property
+    def surplus(self) -> int:
+        """Repeated samples in the current global batch, at the end of a rank-major gather; 0 but for a completed round.
+
+        Raises:
+            BatchError: nobody knows (ready batches without a size, or ``in_order=False``).
+        """
+        if self._surplus < 0:
+            raise BatchError(
+                "how many samples of this round are repeated is not known, because "
+                + (
+                    "the data set yields ready batches: pass even_batches=False in DataLoaderConfiguration, or let the "
+                    "DataLoader make the batches"
+                    if getattr(self.loader, "in_order", True)
+                    else "the loader was made with in_order=False: leave that out, or pass drop_last=True"
+                )
+            )
+        return self._surplus
+
+    def __len__(self) -> int:
+        """Batches of this rank in a whole epoch, also where the next pass resumes in the middle of one.
+
+        Raises:
+            BatchError: the data set or sampler has no length.
+        """
+        batches = self._source.batches(self._rank)
+        if batches is None:
+            what = type(self.dataset if self._source.samples() is None and self.loader.batch_sampler is None else self.sampler)
+            raise BatchError(
+                f"this loader has no length, because its {what.__name__} has none: count steps instead of epochs "
+                "(total_updates and progress bars take a number), or give the data set or sampler a __len__"
+            )
+        return batches
+
+    def size_line(self) -> str:
+        """For the line printed at prepare: ``"4 per device × 2 processes"``."""
+        size = "batches of the data set's own size" if self.batch_size is None else f"{self.batch_size} per device"
+        return f"{size} × {self._cut.ranks} process{'es' if self._cut.ranks > 1 else ''}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "loader" not in self.__dict__:
+            raise AttributeError(name)
+        try:
+            return getattr(self.loader, name)
+        except AttributeError:
+            return getattr(self._given, name)  # what the user hung on it
+
+    # -- a pass -------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.read(0)
+
+    def read(self, skip: int) -> Iterator[Any]:
+        """One pass without its first `skip` batches."""
+        me = self._begin()
+        source = self._source
+        feed = source.read(self.epoch, self.position, skip)
+        if self._device is not None:
+            feed = moved(feed, self._device, self._non_blocking)
+        self._clock.enter(self)
+        try:
+            for batch, (_, self.position, self._surplus, self.local_size, self.last, mark) in feed:
+                if mark is not None:
+                    source.passed(mark)
+                yield batch
+        finally:
+            self._clock.leave(self)
+            if self._pass is me:
+                self._end()
+
+    def _begin(self) -> object:
+        if self._pass is not None:  # a pass left early that nobody has collected yet, or a loop inside a loop
+            self._end()
+        for part, told in zip(self._parts(), self._told):
+            if (now := getattr(part, "epoch", None)) != told and isinstance(now, int):
+                self.set_epoch(now)  # the user told the sampler, as scripts for DistributedSampler do
+        if not self._resume:
+            self.position = 0
+        self._resume = False
+        self._tell()
+        self._pass = object()
+        return self._pass
+
+    def _end(self) -> None:
+        self._pass = None
+        self.epoch = self.epoch + 1 if self._next_epoch is None else self._next_epoch
+        self._next_epoch = None
+        self.position = self._surplus = 0
+        self.local_size, self.last = None, False
+
+    # -- epochs and positions -----------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the next one to be read. A position to resume at stays if it lies in that epoch, else it is dropped."""
+        if self._pass is not None:
+            self._next_epoch = epoch
+            return
+        if epoch != self.epoch:
+            self.epoch, self.position, self._resume = epoch, 0, False
+        self._tell()
+
+    def _parts(self) -> list[Any]:
+        """The user's own objects that shuffle by epoch themselves."""
+        given = self._given
+        parts = [given.dataset, given.sampler, given.batch_sampler, getattr(given.batch_sampler, "sampler", None)]
+        return [part for part in {id(p): p for p in parts}.values() if callable(getattr(part, "set_epoch", None))]
+
+    def _tell(self) -> None:
+        for part in self._parts():
+            part.set_epoch(self.epoch)
+        self._told = [getattr(part, "epoch", None) for part in self._parts()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader stands: epoch, position, seed, and what the source adds. Plain JSON types, unless the data set's own
+        `state_dict` holds others.
+
+        Raises:
+            BatchError: in the middle of a pass with ``in_order=False``: what was read is then no prefix of the order.
+        """
+        if self.position and not getattr(self.loader, "in_order", True):
+            raise BatchError(
+                "this loader was made with in_order=False, so no position says which samples have been read: save between two "
+                "epochs, or leave in_order=False out"
+            )
+        state = {"epoch": self.epoch, "position": self.position, "seed": self._source.seed}
+        return {**state, **self._source.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next ``for`` go on where `state` was taken, at any number of ranks.
+
+        Raises:
+            BatchError: the state is not a loader's, or belongs to a data set of another length.
+        """
+        if missing := [key for key in ("epoch", "position", "seed") if not isinstance(state.get(key), int)]:
+            raise BatchError(
+                f"the state has no {' and no '.join(missing)}: it is not a prepared loader's; pass what its state_dict() gave"
+            )
+        then, now = state.get("samples"), self._source.samples()
+        if state["position"] and then is not None and now is not None and then != now:
+            raise BatchError(
+                f"the state was saved in the middle of an epoch of {then} samples, and this one has {now}: resume with the same "
+                "data set, or start a new epoch with set_epoch"
+            )
+        self._source.load(state)
+        self._pass, self._next_epoch = None, None
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._resume = True
+        self._tell()

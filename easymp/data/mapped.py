@@ -1,0 +1,154 @@
+"""Map-style data sets: the order is known before a sample is loaded, so only this rank's indices ever reach the data set.
+
+Notes are written as indices are handed to the DataLoader and taken off as batches come out, in the same order; workers never
+see them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ..world.world import World
+from .order import agree, draw, length, mix, own_seed, size_of
+from .shard import Cut, Share, flagged, halves, parts, rounds, shares
+from .source import Note, rebuild
+
+
+class Rounds:
+    """The batch sampler (or sampler) of the rebuilt DataLoader: one object for all epochs, so that workers may persist."""
+
+    def __init__(self) -> None:
+        self.upcoming: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.upcoming
+
+
+class MapSource:
+    """Reads a map-style data set by batches of indices.
+
+    Args:
+        given: the user's DataLoader.
+        sampler: what gives the order, of indices or (with `whole`) of batches of indices.
+        cut: how the order is cut.
+        ranks: the data ranks whose shares are read here: this process's own, or all of them where it reads for all.
+        whole: None, or "deal" where `sampler` yields batches that go to the ranks whole, "split" where each is cut in parts.
+        seeded: draw by f(seed, epoch); else rank 0 draws from its own random state for all.
+    """
+
+    def __init__(
+        self,
+        given: DataLoader[Any],
+        sampler: Any,
+        cut: Cut,
+        ranks: Sequence[int],
+        world: World,
+        *,
+        seed: int,
+        whole: str | None = None,
+        seeded: bool = True,
+        pin_memory: bool = False,
+        alone: bool = False,
+    ) -> None:
+        self.seed = seed
+        self._sampler, self._cut, self._ranks, self._whole = sampler, cut, ranks, whole
+        self._world, self._seeded, self._alone = world, seeded, alone
+        self._ready = given.batch_sampler is None  # the data set's items are batches already
+        self._in_order = getattr(given, "in_order", True)
+        self._checked = False
+        self._drawn: int | None = None  # the seed of the order being read, where it is not f(seed, epoch)
+        self._redraw: int | None = None  # … to be used once more, after a resume
+        self._upcoming = Rounds()
+        how = {"batch_size": None, "sampler": self._upcoming} if self._ready else {"batch_sampler": self._upcoming}
+        self.loader = rebuild(given, given.dataset, pin_memory, **how)
+
+    def batches(self, rank: int) -> int | None:
+        total = length(self._sampler)
+        if total is None or self._whole == "split":
+            return total
+        return (replace(self._cut, batch=1) if self._whole else self._cut).batches(total, rank)
+
+    def samples(self) -> int | None:
+        """Samples in an epoch, where that is known without drawing it."""
+        return None if self._whole else length(self._sampler)
+
+    def read(self, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, Note]]:
+        notes: deque[Note] = deque()
+        self._upcoming.upcoming = self._indices(self._shares(epoch, start), skip * len(self._ranks), notes)
+        self.loader.generator.manual_seed(mix(self.seed, "workers", epoch, start, self._ranks[0]))  # type: ignore[union-attr]
+        take = notes.popleft
+        for batch in self.loader:
+            yield batch, take()
+
+    def _indices(self, upcoming: Iterator[Share], skip: int, notes: deque[Note]) -> Iterator[Any]:
+        # With in_order=False batches overtake each other: which of them holds the repeats is not known.
+        unknown = not self._in_order and self._cut.even and self._cut.ranks > 1 and not self._cut.drop_last
+        for (rank, items, end, surplus), last in flagged(islice(upcoming, skip, None)):
+            if self._ready:
+                notes.append(Note(rank, end, -1 if surplus else 0, None, last))
+                yield items[0]
+            else:
+                notes.append(Note(rank, end, -1 if unknown else surplus, len(items) if self._in_order else None, last))
+                yield items
+
+    def _shares(self, epoch: int, start: int) -> Iterator[Share]:
+        cut, ranks = self._cut, self._ranks
+        order = self._order(epoch)
+        if self._whole == "split":
+            for round_, part in halves(order, cut.ranks, even=cut.even, start=start):
+                yield from parts(round_, part, ranks)
+        elif self._whole:
+            complete = cut.even and cut.ranks > 1
+            for round_ in rounds(order, cut.ranks, complete=complete, drop_last=cut.drop_last, start=start, weigh=size_of):
+                yield from parts(round_, None, ranks)
+        elif not isinstance(order, Sequence):
+            complete = cut.even and cut.ranks > 1
+            for round_ in rounds(order, cut.whole, complete=complete, drop_last=cut.drop_last, start=start):
+                yield from parts(round_, cut.batch, ranks)
+        elif len(ranks) == 1:
+            yield from shares(order, cut, ranks[0], start)
+        else:
+            readers = [shares(order, cut, rank, start) for rank in ranks]
+            while round_shares := [share for reader in readers for share in islice(reader, 1)]:
+                yield from round_shares
+
+    def _order(self, epoch: int) -> Any:
+        chunk = self._cut.ranks if self._whole else self._cut.whole
+        if self._seeded:
+            order = draw(self._sampler, mix(self.seed, "order", epoch), chunk)
+            if isinstance(order, list) and not self._checked and not self._alone:
+                agree(order, self._world)
+                self._checked = True
+            return order
+        # Rank 0's own random state decides, by a seed, so that a resume can draw the same order again.
+        seed, self._redraw = self._redraw, None
+        if seed is None:
+            seed = own_seed(self._sampler) if self._world.rank == 0 else 0
+            if not self._alone:
+                seed = self._world.broadcast_objects([seed])[0]
+        self._drawn = seed
+        if self._alone:
+            return draw(self._sampler, seed, chunk)
+        order = draw(self._sampler, seed, chunk)
+        return self._world.broadcast_objects([order])[0] if isinstance(order, list) else order
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if (n := self.samples()) is not None:
+            state["samples"] = n
+        if self._drawn is not None:
+            state["drawn"] = self._drawn
+        return state
+
+    def passed(self, mark: Any) -> None:
+        pass  # the position says it all
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.seed = state["seed"]
+        self._redraw = state.get("drawn") if state["position"] else None

@@ -1,0 +1,66 @@
+"""Batches to the device, one ahead.
+
+On CUDA the next batch is copied on a side stream while the step computes: CPU memory is pinned first (by the DataLoader's own
+thread where it has workers, else here), the copy of batch k+1 is queued before batch k is handed out, and the compute stream
+waits for batch k's own copy only. Elsewhere a batch is moved when its turn comes, and on the CPU nothing is done at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from .source import Note
+
+Feed = Iterator[tuple[Any, Note]]
+
+
+def moved(feed: Feed, device: torch.device, non_blocking: bool) -> Feed:
+    """`feed` with its batches on `device`; the very same iterator where there is nothing to do."""
+    if device.type == "cpu":
+        return feed
+    if device.type == "cuda" and non_blocking:
+        return _ahead(feed, device)
+    return _in_turn(feed, device, non_blocking)
+
+
+def _in_turn(feed: Feed, device: torch.device, non_blocking: bool) -> Feed:
+    for batch, note in feed:
+        yield tree.send_to_device(batch, device, non_blocking), note
+
+
+def _ahead(feed: Feed, device: torch.device) -> Feed:
+    side = torch.cuda.Stream(device)
+
+    def copy(batch: Any) -> tuple[Any, torch.cuda.Event]:
+        # A data set may have made CUDA tensors itself, on the compute stream: nothing to wait for on the side one.
+        with torch.cuda.stream(side):
+            there = tree.send_to_device(tree.map_leaves(_pin, batch), device, non_blocking=True)
+            return there, side.record_event()
+
+    held: tuple[Any, torch.cuda.Event, Note] | None = None
+    for batch, note in feed:
+        upcoming = (*copy(batch), note)
+        if held is not None:
+            yield _arrived(held[0], held[1], device), held[2]
+        held = upcoming
+    if held is not None:
+        yield _arrived(held[0], held[1], device), held[2]
+
+
+def _pin(leaf: Any) -> Any:
+    return leaf.pin_memory() if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and not leaf.is_pinned() else leaf
+
+
+def _arrived(batch: Any, copied: torch.cuda.Event, device: torch.device) -> Any:
+    compute = torch.cuda.current_stream(device)
+    compute.wait_event(copied)
+    for leaf in tree.leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.is_cuda:
+            # The memory was allocated for the side stream: it may not be reused before the compute stream is done with it.
+            leaf.record_stream(compute)
+    return batch

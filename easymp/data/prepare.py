@@ -1,0 +1,135 @@
+"""From a DataLoader to a prepared one: reads what the user's loader does, and picks the source that does it for many ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from ..clock import StepClock
+from ..errors import BatchError, EasympWarning
+from ..records import DataLoaderConfiguration
+from ..world.world import World
+from .loader import PreparedLoader
+from .mapped import MapSource
+from .order import size_of
+from .shard import Cut
+from .skip import SkippedLoader
+from .source import Source
+
+
+def prepare_loader(
+    loader: DataLoader[Any],
+    *,
+    clock: StepClock,
+    world: World,
+    data_rank: int,
+    data_size: int,
+    device: torch.device,
+    config: DataLoaderConfiguration,
+    seed: int,
+    device_placement: bool = True,
+) -> PreparedLoader:
+    """`loader`, sharded over the ranks that share the data. An already prepared loader comes back as it is.
+
+    Args:
+        clock: is told while the loader is read.
+        data_rank: which share this process reads; `data_size`: how many shares there are.
+        seed: of the data order, where `config.data_seed` does not say otherwise; the same on every rank.
+        device_placement: move batches to `device`.
+
+    Raises:
+        BatchError: `loader` is no DataLoader, its data set is empty, or its batch size cannot be split.
+    """
+    if isinstance(loader, (PreparedLoader, SkippedLoader)):
+        return loader
+    _check(loader)
+    stream = isinstance(loader.dataset, IterableDataset)
+    sampler, size, drop_last, whole = _reading(loader, data_size)
+    per_rank = _per_rank(loader, size, data_size, config.split_batches, whole)
+    cut = Cut(per_rank or 1, data_size, config.even_batches, drop_last)
+    placed = device if device_placement else None
+    # Workers hand over CPU tensors, which the DataLoader's own thread can pin; without workers prefetch does it.
+    pin_memory = loader.pin_memory or (placed is not None and device.type == "cuda" and loader.num_workers > 0)
+    ranks = (data_rank,)
+    settings = {"seed": seed if config.data_seed is None else config.data_seed, "pin_memory": pin_memory}
+    source: Source
+    if stream:
+        raise NotImplementedError
+    else:
+        whole_how = ("split" if config.split_batches else "deal") if whole else None
+        source = MapSource(loader, sampler, cut, ranks, world, whole=whole_how, seeded=config.use_seedable_sampler, **settings)
+        _warn_if_nothing_is_left(source, cut, data_rank)
+    differ = (whole and not config.split_batches) or (size is None and not whole)
+    return PreparedLoader(
+        loader,
+        source,
+        clock=clock,
+        cut=cut,
+        rank=data_rank,
+        batch_size=per_rank,
+        uneven=data_size > 1 and (differ or not (config.even_batches or drop_last)),
+        device=placed,
+        non_blocking=config.non_blocking,
+    )
+
+
+def _check(loader: Any) -> None:
+    if not isinstance(loader, DataLoader):
+        raise BatchError(
+            f"a {type(loader).__name__} was passed where a DataLoader belongs: wrap the data set, "
+            "torch.utils.data.DataLoader(dataset, batch_size=…)"
+        )
+    if not isinstance(loader.dataset, IterableDataset) and size_of(loader.dataset) == 0:
+        raise BatchError(f"the data set ({type(loader.dataset).__name__}) is empty: check the path or filter it was made with")
+    if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith("torchdata"):
+        warnings.warn(
+            f"{type(loader).__name__} iterates in a way of its own, which is not used: a prepared loader is a plain DataLoader "
+            "with the same data set, collate function and workers. Put what it adds into the data set or the collate function",
+            EasympWarning,
+            stacklevel=4,
+        )
+
+
+def _reading(loader: DataLoader[Any], data_size: int) -> tuple[Any, int | None, bool, bool]:
+    """What gives the order, samples a batch (None: not ours to say), drop_last, and whether the order is one of whole batches."""
+    batches = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return None, loader.batch_size, loader.drop_last, False
+    if batches is None:
+        return loader.sampler, None, False, False
+    if type(batches) is not BatchSampler:
+        return batches, getattr(batches, "batch_size", None), bool(getattr(batches, "drop_last", False)), True
+    sampler = batches.sampler
+    # A DistributedSampler that drops wants no sample twice.
+    drops = data_size > 1 and type(sampler) is DistributedSampler and sampler.drop_last
+    return sampler, batches.batch_size, batches.drop_last or drops, False
+
+
+def _per_rank(loader: DataLoader[Any], size: int | None, data_size: int, split: bool, whole: bool) -> int | None:
+    if not split:
+        return size
+    if size is None and not whole:
+        raise BatchError(
+            "split_batches=True divides a loader's batches among the processes, but this loader has batch_size=None (its data "
+            "set yields ready batches): give the DataLoader a batch_size, or leave split_batches out"
+        )
+    if size is not None and size % data_size:
+        raise BatchError(
+            f"split_batches=True divides each batch among {data_size} processes, and batch_size={size} does not divide: use "
+            f"{size // data_size * data_size or data_size} or {(size // data_size + 1) * data_size}, or leave split_batches out "
+            "(batch_size is then per process)"
+        )
+    return None if size is None else size // data_size
+
+
+def _warn_if_nothing_is_left(source: Source, cut: Cut, rank: int) -> None:
+    if cut.drop_last and source.batches(rank) == 0:
+        warnings.warn(
+            f"drop_last=True leaves nothing: {source.samples()} samples do not fill one global batch of {cut.whole}. Lower the "
+            "batch size, or leave drop_last out",
+            EasympWarning,
+            stacklevel=3,
+        )
