@@ -93,7 +93,8 @@ def _found(facts: Sequence[tuple[str, tuple[int, int], int]], links: str) -> Fou
     devices = tuple(facts_for(*fact, i, built) for i, fact in enumerate(facts))
     strangers = sorted({(d.capability, d.architecture, d.name) for d in devices if not d.built_for})
     missing = tuple(
-        f"no code for {name} ({arch}) in this torch {torch.__version__}, built for {' '.join(built)}: install {build_for(capability)}"
+        f"no code for {name} ({arch}) in this torch {torch.__version__}, built for {' '.join(built)}: "
+        f"install {build_for(capability)}"
         for capability, arch, name in strangers
     )
     return Found("nvidia", devices, links, missing)

@@ -1,0 +1,96 @@
+"""Machines that are not here, as their probes would record them. Memory is what torch shows, to a hundredth of a GiB.
+
+Written out, not derived: `test_derived.py` holds the derivations against this table, and other rooms decide from it.
+"""
+
+from easymp.hardware import CPU, Device, Hardware
+
+GIB = 2**30
+XEON_FEATURES = frozenset({"avx2", "avx512", "avx512_vnni"})
+SAPPHIRE_FEATURES = XEON_FEATURES | {"avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8"}
+GRANITE_FEATURES = SAPPHIRE_FEATURES | {"amx_fp16"}
+ZEN4_FEATURES = XEON_FEATURES | {"avx512_bf16"}
+AMPERE = frozenset({"fp16", "bf16", "tf32"})
+HOPPER = AMPERE | {"fp8"}
+BLACKWELL = HOPPER | {"mxfp8", "nvfp4"}
+
+
+def _gib(size: float) -> int:
+    return int(size * GIB)
+
+
+LAPTOP = CPU("Intel(R) Core(TM) i7-1185G7", "x86_64", 4, 8, 1, _gib(15.4), frozenset({"avx2"}))
+CLOUD = CPU("Intel(R) Xeon(R) CPU @ 2.20GHz", "x86_64", 4, 8, 1, _gib(51.0), frozenset({"avx2"}))
+XEON = CPU("Intel(R) Xeon(R) Gold 6248", "x86_64", 40, 80, 2, _gib(376.0), XEON_FEATURES)
+EPYC = CPU("AMD EPYC 7742 64-Core Processor", "x86_64", 128, 256, 8, _gib(1007.0), frozenset({"avx2"}))
+GENOA = CPU("AMD EPYC 9654 96-Core Processor", "x86_64", 192, 384, 2, _gib(1511.0), ZEN4_FEATURES)
+SAPPHIRE = CPU("Intel(R) Xeon(R) Platinum 8480C", "x86_64", 112, 224, 2, _gib(2015.0), SAPPHIRE_FEATURES)
+GRANITE = CPU("Intel(R) Xeon(R) 6960P", "x86_64", 144, 288, 4, _gib(2267.0), GRANITE_FEATURES)
+GRAVITON = CPU(
+    "Neoverse-V2", "aarch64", 64, 64, 1, _gib(247.0), frozenset({"neon", "neon_bf16", "neon_fp16", "i8mm", "sve", "sve_bf16"})
+)
+M3 = CPU("Apple M3 Max", "arm64", 16, 16, 1, _gib(64.0), frozenset({"neon", "neon_bf16", "neon_fp16", "i8mm"}))
+
+
+def _nvidia(cpu: CPU, name: str, capability: tuple[int, int], gib: float, cores: frozenset[str], count=1, links="") -> Hardware:
+    arch = f"sm_{capability[0]}{capability[1]}"
+    units = {"tensor_cores": cores, "bf16": "bf16" in cores, "fp16": "fp16" in cores}
+    cards = tuple(Device("cuda", i, name, _gib(gib), capability, arch, **units) for i in range(count))
+    return Hardware(cpu, cards, "nvidia", links)
+
+
+def _other(cpu: CPU, vendor: str, device: Device) -> Hardware:
+    return Hardware(cpu, (device,), vendor, looked_for=("no NVIDIA GPU: this torch 2.13.0 is built without CUDA",))
+
+
+def _cpu(cpu: CPU) -> Hardware:
+    wanted = (("NVIDIA", "CUDA"), ("AMD", "ROCm"), ("Intel", "XPU"), ("Apple", "MPS"))
+    return Hardware(cpu, looked_for=tuple(f"no {who} GPU: this torch 2.13.0+cpu is built without {what}" for who, what in wanted))
+
+
+MACHINES: dict[str, Hardware] = {
+    "P100": _nvidia(XEON, "Tesla P100-PCIE-16GB", (6, 0), 15.89, frozenset()),
+    "V100": _nvidia(XEON, "Tesla V100-SXM2-16GB", (7, 0), 15.77, frozenset({"fp16"})),
+    "T4": _nvidia(CLOUD, "Tesla T4", (7, 5), 14.56, frozenset({"fp16"})),
+    "GTX 1660": _nvidia(LAPTOP, "NVIDIA GeForce GTX 1660 Ti", (7, 5), 5.80, frozenset()),
+    "A100": _nvidia(EPYC, "NVIDIA A100-SXM4-40GB", (8, 0), 39.49, AMPERE),
+    "2xA100 NVLink": _nvidia(EPYC, "NVIDIA A100-SXM4-80GB", (8, 0), 79.25, AMPERE, 2, "NVLink"),
+    "2xRTX 3090": _nvidia(LAPTOP, "NVIDIA GeForce RTX 3090", (8, 6), 23.58, AMPERE, 2, "PCIe"),
+    "L4": _nvidia(CLOUD, "NVIDIA L4", (8, 9), 22.05, HOPPER),
+    "H100": _nvidia(SAPPHIRE, "NVIDIA H100 80GB HBM3", (9, 0), 79.11, HOPPER),
+    "8xH100": _nvidia(SAPPHIRE, "NVIDIA H100 80GB HBM3", (9, 0), 79.11, HOPPER, 8, "NVLink"),
+    "B200": _nvidia(GRANITE, "NVIDIA B200", (10, 0), 178.35, BLACKWELL),
+    "RTX 5090": _nvidia(LAPTOP, "NVIDIA GeForce RTX 5090", (12, 0), 31.36, BLACKWELL),
+    "MI300X": _other(
+        GENOA,
+        "amd",
+        Device(
+            "cuda",
+            0,
+            "AMD Instinct MI300X",
+            _gib(191.69),
+            architecture="gfx942",
+            tensor_cores=frozenset({"fp16", "bf16", "fp8"}),
+            bf16=True,
+            fp16=True,
+        ),
+    ),
+    "Intel XPU": _other(
+        SAPPHIRE,
+        "intel",
+        Device(
+            "xpu",
+            0,
+            "Intel(R) Data Center GPU Max 1550",
+            _gib(64.0),
+            tensor_cores=frozenset({"fp16", "bf16", "tf32"}),
+            bf16=True,
+            fp16=True,
+        ),
+    ),
+    "M-series Mac": _other(M3, "apple", Device("mps", 0, "Apple M3 Max GPU", _gib(48.0), bf16=True)),
+    "laptop CPU": _cpu(LAPTOP),
+    "Zen 4 server": _cpu(GENOA),
+    "Sapphire Rapids": _cpu(SAPPHIRE),
+    "Graviton 4": _cpu(GRAVITON),
+}

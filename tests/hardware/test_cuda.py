@@ -1,0 +1,172 @@
+"""The NVIDIA probe over a driver that is not there."""
+
+import warnings
+
+import pytest
+import torch
+
+from easymp import env
+from easymp.hardware import cuda
+
+from .fakes import FakeCard, install, properties, pynvml
+from .machines import MACHINES
+
+GIB = 2**30
+PAIR = [FakeCard(uuid="GPU-aaaa"), FakeCard(uuid="GPU-bbbb")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_hidden():
+    with env.override(CUDA_VISIBLE_DEVICES=None, CUDA_DEVICE_ORDER=None):
+        yield
+
+
+def test_nvml_answers_and_torch_is_not_asked(monkeypatch):
+    recorded = MACHINES["H100"].devices[0]
+    fake = pynvml([FakeCard(recorded.name, (9, 0), recorded.memory + 551 * 2**20, reserved=551 * 2**20)])
+    install(monkeypatch, fake)
+    found = cuda.probe()
+    assert found == ("nvidia", (recorded,), "", ())
+    assert fake.open == 0  # shut down again
+    assert not torch.cuda.is_initialized()
+
+
+def test_an_older_driver_has_no_second_memory_call(monkeypatch):
+    install(monkeypatch, pynvml([FakeCard(memory=GIB, reserved=None)]))
+    assert cuda.probe().devices[0].memory == GIB
+
+
+@pytest.mark.parametrize(
+    ("p2p", "links"),
+    [
+        (lambda a, b, what: 0, "NVLink"),
+        (lambda a, b, what: 0 if what == 0 else 5, "PCIe P2P"),
+        (lambda a, b, what: 5, "PCIe"),
+    ],
+)
+def test_links_between_two(monkeypatch, p2p, links):
+    install(monkeypatch, pynvml(PAIR, p2p=p2p))
+    assert cuda.probe().links == links
+
+
+def test_the_weakest_pair_names_the_links(monkeypatch):
+    cards = [FakeCard(uuid=f"GPU-{i}") for i in range(4)]
+    bridged = [{"GPU-0", "GPU-1"}, {"GPU-2", "GPU-3"}]  # NVLink bridges join pairs only
+    install(monkeypatch, pynvml(cards, p2p=lambda a, b, what: 0 if what == 0 or {a.uuid, b.uuid} in bridged else 5))
+    assert cuda.probe().links == "PCIe P2P"
+
+
+def test_links_that_nvml_cannot_tell(monkeypatch):
+    install(monkeypatch, pynvml(PAIR, fails={"nvmlDeviceGetP2PStatus"}))
+    assert cuda.probe().links == "PCIe"
+
+
+@pytest.mark.parametrize(("text", "names"), [("1", ["b"]), ("GPU-bbbb,GPU-aaaa", ["b", "a"]), ("0", ["a"])])
+def test_visible_devices_are_honoured_and_counted_anew(monkeypatch, text, names):
+    cards = [FakeCard("a", uuid="GPU-aaaa"), FakeCard("b", uuid="GPU-bbbb")]
+    install(monkeypatch, pynvml(cards))
+    with env.override(CUDA_VISIBLE_DEVICES=text, CUDA_DEVICE_ORDER="PCI_BUS_ID"):
+        devices = cuda.probe().devices
+    assert [device.name for device in devices] == names
+    assert [device.index for device in devices] == list(range(len(names)))
+
+
+def test_all_hidden(monkeypatch):
+    install(monkeypatch, pynvml(PAIR))
+    with env.override(CUDA_VISIBLE_DEVICES=""):
+        assert cuda.probe().missing == ("no NVIDIA GPU: CUDA_VISIBLE_DEVICES='' shows none of the 2 here",)
+
+
+def test_a_driver_without_cards(monkeypatch):
+    install(monkeypatch, pynvml([]))
+    assert cuda.probe().missing == ("no NVIDIA GPU: the driver lists none",)
+
+
+def test_a_mig_instance(monkeypatch):
+    part = FakeCard("NVIDIA A100-SXM4-80GB MIG 1g.10gb", memory=10 * GIB, uuid="MIG-1234")
+    install(monkeypatch, pynvml([FakeCard(mig=True, instances=[part], uuid="GPU-1"), FakeCard(mig=False, uuid="GPU-2")]))
+    (device,) = cuda.probe().devices
+    assert (device.name, device.memory, device.capability, device.index) == (part.name, 10 * GIB, (8, 0), 0)
+
+
+def test_a_driver_too_old_for_this_torch(monkeypatch):
+    install(monkeypatch, pynvml(PAIR, cuda=12040))
+    found = cuda.probe()
+    assert not found.devices
+    assert "runs CUDA 12.4" in found.missing[0] and "install torch built for CUDA 12" in found.missing[0]
+
+
+def test_a_driver_of_an_older_minor_version_will_do(monkeypatch):
+    install(monkeypatch, pynvml(PAIR, cuda=12020), cuda="12.6")
+    assert len(cuda.probe().devices) == 2
+
+
+def test_a_card_this_torch_has_no_code_for(monkeypatch):
+    install(monkeypatch, pynvml([FakeCard("NVIDIA GeForce GTX 1080", (6, 1))]))
+    found = cuda.probe()
+    assert not found.devices[0].built_for
+    assert len(found.missing) == 1 and "sm_61" in found.missing[0] and "cu126" in found.missing[0]
+
+
+def by_torch(monkeypatch, cards, peers=True):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(cards))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties(cards))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: peers)
+
+
+@pytest.mark.parametrize("fails", [None, {"nvmlInit"}, {"nvmlDeviceGetName"}, {"nvmlDeviceGetMemoryInfo"}])
+@pytest.mark.parametrize(("peers", "links"), [(True, "P2P"), (False, "PCIe")])
+def test_torch_is_asked_where_nvml_is_silent(monkeypatch, fails, peers, links):
+    fake = None if fails is None else pynvml(PAIR, fails=fails)
+    install(monkeypatch, fake)
+    by_torch(monkeypatch, PAIR, peers)
+    found = cuda.probe()
+    assert [device.architecture for device in found.devices] == ["sm_80", "sm_80"]
+    assert found.links == links
+    assert fake is None or fake.open == 0
+
+
+def test_torch_is_asked_where_a_pynvml_is_too_old(monkeypatch):
+    fake = pynvml(PAIR)
+    del fake.nvmlSystemGetCudaDriverVersion_v2
+    install(monkeypatch, fake)
+    by_torch(monkeypatch, PAIR)
+    assert len(cuda.probe().devices) == 2
+
+
+def test_only_cuda_knows_the_order_of_unlike_cards(monkeypatch):
+    cards = [FakeCard("T4", (7, 5), uuid="GPU-slow"), FakeCard("A100", (8, 0), uuid="GPU-fast")]
+    install(monkeypatch, pynvml(cards))
+    by_torch(monkeypatch, cards[::-1])
+    assert [device.name for device in cuda.probe().devices] == ["A100", "T4"]
+    with env.override(CUDA_DEVICE_ORDER="PCI_BUS_ID"):
+        assert [device.name for device in cuda.probe().devices] == ["T4", "A100"]
+
+
+def test_torchs_own_reason_is_quoted(monkeypatch):
+    install(monkeypatch, None)
+
+    def is_available():
+        warnings.warn(
+            "CUDA initialization: Found no NVIDIA driver on your system. (Triggered internally at x.cpp:1.)", stacklevel=1
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    assert cuda.probe().missing == ("no NVIDIA GPU: CUDA initialization: Found no NVIDIA driver on your system",)
+    with env.override(CUDA_VISIBLE_DEVICES="3"):
+        assert "(CUDA_VISIBLE_DEVICES='3')" in cuda.probe().missing[0]
+
+
+def test_no_reason_at_all(monkeypatch):
+    install(monkeypatch, None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cuda.probe().missing == ("no NVIDIA GPU: the driver shows none or is not there",)
+
+
+def test_a_torch_without_cuda_beside_a_driver(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "is built without CUDA" in cuda.probe(tmp_path).missing[0]
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").touch()
+    assert "install the CUDA build of torch" in cuda.probe(tmp_path).missing[0]
