@@ -42,6 +42,7 @@ def test_features_from_torch(capabilities, bf16, fp16):
     assert (processor.bf16, processor.fp16) == (bf16, fp16)
 
 
+@pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc/cpuinfo")
 def test_all_sources_agree_here(monkeypatch):
     root = cpu.ROOT
     by_torch = instructions.features(root)
@@ -93,6 +94,7 @@ def test_this_processor():
     assert 2**28 < here.memory <= psutil.virtual_memory().total
 
 
+@pytest.mark.skipif(not hasattr(psutil.Process, "cpu_affinity"), reason="this system has no affinity")
 def test_affinity_counts():
     process = psutil.Process()
     before = process.cpu_affinity()
