@@ -18,7 +18,7 @@ from ..errors import SettingError
 from .failure import Failure, collect
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-LOUD = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
+LOUD = ("torch.distributed.elastic", "torch.distributed.launcher", "torchelastic-events-null")
 
 
 @dataclass(frozen=True, slots=True)

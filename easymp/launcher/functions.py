@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .. import env
@@ -48,7 +49,7 @@ def notebook_launcher(
         monitor_interval: seconds between looks at the processes.
 
     Returns:
-        What the function returned on this node's ranks, in rank order; None for a value that cannot be pickled.
+        What the function returned on this node's ranks, in rank order; None, with a warning, for a value that cannot be pickled.
 
     Raises:
         RefusedError: CUDA is initialised in this process already, or a process group is running.
@@ -99,7 +100,18 @@ def _fork(
         raise WorldError(explain(error.failures, error.size)) from None
     except agent.Interrupted as error:
         raise KeyboardInterrupt(str(error)) from None
-    return [results[rank] for rank in sorted(results)]
+    values = [results[rank] for rank in sorted(results)]
+    for rank, value in enumerate(values):
+        if isinstance(value, _Unsendable):
+            warnings.warn(f"rank {rank}'s result cannot be sent back ({value.why}): it is None here", EasympWarning, stacklevel=3)
+    return [None if isinstance(value, _Unsendable) else value for value in values]
+
+
+@dataclass(frozen=True)
+class _Unsendable:
+    """Stands for a result that cannot be pickled, and says why."""
+
+    why: str
 
 
 def _in_child(function: Callable[..., Any], args: Sequence[Any]) -> Any:

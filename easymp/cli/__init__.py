@@ -1,0 +1,71 @@
+"""The command line: one file a command, imported when its command is typed, so that ``--help`` waits for nothing.
+
+Exit codes: 0 done, 1 an error (said in a sentence), 2 wrong usage, 130 interrupted; ``launch`` passes on the script's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from ..errors import EasympError, nearest
+from ..protocols import Command
+from ..version import __version__
+
+# A command is a file of its name here, with `arguments(parser)` and `run(args)`.
+COMMANDS = {
+    "launch": "run a script on several processes",
+    "env": "show what this machine has, and what would be decided on it",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (sys.argv's without it); returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(words)
+    except EasympError as error:
+        print(f"easymp: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as end:  # argparse has said what there was to say
+        return end.code if isinstance(end.code, int) else 0
+
+
+def _main(words: list[str]) -> int:
+    front = _front()
+    if not words:
+        front.print_help()
+        return 2
+    if words[0].startswith("-"):
+        front.parse_args(words)  # --help and --version end here, and so does anything else
+        return 2
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        front.error(f"there is no command {name!r}{nearest(name, COMMANDS) or '.'} Known: {', '.join(COMMANDS)}")
+    command: Command = importlib.import_module(f".{name}", __name__)
+    parser = argparse.ArgumentParser(
+        f"easymp {name}",
+        description=command.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.arguments(parser)
+    return command.run(parser.parse_args(rest))
+
+
+def _front() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {words}" for name, words in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        "easymp",
+        usage="easymp [--version] COMMAND …",
+        description="Training in PyTorch, on the hardware that is here.",
+        epilog=f"commands:\n{listing}\n\n`easymp COMMAND --help` says more about one.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"easymp {__version__}")
+    return parser

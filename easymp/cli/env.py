@@ -1,0 +1,86 @@
+"""Show what this machine has, and what easymp would decide on it, with the reasons.
+
+examples:
+  easymp env           for people, and for a bug report
+  easymp env --json    for programs
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+from typing import Any
+
+import torch
+
+from ..hardware import Hardware, detect
+from ..plan import make_plan
+from ..settings import resolve
+from ..version import __version__
+from ..world import read_ranks
+
+GIB = 1 << 30
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = resolve()
+    hardware = detect()
+    plan = make_plan(settings, hardware, read_ranks())
+    if args.json:
+        record = {"versions": versions(), "hardware": plain(dataclasses.asdict(hardware)), "plan": plain(plan.as_dict())}
+        print(json.dumps(record, indent=2))
+        return 0
+    print(table([*versions().items(), *facts(hardware)]))
+    print("\nPlan")
+    print(plan.explain())
+    return 0
+
+
+def versions() -> dict[str, str]:
+    return {
+        "easymp": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+
+
+def facts(hardware: Hardware) -> list[tuple[str, str]]:
+    """Lines of (name, value) about the machine."""
+    cpu = hardware.cpu
+    lines = [
+        ("processor", f"{cpu.name} ({cpu.architecture})"),
+        ("", f"{cpu.cores} cores, {cpu.threads} threads usable, {cpu.numa_nodes} NUMA node(s), {cpu.memory / GIB:.1f} GiB"),
+        ("", " ".join(sorted(cpu.features)) or "no vector instructions known"),
+    ]
+    for device in hardware.devices:
+        fast = sorted(device.tensor_cores | ({"bf16"} if device.bf16 else set()) | ({"fp16"} if device.fp16 else set()))
+        build = "" if device.built_for else "; this torch has no code for it"
+        lines.append((f"{device.kind}:{device.index}", f"{device.name}, {device.memory / GIB:.1f} GiB{build}"))
+        lines.append(("", f"{device.architecture or ''} {' '.join(fast)}".strip()))
+    if hardware.links:
+        lines.append(("links", hardware.links))
+    lines.extend(("not found" if i == 0 else "", why) for i, why in enumerate(hardware.looked_for))
+    return lines
+
+
+def table(lines: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in lines if value)
+
+
+def plain(value: Any) -> Any:
+    """`value` in JSON's own types; sets become sorted lists."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(plain, value))
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -1,0 +1,512 @@
+"""Launching, with real processes. Scripts that need no torch import none, so most of these take half a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from easymp import env
+from easymp.errors import RefusedError, SettingError, WorldError
+from easymp.launcher import debug_launcher, launch, launch_script, notebook_launcher
+from easymp.launcher import failure as failures
+from easymp.launcher.agent import Place
+from easymp.launcher.failure import Failure, by_blame, explain
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script, returns its path."""
+
+    def write(text: str, name: str = "train.py") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("import os, sys, time, signal\nrank = int(os.environ.get('RANK', -1))\n" + textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+def python(*words: str, **variables: str) -> subprocess.Popen:
+    """A python that knows easymp, with its output in pipes."""
+    path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env.merged({"PYTHONPATH": path, **variables}),
+    )
+
+
+# -- what a script sees ------------------------------------------------------------------------------------------------
+
+TELL = """
+import json
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"]
+main = sys.modules["__main__"]
+seen = {"argv": sys.argv, "name": __name__, "file": __file__, "path": sys.path[0], "main": main.rank,
+        "torch": "torch" in sys.modules, "package": main.__package__, **{n: os.environ.get(n) for n in names}}
+open(sys.argv[1] + str(rank), "w").write(json.dumps(seen))
+"""
+
+
+def told(tmp_path: Path, size: int = 2) -> list[dict]:
+    return [json.loads((tmp_path / f"told{rank}").read_text()) for rank in range(size)]
+
+
+def test_script_sees_what_plain_python_shows_it(script, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    path, target = script(TELL), str(tmp_path / "told")
+    own = ["--processes", "9", "-m", "--", "${local_rank}", "$$HOME", "a b", ""]
+    assert launch_script(path, [target, *own], 2) == 0
+    for rank, seen in enumerate(told(tmp_path)):
+        assert seen["argv"] == [path, target, *own]
+        assert (seen["name"], seen["file"], seen["path"], seen["package"]) == ("__main__", path, str(tmp_path), None)
+        assert (seen["RANK"], seen["WORLD_SIZE"], seen["LOCAL_RANK"], seen["LOCAL_WORLD_SIZE"]) == (
+            str(rank),
+            "2",
+            str(rank),
+            "2",
+        )
+        assert seen["main"] == rank
+        assert seen["MASTER_ADDR"] == "127.0.0.1"
+        assert not seen["torch"]  # the script is the first to import it
+        assert int(seen["OMP_NUM_THREADS"]) >= 1
+
+
+def test_threads_set_by_the_user_stay(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert launch_script(script(TELL), [str(tmp_path / "told")], 1) == 0
+    assert told(tmp_path, 1)[0]["OMP_NUM_THREADS"] == "3"
+
+
+def test_module(script, tmp_path, monkeypatch):
+    path = script(TELL, "pkg/train.py")
+    monkeypatch.chdir(tmp_path)
+    assert launch_script("pkg.train", [str(tmp_path / "told"), "x"], 2, module=True) == 0
+    seen = told(tmp_path)[1]
+    assert seen["argv"] == [path, str(tmp_path / "told"), "x"]
+    assert (seen["path"], seen["package"]) == (str(tmp_path), "pkg")
+
+
+def test_a_module_that_is_not_there(capfd):
+    assert launch_script("no_such_module_at_all", [], 1, module=True) == 1
+    assert "ModuleNotFoundError: no module to run under the name 'no_such_module_at_all'" in capfd.readouterr().err
+
+
+def test_classes_of_the_script_can_be_pickled_and_exit_handlers_see_its_names(script, capfd):
+    path = script("""
+        import atexit, pickle
+        class Thing: pass
+        assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
+        word = "still here"
+        atexit.register(lambda: sys.stdout.write(word + "\\n"))
+    """)
+    assert launch_script(path, [], 1) == 0
+    assert capfd.readouterr().out == "still here\n"
+
+
+# -- when a rank fails -------------------------------------------------------------------------------------------------
+
+
+def test_first_failing_rank_comes_last_and_alone(script, capfd):
+    path = script("""
+        def inner():
+            raise ValueError("the cause")
+        if rank == 1:
+            inner()
+        time.sleep(0.05)
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+    """)
+    assert launch_script(path, [], 2) == 1
+    err = capfd.readouterr().err
+    assert err == (
+        "rank 1 of 2 failed first: ValueError: the cause\n"
+        "Traceback (most recent call last):\n"
+        f'  File "{path}", line 7, in <module>\n    inner()\n'
+        f'  File "{path}", line 5, in inner\n    raise ValueError("the cause")\n'
+        "ValueError: the cause\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "words"),
+    [
+        ("sys.exit(7)", 7, "exit code 7\n"),
+        ("sys.exit('a last word')", 1, "exit code 1\na last word\n"),
+        ("os._exit(5)", 5, "exit code 5\n"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL (signal 9)\n"),
+        ("import ctypes; ctypes.string_at(0)", 139, "killed by SIGSEGV (signal 11)\nFatal Python error: Segmentation fault\n"),
+    ],
+)
+def test_exit_codes_are_kept(script, capfd, statement, code, words):
+    assert launch_script(script(f"if rank == 1:\n    {statement}\ntime.sleep(60)"), [], 2) == code
+    assert capfd.readouterr().err.startswith(f"rank 1 of 2 failed first: {words}")
+
+
+def test_syntax_error_in_the_script(script, capfd):
+    assert launch_script(script("def (:"), [], 1) == 1
+    err = capfd.readouterr().err
+    assert err.startswith("rank 0 of 1 failed first: SyntaxError: invalid syntax")
+    assert "worker.py" not in err
+
+
+def test_exit_zero_is_success(script):
+    assert launch_script(script("sys.exit(0 if rank else None)"), [], 2) == 0
+
+
+def test_a_failed_rank_does_not_wait_for_its_exit_handlers_forever(script, monkeypatch):
+    from easymp.launcher import worker
+
+    assert worker.FAREWELL == 30.0
+    path = script("""
+        import atexit
+        worker = sys.modules["__main__"]
+        atexit.register(time.sleep, 1000)
+        import threading
+        threading.Event.wait = lambda self, seconds=None: None  # 30 s pass at once
+        raise ValueError
+    """)
+    start = time.monotonic()
+    assert launch_script(path, [], 1) == 1
+    assert time.monotonic() - start < 20
+
+
+def test_restart_runs_all_again(script, tmp_path, capfd):
+    path = script("""
+        marker = sys.argv[1] + str(rank)
+        if rank == 1 and not os.path.exists(marker):
+            open(marker, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not os.path.exists(sys.argv[1] + "1"):
+            time.sleep(30)
+        open(sys.argv[1] + "done" + str(rank), "w").write(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    """)
+    assert launch_script(path, [str(tmp_path / "x")], 2, max_restarts=1) == 0
+    assert (tmp_path / "xdone1").read_text() == "1"
+    assert capfd.readouterr().err == "easymp launch: a rank failed; restart 1\n"
+
+
+def test_restart_of_a_real_gloo_group(script, capfd):
+    path = script("""
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(value)
+        dist.destroy_process_group()
+        assert value.item() == 4
+    """)
+    assert launch_script(path, [], 2, max_restarts=1) == 0
+
+
+def test_bad_requests(script):
+    with pytest.raises(SettingError, match="is no file"):
+        launch_script("/nowhere/train.py")
+    for wrong in (0, -1, 1.5, True, "2"):
+        with pytest.raises(SettingError, match="no number of processes"):
+            launch_script(script(""), [], wrong)
+    with pytest.raises(SettingError, match="below 0"):
+        launch_script(script(""), [], 1, max_restarts=-1)
+    with pytest.raises(SettingError, match="need a port"):
+        Place(nodes=2)
+    with pytest.raises(SettingError, match="does not lie in 0 … 1"):
+        Place(nodes=2, node_rank=2, port=1)
+
+
+# -- which failure is the cause ----------------------------------------------------------------------------------------
+
+OWN = Failure(0, 1, "ValueError", "x", "", 10.0)
+LATER = Failure(1, 1, "KeyError", "y", "", 10.2)
+PEER = Failure(2, 1, "RuntimeError", "[../gloo/pair.cc] Connection closed by peer", "", 9.0)
+STOPPED = Failure(3, -signal.SIGTERM)
+KILLED = Failure(4, -signal.SIGKILL)
+LEFT = Failure(5, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks"),
+    [
+        ([LATER, OWN], [0, 1]),  # by time, to fractions of a second
+        ([PEER, OWN], [0, 2]),  # a lost connection is a consequence, though it came first
+        ([STOPPED, PEER], [2, 3]),
+        ([PEER, KILLED, OWN], [4, 0, 2]),
+        ([LEFT, PEER, STOPPED], [5, 2, 3]),
+        ([STOPPED], [3]),
+        ([Failure(0, 1, "TimeoutError", "download timed out", "", 9.0), OWN], [0, 0]),  # a user's own words mean no peer
+    ],
+)
+def test_blame(given, ranks):
+    assert [f.rank for f in by_blame(given)] == ranks
+
+
+def test_sentences():
+    assert explain([KILLED, OWN], 8) == "rank 4 of 8 failed first: killed by SIGKILL (signal 9)"
+    assert KILLED.exit_code == 137
+    assert Failure(0, -60).words == "killed by signal 60"
+    assert Failure(0, 1, "KeyError", "").words == "KeyError"
+
+
+def test_record_keeps_the_cause_of_the_cause(tmp_path):
+    try:
+        try:
+            raise KeyError("inner")
+        except KeyError as inner:
+            raise ValueError("outer") from inner
+    except ValueError as error:
+        failures.record(str(tmp_path / "error.json"), 3, error, 1, error.__traceback__)
+    text = json.loads((tmp_path / failures.FILE).read_text())["text"]
+    assert "KeyError: 'inner'" in text
+    assert text.endswith("ValueError: outer\n")
+    failures.record(None, 0, ValueError(), 1, None)  # under a launcher without error files: nothing to write to
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_reach_the_workers_and_give_them_time(script, tmp_path, number, code):
+    path = script("""
+        def save(number, frame):
+            time.sleep(0.3)
+            open(sys.argv[1] + str(rank), "w").write(str(number))
+            sys.exit(0)
+        signal.signal(signal.SIGINT, save)
+        signal.signal(signal.SIGTERM, save)
+        open(sys.argv[1] + "ready" + str(rank), "w").close()
+        time.sleep(60)
+    """)
+    process = python("-m", "easymp", "launch", "--processes", "2", path, str(tmp_path / "x"))
+    wait_for(tmp_path / "xready0", tmp_path / "xready1")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert out == ""
+    assert err == f"stopped by {number.name} (signal {number})\n"
+    assert [(tmp_path / f"x{rank}").read_text() for rank in (0, 1)] == [str(int(number))] * 2
+
+
+def test_no_rank_outlives_its_launcher(script, tmp_path):
+    path = script("""
+        open(sys.argv[1] + str(rank), "w").write(str(os.getpid()))
+        os.rename(sys.argv[1] + str(rank), sys.argv[1] + "ready" + str(rank))
+        time.sleep(60)
+    """)
+    process = python("-m", "easymp", "launch", "--processes", "2", path, str(tmp_path / "x"))
+    ready = [tmp_path / "xready0", tmp_path / "xready1"]
+    wait_for(*ready)
+    process.kill()
+    process.communicate(timeout=60)
+    for file in ready:
+        pid, deadline = int(file.read_text()), time.monotonic() + 10
+        while alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not alive(pid)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, "the workers did not start"
+        time.sleep(0.05)
+
+
+# -- from within the script --------------------------------------------------------------------------------------------
+
+
+def test_launch_runs_the_same_command_again(script, tmp_path):
+    path = script("""
+        from easymp.launcher import launch
+        launch(2)
+        open(sys.argv[1] + str(rank), "w").write(" ".join(sys.argv))
+        sys.exit(4 * rank)
+    """)
+    process = python(path, str(tmp_path / "x"), "--own")
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (4, "rank 1 of 2 failed first: exit code 4\n")
+    assert sorted(p.name for p in tmp_path.glob("x*")) == ["x0", "x1"]  # and the caller itself went no further
+    assert (tmp_path / "x0").read_text() == f"{path} {tmp_path / 'x'} --own"
+
+
+def test_launch_of_a_module(script, tmp_path):
+    script("from easymp.launcher import launch\nlaunch(2)\nprint(__spec__.name, rank)", "pkg/__main__.py")
+    process = subprocess.run(
+        [sys.executable, "-m", "pkg"],
+        cwd=tmp_path,
+        env=env.merged({"PYTHONPATH": ROOT}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert sorted(process.stdout.split()) == ["0", "1", "pkg.__main__", "pkg.__main__"], process.stderr
+
+
+def test_launch_returns_where_there_is_nothing_to_start(monkeypatch):
+    launch(1)
+    monkeypatch.setenv("RANK", "0")
+    launch(8)
+
+
+def test_launch_without_a_script_names_the_way_out():
+    process = python("-c", "from easymp.launcher import launch; launch(2)")
+    assert "SettingError" in (err := process.communicate(timeout=60)[1])
+    assert "notebook_launcher" in err
+
+
+def test_one_process_without_an_accelerator(monkeypatch):
+    from easymp.launcher.devices import default_processes
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert default_processes() == 1
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert default_processes() == 4
+    monkeypatch.setenv("EASYMP_CPU", "1")
+    assert default_processes() == 1
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+def test_functions_run_on_real_ranks_and_return_in_order():
+    offset = 10
+
+    def summed(start):  # a closure: nothing that could be pickled
+        dist.init_process_group("gloo")
+        value = torch.tensor(float(start + offset + dist.get_rank()))
+        dist.all_reduce(value)
+        dist.destroy_process_group()
+        return dist.get_rank.__name__, value, os.environ["EASYMP_CPU"], torch.get_num_threads()
+
+    before = signal.getsignal(signal.SIGINT)
+    results = debug_launcher(summed, (1,))
+    assert results == [("get_rank", torch.tensor(23.0), "1", 1)] * 2
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_function_that_fails():
+    def fail():
+        if os.environ["RANK"] == "1":
+            raise ZeroDivisionError("in the cell")
+        time.sleep(30)
+
+    with pytest.raises(WorldError) as caught:
+        debug_launcher(fail)
+    text = str(caught.value)
+    assert text.startswith("rank 1 of 2 failed first: ZeroDivisionError: in the cell\nTraceback (most recent call last):\n")
+    assert text.endswith("ZeroDivisionError: in the cell")
+    assert "in fail" in text
+    assert "easymp" not in text
+
+
+def test_function_that_kills_its_rank():
+    def die():
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(30)
+
+    with pytest.raises(WorldError, match="rank 0 of 2 failed first: killed by SIGKILL"):
+        debug_launcher(die)
+
+
+def test_a_result_that_cannot_be_sent_back_is_none():
+    with pytest.warns(EasympWarning, match="rank 0's result cannot be sent back"):
+        assert debug_launcher(lambda: lambda: 1, num_processes=1) == [None]
+
+
+def test_one_process_calls_the_function_here():
+    def here():
+        return os.getpid(), os.environ.get("EASYMP_MIXED_PRECISION")
+
+    assert notebook_launcher(here, num_processes=1, mixed_precision="bf16") == [(os.getpid(), "bf16")]
+
+
+def test_notebook_options_are_honoured(tmp_path):
+    def tell():
+        names = ("EASYMP_MIXED_PRECISION", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise ValueError
+        return [os.environ.get(name) for name in names]
+
+    from .pool import free_port
+
+    port = free_port()
+    results = notebook_launcher(tell, num_processes=2, mixed_precision="bf16", use_port=str(port), max_restarts=1)
+    assert results == [["bf16", str(port), "2", "1"]] * 2
+
+
+def test_two_nodes_on_the_loopback(tmp_path):
+    from .pool import free_port
+
+    text = f"""
+    import os, sys, torch, torch.distributed as dist
+    from easymp.launcher import notebook_launcher
+    def train():
+        dist.init_process_group("gloo")
+        value = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(value)
+        dist.destroy_process_group()
+        return int(os.environ["RANK"]), value.item()
+    print(notebook_launcher(train, num_processes=1, num_nodes=2, node_rank=int(sys.argv[1]), use_port={free_port()}))
+    """
+    path = tmp_path / "node.py"
+    path.write_text(textwrap.dedent(text))
+    nodes = [python(str(path), str(rank)) for rank in (0, 1)]
+    for rank, node in enumerate(nodes):
+        out, err = node.communicate(timeout=100)
+        assert out == f"[({rank}, 1.0)]\n", err
+
+
+def test_forking_after_training_on_two_threads(tmp_path):
+    text = """
+    import torch
+    from easymp.launcher import debug_launcher
+    def train():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(512, 256)).square().mean().backward()
+            optimizer.step()
+        return torch.get_num_threads()
+    torch.set_num_threads(2)
+    print(train(), debug_launcher(train))
+    """
+    path = tmp_path / "notebook.py"
+    path.write_text(textwrap.dedent(text))
+    out, err = python(str(path)).communicate(timeout=100)
+    assert out == "2 [1, 1]\n", err
+
+
+def test_refusals(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        with pytest.raises(RefusedError, match="restart the notebook's kernel"):
+            notebook_launcher(print, num_processes=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: True)
+        with pytest.raises(RefusedError, match="process group is running"):
+            debug_launcher(print)
+    with pytest.raises(SettingError, match="is no port"):
+        notebook_launcher(print, num_processes=2, use_port="http")
