@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..clock import StepClock
 from ..errors import BatchError
@@ -196,13 +196,12 @@ class PreparedLoader:
         Raises:
             BatchError: in the middle of a pass with ``in_order=False``: what was read is then no prefix of the order.
         """
-        if self.position and not getattr(self.loader, "in_order", True):
-            raise BatchError(
-                "this loader was made with in_order=False, so no position says which samples have been read: save between two "
-                "epochs, or leave in_order=False out"
-            )
         state = {"epoch": self.epoch, "position": self.position, "seed": self._source.seed}
-        return {**state, **self._source.state()}
+        if self.position:
+            state.update(self._source.state())
+        if not isinstance(self.dataset, IterableDataset) and _stateful(self.dataset):
+            state["data set"] = self.dataset.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``for`` go on where `state` was taken, at any number of ranks.
@@ -221,7 +220,13 @@ class PreparedLoader:
                 "data set, or start a new epoch with set_epoch"
             )
         self._source.load(state)
+        if "data set" in state and _stateful(self.dataset):
+            self.dataset.load_state_dict(state["data set"])
         self._pass, self._next_epoch = None, None
         self.epoch, self.position = state["epoch"], state["position"]
         self._resume = True
         self._tell()
+
+
+def _stateful(dataset: Any) -> bool:
+    return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))

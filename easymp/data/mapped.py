@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ..errors import BatchError
 from ..world.world import World
 from .order import agree, draw, length, mix, own_seed, size_of
 from .shard import Cut, Share, flagged, halves, parts, rounds, shares
@@ -60,13 +61,13 @@ class MapSource:
         self._sampler, self._cut, self._ranks, self._whole = sampler, cut, ranks, whole
         self._world, self._seeded, self._alone = world, seeded, alone
         self._ready = given.batch_sampler is None  # the data set's items are batches already
-        self._in_order = getattr(given, "in_order", True)
+        self._in_order = getattr(given, "in_order", True) or len(ranks) > 1  # rounds are put together from shares in order
         self._checked = False
         self._drawn: int | None = None  # the seed of the order being read, where it is not f(seed, epoch)
         self._redraw: int | None = None  # … to be used once more, after a resume
         self._upcoming = Rounds()
         how = {"batch_size": None, "sampler": self._upcoming} if self._ready else {"batch_sampler": self._upcoming}
-        self.loader = rebuild(given, given.dataset, pin_memory, **how)
+        self.loader = rebuild(given, given.dataset, pin_memory, in_order=self._in_order, **how)
 
     def batches(self, rank: int) -> int | None:
         total = length(self._sampler)
@@ -139,6 +140,11 @@ class MapSource:
         return self._world.broadcast_objects([order])[0] if isinstance(order, list) else order
 
     def state(self) -> dict[str, Any]:
+        if not self._in_order:
+            raise BatchError(
+                "this loader was made with in_order=False, so no position says which samples have been read: save between two "
+                "epochs, or leave in_order=False out"
+            )
         state: dict[str, Any] = {}
         if (n := self.samples()) is not None:
             state["samples"] = n

@@ -12,12 +12,14 @@ from ..clock import StepClock
 from ..errors import BatchError, EasympWarning
 from ..records import DataLoaderConfiguration
 from ..world.world import World
+from .dispatch import Dispatched
 from .loader import PreparedLoader
 from .mapped import MapSource
 from .order import size_of
 from .shard import Cut
 from .skip import SkippedLoader
 from .source import Source
+from .stream import StreamSource
 
 
 def prepare_loader(
@@ -53,15 +55,19 @@ def prepare_loader(
     placed = device if device_placement else None
     # Workers hand over CPU tensors, which the DataLoader's own thread can pin; without workers prefetch does it.
     pin_memory = loader.pin_memory or (placed is not None and device.type == "cuda" and loader.num_workers > 0)
-    ranks = (data_rank,)
+    dispatch = bool(config.dispatch_batches) and world.size > 1
+    ranks = range(data_size) if dispatch else (data_rank,)
     settings = {"seed": seed if config.data_seed is None else config.data_seed, "pin_memory": pin_memory}
     source: Source
     if stream:
-        raise NotImplementedError
+        source = StreamSource(loader, cut, ranks, **settings)
     else:
-        whole_how = ("split" if config.split_batches else "deal") if whole else None
-        source = MapSource(loader, sampler, cut, ranks, world, whole=whole_how, seeded=config.use_seedable_sampler, **settings)
-        _warn_if_nothing_is_left(source, cut, data_rank)
+        dealt = ("split" if config.split_batches else "deal") if whole else None
+        seeded = config.use_seedable_sampler
+        source = MapSource(loader, sampler, cut, ranks, world, whole=dealt, seeded=seeded, alone=dispatch, **settings)
+    if dispatch:
+        source = Dispatched(source, world, data_rank)
+    _warn_if_nothing_is_left(source, cut, data_rank)
     differ = (whole and not config.split_batches) or (size is None and not whole)
     return PreparedLoader(
         loader,
@@ -82,7 +88,7 @@ def _check(loader: Any) -> None:
             f"a {type(loader).__name__} was passed where a DataLoader belongs: wrap the data set, "
             "torch.utils.data.DataLoader(dataset, batch_size=…)"
         )
-    if not isinstance(loader.dataset, IterableDataset) and size_of(loader.dataset) == 0:
+    if size_of(loader.dataset) == 0:
         raise BatchError(f"the data set ({type(loader.dataset).__name__}) is empty: check the path or filter it was made with")
     if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith("torchdata"):
         warnings.warn(

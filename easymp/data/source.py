@@ -42,7 +42,8 @@ class Source(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What beside epoch and position a resume needs; JSON, but for what a data set's own state_dict holds."""
+        """What beside epoch, position and seed a resume in the middle of a pass needs; plain JSON types, but for what a data
+        set's own state_dict holds."""
         ...
 
     def passed(self, mark: Any) -> None:
@@ -52,7 +53,7 @@ class Source(Protocol):
     def load(self, state: dict[str, Any]) -> None: ...
 
 
-def rebuild(given: DataLoader[Any], dataset: Any, pin_memory: bool, **how: Any) -> DataLoader[Any]:
+def rebuild(given: DataLoader[Any], dataset: Any, pin_memory: bool, in_order: bool | None = None, **how: Any) -> DataLoader[Any]:
     """A DataLoader with the settings of `given`, other sampling, and a generator of its own: iterating it leaves the global
     one alone."""
     settings: dict[str, Any] = {
@@ -68,5 +69,5 @@ def rebuild(given: DataLoader[Any], dataset: Any, pin_memory: bool, **how: Any) 
         settings["prefetch_factor"] = given.prefetch_factor
         settings["persistent_workers"] = given.persistent_workers
     if IN_ORDER:
-        settings["in_order"] = given.in_order
+        settings["in_order"] = given.in_order if in_order is None else in_order
     return DataLoader(dataset, **{**settings, **how})

@@ -1,0 +1,194 @@
+"""Iterable data sets: every rank reads the stream and keeps its slice of each global batch.
+
+The data set is wrapped inside the worker, so a stream is cut before it is collated, and with workers each of them cuts its own
+stream, the same way on every rank. What the main process has to know (how far the stream was read, which rows are repeats, where
+the data set itself stands) travels with each batch. Whether a batch is the last is known by reading one ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from .. import tree
+from ..errors import BatchError
+from .order import mix, size_of
+from .shard import Cut, flagged, parts, rounds
+from .source import Note, rebuild
+
+
+class Piece(NamedTuple):
+    """A round on its way from a worker: the batches of those ranks that are read here, one each. (A named tuple, because
+    DataLoader pins memory inside those.)"""
+
+    batches: list[Any]
+    sizes: list[int | None]
+    end: int  # samples of this worker's stream, over all ranks
+    surplus: int
+    worker: int  # -1: nothing but a turn passed on
+    state: Any  # of the data set, where it has one
+
+
+class Mark(NamedTuple):
+    """Where one worker's stream stands."""
+
+    worker: int
+    end: int
+    state: Any
+
+
+class Cutter(IterableDataset[Any]):
+    """The data set as the rebuilt DataLoader sees it: yields this rank's batches, not collated yet.
+
+    It passes for the data set itself: attributes are read from it and set on it (a ``worker_init_fn`` may do both).
+    """
+
+    def __init__(self, dataset: Any, cut: Cut, ranks: Sequence[int], ready: bool, epoch: torch.Tensor | None) -> None:
+        self.__dict__.update(dataset=dataset, _cut=cut, _ranks=ranks, _ready=ready, _epoch=epoch, _marks={}, _lead=0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "dataset" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            setattr(self.dataset, name, value)
+
+    def begin(self, marks: dict[int, Mark], lead: int) -> None:
+        """Let each worker's next stream begin at its mark, and the `lead`-th worker come first."""
+        self.__dict__.update(_marks=marks, _lead=lead)
+
+    def __iter__(self) -> Iterator[Piece]:
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        if self._epoch is not None and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(int(self._epoch))  # persistent workers hold copies that the main process cannot tell
+        if worker < self._lead:
+            yield Piece([], [], 0, 0, -1, None)  # rounds come from the workers in turn, and it was another's
+        cut, mark = self._cut, self._marks.get(worker, Mark(worker, 0, None))
+        stateful = callable(getattr(self.dataset, "state_dict", None))
+        at = 0
+        if mark.state is not None:
+            self.dataset.load_state_dict(mark.state)
+            at = mark.end
+        cutting = rounds(
+            self.dataset,
+            cut.ranks if self._ready else cut.whole,
+            complete=cut.even and cut.ranks > 1,
+            drop_last=cut.drop_last,
+            start=mark.end,
+            at=at,
+            weigh=rows if self._ready else None,
+        )
+        for round_ in cutting:
+            state = deepcopy(self.dataset.state_dict()) if stateful else None
+            items = [share.items for share in parts(round_, None if self._ready else cut.batch, self._ranks)]
+            sizes = [rows(batch) if self._ready else len(batch) for batch in items]
+            if items:
+                yield Piece(items, sizes, round_.end, round_.surplus, worker, state)
+
+
+class Collate:
+    """The user's collate function, applied to the batches inside a piece."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, piece: Piece) -> Piece:
+        return piece._replace(batches=[self.collate(batch) for batch in piece.batches])
+
+
+def rows(batch: Any) -> int | None:
+    """Samples in a ready batch: dimension 0 of its first array."""
+    for leaf in tree.leaves(batch):
+        if shape := getattr(leaf, "shape", None):
+            return int(shape[0])
+    return None
+
+
+class StreamSource:
+    """Reads an iterable data set. Arguments as MapSource's."""
+
+    def __init__(self, given: DataLoader[Any], cut: Cut, ranks: Sequence[int], *, seed: int, pin_memory: bool = False) -> None:
+        self.seed = seed
+        self._cut, self._ranks, self._ready = cut, ranks, given.batch_size is None
+        persistent = given.persistent_workers
+        # Shared memory: the only way to tell living workers that another epoch begins.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_() if persistent else None
+        self._dataset = Cutter(given.dataset, cut, ranks, self._ready, self._epoch)
+        self.loader = rebuild(given, self._dataset, pin_memory, batch_size=None, collate_fn=Collate(given.collate_fn))
+        # With in_order=False the ranks' batches are of different rounds: which rows of a gather repeat is not known.
+        self._unknown = not getattr(given, "in_order", True) and cut.even and cut.ranks > 1 and not cut.drop_last
+        self._streams = max(1, given.num_workers)
+        self._marks: dict[int, Mark] = {}  # where each worker's stream stood after the batch being worked on
+        self._turn = 0  # whose batch comes next
+        self._begun = False  # whether living workers hold marks to begin at
+
+    def batches(self, rank: int) -> int | None:
+        total = self.samples()
+        if total is None:
+            return None
+        return (replace(self._cut, batch=1) if self._ready else self._cut).batches(total, rank)
+
+    def samples(self) -> int | None:
+        return size_of(self._dataset.dataset)
+
+    def read(self, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, Note]]:
+        if not start:
+            self._marks, self._turn = {}, 0
+        elif not self._marks:
+            self._marks = {0: Mark(0, start, None)}
+        self._dataset.begin(self._marks, self._turn)
+        if self._epoch is not None:
+            self._epoch.fill_(epoch)
+            if self._marks or self._begun:
+                self.loader._iterator = None  # living workers cannot be told where to begin: new ones can
+            self._begun = bool(self._marks)
+        self.loader.generator.manual_seed(mix(self.seed, "workers", epoch, start, self._ranks[0]))  # type: ignore[union-attr]
+        ends = {worker: mark.end for worker, mark in self._marks.items()}
+        total = sum(ends.values())
+        pieces = (piece for piece in self.loader if piece.worker >= 0)
+        for number, (piece, last) in enumerate(flagged(pieces)):
+            total += piece.end - ends.get(piece.worker, 0)
+            ends[piece.worker] = piece.end
+            mark = Mark(piece.worker, piece.end, piece.state)
+            if number < skip:
+                self.passed(mark)
+                continue
+            surplus = -1 if self._unknown else piece.surplus
+            for rank, batch, size in zip(self._ranks, piece.batches, piece.sizes):
+                yield batch, Note(rank, total, surplus, size, last, mark)
+
+    def passed(self, mark: Mark) -> None:
+        # A new dict: the data set was given the old one to begin at.
+        self._marks = {**self._marks, mark.worker: mark}
+        self._turn = (mark.worker + 1) % self._streams
+
+    def state(self) -> dict[str, Any]:
+        marks = [self._marks.get(worker) for worker in range(self._streams)]
+        state: dict[str, Any] = {"streams": [0 if m is None else m.end for m in marks], "turn": self._turn}
+        if (n := self.samples()) is not None:
+            state["samples"] = n
+        if any(m is not None and m.state is not None for m in marks):
+            state["data sets"] = [None if m is None else m.state for m in marks]
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.seed = state["seed"]
+        ends = state.get("streams", [state["position"]])
+        if state["position"] and len(ends) != self._streams:
+            raise BatchError(
+                f"the state was saved with {len(ends)} streams of data (one a worker), and this loader has {self._streams}: an "
+                f"iterable data set resumes with as many workers as before; make the DataLoader with num_workers={len(ends)}"
+            )
+        states = state.get("data sets", [None] * len(ends))
+        self._marks = {w: Mark(w, end, own) for w, (end, own) in enumerate(zip(ends, states)) if end or own is not None}
+        self._turn = state.get("turn", 0)
