@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from easymp import env
-from easymp.errors import RefusedError, SettingError, WorldError
+from easymp.errors import EasympWarning, RefusedError, SettingError, WorldError
 from easymp.launcher import debug_launcher, launch, launch_script, notebook_launcher
 from easymp.launcher import failure as failures
 from easymp.launcher.agent import Place

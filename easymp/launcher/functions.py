@@ -8,6 +8,7 @@ gone in the children while its bookkeeping says it is there, so they compute on 
 from __future__ import annotations
 
 import pickle
+import signal
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def notebook_launcher(
     Raises:
         RefusedError: CUDA is initialised in this process already, or a process group is running.
         WorldError: a rank failed; the message ends with the first failing rank's own traceback.
-        KeyboardInterrupt: the run was interrupted; the processes are gone.
+        KeyboardInterrupt: the run was interrupted; the processes are gone. (SystemExit for SIGTERM.)
     """
     processes = checked(num_processes)
     port = None if use_port is None else _port(use_port)
@@ -99,7 +100,9 @@ def _fork(
     except agent.RanksFailed as error:
         raise WorldError(explain(error.failures, error.size)) from None
     except agent.Interrupted as error:
-        raise KeyboardInterrupt(str(error)) from None
+        if error.number == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + error.number) from None
     values = [results[rank] for rank in sorted(results)]
     for rank, value in enumerate(values):
         if isinstance(value, _Unsendable):

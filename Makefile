@@ -1,0 +1,39 @@
+# A fresh clone needs nothing before `make demo` or `make test`: both make .venv and install into it.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: setup demo test test-slow bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,examples]'
+	touch $@
+
+# The same training in one process and in two.
+demo: setup
+	@echo '--- one process'
+	$(BIN)/python examples/digits.py
+	@echo '--- two processes'
+	$(BIN)/easymp launch --processes 2 examples/digits.py
+
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(PYTEST) -m 'not slow'
+
+# 5 is pytest's word for "none selected".
+test-slow: setup
+	$(PYTEST) -m slow || test $$? -eq 5
+
+bench: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	set -e; for file in benchmarks/*.py; do echo "--- $$file"; $(BIN)/python $$file; done
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
