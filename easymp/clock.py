@@ -22,16 +22,18 @@ class StepClock:
         accumulation: micro-steps in a full window.
         micro: micro-steps begun in the current window.
         sync: whether the current micro-step ends its window, so that gradients are reduced and optimizers step.
+        backwards: backward passes in the current micro-step.
         inside: whether an `accumulate` block is open.
         end_with_loader: whether the last batch of the loader being read ends the window early.
     """
 
-    __slots__ = ("_reading", "accumulation", "end_with_loader", "inside", "micro", "sync")
+    __slots__ = ("_reading", "accumulation", "backwards", "end_with_loader", "inside", "micro", "sync")
 
     def __init__(self, accumulation: int = 1, end_with_loader: bool = True) -> None:
         self.accumulation = accumulation
         self.end_with_loader = end_with_loader
         self.micro = 0
+        self.backwards = 0
         self.sync = True
         self.inside = False
         self._reading: list[Any] = []
@@ -39,6 +41,7 @@ class StepClock:
     def tick(self) -> bool:
         """Begin a micro-step; returns whether it ends its window."""
         self.micro = 1 if self.sync else self.micro + 1
+        self.backwards = 0
         reading = self._reading
         self.sync = self.micro >= self.accumulation or bool(self.end_with_loader and reading and reading[-1].last)
         return self.sync

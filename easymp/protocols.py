@@ -69,13 +69,19 @@ class Strategy(Protocol):
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None: ...
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], policy: Precision) -> Wrapped: ...
+    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], policy: Precision, place: bool) -> Wrapped:
+        """Spread `model`, under `policy`; `place` says whether to move it to the rank's device first."""
+        ...
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Inside: backward accumulates locally; `model` is a `Wrapped.model`."""
         ...
 
-    def join(self, models: Sequence[nn.Module], even_batches: bool | None) -> AbstractContextManager[Any]:
+    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Inside: backward reduces gradients, although `model` was called under `no_sync`."""
+        ...
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Inside: ranks may run out of batches at different times; `models` are `Wrapped.model`s."""
         ...
 

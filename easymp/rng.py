@@ -14,6 +14,8 @@ import torch
 
 from . import env
 
+_shared = False  # whether set_seed gave this process the stream that other ranks have, too
+
 
 def mix(*parts: int | str) -> int:
     """A 63-bit seed from numbers and words, by BLAKE2b: any two different inputs give unrelated seeds."""
@@ -41,6 +43,18 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         device_specific: give each rank a stream of its own at once.
         deterministic: also ask torch for deterministic algorithms.
     """
+    global _shared
+    _shared = not device_specific
     seed_all(mix(seed, "rank", env.integer("RANK", 0)) if device_specific else seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
+
+
+def diverge(rank: int) -> None:
+    """Give this rank a stream of its own, f(seed, rank), where all ranks were seeded alike; rank 0 keeps the shared one."""
+    if rank:
+        own = mix(torch.initial_seed(), "rank", rank)
+        if _shared:
+            seed_all(own)
+        else:
+            torch.manual_seed(own)  # nobody seeded Python's and NumPy's streams: they differ already

@@ -236,7 +236,8 @@ class Scaler:
         """One step of the rule: `found_inf` is 0 after a good step, anything above after an overflow."""
         rule, scale = self.rule, self._on(found_inf.device)
         good, patience = self._good, self._patience
-        assert good is not None and patience is not None
+        assert good is not None
+        assert patience is not None
         if not rule.dynamic:
             return
         if (rule.growth_delay, rule.hysteresis, rule.minimum, rule.maximum) == (0, 1, 0.0, float("inf")):

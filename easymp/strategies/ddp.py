@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -26,11 +26,10 @@ class DDP:
 
     name: ClassVar[str] = "ddp"
 
-    def __init__(self, world: World, options: DistributedDataParallelKwargs, device_placement: bool) -> None:
+    def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self.data_rank, self.data_size = world.rank, world.size
         self._device = world.device
         self._options = options
-        self._place = device_placement
         self._reduced: set[int] = set()  # models whose gradients have been reduced once
 
     @staticmethod
@@ -42,13 +41,16 @@ class DDP:
             )
         return None
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], policy: Precision) -> Wrapped:
-        if self._place:
+    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], policy: Precision, place: bool) -> Wrapped:
+        if place:
             model.to(self._device)
         module = policy.forward(policy.convert(model), self._device)
         if any(p.requires_grad for p in model.parameters()):
-            on_gpu = self._place and self._device.type in ("cuda", "xpu")
-            module = DistributedDataParallel(module, device_ids=[self._device] if on_gpu else None, **asdict(self._options))
+            on_gpu = place and self._device.type in ("cuda", "xpu")
+            options = asdict(self._options)
+            if options["broadcast_buffers"]:
+                del options["broadcast_buffers"]  # torch's default; naming it warns from 2.13 on
+            module = DistributedDataParallel(module, device_ids=[self._device] if on_gpu else None, **options)
         return Wrapped(module, list(optimizers))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -61,7 +63,20 @@ class DDP:
             return nullcontext()
         return model.no_sync()
 
-    def join(self, models: Sequence[nn.Module], even_batches: bool | None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def force_sync(self, model: nn.Module) -> Iterator[None]:
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        before = model.require_backward_grad_sync
+        model.require_backward_grad_sync = True
+        model.reducer.prepare_for_backward([])  # what forward does when it expects a reduction
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync = before
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         return Join([m for m in models if isinstance(m, DistributedDataParallel)])
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:

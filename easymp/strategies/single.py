@@ -19,9 +19,8 @@ class Single:
     data_rank = 0
     data_size = 1
 
-    def __init__(self, world: World, options: DistributedDataParallelKwargs, device_placement: bool) -> None:
+    def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self._device = world.device
-        self._place = device_placement
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:
@@ -32,15 +31,18 @@ class Single:
             )
         return None
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], policy: Precision) -> Wrapped:
-        if self._place:
+    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], policy: Precision, place: bool) -> Wrapped:
+        if place:
             model.to(self._device)
         return Wrapped(policy.forward(policy.convert(model), self._device), list(optimizers))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def join(self, models: Sequence[nn.Module], even_batches: bool | None) -> AbstractContextManager[Any]:
+    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:

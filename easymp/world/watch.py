@@ -8,6 +8,7 @@ is dead or deaf, and that is an answer too.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import threading
@@ -21,6 +22,8 @@ import torch.distributed as dist
 FOREVER = timedelta(days=30)
 PATIENCE = timedelta(seconds=3)
 HERE = str(Path(__file__).parent.parent)
+
+_watches = itertools.count()  # worlds come and go on all ranks alike; each has its own place in the store
 
 # What gloo, NCCL and the store say when another rank is late, gone, or elsewhere.
 PEER_SIGNS = (
@@ -41,8 +44,9 @@ class Watch:
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         # A clone has a connection of its own, so the sleeper blocks nobody.
-        self._store = dist.PrefixStore("easymp/watch", dist.distributed_c10d._get_default_store().clone())
-        self._ask = dist.PrefixStore("easymp/watch", dist.distributed_c10d._get_default_store().clone())
+        place = f"easymp/watch/{next(_watches)}"
+        self._store = dist.PrefixStore(place, dist.distributed_c10d._get_default_store().clone())
+        self._ask = dist.PrefixStore(place, dist.distributed_c10d._get_default_store().clone())
         self._main = threading.main_thread().ident
         self._thread = threading.Thread(target=self._listen, name="easymp-watch", daemon=True)
         self._thread.start()

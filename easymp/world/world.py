@@ -7,8 +7,10 @@ garbage, barrier, destroy.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,6 +37,9 @@ OPS = {
 MOVABLE = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8,
 }  # fmt: skip
+
+
+FAREWELL = 10.0  # seconds to wait for the others before leaving
 
 
 class World:
@@ -115,19 +120,28 @@ class World:
         return store
 
     def close(self) -> None:
-        """Leave the world; what was started here is ended here. Calling it again does nothing."""
+        """Leave the world; what was started here is ended here. Calling it again does nothing.
+
+        Whatever wraps a model for the group must be gone before: destroying the group under it can deadlock.
+        """
+        atexit.unregister(self.close)
         if self._watch is not None:
             self._watch.close()
             self._watch = None
         if self.owned and dist.is_initialized():
-            self.owned = False
             gc.collect()
-            try:
-                dist.barrier()
-            except RuntimeError:
-                pass  # a rank is gone already: nothing is left to wait for
+            # A process that ends by an error does not wait for the others: they shall hear of it at once.
+            if self.backend == "gloo" and getattr(sys, "last_value", None) is None:
+                try:
+                    dist.monitored_barrier(timeout=timedelta(seconds=min(self.timeout, FAREWELL)))
+                except RuntimeError:
+                    pass  # the others are busy or gone; nothing more is expected of them
             dist.destroy_process_group()
         self.owned = False
+
+    def close_at_exit(self) -> None:
+        """Close when the interpreter ends, unless it was done before."""
+        atexit.register(self.close)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,59 @@
+"""easymp: a thin training wrapper for PyTorch that looks at the hardware, decides precision and parallelism, and says why.
+
+Names are loaded at first use, so that ``easymp --help`` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .version import __version__
+
+_HOMES = {
+    "accelerator": ("Accelerator",),
+    "data": ("PreparedLoader", "skip_first_batches"),
+    "errors": (
+        *(
+            "BatchError",
+            "EasympError",
+            "EasympWarning",
+            "PrepareError",
+            "RefusedError",
+            "SettingError",
+            "StepError",
+            "WorldError",
+        ),
+    ),
+    "hardware": ("Hardware", "detect"),
+    "launcher": ("debug_launcher", "launch", "notebook_launcher"),
+    "log": ("get_logger", "tqdm"),
+    "memory_retry": ("find_executable_batch_size", "release_memory"),
+    "operations": ("broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "reduce"),
+    "plan": ("Plan", "make_plan"),
+    "processes": ("DistributedType", "PrecisionType"),
+    "protocols": ("Choice", "Source"),
+    "records": (
+        *("AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradScalerKwargs"),
+        *("GradientAccumulationPlugin", "InitProcessGroupKwargs"),
+    ),
+    "rng": ("set_seed",),
+    "settings": ("Settings", "resolve"),
+    "state": ("AcceleratorState", "GradientState", "PartialState"),
+    "tree": ("concatenate", "find_batch_size", "recursively_apply", "send_to_device"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted([*_HOME, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'easymp' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,123 @@
+"""What the face refuses, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import BatchError, RefusedError, SettingError, nearest
+from .records import HANDLERS
+from .settings import NAMES
+
+# Keywords of the peer that have another place here, or none yet.
+ELSEWHERE = {
+    "log_with": "trackers are not part of this version: log from `if accelerator.is_main_process:`",
+    "project_dir": "checkpoints and trackers are not part of this version",
+    "project_config": "checkpoints and trackers are not part of this version",
+    "rng_types": "there is nothing to synchronise: data order is f(seed, epoch) on every rank. Leave it out",
+    "dynamo_backend": "call torch.compile(model) before prepare()",
+    "dynamo_plugin": "call torch.compile(model) before prepare()",
+    "compile": "call torch.compile(model) before prepare()",
+    "split_batches": "pass dataloader_config=DataLoaderConfiguration(split_batches=...)",
+    "deepspeed_plugin": "this version spreads models by 'single' and 'ddp'",
+    "deepspeed_plugins": "this version spreads models by 'single' and 'ddp'",
+    "fsdp_plugin": "this version spreads models by 'single' and 'ddp'",
+    "torch_tp_plugin": "this version spreads models by 'single' and 'ddp'",
+    "megatron_lm_plugin": "this version spreads models by 'single' and 'ddp'",
+    "parallelism_config": "this version spreads models by 'single' and 'ddp'",
+    "strategy_options": "pass kwargs_handlers=[DistributedDataParallelKwargs(...)]",
+}
+KEYWORDS = (
+    *(
+        "mixed_precision",
+        "strategy",
+        "gradient_accumulation_steps",
+        "cpu",
+        "device_placement",
+        "dataloader_config",
+        "settings",
+        "seed",
+    ),
+    *(
+        "gradient_accumulation_plugin",
+        "step_scheduler_with_optimizer",
+        "scheduler_steps_per_process",
+        "kwargs_handlers",
+        "deterministic",
+    ),
+    "fused",
+)
+
+
+def refuse_unknown(others: dict[str, Any]) -> None:
+    """A sentence for keywords that Accelerator() does not take; those of the peer that are left at None are no request."""
+    for name, value in others.items():
+        if name in ELSEWHERE:
+            if value is not None:
+                raise RefusedError(f"Accelerator({name}={value!r}) is not honoured: {ELSEWHERE[name]}")
+        elif name in NAMES:
+            raise SettingError(
+                f"Accelerator() takes {name!r} through settings=Settings({name}={value!r}), EASYMP_{name.upper()} or easymp.toml"
+            )
+        else:
+            raise SettingError(f"Accelerator() has no argument {name!r}{nearest(name, KEYWORDS)}")
+
+
+def by_kind(handlers: Sequence[Any] | None) -> dict[type, Any]:
+    """kwargs_handlers by their type, at most one of each."""
+    found: dict[type, Any] = {}
+    for handler in handlers or ():
+        if type(handler) not in HANDLERS:
+            known = ", ".join(kind.__name__ for kind in HANDLERS)
+            raise SettingError(f"kwargs_handlers holds a {type(handler).__name__}; it takes {known}")
+        if type(handler) in found:
+            raise SettingError(f"kwargs_handlers holds two {type(handler).__name__}: pass one")
+        found[type(handler)] = handler
+    return found
+
+
+def loss_trouble(loss: Any) -> str:
+    """Why backward cannot start from `loss`."""
+    if not isinstance(loss, Tensor):
+        return f"backward() needs the loss as a tensor, not {type(loss).__name__}: pass it before .item() or float()"
+    if not loss.requires_grad:
+        return (
+            "backward() got a loss without a graph (requires_grad is False): it was computed under no_grad(), detached, or from "
+            "frozen parameters only"
+        )
+    return f"backward() got a loss of shape {tuple(loss.shape)}: reduce it to one number first, e.g. loss.mean()"
+
+
+def check_batch(leaf: Any, size: int | None) -> None:
+    """Dimension 0 of what is gathered for metrics must be the batch, or repeated samples could not be told apart."""
+    length = (
+        (leaf.shape[0] if leaf.ndim else None) if isinstance(leaf, Tensor) else len(leaf) if hasattr(leaf, "__len__") else None
+    )
+    if length is None:
+        raise BatchError(
+            "gather_for_metrics() got a scalar: repeated samples cannot be taken out of it. Gather one value a sample, or use "
+            "mean(value, weight)"
+        )
+    if size is not None and length != size:
+        shape = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{length} items"
+        raise BatchError(
+            f"gather_for_metrics() got {shape}, but this rank's batch has {size} samples: dimension 0 must be the batch. "
+            "Reshape to one row a sample, or use gather()"
+        )
+
+
+def describe(item: Any) -> Iterator[str]:
+    """What is prepared, a line a fact that must be the same on all ranks."""
+    kind = type(item).__name__
+    yield kind
+    if isinstance(item, nn.Module):
+        for name, p in item.named_parameters():
+            yield f"{kind}.{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+    elif isinstance(item, torch.optim.Optimizer):
+        for g, group in enumerate(item.param_groups):
+            yield f"{kind} group {g} with {len(group['params'])} parameters"
+    elif hasattr(item, "dataset") and hasattr(item.dataset, "__len__"):
+        yield f"{kind} of {len(item.dataset)} samples, batch size {item.batch_size}"

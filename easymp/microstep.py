@@ -1,0 +1,67 @@
+"""One micro-step of an accumulation window, and the guard against optimizers that do not know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .clock import StepClock
+from .errors import StepError
+from .protocols import Strategy
+
+
+class MicroStep:
+    """Ticks the clock, and keeps gradients to this rank unless the window ends."""
+
+    __slots__ = ("_clock", "_modules", "_open", "_strategy")
+
+    def __init__(self, clock: StepClock, strategy: Strategy, modules: Sequence[nn.Module]) -> None:
+        self._clock = clock
+        self._strategy = strategy
+        self._modules = modules
+        self._open: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        self._clock.inside = True
+        if not self._clock.tick():
+            for module in self._modules:
+                quiet = self._strategy.no_sync(module)
+                quiet.__enter__()
+                self._open.append(quiet)
+
+    def __exit__(self, *error: Any) -> None:
+        self._clock.inside = False
+        while self._open:
+            self._open.pop().__exit__(*error)
+
+
+class ForeignSteps:
+    """While entered, an optimizer that holds prepared parameters but was not prepared may not step inside a window.
+
+    It would step at each micro-batch, on a part of the gradient. torch calls the hook at every step of every optimizer.
+    """
+
+    def __init__(self, clock: StepClock, owner: Mapping[int, str], stepped_by: Mapping[int, Any]) -> None:
+        self._clock, self._owner, self._stepped_by = clock, owner, stepped_by
+
+    def __enter__(self) -> ForeignSteps:
+        self._hook = register_optimizer_step_pre_hook(self._check)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._clock.inside or self._clock.accumulation == 1:
+            return
+        parameter = optimizer.param_groups[0]["params"][0]
+        if id(parameter) in self._owner and id(parameter) not in self._stepped_by:
+            raise StepError(
+                f"{type(optimizer).__name__} stepped inside accumulate() but was not prepared: it would step at each of the "
+                f"{self._clock.accumulation} micro-batches. Pass it to prepare() and use what that returns"
+            )

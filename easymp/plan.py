@@ -1,0 +1,190 @@
+"""The decision: what will run here, each choice with its reason and its source.
+
+`make_plan` is pure: settings, hardware and ranks in, plan out. It walks the registries and asks `refuse`, so a table of recorded
+hardware tests every machine on a laptop. What was asked for and cannot be is an error; what "auto" cannot have goes to the
+next candidate, with the reason kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import RefusedError
+from .hardware import Hardware
+from .precision import ALIASES, PRECISIONS, Measured
+from .protocols import Choice, Facts, Source
+from .settings import Settings
+from .strategies import STRATEGIES
+from .world import Ranks
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One `Choice` a decision, and the facts they were made from.
+
+    Attributes:
+        device: torch's device of this rank, as text (``"cuda:0"``).
+        precision: a key of `PRECISIONS`, or ``"auto"`` until the first training step has been timed.
+        strategy: a key of `STRATEGIES`.
+        accumulation: micro-batches an update.
+        optimizer: which optimizer step runs.
+    """
+
+    device: Choice[str]
+    precision: Choice[str]
+    strategy: Choice[str]
+    accumulation: Choice[int]
+    optimizer: Choice[str]
+    settings: Settings
+    hardware: Hardware
+    ranks: Ranks
+
+    def replace(self, **choices: Choice[Any]) -> Plan:
+        """This plan with some choices refined."""
+        return dataclasses.replace(self, **choices)
+
+    @property
+    def choices(self) -> dict[str, Choice[Any]]:
+        """The decisions by name, in order."""
+        return {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("settings", "hardware", "ranks")
+        }
+
+    def explain(self) -> str:
+        """A few aligned lines: name, value, reason."""
+        rows = [("processes", self._processes(), self.ranks.announced or "no launcher announced others")]
+        rows += [(name, str(choice.value), choice.reason) for name, choice in self.choices.items()]
+        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+        return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {reason}" for name, value, reason in rows)
+
+    def _processes(self) -> str:
+        nodes = f" on {self.ranks.nodes} nodes" if self.ranks.nodes > 1 else ""
+        return f"{self.ranks.size}{nodes}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for programs: plain values only."""
+        return {
+            "processes": self.ranks.size,
+            **{n: {"value": c.value, "reason": c.reason, "source": c.source.value} for n, c in self.choices.items()},
+        }
+
+
+def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
+    """Decide.
+
+    Raises:
+        RefusedError: what was asked for cannot run here; the sentence says why, and what would.
+    """
+    device = _device(settings, hardware, ranks)
+    facts = Facts(hardware, device.value.split(":")[0], ranks.size)
+    return Plan(
+        device=device,
+        precision=_precision(settings, facts),
+        strategy=_strategy(settings, facts),
+        accumulation=_accumulation(settings),
+        optimizer=_optimizer(settings),
+        settings=settings,
+        hardware=hardware,
+        ranks=ranks,
+    )
+
+
+def _accumulation(settings: Settings) -> Choice[int]:
+    steps = settings.gradient_accumulation_steps
+    why = f"{steps} micro-batches an update" if steps > 1 else "every batch is an update"
+    return Choice(steps, why, settings.source("gradient_accumulation_steps")[0])
+
+
+def _device(settings: Settings, hardware: Hardware, ranks: Ranks) -> Choice[str]:
+    if settings.cpu:
+        origin, words = settings.source("cpu")
+        return Choice("cpu", words, origin)
+    if not hardware.devices:
+        why = hardware.looked_for[0] if hardware.looked_for else "no accelerator was found"
+        return Choice("cpu", why, Source.DETECTED)
+    if ranks.local_rank >= len(hardware.devices):
+        raise RefusedError(
+            f"this is process {ranks.local_rank} of its node (counted from 0), which has {len(hardware.devices)} "
+            f"{hardware.devices[0].name}: two processes on one device slow each other down and NCCL refuses them. Start at most "
+            f"{len(hardware.devices)} here, or train on the CPU with cpu=True"
+        )
+    device = hardware.devices[ranks.local_rank]
+    if not device.built_for:
+        raise RefusedError(
+            f"{device.name} is {device.architecture}, for which this build of torch has no code: install a torch built for "
+            f"{device.architecture} (its CUDA version must know the card), or train on the CPU with cpu=True"
+        )
+    return Choice(f"{device.kind}:{device.index}" if device.kind != "mps" else "mps", device.name, Source.DETECTED)
+
+
+def _precision(settings: Settings, facts: Facts) -> Choice[str]:
+    origin, words = settings.source("mixed_precision")
+    asked = ALIASES.get(settings.mixed_precision, settings.mixed_precision)
+    if asked != AUTO:
+        refusal = PRECISIONS[asked].refuse(facts)
+        if refusal is not None:
+            raise RefusedError(f"{words} cannot run here: {refusal}")
+        return Choice(asked, f"{words}{_caveat(asked, facts)}", origin)
+    reasons = []
+    for name, why in _candidates(facts):
+        refusal = (PRECISIONS.get(name) or Measured).refuse(facts)
+        if refusal is None:
+            return Choice(name, "; ".join([*reasons, why]), Source.DETECTED)
+        reasons.append(refusal.reason)
+    raise AssertionError("fp32 is never refused")
+
+
+def _candidates(facts: Facts) -> list[tuple[str, str]]:
+    """What "auto" tries here, best first, each with the reason to take it."""
+    fp32 = ("fp32", "no faster precision is known here")
+    if facts.device == "cpu":
+        cpu = facts.hardware.cpu
+        if cpu.bf16:
+            kind = next((f for f in ("amx_bf16", "avx512_bf16", "sve_bf16", "neon_bf16") if f in cpu.features), "bf16")
+            return [(AUTO, f"{kind} instructions: the first training step times bf16 against fp32"), fp32]
+        return [("fp32", "this CPU has no bf16 instructions")]
+    device = facts.hardware.devices[0]
+    if facts.device == "mps":
+        return [("fp32", "on Apple GPUs half precision is not reliably faster")]
+    if device.bf16:
+        return [("bf16", f"native bf16 on {device.architecture or device.name}: fp32's range, no loss scale needed")]
+    if device.fp16:
+        return [
+            ("fp16", f"{device.architecture or device.name} has Tensor Cores for fp16 and no bf16 units; with a loss scale"),
+            fp32,
+        ]
+    return [("fp32", f"{device.name} ({device.architecture}) has no Tensor Cores: half precision gains nothing in speed")]
+
+
+def _caveat(name: str, facts: Facts) -> str:
+    cpu = facts.hardware.cpu
+    slow: Mapping[str, bool] = {"fp16": not cpu.fp16, "bf16": not cpu.bf16}
+    if facts.device == "cpu" and slow.get(name):
+        return f"; this CPU has no {name} instructions, so it is slower than fp32"
+    return ""
+
+
+def _strategy(settings: Settings, facts: Facts) -> Choice[str]:
+    origin, words = settings.source("strategy")
+    if settings.strategy != AUTO:
+        refusal = STRATEGIES[settings.strategy].refuse(facts)
+        if refusal is not None:
+            raise RefusedError(f"{words} cannot run here: {refusal}")
+        return Choice(settings.strategy, words, origin)
+    for name, strategy in STRATEGIES.items():
+        if strategy.refuse(facts) is None:
+            many = f"{facts.world_size} processes" if facts.world_size > 1 else "one process"
+            return Choice(name, many, Source.DETECTED)
+    raise AssertionError("some strategy takes any world")
+
+
+def _optimizer(settings: Settings) -> Choice[str]:
+    origin, words = settings.source("fused")
+    if settings.fused:
+        return Choice("fused", "torch's fused step, where it has one and the caller left that open", origin)
+    return Choice("as given", words, origin)

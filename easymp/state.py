@@ -1,0 +1,111 @@
+"""The open run, for code that has no Accelerator at hand: thin views, nothing of their own.
+
+Accelerators register here when they open and leave when they close, so one can be made after another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .clock import StepClock
+from .errors import StepError
+from .hardware import detect
+from .plan import Plan, make_plan
+from .processes import Processes
+from .settings import resolve
+from .world import World, read_ranks
+
+_open: list[tuple[World, Plan, StepClock]] = []
+
+
+def register(world: World, plan: Plan, clock: StepClock) -> None:
+    """The newest open run is the one that views show."""
+    _open.append((world, plan, clock))
+
+
+def unregister(world: World) -> None:
+    _open[:] = [run for run in _open if run[0] is not world]
+
+
+def current_world() -> World:
+    """The newest open run's world; where none is open, one is joined by the environment's launch variables."""
+    if not _open:
+        plan = make_plan(resolve(), detect(), read_ranks())
+        world = World(plan.ranks, torch.device(plan.device.value), plan.settings.timeout, plan.settings.debug)
+        world.close_at_exit()
+        register(world, plan, StepClock())
+    return _open[-1][0]
+
+
+class PartialState(Processes):
+    """Who this process is. Made without an Accelerator, it joins the world by itself."""
+
+    def __init__(self) -> None:
+        self._world = current_world()
+
+
+class AcceleratorState(Processes):
+    """Who this process is, and what was decided.
+
+    Raises:
+        StepError: no Accelerator is open.
+    """
+
+    def __init__(self) -> None:
+        self._world, self.plan, _ = _newest("AcceleratorState")
+
+    @property
+    def mixed_precision(self) -> str:
+        name = self.plan.precision.value
+        return "no" if name == "fp32" else name
+
+
+class GradientState:
+    """Where the open run is in its accumulation window.
+
+    Raises:
+        StepError: no Accelerator is open.
+    """
+
+    def __init__(self, clock: StepClock | None = None) -> None:
+        self._clock = clock if clock is not None else _newest("GradientState")[2]
+
+    @property
+    def sync_gradients(self) -> bool:
+        return self._clock.sync
+
+    @property
+    def num_steps(self) -> int:
+        return self._clock.accumulation
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        return self._clock.end_with_loader
+
+    @property
+    def active_dataloader(self) -> Any | None:
+        return self._clock.reading
+
+    @property
+    def in_dataloader(self) -> bool:
+        return self._clock.reading is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        return self._clock.reading is not None and self._clock.reading.last
+
+    @property
+    def remainder(self) -> int:
+        """Samples in the last global batch that are not repeated ones; -1 where none are, or before that batch."""
+        loader = self._clock.reading
+        if loader is None or not loader.surplus:
+            return -1
+        return loader.total_batch_size - loader.surplus
+
+
+def _newest(what: str) -> tuple[World, Plan, StepClock]:
+    if not _open:
+        raise StepError(f"{what}() needs an open Accelerator: make one first")
+    return _open[-1]
