@@ -434,6 +434,25 @@ def test_a_result_that_cannot_be_sent_back_is_none():
         assert debug_launcher(lambda: lambda: 1, num_processes=1) == [None]
 
 
+def test_exit_handlers_of_a_function_run_and_those_of_its_parent_do_not(tmp_path):
+    import atexit
+
+    def note(name):
+        (tmp_path / f"{name}-{os.getpid()}").touch()
+
+    def register():
+        assert getattr(sys, "last_value", None) is None
+        atexit.register(note, "child")
+        return os.getpid()
+
+    atexit.register(note, "parent")
+    try:
+        pids = debug_launcher(register)
+    finally:
+        atexit.unregister(note)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"child-{pid}" for pid in pids)
+
+
 def test_one_process_calls_the_function_here():
     def here():
         return os.getpid(), os.environ.get("EASYMP_MIXED_PRECISION")

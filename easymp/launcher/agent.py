@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,9 +73,12 @@ def run(
         RanksFailed: a worker failed, and no restart is left.
         Interrupted: SIGINT, SIGTERM or their like came; the workers got it too, and 30 seconds.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with warnings.catch_warnings():
+        # torch says so on import where numpy is not installed; here nothing needs it.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     size = processes * place.nodes
     directory = tempfile.mkdtemp(prefix="easymp-launch-")

@@ -7,8 +7,10 @@ gone in the children while its bookkeeping says it is there, so they compute on 
 
 from __future__ import annotations
 
+import atexit
 import pickle
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -121,20 +123,24 @@ def _in_child(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     import torch
 
     torch.set_num_threads(1)
+    # A forked process ends without its exit handlers, and starts with its parent's. Its own are run, the parent's are not.
+    atexit._clear()
+    # What a cell raised earlier is not how this process ends.
+    sys.last_value = None
     try:
         value = function(*args)
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         hide = error.__traceback__.tb_next if error.__traceback__ is not None else None
         record(env.read("TORCHELASTIC_ERROR_FILE"), env.integer("RANK", 0), error, code, hide)
+        sys.last_value = error
         raise
+    finally:
+        atexit._run_exitfuncs()
     try:
         pickle.dumps(value)
     except Exception as error:
-        warnings.warn(
-            f"the function's result cannot be sent back ({error}): None is returned for it", EasympWarning, stacklevel=2
-        )
-        return None
+        return _Unsendable(str(error))
     return value
 
 
