@@ -103,7 +103,7 @@ class Collate:
         self.collate = collate
 
     def __call__(self, piece: Piece) -> Piece:
-        return piece._replace(batches=[self.collate(batch) for batch in piece.batches])
+        return Piece([self.collate(batch) for batch in piece.batches], *piece[1:])
 
 
 def rows(batch: Any) -> int | None:
@@ -146,7 +146,7 @@ class StreamSource:
             self._marks, self._turn = {}, 0
         elif not self._marks:
             self._marks = {0: Mark(0, start, None)}
-        self._dataset.begin(self._marks, self._turn)
+        self._dataset.begin(dict(self._marks), self._turn)
         if self._epoch is not None:
             self._epoch.fill_(epoch)
             if self._marks or self._begun:
@@ -168,8 +168,7 @@ class StreamSource:
                 yield batch, Note(rank, total, surplus, size, last, mark)
 
     def passed(self, mark: Mark) -> None:
-        # A new dict: the data set was given the old one to begin at.
-        self._marks = {**self._marks, mark.worker: mark}
+        self._marks[mark.worker] = mark
         self._turn = (mark.worker + 1) % self._streams
 
     def state(self) -> dict[str, Any]:

@@ -1,0 +1,74 @@
+"""Data sets, and loaders prepared for ranks that do not exist: a share needs a rank and a size, no process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from easymp.clock import StepClock
+from easymp.data import PreparedLoader, prepare_loader
+from easymp.records import DataLoaderConfiguration
+from easymp.world.ranks import Ranks
+from easymp.world.world import World
+
+CPU = torch.device("cpu")
+
+
+class Numbers(Dataset[int]):
+    """0 … n - 1; remembers what was loaded."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> int:
+        self.loaded.append(i)
+        return i
+
+
+class Stream(IterableDataset[int]):
+    """0 … n - 1 in order, worker w of W every W-th of them; without a length."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        yield from range(self.n) if info is None else range(info.id, self.n, info.num_workers)
+
+
+def prepared(loader: DataLoader[Any], rank: int = 0, size: int = 1, *, seed: int = 7, **config: Any) -> PreparedLoader:
+    return prepare_loader(
+        loader,
+        clock=config.pop("clock", None) or StepClock(),
+        world=config.pop("world", None) or World(Ranks(), CPU),
+        data_rank=rank,
+        data_size=size,
+        device=config.pop("device", CPU),
+        config=DataLoaderConfiguration(**config),
+        seed=seed,
+    )
+
+
+def numbers(batch: Any) -> list[int]:
+    return [int(i) for i in batch]
+
+
+def gathered(loaders: list[PreparedLoader]) -> list[int]:
+    """One pass over all ranks, the repeats dropped from the end of each round, as gather_for_metrics does."""
+    seen: list[int] = []
+    for round_ in zip_longest(*loaders):
+        flat = [i for batch in round_ if batch is not None for i in numbers(batch)]
+        seen += flat[: len(flat) - loaders[0].surplus]
+    return seen
+
+
+def passes(loader: PreparedLoader, times: int = 1) -> list[list[list[int]]]:
+    return [[numbers(batch) for batch in loader] for _ in range(times)]

@@ -1,0 +1,501 @@
+"""Prepared loaders over map-style data sets."""
+
+from __future__ import annotations
+
+import json
+from collections import namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SubsetRandomSampler, TensorDataset
+
+from easymp.clock import StepClock
+from easymp.data import prepare_loader
+from easymp.errors import BatchError
+
+from .loaders import Numbers, gathered, numbers, passes, prepared
+
+Point = namedtuple("Point", "x y")
+
+
+class Uneven(Sampler[list[int]]):
+    """Batches of 1, 2, 3, 1, 2 … samples in random order."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = torch.randperm(self.n).tolist()
+        size = 0
+        while left:
+            size = size % 3 + 1
+            yield left[:size]
+            left = left[size:]
+
+    def __len__(self) -> int:
+        return len([*range(0, self.n, 6)]) * 3 - (3 - [0, 1, 2, 2, 3, 3, 3][self.n % 6 or 6])
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(torch.randint(100, (1,)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    batch=st.integers(1, 5),
+    size=st.integers(1, 4),
+    shuffle=st.booleans(),
+    even=st.booleans(),
+    drop=st.booleans(),
+    epochs=st.integers(1, 3),
+)
+@pytest.mark.filterwarnings("ignore::easymp.errors.EasympWarning")
+def test_every_world_reads_each_sample_once_in_the_same_order(
+    n: int, batch: int, size: int, shuffle: bool, even: bool, drop: bool, epochs: int
+) -> None:
+    def make() -> DataLoader[int]:
+        return DataLoader(Numbers(n), batch, shuffle=shuffle, drop_last=drop)
+
+    alone = prepared(make())
+    everyone = [prepared(make(), rank, size, even_batches=even) for rank in range(size)]
+    for _ in range(epochs):
+        order = [i for batch in passes(alone)[0] for i in batch]
+        lengths = [len(loader) for loader in everyone]
+        if drop:
+            order = order[: n // (batch * size) * batch * size]
+        assert gathered(everyone) == order
+        for loader in everyone:
+            loader.set_epoch(loader.epoch - 1)
+        assert [len(passes(loader)[0]) for loader in everyone] == lengths
+        assert len(set(lengths)) == 1 or not even
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_known_with_each_batch(workers: int) -> None:
+    loader = prepared(DataLoader(Numbers(11), 2, num_workers=workers), 1, 2)
+    assert (len(loader), loader.batch_size, loader.total_batch_size, loader.uneven) == (3, 2, 4, False)
+    assert loader.size_line() == "2 per device × 2 processes"
+    seen = [(numbers(b), loader.position, loader.surplus, loader.local_size, loader.last) for b in loader]
+    assert seen == [([2, 3], 4, 0, 2, False), ([6, 7], 8, 0, 2, False), ([10, 0], 11, 1, 2, True)]
+    assert (loader.position, loader.surplus, loader.local_size, loader.last, loader.epoch) == (0, 0, None, False, 1)
+
+
+def test_only_this_ranks_samples_are_loaded() -> None:
+    data = Numbers(12)
+    assert passes(prepared(DataLoader(data, 2), 1, 3)) == [[[2, 3], [8, 9]]]
+    assert data.loaded == [2, 3, 8, 9]
+
+
+def test_split_batches_divide_the_loaders_own() -> None:
+    loaders = [prepared(DataLoader(Numbers(10), 4), rank, 2, split_batches=True) for rank in range(2)]
+    assert [passes(loader)[0] for loader in loaders] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
+    assert loaders[0].batch_size == 2 and loaders[0].total_batch_size == 4
+
+
+def test_uneven_ranks_run_out_at_different_times() -> None:
+    loaders = [prepared(DataLoader(Numbers(9), 2), rank, 3, even_batches=False) for rank in range(3)]
+    assert [passes(loader)[0] for loader in loaders] == [[[0, 1], [6, 7]], [[2, 3], [8]], [[4, 5]]]
+    assert [len(loader) for loader in loaders] == [2, 2, 1] and loaders[0].uneven
+    last = [loaders[2].last for _ in loaders[2]]
+    assert last == [True]
+
+
+# -- epochs -------------------------------------------------------------------------------------------------------------
+
+
+def test_each_for_is_a_new_epoch_and_an_epoch_is_an_order() -> None:
+    loader = prepared(DataLoader(Numbers(20), 4, shuffle=True))
+    first, second = passes(loader, 2)
+    assert first != second and loader.epoch == 2
+    loader.set_epoch(0)
+    assert passes(loader, 2) == [first, second]
+    assert passes(prepared(DataLoader(Numbers(20), 4, shuffle=True))) == [first]
+    assert passes(prepared(DataLoader(Numbers(20), 4, shuffle=True), seed=8)) != [first]
+    assert passes(prepared(DataLoader(Numbers(20), 4, shuffle=True), seed=8, data_seed=7)) == [first]
+
+
+def test_a_loop_left_early_makes_the_next_one_a_new_epoch() -> None:
+    loader = prepared(DataLoader(Numbers(20), 4, shuffle=True))
+    second = passes(loader, 2)[1]
+    loader.set_epoch(0)
+    for _ in loader:
+        break
+    assert (loader.epoch, loader.position) == (1, 0)
+    assert passes(loader) == [second]
+
+
+def test_set_epoch_inside_a_loop_is_for_the_next_one() -> None:
+    loader = prepared(DataLoader(Numbers(8), 4))
+    for _ in loader:
+        loader.set_epoch(5)
+        assert loader.epoch == 0
+    assert loader.epoch == 5
+
+
+def test_set_epoch_reaches_those_who_shuffle_themselves() -> None:
+    class Told(Numbers):
+        def set_epoch(self, epoch: int) -> None:
+            self.told = epoch
+
+    data = Told(4)
+    loader = prepared(DataLoader(data, 2))
+    loader.set_epoch(3)
+    assert data.told == 3
+    passes(loader, 2)
+    assert data.told == 4
+
+
+def test_a_distributed_sampler_is_replaced_and_its_set_epoch_still_heard() -> None:
+    sampler = DistributedSampler(Numbers(16), num_replicas=2, rank=0, shuffle=True)
+    loader = prepared(DataLoader(Numbers(16), 2, sampler=sampler), 0, 2)
+    first, second = passes(loader, 2)
+    assert len(first) == 4 and first != second
+    sampler.set_epoch(0)
+    assert passes(loader) == [first]
+    loader.sampler.set_epoch(1)
+    assert passes(loader) == [second]
+    quiet = DistributedSampler(Numbers(15), num_replicas=2, rank=0, shuffle=False, drop_last=True)
+    assert passes(prepared(DataLoader(Numbers(15), 2, sampler=quiet), 1, 2)) == [[[2, 3], [6, 7], [10, 11]]]
+
+
+def test_iterating_leaves_the_global_generator_alone() -> None:
+    plain = [DataLoader(Numbers(9), 2, shuffle=True), DataLoader(Numbers(9), 2, sampler=SubsetRandomSampler(range(5)))]
+    for loader in [prepared(loader) for loader in plain] + [prepared(DataLoader(Numbers(9), batch_sampler=Uneven(9)))]:
+        before = torch.get_rng_state()
+        passes(loader, 2)
+        assert torch.equal(before, torch.get_rng_state())
+
+
+# -- the clock ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_clock_knows_the_innermost_loop() -> None:
+    clock = StepClock()
+    outer, inner = (prepared(DataLoader(Numbers(4), 2), clock=clock) for _ in range(2))
+    for _ in outer:
+        assert clock.reading is outer
+        for _ in inner:
+            assert clock.reading is inner
+        assert clock.reading is outer
+    assert clock.reading is None
+
+
+def fail_inside(loader: Any) -> None:
+    for _ in loader:
+        raise ZeroDivisionError
+
+
+def test_the_clock_hears_of_loops_left_by_break_and_by_error() -> None:
+    clock = StepClock()
+    loader = prepared(DataLoader(Numbers(4), 2), clock=clock)
+    for _ in loader:
+        break
+    assert clock.reading is None
+    with pytest.raises(ZeroDivisionError):
+        fail_inside(loader)
+    assert clock.reading is None and loader.epoch == 2
+
+
+def test_the_last_batch_of_a_loader_ends_the_window() -> None:
+    clock = StepClock(accumulation=2)
+    loader = prepared(DataLoader(Numbers(5), 1), clock=clock)
+    assert [clock.tick() for _ in loader] == [False, True, False, True, True]
+
+
+# -- samplers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_custom_batch_samplers_are_dealt_whole(even: bool) -> None:
+    whole = passes(prepared(DataLoader(Numbers(13), batch_sampler=Uneven(13))))[0]
+    assert len(whole) == 7
+    loaders = [prepared(DataLoader(Numbers(13), batch_sampler=Uneven(13)), r, 2, even_batches=even) for r in range(2)]
+    shares = [passes(loader)[0] for loader in loaders]
+    assert shares[0] == whole[0::2]
+    assert shares[1] == (whole[1::2] + [whole[0]] if even else whole[1::2])
+    assert [len(loader) for loader in loaders] == ([4, 4] if even else [4, 3])
+    assert loaders[0].uneven and loaders[0].batch_size is None
+    if even:
+        loaders = [prepared(DataLoader(Numbers(13), batch_sampler=Uneven(13)), r, 2) for r in range(2)]
+        assert sorted(gathered(loaders)) == list(range(13))
+
+
+def test_custom_batch_samplers_can_be_split() -> None:
+    class Fours(Sampler[list[int]]):
+        batch_size = 4
+
+        def __iter__(self) -> Iterator[list[int]]:
+            yield from ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10])
+
+        def __len__(self) -> int:
+            return 3
+
+    loaders = [prepared(DataLoader(Numbers(11), batch_sampler=Fours()), r, 2, split_batches=True) for r in range(2)]
+    assert [passes(loader)[0] for loader in loaders] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 0]]]
+    assert loaders[0].batch_size == 2 and not loaders[0].uneven
+    assert gathered(loaders) == list(range(11))
+
+
+def test_torchs_own_batch_sampler_is_no_custom_one() -> None:
+    sampler = BatchSampler(range(10), 3, drop_last=True)
+    loader = prepared(DataLoader(Numbers(10), batch_sampler=sampler), 0, 3)
+    assert loader.batch_size == 3 and passes(loader) == [[[0, 1, 2]]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_endless_samplers_are_streamed(workers: int) -> None:
+    loaders = [prepared(DataLoader(Numbers(100), 3, sampler=Endless(), num_workers=workers), r, 2) for r in range(2)]
+    alone = iter(prepared(DataLoader(Numbers(100), 6, sampler=Endless())))
+    for number, round_ in enumerate(zip(*loaders)):
+        assert numbers(torch.cat(round_)) == numbers(next(alone))
+        if number == 3:
+            break
+    with pytest.raises(BatchError, match="no length, because its Endless has none"):
+        len(loaders[0])
+
+
+def test_items_that_are_batches_are_dealt_in_turn() -> None:
+    data = TensorDataset(torch.arange(10).reshape(5, 2))
+    loaders = [prepared(DataLoader(data, batch_size=None), rank, 2) for rank in range(2)]
+    assert [[x.tolist() for (x,) in loader] for loader in loaders] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
+    assert (len(loaders[0]), loaders[0].batch_size, loaders[0].uneven) == (3, None, True)
+    with pytest.raises(BatchError, match="ready batches"):
+        [loaders[0].surplus for _ in loaders[0]]
+
+
+def test_the_loaders_own_random_order_stays_on_request() -> None:
+    torch.manual_seed(5)
+    plain = [numbers(b) for b in DataLoader(Numbers(20), 4, shuffle=True)]
+    torch.manual_seed(5)
+    loader = prepared(DataLoader(Numbers(20), 4, shuffle=True), use_seedable_sampler=False)
+    assert passes(loader) == [plain]
+    loader = prepared(DataLoader(Numbers(20), 4, shuffle=True), use_seedable_sampler=False)
+    read = []
+    for batch in loader:
+        read.append(numbers(batch))
+        if len(read) == 2:
+            state = json.loads(json.dumps(loader.state_dict()))
+    other = prepared(DataLoader(Numbers(20), 4, shuffle=True), use_seedable_sampler=False)
+    other.load_state_dict(state)
+    assert passes(other)[0] == read[2:]  # the order drawn then is drawn again
+    assert passes(other)[0] != read  # and a new one after it
+
+
+# -- batches ------------------------------------------------------------------------------------------------------------
+
+
+def collate(items: list[int]) -> dict[str, Any]:
+    return {"point": Point(torch.tensor(items), [str(i) for i in items]), "pair": (torch.ones(len(items)), 3)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nested_batches_and_collate_functions_come_through(workers: int) -> None:
+    loader = prepared(DataLoader(Numbers(4), 2, collate_fn=collate, num_workers=workers))
+    batches = list(loader)
+    assert [b["point"].x.tolist() for b in batches] == [[0, 1], [2, 3]]
+    assert batches[1]["point"].y == ["2", "3"] and type(batches[0]["point"]) is Point and batches[0]["pair"][1] == 3
+
+
+def test_batches_are_moved() -> None:
+    loader = prepared(DataLoader(Numbers(4), 2, collate_fn=collate), device=torch.device("meta"))
+    assert [b["point"].x.device.type for b in loader] == ["meta", "meta"]
+    assert [loader.last for _ in loader] == [False, True]
+
+
+def seed_of_worker(_: list[int]) -> int:
+    return torch.initial_seed()
+
+
+def test_worker_seeds_are_reproducible_and_differ_by_rank_and_epoch() -> None:
+    def seeds(rank: int) -> list[int]:
+        loader = prepared(DataLoader(Numbers(4), 2, collate_fn=seed_of_worker, num_workers=1), rank, 2)
+        return [next(iter(loader)) for _ in range(2)]
+
+    first, again, other = seeds(0), seeds(0), seeds(1)
+    assert first == again and len({*first, *other}) == 4
+
+
+def pid(_: list[int]) -> int:
+    import os
+
+    return os.getpid()
+
+
+def test_persistent_workers_persist() -> None:
+    loader = prepared(DataLoader(Numbers(8), 2, collate_fn=pid, num_workers=2, persistent_workers=True, shuffle=True))
+    workers = [set(loader) for _ in range(3)]
+    assert len(workers[0]) == 2 and workers[0] == workers[1] == workers[2]
+
+
+def test_persistent_workers_get_each_epochs_order() -> None:
+    loader = prepared(DataLoader(Numbers(8), 2, num_workers=2, persistent_workers=True, shuffle=True))
+    plain = prepared(DataLoader(Numbers(8), 2, shuffle=True))
+    assert passes(loader, 3) == passes(plain, 3)
+
+
+# -- resuming -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    before=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    after=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    epoch=st.integers(0, 2),
+    data=st.data(),
+)
+def test_a_pass_goes_on_where_it_was_saved_at_any_world_size(
+    n: int, before: tuple[int, int], after: tuple[int, int], epoch: int, data: st.DataObject
+) -> None:
+    def world(batch: int, size: int) -> list[Any]:
+        return [prepared(DataLoader(Numbers(n), batch, shuffle=True), rank, size) for rank in range(size)]
+
+    alone = prepared(DataLoader(Numbers(n), 1, shuffle=True))
+    orders = [[i for batch in epoch for i in batch] for epoch in passes(alone, epoch + 2)]
+    (loader, *_) = world(*before)
+    loader.set_epoch(epoch)
+    stop = data.draw(st.integers(1, len(loader)))
+    for number, _ in enumerate(loader, 1):
+        if number == stop:
+            state = json.loads(json.dumps(loader.state_dict()))
+            break
+    resumed = world(*after)
+    for rank in resumed:
+        rank.load_state_dict(state)
+        rank.set_epoch(epoch)  # a script that sets it does not lose its place
+    assert gathered(resumed) == orders[epoch][state["position"] :]
+    assert gathered(resumed) == orders[epoch + 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_custom_samplers_resume_too(workers: int) -> None:
+    def make() -> Any:
+        return prepared(DataLoader(Numbers(13), batch_sampler=Uneven(13), num_workers=workers))
+
+    whole = passes(make())[0]
+    loader = make()
+    for number, _ in enumerate(loader):
+        if number == 2:
+            state = loader.state_dict()
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert passes(resumed)[0] == whole[3:]
+
+
+def test_between_two_passes_the_state_is_the_next_epochs() -> None:
+    loader = prepared(DataLoader(Numbers(8), 2, shuffle=True))
+    passes(loader)
+    resumed = prepared(DataLoader(Numbers(8), 2, shuffle=True), seed=1)
+    resumed.load_state_dict(loader.state_dict())
+    assert passes(resumed, 2) == passes(loader, 2)
+
+
+def test_saved_at_the_last_batch_the_resumed_pass_is_empty() -> None:
+    loader = prepared(DataLoader(Numbers(8), 2))
+    for _ in loader:
+        state = loader.state_dict()
+    resumed = prepared(DataLoader(Numbers(8), 2))
+    resumed.load_state_dict(state)
+    assert passes(resumed) == [[]] and resumed.epoch == 1
+
+
+def test_another_epoch_drops_the_position() -> None:
+    loader = prepared(DataLoader(Numbers(8), 2))
+    loader.load_state_dict({"epoch": 3, "position": 4, "seed": 7})
+    loader.set_epoch(0)
+    assert len(passes(loader)[0]) == 4
+
+
+def test_a_data_set_with_a_state_is_asked() -> None:
+    class Stateful(Numbers):
+        def state_dict(self) -> dict[str, Any]:
+            return {"loaded": list(self.loaded)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.loaded = state["loaded"]
+
+    loader = prepared(DataLoader(Stateful(4), 2))
+    next(iter(loader))
+    other = prepared(DataLoader(Stateful(4), 2))
+    other.load_state_dict(loader.state_dict())
+    assert other.dataset.loaded == [0, 1]
+
+
+def test_states_that_do_not_fit_are_refused() -> None:
+    loader = prepared(DataLoader(Numbers(8), 2))
+    with pytest.raises(BatchError, match="has no position and no seed"):
+        loader.load_state_dict({"epoch": 1})
+    with pytest.raises(BatchError, match="an epoch of 9 samples, and this one has 8"):
+        loader.load_state_dict({"epoch": 0, "position": 2, "seed": 0, "samples": 9})
+
+
+# -- what goes wrong ----------------------------------------------------------------------------------------------------
+
+
+def test_prepared_twice_is_prepared_once() -> None:
+    loader = prepared(DataLoader(Numbers(4), 2))
+    assert prepared(loader) is loader  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "sentence"),
+    [
+        (lambda: [1, 2], {}, "a list was passed where a DataLoader belongs"),
+        (lambda: DataLoader(Numbers(0), 2), {}, "is empty"),
+        (lambda: DataLoader(Numbers(8), 3), {"split_batches": True}, "batch_size=3 does not divide: use 2 or 4"),
+        (lambda: DataLoader(Numbers(8), None), {"split_batches": True}, "batch_size=None"),
+    ],
+)
+def test_wrong_loaders_are_refused(make: Any, config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BatchError, match=sentence):
+        prepared(make(), 0, 2, **config)
+
+
+def test_dropping_everything_is_worth_a_warning() -> None:
+    with pytest.warns(UserWarning, match="drop_last=True leaves nothing: 3 samples"):
+        prepared(DataLoader(Numbers(3), 2, drop_last=True), 0, 2)
+
+
+def test_loaders_that_iterate_their_own_way_are_worth_a_warning() -> None:
+    class Mine(DataLoader[int]):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    with pytest.warns(UserWarning, match="Mine iterates in a way of its own"):
+        prepared(Mine(Numbers(3), 2))
+
+
+def test_out_of_order_reading_says_what_it_cannot_know() -> None:
+    loader = prepared(DataLoader(Numbers(9), 2, in_order=False, num_workers=1), 0, 2)
+    for _ in loader:
+        with pytest.raises(BatchError, match="in_order=False"):
+            loader.state_dict()
+        with pytest.raises(BatchError, match="in_order=False"):
+            _ = loader.surplus
+        break
+    assert loader.state_dict()["epoch"] == 1
+
+
+def test_what_the_user_hung_on_the_loader_stays_readable() -> None:
+    plain = DataLoader(Numbers(4), 2, num_workers=0)
+    plain.name = "train"  # type: ignore[attr-defined]
+    loader = prepared(plain)
+    assert loader.name == "train" and loader.num_workers == 0 and loader.dataset is plain.dataset
+    with pytest.raises(AttributeError):
+        _ = loader.nothing
+
+
+def test_prepare_takes_the_documented_keywords() -> None:
+    import inspect
+
+    names = list(inspect.signature(prepare_loader).parameters)
+    assert names[0] == "loader" and set(names[1:]) == {
+        "clock", "world", "data_rank", "data_size", "device", "config", "seed", "device_placement",
+    }  # fmt: skip

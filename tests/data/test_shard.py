@@ -1,0 +1,126 @@
+"""Index arithmetic against a model that builds each round by hand."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from easymp.data.shard import Cut, Share, flagged, halves, parts, rounds, shares
+
+cuts = st.builds(Cut, batch=st.integers(1, 5), ranks=st.integers(1, 5), even=st.booleans(), drop_last=st.booleans())
+lengths = st.integers(0, 60)
+
+
+def model(order: list[int], cut: Cut, start: int) -> list[tuple[list[list[int]], int, int]]:
+    """Rounds from `start` on: each rank's batch (maybe empty), end position, repeats."""
+    left, found, position = order[start:], [], start
+    while left:
+        taken, left = left[: cut.whole], left[cut.whole :]
+        position += len(taken)
+        surplus = 0
+        if len(taken) < cut.whole:
+            if cut.drop_last:
+                break
+            if cut.even and cut.ranks > 1:
+                surplus = cut.whole - len(taken)
+                taken = taken + list(islice(cycle(order), surplus))
+        found.append(([taken[r * cut.batch : (r + 1) * cut.batch] for r in range(cut.ranks)], position, surplus))
+    return found
+
+
+@given(n=lengths, cut=cuts, data=st.data())
+def test_shares_are_the_models(n: int, cut: Cut, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(n)))
+    start = data.draw(st.integers(0, n))
+    expected = model(order, cut, start)
+    for rank in range(cut.ranks):
+        mine = [Share(rank, batches[rank], end, surplus) for batches, end, surplus in expected if batches[rank]]
+        assert list(shares(order, cut, rank, start)) == mine
+        assert cut.batches(n - start, rank) == len(mine)
+        # A stream of unknown length, and a sequence that is sliced, are cut alike.
+        streamed = rounds(iter(order), cut.whole, complete=cut.even and cut.ranks > 1, drop_last=cut.drop_last, start=start)
+        assert [share for r in streamed for share in parts(r, cut.batch, [rank])] == mine
+    assert cut.surplus(n - start) == (expected[-1][2] if expected else 0)
+
+
+@given(n=lengths, cut=cuts)
+def test_each_sample_once_but_for_the_declared_surplus(n: int, cut: Cut) -> None:
+    order = list(range(n))
+    everyone = [list(shares(order, cut, rank)) for rank in range(cut.ranks)]
+    seen: list[int] = []
+    for k in range(max(map(len, everyone), default=0)):
+        round_ = [batches[k] for batches in everyone if k < len(batches)]
+        gathered = [i for share in round_ for i in share.items]
+        seen += gathered[: len(gathered) - round_[0].surplus]
+    kept = n // cut.whole * cut.whole if cut.drop_last else n
+    assert seen == order[:kept]
+    if cut.even and cut.ranks > 1:
+        assert {len(share.items) for batches in everyone for share in batches} <= {cut.batch}
+        assert len({len(batches) for batches in everyone}) == 1
+
+
+@given(n=lengths, before=cuts, after=cuts, data=st.data())
+def test_a_resume_at_another_world_size_reads_the_remaining_samples_in_order(
+    n: int, before: Cut, after: Cut, data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(range(n)))
+    first = list(shares(order, before, 0))
+    stop = data.draw(st.integers(0, len(first)))
+    position = first[stop - 1].end if stop else 0
+    rest = list(zip(*(shares(order, after, rank, position) for rank in range(after.ranks))))
+    read = [i for round_ in rest for share in round_ for i in share.items][: n - position]
+    if after.even and not after.drop_last:
+        assert read == order[position:]
+
+
+@given(sizes=st.lists(st.integers(1, 5), max_size=12), ranks=st.integers(1, 4), complete=st.booleans(), data=st.data())
+def test_whole_batches_are_dealt_in_turn(sizes: list[int], ranks: int, complete: bool, data: st.DataObject) -> None:
+    batches = [[(b, i) for i in range(size)] for b, size in enumerate(sizes)]
+    begin = data.draw(st.integers(0, len(batches)))
+    start = sum(sizes[:begin])
+    dealt = list(rounds(batches, ranks, complete=complete, start=start, weigh=len))
+    flat = [batch for round_ in dealt for batch in round_.items]
+    assert flat[: len(batches) - begin] == batches[begin:]
+    assert flat[len(batches) - begin :] == [batches[i % len(batches)] for i in range(len(flat) - len(batches) + begin)]
+    if dealt:
+        assert dealt[-1].end == sum(sizes)
+        assert dealt[-1].surplus == sum(map(len, flat[len(batches) - begin :]))
+        assert not complete or all(len(round_.items) == ranks for round_ in dealt)
+
+
+@given(sizes=st.lists(st.integers(1, 9), max_size=8), ranks=st.integers(1, 5), even=st.booleans(), data=st.data())
+def test_split_batches_keep_every_sample(sizes: list[int], ranks: int, even: bool, data: st.DataObject) -> None:
+    batches = [[(b, i) for i in range(size)] for b, size in enumerate(sizes)]
+    begin = data.draw(st.integers(0, len(batches)))
+    read = list(halves(batches, ranks, even=even, start=sum(sizes[:begin])))
+    assert [r.items[: len(r.items) - r.surplus] for r, _ in read] == batches[begin:]
+    for round_, part in read:
+        dealt = list(parts(round_, part, range(ranks)))
+        assert [i for share in dealt for i in share.items] == round_.items
+        assert not even or ({len(share.items) for share in dealt} == {part} and len(dealt) == ranks)
+
+
+def test_a_stream_that_already_stands_somewhere_counts_on_from_there() -> None:
+    read = list(rounds(iter("cdefg"), 2, complete=True, start=2, at=2))
+    assert [(r.items, r.end, r.surplus) for r in read] == [(["c", "d"], 4, 0), (["e", "f"], 6, 0), (["g", "c"], 7, 1)]
+
+
+def test_batches_of_unknown_size_count_as_one_and_their_repeats_are_unknown() -> None:
+    read = list(rounds(iter([object()] * 3), 2, complete=True, weigh=lambda _: None))
+    assert [(len(r.items), r.end, r.surplus) for r in read] == [(2, 2, 0), (2, 3, -1)]
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 5])
+def test_flagged_marks_the_last(n: int) -> None:
+    assert list(flagged(range(n))) == [(i, i == n - 1) for i in range(n)]
+
+
+def test_one_rank_alone_keeps_its_short_batch() -> None:
+    assert [share.items for share in shares(range(5), Cut(2, 1), 0)] == [[0, 1], [2, 3], [4]]
+
+
+def test_a_tiny_data_set_is_cycled() -> None:
+    assert [next(shares(range(3), Cut(4, 2), rank)).items for rank in (0, 1)] == [[0, 1, 2, 0], [1, 2, 0, 1]]

@@ -1,0 +1,195 @@
+"""Prepared loaders over iterable data sets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from easymp.data.stream import rows
+from easymp.errors import BatchError
+
+from .loaders import Numbers, Stream, gathered, numbers, passes, prepared
+
+
+class Counted(Stream):
+    def __len__(self) -> int:
+        return self.n
+
+
+class Ready(Stream):
+    """Batches of 1, 2, 3, 1 … numbers."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        at = size = 0
+        while at < self.n:
+            size = size % 3 + 1
+            yield torch.arange(at, min(at + size, self.n))
+            at += size
+
+
+class Stateful(Stream):
+    """Goes on where its state says, without reading what lies before."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        begin, self.at = self.at, 0
+        for i in range(begin, self.n):
+            self.at = i + 1
+            yield i
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Epochs(IterableDataset[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from [self.epoch] * 4
+
+
+@settings(max_examples=60, deadline=None)
+@pytest.mark.filterwarnings("ignore::easymp.errors.EasympWarning")
+@given(n=st.integers(1, 40), batch=st.integers(1, 5), size=st.integers(1, 4), even=st.booleans(), drop=st.booleans())
+def test_a_stream_is_cut_as_a_map_style_data_set_is(n: int, batch: int, size: int, even: bool, drop: bool) -> None:
+    for rank in range(size):
+        stream = prepared(DataLoader(Stream(n), batch, drop_last=drop), rank, size, even_batches=even)
+        mapped = prepared(DataLoader(Numbers(n), batch, drop_last=drop), rank, size, even_batches=even)
+        seen, expected = ([(numbers(b), x.position, x.surplus, x.local_size, x.last) for b in x] for x in (stream, mapped))
+        assert seen == expected
+
+
+def test_every_worker_cuts_its_own_stream() -> None:
+    loaders = [prepared(DataLoader(Stream(18), 2, num_workers=2), rank, 2) for rank in range(2)]
+    even, odd = [*range(0, 18, 2)], [*range(1, 18, 2)]
+    assert [passes(loader)[0] for loader in loaders] == [
+        [even[0:2], odd[0:2], even[4:6], odd[4:6], [16, 0], [17, 1]],
+        [even[2:4], odd[2:4], even[6:8], odd[6:8], [2, 4], [3, 5]],
+    ]
+    assert sorted(gathered(loaders)) == list(range(18))
+    assert [(x.position, x.surplus, x.last) for x in [loaders[0]] for _ in x] == [
+        (4, 0, False), (8, 0, False), (12, 0, False), (16, 0, False), (17, 3, False), (18, 3, True),
+    ]  # fmt: skip
+
+
+def test_lengths_come_from_the_data_set() -> None:
+    assert len(prepared(DataLoader(Counted(9), 2), 0, 2)) == 3
+    with pytest.raises(BatchError, match="no length, because its Stream has none"):
+        len(prepared(DataLoader(Stream(9), 2)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ready_batches_are_dealt_in_turn(workers: int) -> None:
+    loaders = [prepared(DataLoader(Ready(9), None, num_workers=workers), rank, 2) for rank in range(2)]
+    assert [passes(loader)[0] for loader in loaders] == [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6], [0]]]
+    assert gathered(loaders) == list(range(9))
+    assert loaders[0].uneven and loaders[0].batch_size is None
+    assert [x.local_size for x in [loaders[1]] for _ in x] == [2, 1, 1]
+
+
+def test_rows_of_a_ready_batch() -> None:
+    assert rows({"name": "x", "scalar": torch.ones(()), "image": torch.ones(3, 2)}) == 3
+    assert rows(["a", "b"]) is None
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize("stop", [1, 2, 5])
+def test_a_stream_goes_on_where_it_was_saved(workers: int, persistent: bool, stop: int) -> None:
+    def make() -> Any:
+        return prepared(DataLoader(Stream(27), 2, num_workers=workers, persistent_workers=persistent), 1, 2)
+
+    loader = make()
+    whole = passes(loader)[0]
+    for number, _ in enumerate(loader, 1):
+        if number == stop:
+            state = json.loads(json.dumps(loader.state_dict()))
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert passes(resumed, 2) == [whole[stop:], whole]
+    resumed.load_state_dict(state)
+    assert passes(resumed, 2) == [whole[stop:], whole]
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(1, 30), before=st.integers(1, 3), after=st.integers(1, 3), data=st.data())
+def test_a_single_stream_goes_on_at_any_world_size(n: int, before: int, after: int, data: st.DataObject) -> None:
+    loader = prepared(DataLoader(Stream(n), 2), 0, before)
+    stop = data.draw(st.integers(1, -(-n // (2 * before))))
+    for number, _ in enumerate(loader, 1):
+        if number == stop:
+            state = loader.state_dict()
+    resumed = [prepared(DataLoader(Stream(n), 2), rank, after) for rank in range(after)]
+    for rank in resumed:
+        rank.load_state_dict(state)
+    assert gathered(resumed) == list(range(state["position"], n))
+
+
+def test_another_number_of_workers_cannot_take_over() -> None:
+    loader = prepared(DataLoader(Stream(8), 2, num_workers=2))
+    for _ in loader:
+        state = loader.state_dict()
+        break
+    with pytest.raises(BatchError, match="num_workers=2"):
+        prepared(DataLoader(Stream(8), 2)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_with_a_state_of_its_own_is_asked(workers: int) -> None:
+    def make() -> Any:
+        return prepared(DataLoader(Stateful(12), 2, num_workers=workers))
+
+    loader = make()
+    whole = passes(loader)[0]
+    for number, _ in enumerate(loader):
+        if number == 2:
+            state = json.loads(json.dumps(loader.state_dict()))
+    assert "data sets" in state
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert passes(resumed) == [whole[3:]]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_set_epoch_reaches_the_workers(persistent: bool) -> None:
+    loader = prepared(DataLoader(Epochs(), 4, num_workers=1, persistent_workers=persistent))
+    assert passes(loader, 3) == [[[0] * 4], [[1] * 4], [[2] * 4]]
+
+
+def shift(worker: int) -> None:
+    dataset = get_worker_info().dataset
+    dataset.n = dataset.n // 2
+    assert isinstance(dataset, IterableDataset)
+
+
+def test_worker_init_functions_see_the_data_set() -> None:
+    loader = prepared(DataLoader(Stream(8), 2, num_workers=1, worker_init_fn=shift))
+    assert passes(loader) == [[[0, 1], [2, 3]]]
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_the_wrapped_data_set_travels_to_its_workers(context: str) -> None:
+    loader = prepared(DataLoader(Stream(8), 2, num_workers=1, multiprocessing_context=context), 1, 2)
+    assert passes(loader) == [[[2, 3], [6, 7]]]
+
+
+def test_the_data_set_stays_the_users() -> None:
+    data = Stream(3)
+    loader = prepared(DataLoader(data, 2))
+    assert loader.dataset is data and loader.loader.dataset.n == 3
+    loader.loader.dataset.n = 5
+    assert data.n == 5
