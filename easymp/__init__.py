@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .version import __version__
+from .version import __version__ as __version__
 
 _HOMES = {
     "accelerator": ("Accelerator",),

@@ -61,6 +61,9 @@ class Watch:
                 asker = self._store.get(key).decode()
                 if asker == "close":
                     return
+                if asker == "abort":
+                    dist.distributed_c10d._abort_process_group()
+                    continue
                 self._store.set(asker, self._whereabouts())
         except RuntimeError:
             return  # the store is gone, and with it everyone who could ask
@@ -92,6 +95,12 @@ class Watch:
         except RuntimeError:
             lines.append("  the other ranks cannot be asked: rank 0, which holds the store, has ended or was killed")
         return "\n".join(lines)
+
+    def abort_others(self) -> None:
+        """Let every other rank abort its collectives: kernels that wait on the device end with an error."""
+        for rank in range(self._size):
+            if rank != self._rank:
+                self._send(rank, "abort")
 
     def close(self) -> None:
         try:

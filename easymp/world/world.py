@@ -52,6 +52,8 @@ class World:
         debug: compare shapes and dtypes over the ranks before each collective.
     """
 
+    _groups = 0
+
     def __init__(self, ranks: Ranks, device: torch.device, timeout: float = 120.0, debug: bool = False) -> None:
         self.ranks = ranks
         self.rank, self.size = ranks.rank, ranks.size
@@ -61,6 +63,7 @@ class World:
         self.debug = debug
         self.backend: str | None = None
         self.owned = False  # whether we started the process group, and so end it
+        self._store: dist.Store | None = None
         self._watch: Watch | None = None
         if ranks.announced:
             self._join()
@@ -71,20 +74,24 @@ class World:
         if not dist.is_initialized():
             limit = timedelta(seconds=self.timeout)
             store = self._sign_in(limit)
-            backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(self.device.type, "gloo")
-            with env.override(TORCH_FR_BUFFER_SIZE=env.read("TORCH_FR_BUFFER_SIZE", "64")):
-                dist.init_process_group(
-                    backend,
-                    store=dist.PrefixStore("easymp/group", store),
-                    rank=self.rank,
-                    world_size=self.size,
-                    timeout=limit,
-                    device_id=self.device if self.device.type == "cuda" else None,
-                )
+            self._connect(store)
             self.owned = True
         self.backend = dist.get_backend()
+        self._store = dist.distributed_c10d._get_default_store()
         if self.size > 1:
             self._watch = Watch(self.rank, self.size)
+
+    def _connect(self, store: dist.Store) -> None:
+        World._groups += 1  # each group has a place of its own in the store; worlds come and go on all ranks alike
+        with env.override(TORCH_FR_BUFFER_SIZE=env.read("TORCH_FR_BUFFER_SIZE", "64")):
+            dist.init_process_group(
+                {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(self.device.type, "gloo"),
+                store=dist.PrefixStore(f"easymp/group/{World._groups}", store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=self.timeout),
+                device_id=self.device if self.device.type == "cuda" else None,
+            )
 
     def _sign_in(self, limit: timedelta) -> dist.Store:
         """The store all ranks share, once all of them have signed in."""
@@ -131,13 +138,33 @@ class World:
         if self.owned and dist.is_initialized():
             gc.collect()
             # A process that ends by an error does not wait for the others: they shall hear of it at once.
-            if self.backend == "gloo" and getattr(sys, "last_value", None) is None:
+            failing = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
+            if self.backend == "gloo" and not failing:
                 try:
                     dist.monitored_barrier(timeout=timedelta(seconds=min(self.timeout, FAREWELL)))
                 except RuntimeError:
                     pass  # the others are busy or gone; nothing more is expected of them
             dist.destroy_process_group()
         self.owned = False
+
+    def store(self) -> dist.Store:
+        """A connection of its own to the store that all ranks share."""
+        assert self._store is not None, "a world of one has no store"
+        return self._store.clone()
+
+    def break_off(self) -> None:
+        """Cut this rank's connections, so that ranks that wait for it in a collective get an error now. Then `restart`."""
+        if self._watch is not None and self.device.type != "cpu":
+            self._watch.abort_others()  # their kernels wait on the device, where a closed socket is not seen
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def restart(self) -> None:
+        """Begin again over fresh connections, on all ranks together, after one of them broke off."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        assert self._store is not None
+        self._connect(self._store)
 
     def close_at_exit(self) -> None:
         """Close when the interpreter ends, unless it was done before."""

@@ -1,0 +1,127 @@
+"""Out of memory: every rank tries the same smaller batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from easymp import Accelerator, find_executable_batch_size, release_memory
+from easymp.errors import SettingError
+from easymp.state import current_world
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_the_batch_is_halved_until_it_fits() -> None:
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=16)
+    def train(batch_size: int, factor: int) -> int:
+        tried.append(batch_size)
+        if batch_size > 4:
+            out_of_memory()
+        return batch_size * factor
+
+    assert train(10) == 40
+    assert tried == [16, 8, 4]
+    assert train(1) == 4, "the size that worked is where the next call begins"
+    assert tried == [16, 8, 4, 4]
+
+
+def test_the_global_batch_can_stay_by_more_micro_batches() -> None:
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=8, keep_global_batch=True)
+    def train(batch_size: int, micro_batches: int) -> None:
+        tried.append((batch_size, micro_batches))
+        if batch_size > 2:
+            out_of_memory()
+
+    train()
+    assert tried == [(8, 1), (4, 2), (2, 4)]
+
+
+def test_ones_own_rule_for_the_next_size() -> None:
+    sizes = iter([7, 3])
+
+    @find_executable_batch_size(starting_batch_size=9, reduce_batch_size_fn=lambda: next(sizes))
+    def train(batch_size: int) -> int:
+        if batch_size > 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return batch_size
+
+    assert train() == 3
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(RuntimeError, match="at every batch size, down to 1"):
+        find_executable_batch_size(lambda batch_size: out_of_memory(), starting_batch_size=2)()
+
+
+def test_other_errors_pass() -> None:
+    def train(batch_size: int) -> None:
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        find_executable_batch_size(train)()
+
+
+def test_wrong_signatures_are_refused() -> None:
+    with pytest.raises(SettingError, match="its first must be the batch size"):
+        find_executable_batch_size(lambda: None)
+    with pytest.raises(SettingError, match="leave it out of the call"):
+        find_executable_batch_size(lambda batch_size: None)(batch_size=3)
+
+
+def test_release_memory_gives_back_nones() -> None:
+    a, b = release_memory(torch.ones(3), [1])
+    assert a is None
+    assert b is None
+
+
+def one_rank_runs_out() -> tuple[list[int], float]:
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> float:
+        with Accelerator(mixed_precision="no") as acc:
+            tried.append(batch_size)
+            model = torch.nn.Linear(2, 1)
+            model = acc.prepare(model)
+            if acc.process_index == 1 and batch_size > 2:
+                out_of_memory()
+            acc.backward(model(torch.ones(batch_size, 2)).sum())  # rank 0 waits here for rank 1
+            return float(acc.reduce(torch.tensor(1.0)))
+
+    outer = Accelerator(mixed_precision="no")
+    total = train()
+    outer.close()
+    current_world().close()
+    return tried, total
+
+
+def test_a_rank_that_runs_out_takes_the_others_along(ranks) -> None:
+    assert ranks(one_rank_runs_out) == [([8, 4, 2], 2.0)] * 2
+
+
+def one_rank_fails() -> None:
+    outer = Accelerator(mixed_precision="no")
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> None:
+        if outer.process_index == 1:
+            raise ValueError("a bad sample")
+        outer.reduce(torch.tensor(1.0))
+
+    try:
+        train()
+    finally:
+        outer.close()
+
+
+def test_another_rank_s_error_is_no_lack_of_memory(ranks) -> None:
+    zero, one = ranks.fails(one_rank_fails, timeout=30)
+    assert one.type == "ValueError"
+    assert zero.type == "WorldError"
