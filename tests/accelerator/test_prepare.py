@@ -1,0 +1,182 @@
+"""prepare: any order, any mix, and what does not fit together."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from easymp import Accelerator, PreparedLoader
+from easymp.errors import PrepareError, RefusedError, SettingError
+from easymp.optim import PreparedOptimizer, PreparedScheduler
+
+from .models import data, make
+
+
+@pytest.fixture
+def acc() -> Iterator[Accelerator]:
+    with Accelerator(mixed_precision="bf16") as acc:
+        yield acc
+
+
+def four() -> list:
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return [model, optimizer, DataLoader(data(), batch_size=4), torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::3])
+def test_any_order(acc: Accelerator, order: tuple[int, ...]) -> None:
+    objects = four()
+    done = acc.prepare(*[objects[i] for i in order])
+    kinds = [nn.Sequential, PreparedOptimizer, PreparedLoader, PreparedScheduler]
+    assert [type(d).__name__ for d in done] == ["PreparedSequential" if i == 0 else kinds[i].__name__ for i in order]
+
+
+def test_one_by_one_in_any_call(acc: Accelerator) -> None:
+    model, optimizer, loader, scheduler = four()
+    batches = acc.prepare_data_loader(loader)
+    model = acc.prepare_model(model)
+    optimizer = acc.prepare_optimizer(optimizer)
+    scheduler = acc.prepare_scheduler(scheduler)
+    for x, _, y in batches:
+        acc.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.get_last_lr()[0] == pytest.approx(0.1 * 0.5**6)
+
+
+def test_prepared_objects_and_none_come_back_as_they_are(acc: Accelerator) -> None:
+    done = acc.prepare(*four(), None)
+    again = acc.prepare(*done)
+    assert all(a is b for a, b in zip(done, again))
+    assert acc.prepare(None) is None
+
+
+def test_two_models_with_an_optimizer_each(acc: Accelerator) -> None:
+    g, d = make(1), make(2)
+    g, d, og, od = acc.prepare(g, d, torch.optim.SGD(g.parameters(), 0.1), torch.optim.SGD(d.parameters(), 0.1))
+    before = [p.detach().clone() for p in d.parameters()]
+    acc.backward(d(torch.randn(3, 4)).sum() + g(torch.randn(3, 4)).sum())
+    og.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, d.parameters()))
+    od.step()
+    assert not all(torch.equal(a, b) for a, b in zip(before, d.parameters()))
+
+
+def test_the_users_module_is_untouched(acc: Accelerator) -> None:
+    model = make()
+    before = set(vars(model))
+    view = acc.prepare(model)
+    assert set(vars(model)) == before
+    assert type(model) is nn.Sequential
+    assert isinstance(view, nn.Sequential)
+    assert list(view.state_dict()) == list(model.state_dict())
+    assert acc.unwrap_model(view) is model
+    assert type(copy.deepcopy(view)) is nn.Sequential
+
+
+def test_a_fused_step_only_where_the_user_left_it_open() -> None:
+    for given, fused in (({}, True), ({"foreach": True}, None), ({"fused": False}, False)):
+        with Accelerator(mixed_precision="no") as acc:
+            model = make()
+            _, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), **given))
+            assert optimizer.param_groups[0]["fused"] is fused
+    with Accelerator(mixed_precision="no", fused=False) as acc:
+        model = make()
+        _, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
+        assert optimizer.param_groups[0]["fused"] is None
+        assert acc.plan.optimizer.value == "as given"
+
+
+# -- what does not fit together ----------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_of_another_model(acc: Accelerator) -> None:
+    with pytest.raises(
+        PrepareError, match=r"SGD holds a parameter of shape \(8, 4\) \(param group 0\) that belongs to no prepared model"
+    ):
+        acc.prepare(make(), torch.optim.SGD(make().parameters(), lr=0.1))
+
+
+def test_a_parameter_prepared_twice(acc: Accelerator) -> None:
+    model = make()
+    acc.prepare(model)
+    with pytest.raises(PrepareError, match=r"parameter 'weight' of this Linear was prepared before, as '2.weight'"):
+        acc.prepare(model[2])
+
+
+def test_two_optimizers_for_a_parameter(acc: Accelerator) -> None:
+    model = make()
+    with pytest.raises(PrepareError, match=r"parameter '0.weight', which another prepared optimizer steps"):
+        acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters()))
+
+
+def test_free_memory_lets_go_of_old_optimizers(acc: Accelerator) -> None:
+    model = make()
+    view, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    view, optimizer = acc.free_memory(view, optimizer)
+    assert view is None
+    assert optimizer is None
+    acc.prepare(model, torch.optim.Adam(model.parameters()))
+
+
+def test_a_scheduler_of_another_optimizer(acc: Accelerator) -> None:
+    model, optimizer, _, _ = four()
+    other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(make().parameters(), 0.1), 1)
+    with pytest.raises(PrepareError, match="StepLR drives an optimizer that is not prepared"):
+        acc.prepare(model, optimizer, other)
+
+
+def test_fp16_parameters_in_an_fp16_run() -> None:
+    with Accelerator(mixed_precision="fp16") as acc, pytest.raises(PrepareError, match=r"parameter '0.weight' is float16"):
+        acc.prepare(make().half())
+
+
+def test_things_that_cannot_be_prepared(acc: Accelerator) -> None:
+    with pytest.raises(PrepareError, match="a TensorDataset, which is no Module"):
+        acc.prepare(data())
+    with pytest.raises(PrepareError, match=r"already in a DataParallel: pass its .module"):
+        acc.prepare(nn.DataParallel(make()))
+    with pytest.raises(PrepareError, match="on the meta device"):
+        acc.prepare(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(PrepareError, match="device_placement has 1 values for 2 objects"):
+        acc.prepare(make(), None, device_placement=[True])
+
+
+# -- what the constructor refuses --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "words"),
+    [
+        ({"mixed_precision": "bf61"}, SettingError, r"'bf61' is not one of .*did you mean 'bf16'"),
+        ({"mixed_precision": "tf32"}, RefusedError, "TF32 is a mode of GPU Tensor Cores"),
+        ({"strategy": "ddp"}, RefusedError, "and there is one; start several"),
+        ({"gradient_accumulation_steps": 0}, SettingError, "below the smallest possible value, 1"),
+        ({"mixed_precison": "bf16"}, SettingError, "no argument 'mixed_precison', did you mean 'mixed_precision'"),
+        ({"log_with": "wandb"}, RefusedError, "trackers are not part of this version"),
+        ({"dynamo_backend": "inductor"}, RefusedError, r"torch.compile\(model\) before prepare"),
+        ({"kwargs_handlers": [object()]}, SettingError, "holds a object; it takes AutocastKwargs"),
+        ({"debug": True}, SettingError, r"through settings=Settings\(debug=True\)"),
+    ],
+)
+def test_the_constructor_refuses(keywords: dict, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        Accelerator(**keywords)
+
+
+def test_keywords_of_the_peer_left_at_none_are_no_request() -> None:
+    Accelerator(mixed_precision="no", log_with=None, project_dir=None, kwargs_handlers=None).close()
+
+
+def test_one_after_another() -> None:
+    for precision in ("no", "bf16", "fp16"):
+        with Accelerator(mixed_precision=precision) as acc:
+            assert acc.mixed_precision == precision
+            assert acc.state.mixed_precision == precision

@@ -1,0 +1,253 @@
+"""The step: accumulation, clipping, the loss scale, and every way to call it wrongly."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from easymp import Accelerator, AutocastKwargs, GradientAccumulationPlugin, GradientState, GradScalerKwargs
+from easymp.errors import StepError
+
+from .models import data, make, train
+
+
+def plain(batch: int, epochs: int = 2, clip: float | None = None) -> list[torch.Tensor]:
+    """The loop by hand, over the same order of samples."""
+    model = make()
+    with Accelerator(mixed_precision="no", seed=3) as acc:
+        loader = acc.prepare(DataLoader(data(), batch_size=batch, shuffle=True))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(epochs):
+            for x, _, y in loader:
+                nn.functional.cross_entropy(model(x), y).backward()
+                if clip:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(a, b))
+
+
+def test_the_loop_is_the_loop_by_hand() -> None:
+    with Accelerator(mixed_precision="no", seed=3) as acc:
+        ours = train(acc, 4, clip=0.5)
+    assert same(ours, plain(4, clip=0.5))
+
+
+def test_accumulation_is_one_big_batch() -> None:
+    with Accelerator(mixed_precision="no", seed=3, gradient_accumulation_steps=3) as acc:
+        small = train(acc, 2, clip=0.5)
+    with Accelerator(mixed_precision="no", seed=3) as acc:
+        big = train(acc, 6, clip=0.5)
+    assert same(small, big)
+
+
+def test_the_last_batch_of_a_loader_ends_the_window() -> None:
+    synced = []
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=4) as acc:
+        model, loader = acc.prepare(make(), DataLoader(data(24), batch_size=4))
+        for _ in range(2):
+            for _ in loader:
+                with acc.accumulate(model):
+                    synced.append(acc.sync_gradients)
+        assert acc.total_updates(loader, epochs=2) == 4
+    assert synced == [False, False, False, True, False, True] * 2
+
+
+def test_windows_may_run_over_the_end_of_a_loader() -> None:
+    synced = []
+    plugin = GradientAccumulationPlugin(4, sync_with_dataloader=False)
+    with Accelerator(mixed_precision="no", gradient_accumulation_plugin=plugin) as acc:
+        model, loader = acc.prepare(make(), DataLoader(data(24), batch_size=4))
+        for _ in range(2):
+            for _ in loader:
+                with acc.accumulate(model):
+                    synced.append(acc.sync_gradients)
+        assert acc.total_updates(loader, epochs=2) == 3
+    assert synced == [False, False, False, True] * 3
+
+
+def test_an_eval_loop_inside_does_not_disturb_the_window() -> None:
+    synced = []
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=4) as acc:
+        model, loader, held_out = acc.prepare(make(), DataLoader(data(24), batch_size=4), DataLoader(data(8), batch_size=4))
+        for _ in loader:
+            for i, _ in enumerate(held_out):
+                if i == 0:
+                    break
+            list(held_out)
+            with acc.accumulate(model):
+                synced.append(acc.sync_gradients)
+            assert GradientState().active_dataloader is loader
+    assert synced == [False, False, False, True, False, True]
+
+
+def test_optimizers_and_schedulers_act_once_a_window() -> None:
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=2) as acc:
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        model, optimizer, scheduler = acc.prepare(model, optimizer, scheduler)
+        rates = []
+        for _ in range(4):
+            with acc.accumulate(model):
+                acc.backward(model(torch.ones(1, 4)).sum())
+                before = model[0].weight.detach().clone()
+                optimizer.step()
+                assert torch.equal(before, model[0].weight) is not acc.sync_gradients
+                scheduler.step()
+                optimizer.zero_grad()
+                rates.append(scheduler.get_last_lr()[0])
+    assert rates == [1.0, 0.5, 0.5, 0.25]
+
+
+def test_a_scheduler_may_be_left_to_the_user() -> None:
+    with Accelerator(mixed_precision="no", step_scheduler_with_optimizer=False, gradient_accumulation_steps=2) as acc:
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer, scheduler = acc.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        for _ in range(2):
+            with acc.accumulate(model):
+                acc.backward(model(torch.ones(1, 4)).sum())
+                optimizer.step()
+                scheduler.step()
+        assert scheduler.get_last_lr() == [0.25]
+
+
+def test_an_fp16_overflow_skips_step_and_scheduler() -> None:
+    with Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0, growth_interval=2)]) as acc:
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        model, optimizer, scheduler = acc.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        scales = []
+        for factor in (1.0, float("inf"), 1.0, 1.0):
+            before = model[0].weight.detach().clone()
+            acc.backward(model(torch.ones(1, 4)).sum() * factor)
+            acc.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            assert acc.optimizer_step_was_skipped is (factor != 1.0)
+            assert torch.equal(before, model[0].weight) is (factor != 1.0)
+            scales.append(acc.scaler.get_scale())
+        assert scales == [8.0, 4.0, 4.0, 8.0]
+        assert scheduler.get_last_lr() == [0.125]
+
+
+def test_fp16_on_a_cpu_is_really_fp16() -> None:
+    seen = []
+    with Accelerator(mixed_precision="fp16") as acc:
+        model = make()
+        model[0].register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+        view = acc.prepare(model)
+        assert view(torch.ones(1, 4)).dtype == torch.float32
+        with acc.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
+    assert seen == [torch.float16]
+
+
+def test_the_type_of_outputs_is_the_users_choice() -> None:
+    with Accelerator(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(output_dtype=None)]) as acc:
+        assert acc.prepare(make())(torch.ones(1, 4)).dtype == torch.bfloat16
+
+
+def test_a_sum_over_tokens_is_divided_by_the_count_of_the_whole_window() -> None:
+    batches = [(torch.randn(n, 4), torch.randint(0, 2, (n,))) for n in (1, 5, 2, 3, 7, 4)]
+    grads = []
+    for chunks in ([batches[:3], batches[3:]], None):
+        with Accelerator(mixed_precision="no", gradient_accumulation_steps=3 if chunks else 1) as acc:
+            model = acc.prepare(make())
+            for window in chunks or [
+                [(torch.cat([x for x, _ in part]), torch.cat([y for _, y in part]))] for part in (batches[:3], batches[3:])
+            ]:
+                for x, y in window:
+                    with acc.accumulate(model):
+                        acc.backward(nn.functional.cross_entropy(model(x), y, reduction="sum"), num_items=len(y))
+                grads.append([p.grad.clone() for p in model.parameters()])
+                model.zero_grad()
+    assert same(grads[0], grads[2])
+    assert same(grads[1], grads[3])
+
+
+# -- called wrongly ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_outside_accumulate() -> None:
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=4) as acc:
+        model = make()
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        acc.backward(model(torch.ones(1, 4)).sum())
+        with pytest.raises(
+            StepError, match=r"outside `with accelerator.accumulate\(model\):` while gradient_accumulation_steps=4"
+        ):
+            optimizer.step()
+
+
+def test_an_optimizer_that_was_not_prepared() -> None:
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=4) as acc:
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model = acc.prepare(model)
+        with acc.accumulate(model):
+            acc.backward(model(torch.ones(1, 4)).sum())
+            with pytest.raises(StepError, match="SGD stepped inside accumulate\\(\\) but was not prepared"):
+                optimizer.step()
+    optimizer.step()  # afterwards it is the user's own again
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda out: out.sum().item(), "the loss as a tensor, not float"),
+        (lambda out: out.sum().detach(), "a loss without a graph"),
+        (lambda out: out, r"a loss of shape \(3, 2\): reduce it"),
+    ],
+)
+def test_a_loss_that_is_none(loss, words: str) -> None:
+    with Accelerator(mixed_precision="no") as acc:
+        model = acc.prepare(make())
+        with pytest.raises(StepError, match=words):
+            acc.backward(loss(model(torch.ones(3, 4))))
+
+
+def test_num_items_for_every_micro_batch_or_none() -> None:
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=2) as acc:
+        model = acc.prepare(make())
+        with acc.accumulate(model):
+            acc.backward(model(torch.ones(1, 4)).sum(), num_items=3)
+        with acc.accumulate(model), pytest.raises(StepError, match="for every micro-batch, or for none"):
+            acc.backward(model(torch.ones(1, 4)).sum())
+
+
+def test_a_model_that_was_not_prepared() -> None:
+    with Accelerator(mixed_precision="no") as acc, pytest.raises(StepError, match="this Linear is not prepared"):
+        with acc.no_sync(nn.Linear(1, 1)):
+            pass
+
+
+def test_clipping_acts_once_a_window() -> None:
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=2) as acc:
+        model = acc.prepare(make())
+        norms = []
+        for _ in range(2):
+            with acc.accumulate(model):
+                acc.backward(model(torch.ones(1, 4)).sum())
+                norms.append(acc.clip_grad_norm_(model.parameters(), 0.1))
+        assert norms[0] is None
+        assert norms[1] > 0.1
+        clipped = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
+        assert clipped == pytest.approx(0.1, rel=1e-4)
+
+
+def test_no_warning_in_the_usual_loop() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2) as acc:
+            train(acc, 4, clip=1.0)
