@@ -1,0 +1,467 @@
+"""The face on two real processes: what one process alone cannot show."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from easymp import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    Settings,
+)
+from easymp import operations as ops
+
+from .models import data, make, train
+
+
+def close_to(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(a, b))
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def trained(batch: int, steps: int, clip: float | None, precision: str = "no", **ddp: Any) -> list[torch.Tensor]:
+    options = [DistributedDataParallelKwargs(**ddp)]
+    with Accelerator(mixed_precision=precision, seed=5, gradient_accumulation_steps=steps, kwargs_handlers=options) as acc:
+        return train(acc, batch, clip=clip)
+
+
+@pytest.mark.parametrize(("steps", "clip"), [(1, None), (1, 0.1), (3, 0.1)])
+def test_two_processes_train_as_one(ranks, steps: int, clip: float | None) -> None:
+    one = trained(12 // steps, steps, clip)
+    zero, other = ranks(trained, 6 // steps, steps, clip)
+    assert close_to(zero, other)
+    assert close_to(one, zero)
+
+
+def with_static_graph() -> list[torch.Tensor]:
+    return trained(2, 3, 0.1, static_graph=True)
+
+
+def test_a_static_graph_with_accumulation(ranks) -> None:
+    assert close_to(ranks(with_static_graph)[0], trained(4, 3, 0.1))
+
+
+def token_windows(rank: int, size: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    counts = [[3, 8], [1, 6], [9, 2], [4, 4]]  # micro-step, rank
+    parts = [
+        [(torch.randn(n, 4, generator=generator), torch.randint(0, 2, (n,), generator=generator)) for n in row] for row in counts
+    ]
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=len(parts)) as acc:
+        model = acc.prepare(make())
+        for row in parts:
+            mine = row[rank : rank + 1] if size == 2 else row
+            x, y = torch.cat([x for x, _ in mine]), torch.cat([y for _, y in mine])
+            with acc.accumulate(model):
+                acc.backward(nn.functional.cross_entropy(model(x), y, reduction="sum"), num_items=len(y))
+        return [p.grad.clone() for p in model.parameters()]
+
+
+def token_windows_here() -> list[torch.Tensor]:
+    from easymp.world import read_ranks
+
+    seat = read_ranks()
+    return token_windows(seat.rank, seat.size)
+
+
+def test_a_token_weighted_loss_is_that_of_one_big_batch(ranks) -> None:
+    assert close_to(ranks(token_windows_here)[0], token_windows(0, 1))
+
+
+def overflow_on_one_rank() -> tuple[bool, float, list[torch.Tensor]]:
+    with Accelerator(mixed_precision="fp16") as acc:
+        model = make()
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=acc.is_main_process))
+        before = [p.detach().clone() for p in model.parameters()]
+        # A parameter outside of the reduction, as a sharded one would be: only this rank sees its overflow.
+        model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+        acc.backward(model(torch.ones(2, 4)).sum())
+        if acc.process_index == 1:
+            model[0].weight.grad[0, 0] = float("inf")
+        optimizer.step()
+        return acc.optimizer_step_was_skipped, acc.scaler.get_scale(), [a - b for a, b in zip(before, model.parameters())]
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks) -> None:
+    for skipped, scale, moved in ranks(overflow_on_one_rank):
+        assert skipped
+        assert scale == 32768
+        assert all(not m.any() for m in moved)
+
+
+def scheduler_steps() -> tuple[float, float]:
+    rates = []
+    for theirs in (False, True):
+        with Accelerator(mixed_precision="no", scheduler_steps_per_process=theirs) as acc:
+            model = make()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            model, optimizer, scheduler = acc.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+            acc.backward(model(torch.ones(1, 4)).sum())
+            optimizer.step()
+            scheduler.step()
+            rates.append(scheduler.get_last_lr()[0])
+    return tuple(rates)
+
+
+def test_a_scheduler_steps_once_an_update_not_once_a_process(ranks) -> None:
+    assert ranks(scheduler_steps) == [(0.5, 0.25)] * 2
+
+
+def dropout() -> tuple[list[torch.Tensor], torch.Tensor]:
+    with Accelerator(mixed_precision="no", seed=11) as acc:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        start = [p.detach().clone() for p in model.parameters()]
+        model = acc.prepare(model)
+        return start, nn.functional.dropout(torch.ones(64), 0.5)
+
+
+def test_ranks_start_alike_and_drop_differently(ranks) -> None:
+    (start0, drop0), (start1, drop1) = ranks(dropout)
+    assert all(torch.equal(a, b) for a, b in zip(start0, start1))
+    assert not torch.equal(drop0, drop1)
+
+
+class Detour(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def detour() -> str:
+    import warnings
+
+    with Accelerator(mixed_precision="no") as acc, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = acc.prepare(Detour())
+        acc.backward(model.score(torch.ones(1, 2)).sum())
+        return str(seen[-1].message)
+
+
+def test_a_method_that_goes_round_the_reduction_is_said(ranks) -> None:
+    assert all("no prepared model was called" in words for words in ranks(detour))
+
+
+# -- uneven inputs -----------------------------------------------------------------------------------------------------
+
+
+def uneven(precision: str) -> tuple[int, float]:
+    config = DataLoaderConfiguration(even_batches=False)
+    with Accelerator(mixed_precision=precision, dataloader_config=config) as acc:
+        model = make()
+        model, optimizer, loader = acc.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(20), batch_size=4)
+        )
+        seen = 0
+        with acc.join_uneven_inputs([model]):
+            for x, _, y in loader:
+                acc.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                seen += 1
+        return seen, float(sum(p.detach().double().sum() for p in model.parameters()))
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_uneven_inputs_are_joined(ranks, precision: str) -> None:
+    (n0, sum0), (n1, sum1) = ranks(uneven, precision, timeout=40)
+    assert (n0, n1) == (3, 2)
+    assert sum0 == sum1
+
+
+def evenness_for_once() -> tuple[list[int], int, int]:
+    with Accelerator(mixed_precision="no") as acc:
+        model, loader = acc.prepare(make(), DataLoader(data(20), batch_size=4))
+        with acc.join_uneven_inputs([model], even_batches=False):
+            inside = [len(x) for x, _, _ in loader]
+        return inside, len(list(loader)), len(loader)
+
+
+def test_even_batches_can_be_set_aside_while_joining(ranks) -> None:
+    assert ranks(evenness_for_once) == [([4, 4, 4], 3, 3), ([4, 4], 3, 3)]
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def metrics(n: int, batch: int, even: bool, split: bool) -> tuple[list[int], list[int], int, int]:
+    config = DataLoaderConfiguration(even_batches=even, split_batches=split)
+    with Accelerator(mixed_precision="no", dataloader_config=config) as acc:
+        loader = acc.prepare(DataLoader(data(n), batch_size=batch))
+        seen, objects = [], []
+        for x, index, _ in loader:
+            gathered = acc.gather_for_metrics({"index": index, "more": (x,)})
+            assert gathered["more"][0].shape == (len(gathered["index"]), 4)
+            seen += gathered["index"].tolist()
+            objects += acc.gather_for_metrics([str(i) for i in index.tolist()], use_gather_object=True)
+        return seen, [int(o) for o in objects], loader.batch_size, loader.total_batch_size
+
+
+@pytest.mark.parametrize(("n", "batch"), [(24, 4), (21, 4), (17, 4), (3, 2), (1, 4)])
+def test_metrics_see_every_sample_once(ranks, n: int, batch: int) -> None:
+    for seen, objects, mine, total in ranks(metrics, n, batch, True, False):
+        assert seen == objects == list(range(n))
+        assert (mine, total) == (batch, 2 * batch)
+
+
+def test_split_batches_is_honoured(ranks) -> None:
+    for seen, _, mine, total in ranks(metrics, 21, 4, True, True):
+        assert seen == list(range(21))
+        assert (mine, total) == (2, 4)
+
+
+def metrics_wrongly() -> list[str]:
+    said = []
+    with Accelerator(mixed_precision="no") as acc:
+        loader = acc.prepare(DataLoader(data(10), batch_size=4))
+        for x, _, _ in loader:
+            for wrong in (x.sum(), x.flatten(), [1, 2, 3, 4, 5], {"a": x, "b": x.mean()}):
+                try:
+                    acc.gather_for_metrics(wrong)
+                except ValueError as error:
+                    said.append(str(error))
+            break
+        try:
+            acc.gather_for_metrics(x)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_metrics_that_are_not_of_the_batch_are_refused(ranks) -> None:
+    for said in [*ranks(metrics_wrongly), metrics_wrongly()]:
+        assert [s.split(",")[0].split(":")[0] for s in said] == [
+            "gather_for_metrics() got a scalar",
+            "gather_for_metrics() got shape (16",
+            "gather_for_metrics() got 5 items",
+            "gather_for_metrics() got a scalar",
+            "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are repeated",
+        ]
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def collectives() -> dict[str, Any]:
+    with Accelerator(mixed_precision="no") as acc:
+        r = acc.process_index
+        flags = torch.tensor([r == 1, False])
+        box = ["one", r] if r else [None, None]
+        found = {
+            "gather": acc.gather({"a": torch.tensor([r]), "b": [torch.full((1, 2), r)]}),
+            "scalar": acc.gather(torch.tensor(float(r))),
+            "bool": acc.gather(flags),
+            "int16": acc.reduce(torch.tensor([r, 2], dtype=torch.int16)),
+            "sum": acc.reduce(torch.tensor([1.0 + r])),
+            "mean": acc.reduce(torch.tensor([1.0 + r]), "mean"),
+            "mean of ints": acc.reduce(torch.tensor([1, 4 * r]), "mean"),
+            "scaled": acc.reduce(torch.tensor([1.0 + r]), "sum", 0.5),
+            "padded": acc.pad_across_processes(torch.ones(r + 1, 2), dim=0, pad_index=9),
+            "in front": acc.pad_across_processes(torch.ones(r + 1), pad_first=True),
+            "broadcast": ops.broadcast({"x": torch.tensor([r])}, 1),
+            "objects": ops.gather_object([r, {"r": r}]),
+            "object list": ops.broadcast_object_list(box, 1),
+            "weighted": float(acc.mean(float(r), 1 + 2 * r)),
+            "share": list(share(acc, list(range(5)))),
+            "padded share": list(share(acc, {"x": torch.arange(5)}, True)["x"].tolist()),
+            "who": (acc.num_processes, acc.process_index, acc.is_main_process, acc.is_last_process, acc.use_distributed),
+            "type": acc.distributed_type,
+        }
+        acc.wait_for_everyone()
+        if r == 1:
+            acc.set_trigger()
+        found["trigger"] = (acc.check_trigger(), acc.check_trigger())
+        found["only"] = (acc.on_main_process(lambda: "ran")(), acc.on_process(lambda: "ran", process_index=1)())
+        return found
+
+
+def share(acc: Accelerator, what: Any, pad: bool = False) -> Any:
+    with acc.split_between_processes(what, apply_padding=pad) as mine:
+        return mine
+
+
+def test_collectives(ranks) -> None:
+    zero, one = ranks(collectives)
+    for found in (zero, one):
+        assert found["gather"]["a"].tolist() == [0, 1]
+        assert found["gather"]["b"][0].tolist() == [[0, 0], [1, 1]]
+        assert found["scalar"].tolist() == [0.0, 1.0]
+        assert found["bool"].tolist() == [False, False, True, False]
+        assert found["int16"].tolist() == [1, 4]
+        assert found["int16"].dtype == torch.int16
+        assert (found["sum"].item(), found["mean"].item(), found["scaled"].item()) == (3.0, 1.5, 1.5)
+        assert found["mean of ints"].tolist() == [1, 2]
+        assert found["padded"].shape == (2, 2)
+        assert found["broadcast"]["x"].tolist() == [1]
+        assert found["objects"] == [0, {"r": 0}, 1, {"r": 1}]
+        assert found["object list"] == ["one", 1]
+        assert found["weighted"] == 0.75
+        assert found["type"] == DistributedType.MULTI_CPU == "MULTI_CPU"
+        assert found["trigger"] == (True, False)
+    assert zero["padded"].tolist() == [[1, 1], [9, 9]]
+    assert zero["in front"].tolist() == [0, 1]
+    assert (zero["share"], one["share"]) == ([0, 1, 2], [3, 4])
+    assert (zero["padded share"], one["padded share"]) == ([0, 1, 2], [3, 4, 4])
+    assert (zero["who"], one["who"]) == ((2, 0, True, False, True), (2, 1, False, True, True))
+    assert (zero["only"], one["only"]) == (("ran", None), (None, "ran"))
+
+
+def first_things_first(path: str) -> str:
+    with Accelerator(mixed_precision="no") as acc:
+        with acc.main_process_first():
+            if acc.is_main_process:
+                time.sleep(0.2)
+                with open(path, "w") as file:
+                    file.write("made by 0")
+            with open(path) as file:
+                return file.read()
+
+
+def test_the_main_process_goes_first(ranks, tmp_path) -> None:
+    assert ranks(first_things_first, str(tmp_path / "cache")) == ["made by 0"] * 2
+
+
+# -- the world ---------------------------------------------------------------------------------------------------------
+
+
+def adopted() -> tuple[bool, bool]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    with Accelerator(mixed_precision="no") as acc:
+        two = float(acc.reduce(torch.tensor(1.0))) == 2.0
+    still = dist.is_initialized()
+    dist.destroy_process_group()
+    return two, still
+
+
+def test_a_running_process_group_is_adopted_and_left_running(ranks) -> None:
+    assert ranks(adopted) == [(True, True)] * 2
+
+
+def one_after_another() -> list[float]:
+    sums = []
+    for _ in range(3):
+        with Accelerator(mixed_precision="no") as acc:
+            train(acc, 4, epochs=1)
+            sums.append(float(acc.reduce(torch.tensor(1.0))))
+    return sums
+
+
+def test_accelerators_one_after_another(ranks) -> None:
+    assert ranks(one_after_another) == [[2.0] * 3] * 2
+
+
+# -- when ranks disagree or do not come --------------------------------------------------------------------------------
+
+SOON = [InitProcessGroupKwargs(timeout=5)]
+
+
+def different_models() -> None:
+    with Accelerator(mixed_precision="no", kwargs_handlers=SOON) as acc:
+        acc.prepare(nn.Linear(4, 2 + acc.process_index))
+
+
+def test_ranks_that_prepare_different_models(ranks) -> None:
+    for failure in ranks.fails(different_models):
+        assert failure.type == "WorldError"
+        assert "rank 0 has Linear.weight (2, 4) torch.float32, rank 1 has Linear.weight (3, 4) torch.float32" in failure.message
+
+
+def different_shapes() -> None:
+    with Accelerator(mixed_precision="no", settings=Settings(debug=True)) as acc:
+        acc.gather(torch.ones(3 if acc.process_index == 1 else 2))
+
+
+def test_debug_names_the_rank_with_another_shape(ranks) -> None:
+    for failure in ranks.fails(different_shapes, processes=3):
+        assert failure.type == "WorldError"
+        assert (
+            "gather: the ranks' tensors differ: rank 1 has ((3,), 'torch.float32'), the others ((2,), 'torch.float32')"
+            in failure.message
+        )
+
+
+def a_hang() -> None:
+    with Accelerator(mixed_precision="no", kwargs_handlers=SOON) as acc:
+        if acc.process_index == 1:
+            time.sleep(10)
+            return
+        acc.gather(torch.ones(2))
+
+
+def test_a_hang_says_where_each_rank_is(ranks) -> None:
+    failure = ranks.fails(a_hang, timeout=40)[0]
+    assert failure.type == "WorldError"
+    assert "rank 0 gave up in gather" in failure.message
+    assert "rank 1: " in failure.message
+    assert "test_ranks.py:" in failure.message.split("rank 1: ")[1]
+    assert "in a_hang" in failure.message.split("rank 1: ")[1]
+
+
+def a_hang_in_backward() -> None:
+    with Accelerator(mixed_precision="no", kwargs_handlers=SOON) as acc:
+        model = acc.prepare(make())
+        if acc.process_index == 1:
+            model(torch.ones(1, 4))
+            time.sleep(10)
+            return
+        acc.backward(model(torch.ones(1, 4)).sum())
+
+
+def test_a_hang_in_backward_says_so_too(ranks) -> None:
+    failure = ranks.fails(a_hang_in_backward, timeout=40)[0]
+    assert failure.type == "WorldError"
+    assert "rank 0 gave up in backward" in failure.message
+    assert "in a_hang_in_backward" in failure.message
+
+
+def alone() -> None:
+    Accelerator(mixed_precision="no", kwargs_handlers=SOON)
+
+
+def test_two_announced_and_one_alive(ranks) -> None:
+    (failure,) = ranks.fails(alone, processes=1, env={"WORLD_SIZE": "2"})
+    assert failure.type == "WorldError"
+    assert "WORLD_SIZE=2 was announced, but rank 1 did not arrive within 5 s" in failure.message
+
+
+def rank_without_world() -> None:
+    Accelerator(mixed_precision="no")
+
+
+def test_incomplete_launch_variables(ranks) -> None:
+    (failure,) = ranks.fails(rank_without_world, processes=1, env={"WORLD_SIZE": None})
+    assert "RANK=0 is in the environment but WORLD_SIZE is not" in failure.message
+
+
+def batch_norm() -> list[torch.Tensor]:
+    with Accelerator(mixed_precision="no", seed=2) as acc:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        model, loader = acc.prepare(model, DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4))
+        for (x,) in loader:
+            acc.backward(model(x).mean())
+        with torch.no_grad():
+            model.eval()(torch.ones(2, 4))
+        return [p.grad.clone() for p in model.parameters()]
+
+
+def test_a_model_with_buffers(ranks) -> None:
+    zero, one = ranks(batch_norm)
+    assert close_to(zero, one)
