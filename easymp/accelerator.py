@@ -44,7 +44,7 @@ from .records import (
 )
 from .rng import diverge, set_seed
 from .settings import Settings, resolve
-from .state import AcceleratorState, GradientState, register, unregister
+from .state import AcceleratorState, GradientState, Run, register, unregister
 from .strategies import STRATEGIES
 from .tree import leaves, recursively_apply
 from .world import World, odd_one_out, read_ranks
@@ -128,17 +128,18 @@ class Accelerator(Processes):
             fused=fused,
             timeout=group.seconds if group else None,
         )
-        self.plan: Plan = make_plan(asked, detect(), read_ranks())
-        plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(self.plan.accumulation.value)
+        plan = make_plan(asked, detect(), read_ranks())
+        plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(plan.accumulation.value)
         self._sync_each_batch = plugin.sync_each_batch
-        self._clock = StepClock(self.plan.accumulation.value, plugin.sync_with_dataloader)
-        device = torch.device(self.plan.device.value)
+        self._clock = StepClock(plan.accumulation.value, plugin.sync_with_dataloader)
+        device = torch.device(plan.device.value)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._undo = ExitStack()
-        self._world = World(self.plan.ranks, device, asked.timeout, asked.debug)
+        self._world = World(plan.ranks, device, asked.timeout, asked.debug)
         self._world.close_at_exit()
-        register(self._world, self.plan, self._clock)
+        self._run = Run(self._world, plan, self._clock)
+        register(self._run)
         self._place = device_placement
         self._autocast: AutocastKwargs = handlers.get(AutocastKwargs, AutocastKwargs())
         self._precision = self._make_precision(asked)
@@ -177,8 +178,7 @@ class Accelerator(Processes):
         return Measured(self._autocast, self._world, asked.probe and not asked.deterministic, self._decided)
 
     def _decided(self, choice: Choice[str]) -> None:
-        self.plan = self.plan.replace(precision=choice)
-        register(self._world, self.plan, self._clock)
+        self._run.plan = self.plan.replace(precision=choice)
         logger.info("precision %s: %s", choice.value, choice.reason)
 
     def _make_scaler(self, options: GradScalerKwargs) -> Scaler:
@@ -213,6 +213,11 @@ class Accelerator(Processes):
         return self.plan.explain() + (f"\nbatch         {self._batch}" if self._batch else "")
 
     # -- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided, and why; refined as models and optimizers are prepared."""
+        return self._run.plan
 
     @property
     def hardware(self) -> Hardware:
@@ -380,7 +385,9 @@ class Accelerator(Processes):
         if self.plan.settings.fused:
             why_not = fuse(optimizer)
             value = "as given" if why_not else "fused"
-            self.plan = self.plan.replace(optimizer=Choice(value, why_not or f"torch's fused {kind}", self.plan.optimizer.source))
+            self._run.plan = self.plan.replace(
+                optimizer=Choice(value, why_not or f"torch's fused {kind}", self.plan.optimizer.source)
+            )
         return prepared
 
     def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
@@ -706,7 +713,7 @@ class Accelerator(Processes):
         self._closed = True
         self.free_memory()
         self._undo.close()
-        unregister(self._world)
+        unregister(self._run)
         self._world.close()
 
     def __enter__(self) -> Accelerator:

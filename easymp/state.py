@@ -5,6 +5,7 @@ Accelerators register here when they open and leave when they close, so one can 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +18,26 @@ from .processes import Processes
 from .settings import resolve
 from .world import World, read_ranks
 
-_open: list[tuple[World, Plan, StepClock]] = []
+
+@dataclass(slots=True)
+class Run:
+    """What an open Accelerator, or a PartialState made without one, stands on."""
+
+    world: World
+    plan: Plan
+    clock: StepClock
 
 
-def register(world: World, plan: Plan, clock: StepClock) -> None:
+_open: list[Run] = []
+
+
+def register(run: Run) -> None:
     """The newest open run is the one that views show."""
-    _open.append((world, plan, clock))
+    _open.append(run)
 
 
-def unregister(world: World) -> None:
-    _open[:] = [run for run in _open if run[0] is not world]
+def unregister(run: Run) -> None:
+    _open[:] = [other for other in _open if other is not run]
 
 
 def current_world() -> World:
@@ -35,8 +46,8 @@ def current_world() -> World:
         plan = make_plan(resolve(), detect(), read_ranks())
         world = World(plan.ranks, torch.device(plan.device.value), plan.settings.timeout, plan.settings.debug)
         world.close_at_exit()
-        register(world, plan, StepClock())
-    return _open[-1][0]
+        register(Run(world, plan, StepClock()))
+    return _open[-1].world
 
 
 class PartialState(Processes):
@@ -54,7 +65,12 @@ class AcceleratorState(Processes):
     """
 
     def __init__(self) -> None:
-        self._world, self.plan, _ = _newest("AcceleratorState")
+        self._run = _newest("AcceleratorState")
+        self._world = self._run.world
+
+    @property
+    def plan(self) -> Plan:
+        return self._run.plan
 
     @property
     def mixed_precision(self) -> str:
@@ -70,7 +86,7 @@ class GradientState:
     """
 
     def __init__(self, clock: StepClock | None = None) -> None:
-        self._clock = clock if clock is not None else _newest("GradientState")[2]
+        self._clock = clock if clock is not None else _newest("GradientState").clock
 
     @property
     def sync_gradients(self) -> bool:
@@ -105,7 +121,7 @@ class GradientState:
         return loader.total_batch_size - loader.surplus
 
 
-def _newest(what: str) -> tuple[World, Plan, StepClock]:
+def _newest(what: str) -> Run:
     if not _open:
         raise StepError(f"{what}() needs an open Accelerator: make one first")
     return _open[-1]
