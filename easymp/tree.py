@@ -1,12 +1,12 @@
 """Nested batches: tuples, named tuples, lists, dicts and their like, with tensors as leaves.
 
 A container comes back as its own type. Objects with a ``to`` method that are no tensors (packed sequences, graph batches,
-tokenizer outputs that are no mappings) count as leaves that can be moved.
+tokenizer outputs that are no mappings) count as leaves that can be moved: they know best which of their parts may leave the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,20 +15,28 @@ from torch import Tensor
 from .errors import BatchError
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with every leaf replaced by ``function(leaf)``; container types, keys and order stay."""
-    if isinstance(tree, (Tensor, str, bytes)):
+def map_leaves(function: Callable[[Any], Any], tree: Any, skip: Collection[Any] = ()) -> Any:
+    """`tree` with every leaf replaced by ``function(leaf)``; container types, keys and order stay.
+
+    What mappings hold under a key in `skip` stays as it is.
+    """
+    if isinstance(tree, (Tensor, str, bytes)) or _moves_itself(tree):
         return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(function, item) for item in tree))
+        return type(tree)(*(map_leaves(function, item, skip) for item in tree))
     if type(tree) is tuple or type(tree) is list:
-        return type(tree)([map_leaves(function, item) for item in tree])
+        return type(tree)([map_leaves(function, item, skip) for item in tree])
     if isinstance(tree, Mapping):
-        items = {key: map_leaves(function, value) for key, value in tree.items()}
+        items = {key: value if key in skip else map_leaves(function, value, skip) for key, value in tree.items()}
         return items if type(tree) is dict else _rebuild(tree, items)
     if isinstance(tree, (list, tuple)):
-        return _rebuild(tree, [map_leaves(function, item) for item in tree])
+        return _rebuild(tree, [map_leaves(function, item, skip) for item in tree])
     return function(tree)
+
+
+def _moves_itself(tree: Any) -> bool:
+    """Whether a tuple has a ``to`` of its own (PackedSequence: its `batch_sizes` must stay on the CPU)."""
+    return isinstance(tree, tuple) and callable(getattr(tree, "to", None))
 
 
 def _rebuild(tree: Any, items: Any) -> Any:
@@ -49,7 +57,7 @@ def leaves(tree: Any) -> Iterator[Any]:
     if isinstance(tree, Mapping):
         for value in tree.values():
             yield from leaves(value)
-    elif isinstance(tree, (list, tuple)):
+    elif isinstance(tree, (list, tuple)) and not _moves_itself(tree):
         for item in tree:
             yield from leaves(item)
     else:
@@ -105,10 +113,7 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
                 return leaf.to(device)
         return leaf
 
-    if skip and isinstance(tensor, Mapping):
-        items = {k: v if k in skip else send_to_device(v, device, non_blocking, skip_keys) for k, v in tensor.items()}
-        return items if type(tensor) is dict else _rebuild(tensor, items)
-    return map_leaves(move, tensor)
+    return map_leaves(move, tensor, skip)
 
 
 def slice_tensors(data: Any, part: slice) -> Any:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..clock import StepClock
 from ..errors import BatchError
+from .order import size_of
 from .prefetch import moved
 from .shard import Cut
 from .source import Source
@@ -104,7 +105,8 @@ class PreparedLoader:
         """
         batches = self._source.batches(self._rank)
         if batches is None:
-            what = type(self.dataset if self._source.samples() is None and self.loader.batch_sampler is None else self.sampler)
+            parts = (self.dataset, self._given.sampler, self._given.batch_sampler)
+            what = type(next(part for part in parts if part is not None and size_of(part) is None))
             raise BatchError(
                 f"this loader has no length, because its {what.__name__} has none: count steps instead of epochs "
                 "(total_updates and progress bars take a number), or give the data set or sampler a __len__"
@@ -151,7 +153,7 @@ class PreparedLoader:
         if self._pass is not None:  # a pass left early that nobody has collected yet, or a loop inside a loop
             self._end()
         for part, told in zip(self._parts(), self._told):
-            if (now := getattr(part, "epoch", None)) != told and isinstance(now, int):
+            if part is not self.dataset and (now := getattr(part, "epoch", None)) != told and isinstance(now, int):
                 self.set_epoch(now)  # the user told the sampler, as scripts for DistributedSampler do
         if not self._resume:
             self.position = 0

@@ -81,16 +81,22 @@ class MapSource:
 
     def read(self, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, Note]]:
         notes: deque[Note] = deque()
-        self._upcoming.upcoming = self._indices(self._shares(epoch, start), skip * len(self._ranks), notes)
+        upcoming = islice(self._shares(epoch, start), skip * len(self._ranks), None)
+        self._upcoming.upcoming = self._indices(upcoming, notes, self._overtaken(start))
         self.loader.generator.manual_seed(mix(self.seed, "workers", epoch, start, self._ranks[0]))  # type: ignore[union-attr]
         take = notes.popleft
         for batch in self.loader:
             yield batch, take()
 
-    def _indices(self, upcoming: Iterator[Share], skip: int, notes: deque[Note]) -> Iterator[Any]:
-        # With in_order=False batches overtake each other: which of them holds the repeats is not known.
-        unknown = not self._in_order and self._cut.even and self._cut.ranks > 1 and not self._cut.drop_last
-        for (rank, items, end, surplus), last in flagged(islice(upcoming, skip, None)):
+    def _overtaken(self, start: int) -> bool:
+        """Whether a round with repeats may come out in any place: with in_order=False batches overtake each other."""
+        cut, total = self._cut, self.samples()
+        if self._in_order or not cut.even or cut.ranks == 1:
+            return False
+        return total is None or cut.surplus(total - start) > 0
+
+    def _indices(self, upcoming: Iterator[Share], notes: deque[Note], unknown: bool) -> Iterator[Any]:
+        for (rank, items, end, surplus), last in flagged(upcoming):
             if self._ready:
                 notes.append(Note(rank, end, -1 if surplus else 0, None, last))
                 yield items[0]

@@ -261,6 +261,17 @@ def test_endless_samplers_are_streamed(workers: int) -> None:
         len(loaders[0])
 
 
+def test_a_batch_sampler_without_length_is_streamed_and_named() -> None:
+    class Pairs(Sampler[list[int]]):
+        def __iter__(self) -> Iterator[list[int]]:
+            yield from ([0, 1], [2, 3], [4, 5])
+
+    loader = prepared(DataLoader(Numbers(6), batch_sampler=Pairs()), 1, 2)
+    assert passes(loader) == [[[2, 3], [0, 1]]]
+    with pytest.raises(BatchError, match="no length, because its Pairs has none"):
+        len(loader)
+
+
 def test_items_that_are_batches_are_dealt_in_turn() -> None:
     data = TensorDataset(torch.arange(10).reshape(5, 2))
     loaders = [prepared(DataLoader(data, batch_size=None), rank, 2) for rank in range(2)]
@@ -338,6 +349,22 @@ def test_persistent_workers_get_each_epochs_order() -> None:
     loader = prepared(DataLoader(Numbers(8), 2, num_workers=2, persistent_workers=True, shuffle=True))
     plain = prepared(DataLoader(Numbers(8), 2, shuffle=True))
     assert passes(loader, 3) == passes(plain, 3)
+
+
+def test_persistent_workers_survive_a_loop_left_early() -> None:
+    loader = prepared(DataLoader(Numbers(12), 2, num_workers=2, persistent_workers=True, shuffle=True))
+    plain = prepared(DataLoader(Numbers(12), 2, shuffle=True))
+    for x in (loader, plain):
+        for _ in x:
+            break
+    assert passes(loader, 2) == passes(plain, 2)
+
+
+def test_a_loop_inside_a_loop_over_one_loader_is_a_pass_of_its_own() -> None:
+    loader = prepared(DataLoader(Numbers(6), 2))
+    assert [numbers(a) + numbers(b) for a in loader for b in loader] == [
+        [*a, *b] for a in ([0, 1], [2, 3], [4, 5]) for b in ([0, 1], [2, 3], [4, 5])
+    ]
 
 
 # -- resuming -----------------------------------------------------------------------------------------------------------
@@ -481,6 +508,8 @@ def test_out_of_order_reading_says_what_it_cannot_know() -> None:
             _ = loader.surplus
         break
     assert loader.state_dict()["epoch"] == 1
+    full = prepared(DataLoader(Numbers(8), 2, in_order=False, num_workers=1), 0, 2)
+    assert [full.surplus for _ in full] == [0, 0]
 
 
 def test_what_the_user_hung_on_the_loader_stays_readable() -> None:

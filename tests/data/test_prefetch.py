@@ -1,0 +1,102 @@
+"""The way to the device. Without a GPU: the order of events, on streams that only write down what is asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from easymp.data import prefetch
+from easymp.data.prefetch import moved
+from easymp.data.source import Note
+
+from .loaders import Numbers, prepared
+
+CUDA = torch.device("cuda", 0)
+
+
+def feed(n: int, log: list[str]) -> Iterator[tuple[Any, Note]]:
+    for k in range(n):
+        log.append(f"load {k}")
+        yield {"x": torch.full((2,), k)}, Note(0, k, 0, 2, k == n - 1)
+
+
+def test_on_the_cpu_nothing_is_put_in_between() -> None:
+    reader = feed(2, [])
+    assert moved(reader, torch.device("cpu"), True) is reader
+
+
+def test_elsewhere_batches_move_in_turn() -> None:
+    log: list[str] = []
+    for batch, note in moved(feed(2, log), torch.device("meta"), True):
+        log.append(f"step {note.end} {batch['x'].device}")
+    assert log == ["load 0", "step 0 meta", "load 1", "step 1 meta"]
+
+
+class Side:
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.copies = log, -1
+
+    def record_event(self) -> int:
+        self.copies += 1
+        self.log.append(f"copy {self.copies}")
+        return self.copies
+
+
+class Compute:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def wait_event(self, event: int) -> None:
+        self.log.append(f"wait {event}")
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_the_next_copy_is_queued_before_a_batch_is_handed_out(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def on(stream: Side) -> Iterator[None]:
+        assert isinstance(stream, Side)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Side(log))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Compute(log))
+    monkeypatch.setattr(prefetch, "_pin", lambda leaf: leaf)
+    monkeypatch.setattr(prefetch.tree, "send_to_device", lambda batch, device, non_blocking: batch)
+    for batch, note in moved(feed(n, log), CUDA, True):
+        assert batch["x"][0] == note.end
+        log.append(f"step {note.end}{' last' if note.last else ''}")
+    expected = {
+        0: [],
+        1: ["load 0", "copy 0", "wait 0", "step 0 last"],
+        3: [
+            "load 0", "copy 0", "load 1", "copy 1", "wait 0", "step 0", "load 2", "copy 2", "wait 1", "step 1", "wait 2",
+            "step 2 last",
+        ],
+    }  # fmt: skip
+    assert log == expected[n]
+
+
+@pytest.mark.parametrize(("device", "workers", "pinned"), [("cpu", 1, False), ("cuda", 1, True), ("cuda", 0, False)])
+def test_workers_pin_for_cuda(device: str, workers: int, pinned: bool) -> None:
+    loader = prepared(DataLoader(Numbers(4), 2, num_workers=workers), device=torch.device(device))
+    assert loader.loader.pin_memory is pinned
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_arrive_whole_on_the_gpu(workers: int) -> None:
+    data = TensorDataset(torch.arange(4000.0).reshape(40, 100))
+    loader = prepared(DataLoader(data, 4, num_workers=workers), device=CUDA)
+    total = torch.zeros((), device=CUDA)
+    for (x,) in loader:
+        assert x.is_cuda and loader.local_size == 4
+        torch.cuda._sleep(100_000)  # the compute stream lags behind: memory reused too early would show
+        total += x.sum()
+    assert total.item() == sum(range(4000))
