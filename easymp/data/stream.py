@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from .. import tree
 from ..errors import BatchError
 from .order import mix, size_of
-from .shard import Cut, flagged, parts, rounds
+from .shard import Cut, flagged, rounds
 from .source import Note, rebuild
 
 
@@ -88,12 +88,17 @@ class Cutter(IterableDataset[Any]):
             at=at,
             weigh=rows if self._ready else None,
         )
+        slices = [slice(rank * cut.batch, (rank + 1) * cut.batch) for rank in self._ranks]
         for round_ in cutting:
             state = deepcopy(self.dataset.state_dict()) if stateful else None
-            items = [share.items for share in parts(round_, None if self._ready else cut.batch, self._ranks)]
-            sizes = [rows(batch) if self._ready else len(batch) for batch in items]
-            if items:
-                yield Piece(items, sizes, round_.end, round_.surplus, worker, state)
+            if self._ready:
+                batches = [round_.items[rank] for rank in self._ranks if rank < len(round_.items)]
+                sizes = [rows(batch) for batch in batches]
+            else:
+                batches = [batch for part in slices if (batch := round_.items[part])]
+                sizes = [len(batch) for batch in batches]
+            if batches:
+                yield Piece(batches, sizes, round_.end, round_.surplus, worker, state)
 
 
 class Collate:
