@@ -43,6 +43,7 @@ class EasympWarning(UserWarning):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``", did you mean 'x'?"`` for the closest of `known`, or ``""`` where none is close."""
-    close = get_close_matches(str(name).lower(), [str(k) for k in known], n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else ""
+    """``", did you mean 'x'?"`` for the closest of `known`, whatever the capitals, or ``""`` where none is close."""
+    spelled = {str(k).lower(): str(k) for k in known}
+    close = get_close_matches(str(name).lower(), spelled, n=1, cutoff=0.5)
+    return f", did you mean {spelled[close[0]]!r}?" if close else ""

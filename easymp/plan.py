@@ -81,7 +81,8 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
         RefusedError: what was asked for cannot run here; the sentence says why, and what would.
     """
     device = _device(settings, hardware, ranks)
-    facts = Facts(hardware, device.value.split(":")[0], ranks.size)
+    mine = hardware.devices[: max(ranks.local_size, ranks.local_rank + 1)]  # what the ranks of this node train on
+    facts = Facts(dataclasses.replace(hardware, devices=mine), device.value.split(":")[0], ranks.size)
     return Plan(
         device=device,
         precision=_precision(settings, facts),
@@ -148,11 +149,12 @@ def _candidates(facts: Facts) -> list[tuple[str, str]]:
             kind = next((f for f in ("amx_bf16", "avx512_bf16", "sve_bf16", "neon_bf16") if f in cpu.features), "bf16")
             return [(AUTO, f"{kind} instructions: the first training step times bf16 against fp32"), fp32]
         return [("fp32", "this CPU has no bf16 instructions")]
-    device = facts.hardware.devices[0]
     if facts.device == "mps":
         return [("fp32", "on Apple GPUs half precision is not reliably faster")]
+    # The ranks of a node decide alike, so the weakest of their cards decides.
+    device = min(facts.hardware.devices, key=lambda d: (d.fp16, d.bf16))
     if device.bf16:
-        return [("bf16", f"native bf16 on {device.architecture or device.name}: fp32's range, no loss scale needed")]
+        return [("bf16", f"native bf16 on {device.architecture or device.name}: fp32's range, no loss scale needed"), fp32]
     if device.fp16:
         return [
             ("fp16", f"{device.architecture or device.name} has Tensor Cores for fp16 and no bf16 units; with a loss scale"),

@@ -20,9 +20,9 @@ from .protocols import Source
 FILE = "easymp.toml"
 
 
-def setting(default: Any, help: str, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
-    """A field of `Settings`: default, one sentence of help, allowed words, smallest number."""
-    return field(default=default, metadata={"help": help, "choices": choices, "least": least})
+def setting(default: Any, help: str, choices: tuple[str, ...] = (), least: float | None = None, most: float | None = None) -> Any:
+    """A field of `Settings`: default, one sentence of help, allowed words, smallest and largest number."""
+    return field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most})
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Settings:
     cpu: bool = setting(False, "train on the CPU even where there is an accelerator")
     fused: bool = setting(True, "let plain torch optimizers run their fused step where torch has one for the device")
     probe: bool = setting(True, "time fp32 and bf16 in the first training step where no rule is certain; off: the rule alone")
-    seed: int | None = setting(None, "seed of all random streams", least=0)
+    seed: int | None = setting(None, "seed of all random streams", least=0, most=2**64 - 1)
     deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")
-    timeout: float = setting(120.0, "seconds that a rank waits for the others in a collective", least=0.001)
+    timeout: float = setting(120.0, "seconds that a rank waits for the others in a collective", least=0.001, most=1e9)
     debug: bool = setting(False, "compare shapes over the ranks before each collective")
     sources: Mapping[str, tuple[Source, str]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -87,7 +87,7 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
             take(name, getattr(given, name), source, words)
     for name, value in arguments.items():
         if name not in NAMES:
-            raise SettingError(f"{name!r} is no setting{nearest(name, NAMES)} Known: {', '.join(NAMES)}")
+            raise SettingError(f"{name!r} is no setting{nearest(name, NAMES) or '.'} Known: {', '.join(NAMES)}")
         if value is not None:
             take(name, value, Source.ASKED, f"{name}={value!r}")
     return Settings(**values, sources=sources)
@@ -96,7 +96,7 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
 def _checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
     """`value` in the field's own type, or a SettingError that begins with `where`."""
     kind = str(f.type).split(" ")[0]
-    choices, least = f.metadata["choices"], f.metadata["least"]
+    choices, least, most = f.metadata["choices"], f.metadata["least"], f.metadata["most"]
     if value is None and f.default is None:
         return None
     if kind == "bool":
@@ -111,10 +111,14 @@ def _checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
             if isinstance(value, bool) or (kind == "int" and float(value) != int(float(value))):
                 raise ValueError
             value = number(value)
+            if value != value:
+                raise ValueError
         except (TypeError, ValueError, OverflowError):
             raise SettingError(f"{where}{value!r} is not a {'whole ' if kind == 'int' else ''}number") from None
         if least is not None and not value >= least:
             raise SettingError(f"{where}{value!r} is below the smallest possible value, {least:g}")
+        if most is not None and value > most:
+            raise SettingError(f"{where}{value!r} is above the largest possible value, {most:g}")
         return value
     if not isinstance(value, str):
         raise SettingError(f"{where}{value!r} is a {type(value).__name__}, but a word is needed: one of {', '.join(choices)}")
@@ -131,9 +135,9 @@ def _from_environment() -> dict[str, tuple[Any, str]]:
     for variable in env.names(env.PREFIX):
         if variable not in ours:
             raise SettingError(
-                f"{variable} in the environment is no setting{nearest(variable, ours)} Unset it or correct its name"
+                f"{variable} in the environment is no setting{nearest(variable, ours) or '.'} Unset it or correct its name"
             )
-        if variable in known:
+        if variable in known and env.read(variable):  # an empty variable is the shell's way to unset one
             name, words = known[variable], f"{variable} in the environment"
             found[name] = (_checked(NAMES[name], env.read(variable), f"{variable}="), words)
     return found
@@ -148,11 +152,11 @@ def _from_file() -> dict[str, tuple[Any, str]]:
         return {}
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingError(f"{path} is not valid TOML: {error}") from error
     found = {}
     for key, value in content.items():
         if key not in NAMES:
-            raise SettingError(f"{path}: {key!r} is no setting{nearest(key, NAMES)} Known: {', '.join(NAMES)}")
+            raise SettingError(f"{path}: {key!r} is no setting{nearest(key, NAMES) or '.'} Known: {', '.join(NAMES)}")
         found[key] = (_checked(NAMES[key], value, f"{path}: {key} = "), str(path))
     return found

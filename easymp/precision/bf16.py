@@ -26,7 +26,7 @@ class BF16:
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:
-        without = [d for d in facts.hardware.devices if not d.bf16] if facts.device == "cuda" else []
+        without = [d for d in facts.hardware.devices if not d.bf16] if facts.device != "cpu" else []
         if without:
             arch = without[0].architecture or "this device"
             return Refusal(f"{without[0].name} ({arch}) has no bf16 units; torch would emulate them", "use fp16, fp32 or auto")

@@ -1,0 +1,336 @@
+"""The decision on every machine of the table: what runs, why, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from easymp import env
+from easymp.errors import RefusedError
+from easymp.hardware import Device, Hardware
+from easymp.plan import Plan, make_plan
+from easymp.precision import PRECISIONS
+from easymp.protocols import Source
+from easymp.settings import NAMES, Settings, resolve
+from easymp.strategies import STRATEGIES
+from easymp.world import Ranks
+
+from .hardware.machines import MACHINES
+
+ONE = Ranks()
+
+
+def several(size: int, rank: int = 0, local_size: int | None = None) -> Ranks:
+    local_size = local_size or size
+    return Ranks(rank, size, rank % local_size, local_size, "RANK and WORLD_SIZE")
+
+
+def plan(machine: str | Hardware, ranks: Ranks = ONE, **asked: object) -> Plan:
+    hardware = MACHINES[machine] if isinstance(machine, str) else machine
+    return make_plan(Settings(**asked), hardware, ranks)
+
+
+# -- auto --------------------------------------------------------------------------------------------------------------
+
+# machine: device, precision, words of the reason
+AUTO = {
+    "P100": ("cuda:0", "fp32", r"Tesla P100-PCIE-16GB \(sm_60\) has no Tensor Cores"),
+    "V100": ("cuda:0", "fp16", "sm_70 has Tensor Cores for fp16 and no bf16 units; with a loss scale"),
+    "T4": ("cuda:0", "fp16", "sm_75 has Tensor Cores for fp16 and no bf16 units; with a loss scale"),
+    "GTX 1660": ("cuda:0", "fp32", r"GTX 1660 Ti \(sm_75\) has no Tensor Cores"),
+    "A100": ("cuda:0", "bf16", "native bf16 on sm_80: fp32's range, no loss scale needed"),
+    "2xA100 NVLink": ("cuda:0", "bf16", "native bf16 on sm_80"),
+    "2xRTX 3090": ("cuda:0", "bf16", "native bf16 on sm_86"),
+    "L4": ("cuda:0", "bf16", "native bf16 on sm_89"),
+    "H100": ("cuda:0", "bf16", "native bf16 on sm_90"),
+    "8xH100": ("cuda:0", "bf16", "native bf16 on sm_90"),
+    "B200": ("cuda:0", "bf16", "native bf16 on sm_100"),
+    "RTX 5090": ("cuda:0", "bf16", "native bf16 on sm_120"),
+    "MI300X": ("cuda:0", "bf16", "native bf16 on gfx942"),
+    "Intel XPU": ("xpu:0", "bf16", r"native bf16 on Intel\(R\) Data Center GPU Max 1550"),
+    "M-series Mac": ("mps", "fp32", "on Apple GPUs half precision is not reliably faster"),
+    "laptop CPU": ("cpu", "fp32", "this CPU has no bf16 instructions"),
+    "Zen 4 server": ("cpu", "auto", "avx512_bf16 instructions: the first training step times bf16 against fp32"),
+    "Sapphire Rapids": ("cpu", "auto", "amx_bf16 instructions: the first training step times"),
+    "Graviton 4": ("cpu", "auto", "sve_bf16 instructions: the first training step times"),
+}
+
+
+def test_every_machine_has_its_row() -> None:
+    assert AUTO.keys() == MACHINES.keys()
+
+
+@pytest.mark.parametrize("machine", AUTO)
+def test_auto(machine: str) -> None:
+    device, precision, why = AUTO[machine]
+    made = plan(machine)
+    assert (made.device.value, made.precision.value, made.strategy.value) == (device, precision, "single")
+    assert re.search(why, made.precision.reason)
+    assert made.precision.source is Source.DETECTED
+    assert made.device.source is Source.DETECTED
+    hardware = MACHINES[machine]
+    assert made.device.reason == (hardware.devices[0].name if hardware.devices else hardware.looked_for[0])
+    assert made.strategy.reason == "one process"
+
+
+@pytest.mark.parametrize("machine", AUTO)
+def test_on_the_cpu_of_any_machine(machine: str) -> None:
+    made = plan(machine, cpu=True)
+    assert made.device.value == "cpu"
+    assert made.device.source is Source.ASKED
+    assert made.precision.value == ("auto" if MACHINES[machine].cpu.bf16 else "fp32")
+
+
+@pytest.mark.parametrize("machine", ["2xA100 NVLink", "8xH100", "laptop CPU"])
+def test_several_processes(machine: str) -> None:
+    devices = MACHINES[machine].devices
+    size = len(devices) or 3
+    for rank in range(size):
+        made = plan(machine, several(size, rank))
+        assert made.device.value == (f"cuda:{rank}" if devices else "cpu")
+        assert (made.strategy.value, made.strategy.reason) == ("ddp", f"{size} processes")
+
+
+def test_two_nodes() -> None:
+    made = plan("8xH100", several(16, 11, local_size=8))
+    assert made.device.value == "cuda:3"
+    assert made.strategy.reason == "16 processes"
+    assert "16 on 2 nodes" in made.explain()
+
+
+# -- asked for ---------------------------------------------------------------------------------------------------------
+
+# Which precisions each machine takes when asked by name.
+TAKES = {
+    "P100": {"fp32", "fp16"},
+    "V100": {"fp32", "fp16"},
+    "T4": {"fp32", "fp16"},
+    "GTX 1660": {"fp32"},
+    "MI300X": {"fp32", "bf16", "fp16"},
+    "M-series Mac": {"fp32", "bf16", "fp16"},
+    **{cpu: {"fp32", "bf16", "fp16"} for cpu in ("laptop CPU", "Zen 4 server", "Sapphire Rapids", "Graviton 4")},
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_precision_by_name_is_honoured_or_refused(machine: str, precision: str) -> None:
+    if precision in TAKES.get(machine, set(PRECISIONS)):
+        choice = plan(machine, mixed_precision=precision).precision
+        assert (choice.value, choice.source) == (precision, Source.ASKED)
+    else:
+        with pytest.raises(RefusedError, match=r"cannot run here: .+; use .*fp32"):
+            plan(machine, mixed_precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("word", "name"), [("no", "fp32"), ("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("half", "fp16")]
+)
+def test_other_words_for_a_precision(word: str, name: str) -> None:
+    assert plan("A100", mixed_precision=word).precision.value == name
+
+
+def test_refusals_say_who_asked_why_not_and_what_would() -> None:
+    with pytest.raises(RefusedError, match=r"no bf16 units; torch would emulate them; use fp16, fp32 or auto") as bf16:
+        make_plan(resolve(mixed_precision="bf16"), MACHINES["T4"], ONE)
+    assert "mixed_precision='bf16'" in str(bf16.value)
+    assert "Tesla T4 (sm_75)" in str(bf16.value)
+    with (
+        env.override(EASYMP_MIXED_PRECISION="tf32"),
+        pytest.raises(RefusedError, match=r"EASYMP_MIXED_PRECISION in the environment cannot run here: .*CPU"),
+    ):
+        make_plan(resolve(), MACHINES["laptop CPU"], ONE)
+    with pytest.raises(RefusedError, match="Tesla V100-SXM2-16GB has no TF32 Tensor Cores"):
+        plan("V100", mixed_precision="tf32")
+    with pytest.raises(RefusedError, match="GTX 1660 Ti has no Tensor Cores and its fp16 gives NaN"):
+        plan("GTX 1660", mixed_precision="fp16")
+    with pytest.raises(RefusedError, match=r"'single' is for one process, and 2 were started.*use strategy='ddp'"):
+        plan("laptop CPU", several(2), strategy="single")
+    with pytest.raises(RefusedError, match=r"'ddp' averages gradients over processes, and there is one.*easymp launch"):
+        plan("laptop CPU", strategy="ddp")
+
+
+def test_tf32_runs_on_a_gpu_but_not_on_its_host() -> None:
+    assert plan("A100", mixed_precision="tf32").precision.value == "tf32"
+    with pytest.raises(RefusedError, match="TF32 is a mode of GPU Tensor Cores"):
+        plan("A100", mixed_precision="tf32", cpu=True)
+
+
+def test_what_is_slow_on_a_cpu_is_said() -> None:
+    assert "no bf16 instructions, so it is slower than fp32" in plan("laptop CPU", mixed_precision="bf16").precision.reason
+    assert "no fp16 instructions, so it is slower than fp32" in plan("Zen 4 server", mixed_precision="fp16").precision.reason
+    assert "slower" not in plan("Zen 4 server", mixed_precision="bf16").precision.reason
+    assert "slower" not in plan("Sapphire Rapids", mixed_precision="fp16").precision.reason
+    assert "slower" not in plan("T4", mixed_precision="fp16").precision.reason
+
+
+def test_two_processes_on_one_gpu() -> None:
+    assert plan("A100", several(2, 0)).device.value == "cuda:0"
+    with pytest.raises(RefusedError, match=r"process 1 of its node .* has 1 NVIDIA A100.*at most 1 here.*cpu=True"):
+        plan("A100", several(2, 1))
+    assert plan("A100", several(2, 1), cpu=True).device.value == "cpu"
+
+
+def test_a_torch_that_is_not_built_for_the_card() -> None:
+    machine = MACHINES["B200"]
+    stranger = dataclasses.replace(machine, devices=(dataclasses.replace(machine.devices[0], built_for=False),))
+    with pytest.raises(RefusedError, match=r"NVIDIA B200 is sm_100, for which this build of torch has no code.*cpu=True"):
+        plan(stranger)
+    assert plan(stranger, cpu=True).device.value == "cpu"
+
+
+def mixed(*machines: str) -> Hardware:
+    """One machine with the cards of several."""
+    cards = [MACHINES[name].devices[0] for name in machines]
+    return dataclasses.replace(MACHINES[machines[0]], devices=tuple(dataclasses.replace(c, index=i) for i, c in enumerate(cards)))
+
+
+@pytest.mark.parametrize("other", ["T4", "P100", "GTX 1660"])
+def test_cards_that_are_not_used_do_not_count(other: str) -> None:
+    """A display card beside the one that trains."""
+    assert plan(mixed("A100", other)).precision.value == "bf16"
+    assert plan(mixed("A100", other), mixed_precision="bf16").precision.value == "bf16"
+    assert plan(mixed("A100", other), mixed_precision="tf32").precision.value == "tf32"
+
+
+@pytest.mark.parametrize(
+    ("other", "precision"), [("T4", "fp16"), ("V100", "fp16"), ("P100", "fp32"), ("GTX 1660", "fp32"), ("L4", "bf16")]
+)
+def test_unlike_cards_decide_alike(other: str, precision: str) -> None:
+    for cards in (("A100", other), (other, "A100")):
+        choices = {plan(mixed(*cards), several(2, rank)).precision for rank in (0, 1)}
+        assert len(choices) == 1
+        assert choices.pop().value == precision
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_bf16_is_refused_on_any_accelerator_without_it(kind: str) -> None:
+    card = Device(kind, 0, "a card", 2**30)
+    machine = dataclasses.replace(MACHINES["laptop CPU"], devices=(card,))
+    assert plan(machine).precision.value == "fp32"
+    with pytest.raises(RefusedError, match=r"a card .* has no bf16 units"):
+        plan(machine, mixed_precision="bf16")
+
+
+# -- the other choices -------------------------------------------------------------------------------------------------
+
+
+def test_accumulation_and_optimizer() -> None:
+    made = plan("laptop CPU")
+    assert (made.accumulation.value, made.accumulation.reason, made.accumulation.source) == (
+        1,
+        "every batch is an update",
+        Source.DEFAULT,
+    )
+    made = plan("laptop CPU", gradient_accumulation_steps=4, fused=False)
+    assert (made.accumulation.value, made.accumulation.reason, made.accumulation.source) == (
+        4,
+        "4 micro-batches an update",
+        Source.ASKED,
+    )
+    assert (made.optimizer.value, made.optimizer.source) == ("as given", Source.ASKED)
+
+
+def test_the_source_of_a_choice_is_the_settings() -> None:
+    with env.override(EASYMP_MIXED_PRECISION="fp32", EASYMP_GRADIENT_ACCUMULATION_STEPS="2"):
+        made = make_plan(resolve(), MACHINES["A100"], ONE)
+    assert (made.precision.source, made.precision.reason) == (Source.ENVIRONMENT, "EASYMP_MIXED_PRECISION in the environment")
+    assert made.accumulation.source is Source.ENVIRONMENT
+
+
+# -- purity ------------------------------------------------------------------------------------------------------------
+
+asked = st.fixed_dictionaries(
+    {},
+    optional={
+        "mixed_precision": st.sampled_from(NAMES["mixed_precision"].metadata["choices"]),
+        "strategy": st.sampled_from(NAMES["strategy"].metadata["choices"]),
+        "cpu": st.booleans(),
+        "gradient_accumulation_steps": st.integers(1, 8),
+        "fused": st.booleans(),
+    },
+)
+worlds = st.integers(1, 9).flatmap(lambda size: st.builds(several, st.just(size), st.integers(0, size - 1)))
+
+
+def outcome(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan | str:
+    try:
+        return make_plan(settings, hardware, ranks)
+    except RefusedError as error:
+        return str(error)
+
+
+@hypothesis_settings(max_examples=300, deadline=None)
+@given(asked=asked, names=st.lists(st.sampled_from(sorted(MACHINES)), min_size=1, max_size=3), ranks=worlds)
+def test_the_same_in_gives_the_same_out_and_nothing_is_ever_silent(asked: dict, names: list[str], ranks: Ranks) -> None:
+    """A plan or a refusal; what was asked for is what is planned."""
+    kind = MACHINES[names[0]].kind
+    cards = [d for name in names for d in MACHINES[name].devices if d.kind == kind]
+    hardware = dataclasses.replace(
+        MACHINES[names[0]], devices=tuple(dataclasses.replace(d, index=i) for i, d in enumerate(cards))
+    )
+    settings = Settings(**asked)
+    made = outcome(settings, hardware, ranks)
+    assert made == outcome(Settings(**asked), hardware, ranks)
+    if isinstance(made, str):
+        return
+    word = asked.get("mixed_precision", "auto")
+    if word != "auto":
+        assert made.precision.source is Source.ASKED
+    assert made.precision.value in {*PRECISIONS, "auto"}
+    assert made.strategy.value in STRATEGIES
+    assert asked.get("strategy", "auto") in ("auto", made.strategy.value)
+    assert (made.strategy.value == "single") == (ranks.size == 1)
+    assert all(choice.reason for choice in made.choices.values())
+
+
+def test_nothing_global_is_read_or_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*_: object) -> None:
+        raise AssertionError("a plan asks its arguments only")
+
+    for name in ("read", "flag", "integer", "names", "put"):
+        monkeypatch.setattr(env, name, explode)
+    monkeypatch.setattr(torch.cuda, "is_available", explode)
+    monkeypatch.setattr(torch.cuda, "device_count", explode)
+    stream = torch.random.get_rng_state()
+    for machine in MACHINES:
+        plan(machine)
+    assert torch.equal(stream, torch.random.get_rng_state())
+
+
+def test_a_plan_is_frozen_and_refined_by_replacing() -> None:
+    made = plan("Zen 4 server")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.device = made.precision  # type: ignore[misc]
+    choice = dataclasses.replace(made.precision, value="bf16", reason="measured")
+    assert made.replace(precision=choice).precision is choice
+    assert made.precision.value == "auto"
+
+
+# -- shown -------------------------------------------------------------------------------------------------------------
+
+
+def test_explain() -> None:
+    assert plan("T4", gradient_accumulation_steps=4).explain().splitlines() == [
+        "processes     1       no launcher announced others",
+        "device        cuda:0  Tesla T4",
+        "precision     fp16    sm_75 has Tensor Cores for fp16 and no bf16 units; with a loss scale",
+        "strategy      single  one process",
+        "accumulation  4       4 micro-batches an update",
+        "optimizer     fused   torch's fused step, where it has one and the caller left that open",
+    ]
+
+
+def test_as_dict_is_plain() -> None:
+    values = plan("8xH100", several(8, 2)).as_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert values["processes"] == 8
+    assert values["device"] == {"value": "cuda:2", "reason": "NVIDIA H100 80GB HBM3", "source": "detected"}
+    assert list(values) == ["processes", "device", "precision", "strategy", "accumulation", "optimizer"]

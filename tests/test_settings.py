@@ -1,0 +1,261 @@
+"""Settings: where each value comes from, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from easymp import env
+from easymp.errors import SettingError
+from easymp.protocols import Source
+from easymp.settings import NAMES, Settings, resolve
+
+
+@pytest.fixture(autouse=True)
+def _nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No project file but the test's own, and no setting of the caller's shell."""
+    monkeypatch.chdir(tmp_path)
+    for name in env.names(env.PREFIX):
+        monkeypatch.delenv(name)
+
+
+def write(text: str, name: str = "easymp.toml") -> Path:
+    path = Path(name)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults() -> None:
+    settings = resolve()
+    assert settings == Settings()
+    assert (settings.mixed_precision, settings.strategy, settings.gradient_accumulation_steps) == ("auto", "auto", 1)
+    assert settings.timeout == 120.0
+    assert all(settings.source(name) == (Source.DEFAULT, "default") for name in NAMES)
+
+
+def test_argument_over_object_over_environment_over_file_over_default() -> None:
+    layers = [
+        (Source.DEFAULT, "default"),
+        (Source.CONFIG, "easymp.toml"),
+        (Source.ENVIRONMENT, "EASYMP_SEED in the environment"),
+        (Source.ASKED, "asked for"),
+        (Source.ASKED, "seed=4"),
+    ]
+    for top, (source, words) in enumerate(layers):
+        Path("easymp.toml").unlink(missing_ok=True)
+        if top >= 1:
+            write("seed = 1")
+        with env.override(EASYMP_SEED="2" if top >= 2 else None):
+            settings = resolve(Settings(seed=3) if top >= 3 else None, seed=4 if top >= 4 else None)
+        assert settings.seed == (None, 1, 2, 3, 4)[top]
+        assert settings.source("seed") == (source, words)
+
+
+def test_each_value_comes_from_its_own_place() -> None:
+    write('strategy = "ddp"\ntimeout = 5\nseed = 9')
+    with env.override(EASYMP_DEBUG="on", EASYMP_SEED="7"):
+        settings = resolve(Settings(fused=False), mixed_precision="bf16", seed=None)
+    assert settings == Settings("bf16", "ddp", fused=False, timeout=5.0, debug=True, seed=7)
+    assert {n: settings.source(n)[0] for n in ("mixed_precision", "strategy", "fused", "debug", "seed", "cpu")} == {
+        "mixed_precision": Source.ASKED,
+        "strategy": Source.CONFIG,
+        "fused": Source.ASKED,
+        "debug": Source.ENVIRONMENT,
+        "seed": Source.ENVIRONMENT,
+        "cpu": Source.DEFAULT,
+    }
+
+
+def test_an_argument_that_is_the_default_still_wins() -> None:
+    with env.override(EASYMP_MIXED_PRECISION="fp16", EASYMP_FUSED="0"):
+        settings = resolve(mixed_precision="auto", fused=True)
+    assert (settings.mixed_precision, settings.fused) == ("auto", True)
+    assert settings.source("mixed_precision") == (Source.ASKED, "mixed_precision='auto'")
+
+
+def test_resolved_settings_keep_their_sources_when_passed_on() -> None:
+    write("seed = 1")
+    with env.override(EASYMP_CPU="1"):
+        once = resolve(strategy="single")
+    again = resolve(once)
+    assert again == once
+    assert [again.source(n) for n in NAMES] == [once.source(n) for n in NAMES]
+
+
+def test_easymp_config_names_the_file() -> None:
+    write("seed = 1")
+    other = write("seed = 2", "other.toml")
+    with env.override(EASYMP_CONFIG=str(other)):
+        settings = resolve()
+    assert settings.seed == 2
+    assert settings.source("seed") == (Source.CONFIG, "other.toml")
+    with env.override(EASYMP_CONFIG="nowhere.toml"), pytest.raises(SettingError, match=r"EASYMP_CONFIG='nowhere.toml'.*no file"):
+        resolve()
+    with env.override(EASYMP_CONFIG="."), pytest.raises(SettingError, match="no file"):
+        resolve()
+    with env.override(EASYMP_CONFIG=""):
+        assert resolve().seed == 1
+
+
+def test_an_empty_variable_is_an_unset_one() -> None:
+    variables = {f"EASYMP_{name.upper()}": "" for name in NAMES}
+    with env.override(**variables):
+        settings = resolve()
+    assert settings == Settings()
+    assert settings.source("fused") == (Source.DEFAULT, "default")
+
+
+# -- types -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["1", "true", "True", "YES", "on"])
+def test_words_for_yes(word: str) -> None:
+    with env.override(EASYMP_CPU=word):
+        assert resolve().cpu is True
+
+
+@pytest.mark.parametrize("word", ["0", "false", "No", "OFF"])
+def test_words_for_no(word: str) -> None:
+    with env.override(EASYMP_FUSED=word):
+        assert resolve().fused is False
+
+
+def test_values_take_the_fields_type() -> None:
+    settings = resolve(gradient_accumulation_steps=4.0, timeout="2", mixed_precision="BF16", seed="3")
+    assert (settings.gradient_accumulation_steps, settings.timeout, settings.mixed_precision, settings.seed) == (
+        4,
+        2.0,
+        "bf16",
+        3,
+    )
+    assert type(settings.gradient_accumulation_steps) is int
+    assert type(settings.timeout) is float
+    assert resolve(seed=2**64 - 1).seed == 2**64 - 1  # not through a float
+
+
+WRONG = [
+    ("gradient_accumulation_steps", 0, "below the smallest possible value, 1"),
+    ("gradient_accumulation_steps", 1.5, "not a whole number"),
+    ("gradient_accumulation_steps", True, "not a whole number"),
+    ("gradient_accumulation_steps", "many", "not a whole number"),
+    ("gradient_accumulation_steps", [2], "not a whole number"),
+    ("seed", -1, "below the smallest possible value, 0"),
+    ("seed", 2**64, "above the largest possible value"),
+    ("seed", float("inf"), "not a whole number"),
+    ("timeout", 0, "below the smallest possible value, 0.001"),
+    ("timeout", "soon", "not a number"),
+    ("timeout", float("nan"), "not a number"),
+    ("timeout", float("inf"), "above the largest possible value"),
+    ("cpu", "maybe", "neither yes nor no"),
+    ("deterministic", 2, "neither yes nor no"),
+    ("mixed_precision", 16, "is a int, but a word is needed"),
+    ("mixed_precision", "bf61", "did you mean 'bf16'"),
+    ("strategy", "dp", "did you mean 'ddp'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "words"), WRONG)
+def test_a_wrong_value_is_refused_wherever_it_stands(name: str, value: object, words: str) -> None:
+    with pytest.raises(SettingError, match=words) as argument:
+        resolve(**{name: value})
+    assert str(argument.value).startswith(f"{name}=")
+    with pytest.raises(SettingError, match=words):
+        Settings(**{name: value})
+
+
+def test_wrong_values_outside_the_script() -> None:
+    with (
+        env.override(EASYMP_MIXED_PRECISION="bf61"),
+        pytest.raises(SettingError, match=r"^EASYMP_MIXED_PRECISION='bf61'.*'bf16'\?"),
+    ):
+        resolve()
+    with env.override(EASYMP_SEED="x"), pytest.raises(SettingError, match=r"^EASYMP_SEED='x' is not a whole number"):
+        resolve()
+    write('strategy = "ddpp"')
+    with pytest.raises(SettingError, match=r"easymp.toml: strategy = 'ddpp' is not one of .*'ddp'\?"):
+        resolve()
+    write("strategy = ['ddp']")
+    with pytest.raises(SettingError, match=r"easymp.toml: strategy = .*list, but a word"):
+        resolve()
+    write("cpu = 1")
+    with pytest.raises(SettingError, match=r"easymp.toml: cpu = 1 is neither yes nor no"):
+        resolve()
+
+
+def test_a_wrong_value_is_refused_though_a_better_place_overrides_it() -> None:
+    """A typo in the file is said at once, not on the day the argument goes away."""
+    write("timeout = 'x'")
+    with pytest.raises(SettingError, match=r"easymp\.toml"):
+        resolve(timeout=3)
+
+
+def test_wrong_names_meet_the_nearest_right_one() -> None:
+    with pytest.raises(SettingError, match="'precision' is no setting, did you mean 'mixed_precision'"):
+        resolve(precision="bf16")
+    with env.override(EASYMP_SEDE="1"), pytest.raises(SettingError, match=r"EASYMP_SEDE.*did you mean 'EASYMP_SEED'\?"):
+        resolve()
+    with env.override(EASYMP_CONFG="1"), pytest.raises(SettingError, match=r"did you mean 'EASYMP_CONFIG'\?"):
+        resolve()
+    write("Strategy_ = 'ddp'")
+    with pytest.raises(SettingError, match=r"easymp.toml: 'Strategy_' is no setting, did you mean 'strategy'\? Known: "):
+        resolve()
+    write("[easymp]\nseed = 1")
+    with pytest.raises(SettingError, match="'easymp' is no setting"):
+        resolve()
+
+
+def test_a_name_near_to_none_still_makes_a_sentence() -> None:
+    with pytest.raises(SettingError, match=r"'xyzzyq' is no setting\. Known: mixed_precision, "):
+        resolve(xyzzyq=1)
+
+
+def test_names_of_others_are_left_alone() -> None:
+    with env.override(EASY_SEED="1", EASYMPX="1", EASYMP_LOG_LEVEL="INFO"):
+        assert resolve() == Settings()
+
+
+def test_a_broken_file_is_named() -> None:
+    write("seed = ")
+    with pytest.raises(SettingError, match=r"easymp.toml is not valid TOML"):
+        resolve()
+    Path("easymp.toml").write_bytes(b'strategy = "\xff"')
+    with pytest.raises(SettingError, match=r"easymp.toml is not valid TOML"):
+        resolve()
+
+
+def test_settings_are_frozen_and_compare_by_value() -> None:
+    settings = Settings(seed=1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.seed = 2  # type: ignore[misc]
+    assert settings == resolve(seed=1)
+
+
+def test_every_setting_says_what_it_is() -> None:
+    for f in NAMES.values():
+        assert len(f.metadata["help"]) > 10, f.name
+        assert f.metadata["choices"] or not isinstance(f.default, str), f.name
+
+
+places = st.sampled_from(["argument", "object", "environment", "file"])
+
+
+@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(places, st.integers(1, 9)))
+def test_precedence_whatever_is_given_where(given_in: dict[str, int]) -> None:
+    name = "gradient_accumulation_steps"
+    Path("easymp.toml").unlink(missing_ok=True)
+    if "file" in given_in:
+        write(f"{name} = {given_in['file']}")
+    with env.override(EASYMP_GRADIENT_ACCUMULATION_STEPS=str(given_in["environment"]) if "environment" in given_in else None):
+        whole = Settings(**{name: given_in["object"]}) if "object" in given_in else None
+        settings = resolve(whole, **{name: given_in.get("argument")})
+    # One micro-batch is the default: in a whole Settings object that is as good as not said.
+    order = [given_in.get("argument"), given_in.get("object"), given_in.get("environment"), given_in.get("file"), 1]
+    if order[1] == 1:
+        order[1] = None
+    assert getattr(settings, name) == next(value for value in order if value is not None)
