@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import BatchError
 from ..world.world import World
+from .shard import Cut
 from .source import Note, Source
 
 Shares = list[tuple[Any, Note]]  # one round: rank r's batch at place r
@@ -32,6 +33,14 @@ class Dispatched:
     @property
     def seed(self) -> int:
         return self._inner.seed
+
+    @property
+    def cut(self) -> Cut:
+        return self._inner.cut
+
+    @cut.setter
+    def cut(self, cut: Cut) -> None:
+        self._inner.cut = cut
 
     def batches(self, rank: int) -> int | None:
         return self._inner.batches(rank)

@@ -8,6 +8,7 @@ shuffle, unless `set_epoch` said otherwise. Inside a pass, `state_dict` says whe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from ..clock import StepClock
 from ..errors import BatchError
 from .order import size_of
 from .prefetch import moved
-from .shard import Cut
 from .source import Source
 
 
@@ -31,7 +31,6 @@ class PreparedLoader:
         position: samples of this epoch that all ranks have been given so far.
         last: whether the batch being worked on is this rank's last.
         local_size: samples in the current batch on this rank; None where that is not knowable.
-        uneven: whether the ranks' batches may differ in number or size.
     """
 
     def __init__(
@@ -40,21 +39,20 @@ class PreparedLoader:
         source: Source,
         *,
         clock: StepClock,
-        cut: Cut,
         rank: int,
         batch_size: int | None,
-        uneven: bool,
+        differ: bool,
         device: torch.device | None,
         non_blocking: bool = True,
     ) -> None:
         self.loader = source.loader
         self.batch_size = batch_size
-        self.uneven = uneven
         self.epoch = 0
         self.position = 0
         self.last = False
         self.local_size: int | None = None
-        self._given, self._source, self._clock, self._cut, self._rank = given, source, clock, cut, rank
+        self._given, self._source, self._clock, self._rank = given, source, clock, rank
+        self._differ = differ  # batches have no common size
         self._device, self._non_blocking = device, non_blocking
         self._surplus = 0
         self._pass: object | None = None  # the running pass
@@ -74,9 +72,24 @@ class PreparedLoader:
         return self._given.sampler
 
     @property
+    def even_batches(self) -> bool:
+        """Whether an incomplete last round is completed; setting it counts from the next pass on."""
+        return self._source.cut.even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._source.cut = replace(self._source.cut, even=even)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the ranks' batches may differ in number or size."""
+        cut = self._source.cut
+        return cut.ranks > 1 and (self._differ or not (cut.even or cut.drop_last))
+
+    @property
     def total_batch_size(self) -> int | None:
         """Samples a batch over all ranks; None where `batch_size` is."""
-        return None if self.batch_size is None else self.batch_size * self._cut.ranks
+        return None if self.batch_size is None else self.batch_size * self._source.cut.ranks
 
     @property
     def surplus(self) -> int:
@@ -116,7 +129,7 @@ class PreparedLoader:
     def size_line(self) -> str:
         """For the line printed at prepare: ``"4 per device × 2 processes"``."""
         size = "batches of the data set's own size" if self.batch_size is None else f"{self.batch_size} per device"
-        return f"{size} × {self._cut.ranks} process{'es' if self._cut.ranks > 1 else ''}"
+        return f"{size} × {self._source.cut.ranks} process{'es' if self._source.cut.ranks > 1 else ''}"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:

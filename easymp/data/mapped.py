@@ -58,7 +58,8 @@ class MapSource:
         alone: bool = False,
     ) -> None:
         self.seed = seed
-        self._sampler, self._cut, self._ranks, self._whole = sampler, cut, ranks, whole
+        self.cut = cut
+        self._sampler, self._ranks, self._whole = sampler, ranks, whole
         self._world, self._seeded, self._alone = world, seeded, alone
         self._ready = given.batch_sampler is None  # the data set's items are batches already
         self._in_order = getattr(given, "in_order", True) or len(ranks) > 1  # rounds are put together from shares in order
@@ -73,7 +74,7 @@ class MapSource:
         total = length(self._sampler)
         if total is None or self._whole == "split":
             return total
-        return (replace(self._cut, batch=1) if self._whole else self._cut).batches(total, rank)
+        return (replace(self.cut, batch=1) if self._whole else self.cut).batches(total, rank)
 
     def samples(self) -> int | None:
         """Samples in an epoch, where that is known without drawing it."""
@@ -90,8 +91,8 @@ class MapSource:
 
     def _overtaken(self, start: int) -> bool:
         """Whether a round with repeats may come out in any place: with in_order=False batches overtake each other."""
-        cut, total = self._cut, self.samples()
-        if self._in_order or not cut.even or cut.ranks == 1:
+        cut, total = self.cut, self.samples()
+        if self._in_order or not cut.completes:
             return False
         return total is None or cut.surplus(total - start) > 0
 
@@ -105,18 +106,16 @@ class MapSource:
                 yield items
 
     def _shares(self, epoch: int, start: int) -> Iterator[Share]:
-        cut, ranks = self._cut, self._ranks
+        cut, ranks = self.cut, self._ranks
         order = self._order(epoch)
         if self._whole == "split":
             for round_, part in halves(order, cut.ranks, even=cut.even, start=start):
                 yield from parts(round_, part, ranks)
         elif self._whole:
-            complete = cut.even and cut.ranks > 1
-            for round_ in rounds(order, cut.ranks, complete=complete, drop_last=cut.drop_last, start=start, weigh=size_of):
+            for round_ in rounds(order, cut.ranks, complete=cut.completes, drop_last=cut.drop_last, start=start, weigh=size_of):
                 yield from parts(round_, None, ranks)
         elif not isinstance(order, Sequence):
-            complete = cut.even and cut.ranks > 1
-            for round_ in rounds(order, cut.whole, complete=complete, drop_last=cut.drop_last, start=start):
+            for round_ in rounds(order, cut.whole, complete=cut.completes, drop_last=cut.drop_last, start=start):
                 yield from parts(round_, cut.batch, ranks)
         elif len(ranks) == 1:
             yield from shares(order, cut, ranks[0], start)
@@ -126,7 +125,7 @@ class MapSource:
                 yield from round_shares
 
     def _order(self, epoch: int) -> Any:
-        chunk = self._cut.ranks if self._whole else self._cut.whole
+        chunk = self.cut.ranks if self._whole else self.cut.whole
         if self._seeded:
             order = draw(self._sampler, mix(self.seed, "order", epoch), chunk)
             if isinstance(order, list) and not self._checked and not self._alone:

@@ -73,10 +73,9 @@ def prepare_loader(
         loader,
         source,
         clock=clock,
-        cut=cut,
         rank=data_rank,
         batch_size=per_rank,
-        uneven=data_size > 1 and (differ or not (config.even_batches or drop_last)),
+        differ=differ,
         device=placed,
         non_blocking=config.non_blocking,
     )

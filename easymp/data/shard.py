@@ -40,6 +40,11 @@ class Cut:
         """Samples in a full round: the global batch."""
         return self.batch * self.ranks
 
+    @property
+    def completes(self) -> bool:
+        """Whether an incomplete last round is filled up."""
+        return self.even and self.ranks > 1
+
     def batches(self, samples: int, rank: int) -> int:
         """Batches that `rank` gets of `samples` samples."""
         full, rest = divmod(max(0, samples), self.whole)
@@ -49,7 +54,7 @@ class Cut:
 
     def surplus(self, samples: int) -> int:
         """Repeated samples in the last round of `samples` samples."""
-        if self.drop_last or not self.even or self.ranks == 1:
+        if self.drop_last or not self.completes:
             return 0
         return -max(0, samples) % self.whole
 

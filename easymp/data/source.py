@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from .shard import Cut
+
 IN_ORDER = "in_order" in inspect.signature(DataLoader.__init__).parameters  # torch 2.6 and newer
 
 
@@ -28,6 +30,7 @@ class Source(Protocol):
 
     loader: DataLoader[Any]
     seed: int
+    cut: Cut  # may be replaced between two passes
 
     def batches(self, rank: int) -> int | None:
         """Batches that a data rank gets in a whole epoch; None where that is not knowable."""

@@ -62,9 +62,9 @@ class Cutter(IterableDataset[Any]):
         else:
             setattr(self.dataset, name, value)
 
-    def begin(self, marks: dict[int, Mark], lead: int) -> None:
-        """Let each worker's next stream begin at its mark, and the `lead`-th worker come first."""
-        self.__dict__.update(_marks=marks, _lead=lead)
+    def begin(self, cut: Cut, marks: dict[int, Mark], lead: int) -> None:
+        """Let each worker's next stream be cut so and begin at its mark, and the `lead`-th worker come first."""
+        self.__dict__.update(_cut=cut, _marks=marks, _lead=lead)
 
     def __iter__(self) -> Iterator[Piece]:
         info = get_worker_info()
@@ -82,7 +82,7 @@ class Cutter(IterableDataset[Any]):
         cutting = rounds(
             self.dataset,
             cut.ranks if self._ready else cut.whole,
-            complete=cut.even and cut.ranks > 1,
+            complete=cut.completes,
             drop_last=cut.drop_last,
             start=mark.end,
             at=at,
@@ -124,24 +124,22 @@ class StreamSource:
 
     def __init__(self, given: DataLoader[Any], cut: Cut, ranks: Sequence[int], *, seed: int, pin_memory: bool = False) -> None:
         self.seed = seed
-        self._cut, self._ranks, self._ready = cut, ranks, given.batch_size is None
+        self.cut, self._ranks, self._ready = cut, ranks, given.batch_size is None
         persistent = given.persistent_workers
         # Shared memory: the only way to tell living workers that another epoch begins.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_() if persistent else None
         self._dataset = Cutter(given.dataset, cut, ranks, self._ready, self._epoch)
         self.loader = rebuild(given, self._dataset, pin_memory, batch_size=None, collate_fn=Collate(given.collate_fn))
-        # With in_order=False the ranks' batches are of different rounds: which rows of a gather repeat is not known.
-        self._unknown = not getattr(given, "in_order", True) and cut.even and cut.ranks > 1 and not cut.drop_last
         self._streams = max(1, given.num_workers)
         self._marks: dict[int, Mark] = {}  # where each worker's stream stood after the batch being worked on
         self._turn = 0  # whose batch comes next
-        self._begun = False  # whether living workers hold marks to begin at
+        self._told = (cut, False)  # what living workers hold: how to cut, and whether they were made to begin at marks
 
     def batches(self, rank: int) -> int | None:
         total = self.samples()
         if total is None:
             return None
-        return (replace(self._cut, batch=1) if self._ready else self._cut).batches(total, rank)
+        return (replace(self.cut, batch=1) if self._ready else self.cut).batches(total, rank)
 
     def samples(self) -> int | None:
         return size_of(self._dataset.dataset)
@@ -151,13 +149,15 @@ class StreamSource:
             self._marks, self._turn = {}, 0
         elif not self._marks:
             self._marks = {0: Mark(0, start, None)}
-        self._dataset.begin(dict(self._marks), self._turn)
+        self._dataset.begin(self.cut, dict(self._marks), self._turn)
         if self._epoch is not None:
             self._epoch.fill_(epoch)
-            if self._marks or self._begun:
-                self.loader._iterator = None  # living workers cannot be told where to begin: new ones can
-            self._begun = bool(self._marks)
+            if self._marks or self._told != (self.cut, False):
+                self.loader._iterator = None  # living workers cannot be told how to cut and where to begin: new ones can
+            self._told = (self.cut, bool(self._marks))
         self.loader.generator.manual_seed(mix(self.seed, "workers", epoch, start, self._ranks[0]))  # type: ignore[union-attr]
+        # With in_order=False the ranks' batches are of different rounds: which rows of a gather repeat is not known.
+        unknown = not getattr(self.loader, "in_order", True) and self.cut.completes and not self.cut.drop_last
         ends = {worker: mark.end for worker, mark in self._marks.items()}
         total = sum(ends.values())
         pieces = (piece for piece in self.loader if piece.worker >= 0)
@@ -168,7 +168,7 @@ class StreamSource:
             if number < skip:
                 self.passed(mark)
                 continue
-            surplus = -1 if self._unknown else piece.surplus
+            surplus = -1 if unknown else piece.surplus
             for rank, batch, size in zip(self._ranks, piece.batches, piece.sizes):
                 yield batch, Note(rank, total, surplus, size, last, mark)
 

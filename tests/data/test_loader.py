@@ -107,6 +107,14 @@ def test_uneven_ranks_run_out_at_different_times() -> None:
     assert last == [True]
 
 
+def test_evenness_can_be_changed_between_two_passes() -> None:
+    loader = prepared(DataLoader(Numbers(6), 2), 1, 2)
+    loader.even_batches = False
+    assert (passes(loader), len(loader), loader.uneven) == ([[[2, 3]]], 1, True)
+    loader.even_batches = True
+    assert (passes(loader), len(loader), loader.uneven) == ([[[2, 3], [0, 1]]], 2, False)
+
+
 # -- epochs -------------------------------------------------------------------------------------------------------------
 
 

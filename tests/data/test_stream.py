@@ -87,6 +87,14 @@ def test_every_worker_cuts_its_own_stream() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_evenness_can_be_changed_between_two_passes(workers: int) -> None:
+    loader = prepared(DataLoader(Stream(6), 2, num_workers=workers, persistent_workers=bool(workers)), 1, 2)
+    for even, batches in [(True, [[2, 3], [0, 1]]), (False, [[2, 3]]), (True, [[2, 3], [0, 1]])]:
+        loader.even_batches = even
+        assert passes(loader, 2) == [batches, batches]
+
+
 def test_lengths_come_from_the_data_set() -> None:
     assert len(prepared(DataLoader(Counted(9), 2), 0, 2)) == 3
     with pytest.raises(BatchError, match="no length, because its Stream has none"):
