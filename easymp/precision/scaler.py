@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from ..errors import SettingError, StepError
+from ..records import GradScalerKwargs
+from ..tree import map_leaves
 from ..world import World
 
 
@@ -60,6 +62,20 @@ class LossScale:
         ):
             if not good:
                 raise SettingError(f"{name}={getattr(self, name)!r} of the loss scale must be {rule}")
+
+
+def rule_from(options: GradScalerKwargs) -> LossScale:
+    """The rule that a caller's options ask for."""
+    return LossScale(
+        initial=options.init_scale,
+        growth_factor=options.growth_factor,
+        backoff_factor=options.backoff_factor,
+        growth_interval=options.growth_interval,
+        hysteresis=options.hysteresis,
+        minimum=options.min_scale,
+        maximum=options.max_scale,
+        dynamic=options.dynamic,
+    )
 
 
 class Phase(Enum):
@@ -105,12 +121,19 @@ class Scaler:
     # -- the loss -----------------------------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
-        """`outputs` times the scale: a tensor, or nested lists and tuples of them."""
+        """`outputs` times the scale: a tensor, or nested lists, tuples and dicts of them.
+
+        Raises:
+            StepError: something else than a tensor is in them.
+        """
         if not self.enabled:
             return outputs
-        if isinstance(outputs, Tensor):
-            return outputs * self._on(outputs.device).to(outputs.device, non_blocking=True)
-        return type(outputs)([self.scale(o) for o in outputs])
+        return self._scaled(outputs) if isinstance(outputs, Tensor) else map_leaves(self._scaled, outputs)
+
+    def _scaled(self, loss: Any) -> Tensor:
+        if not isinstance(loss, Tensor):
+            raise StepError(f"scale() takes tensors, not {type(loss).__name__}: pass the loss before .item() or float()")
+        return loss * self._on(loss.device).to(loss.device, non_blocking=True)
 
     def _on(self, device: torch.device) -> Tensor:
         if self._scale is None:
@@ -151,7 +174,7 @@ class Scaler:
         if not by_kind:
             raise StepError("unscale_ or step() before any backward(): this optimizer has no gradients yet")
         home = self._on(next(iter(by_kind))[0])
-        inverse = home.double().reciprocal().float()
+        inverse = home.reciprocal() if home.device.type == "mps" else home.double().reciprocal().float()  # no float64 on mps
         found = torch.zeros_like(home)
         for (device, _), grads in by_kind.items():
             here = found if device == found.device else torch.zeros((), device=device)
@@ -252,14 +275,14 @@ class Scaler:
                 "The loss itself is likely not finite: look at the data and the learning rate"
             )
         count = torch.where(bad, 0, good + 1)
-        counted = count - rule.growth_delay
-        grows = (counted > 0) & (counted % rule.growth_interval == 0)
+        grows = count >= rule.growth_interval + rule.growth_delay
         lower = (scale * rule.backoff_factor).clamp(min=rule.minimum)
         higher = (scale * rule.growth_factor).clamp(max=rule.maximum)
+        higher = torch.where(higher.isfinite(), higher, scale)  # an infinite scale would never come down again
         refill = (~bad) if rule.refill_each_step else grows
         patience.copy_(torch.where(refill, rule.hysteresis, torch.where(bad & ~falls, patience - 1, patience)))
         scale.copy_(torch.where(falls, lower, torch.where(grows, higher, scale)))
-        good.copy_(count)
+        good.copy_(torch.where(grows, rule.growth_delay, count))
 
     def get_scale(self) -> float:
         """The scale as a number. Waits for the device."""
@@ -286,15 +309,16 @@ class Scaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take scale and counters from `state_dict`'s result, ours or torch.amp.GradScaler's."""
+        """Take scale and counters from `state_dict`'s result, ours or torch.amp.GradScaler's; the rule stays this scaler's."""
         if not self.enabled:
             return
         if not state:
             raise SettingError("this state comes from a scaler that was off: there is no scale in it")
         self._pending = {
             "scale": float(state["scale"]),
-            "good": int(state["_growth_tracker"]),
-            "patience": int(state.get("hysteresis", self.rule.hysteresis)),
+            # Counters of a longer rule would lie beyond this one's: torch's kernel waits for equality, and would never grow.
+            "good": min(int(state["_growth_tracker"]), self.rule.growth_interval + self.rule.growth_delay - 1),
+            "patience": min(int(state.get("hysteresis", self.rule.hysteresis)), self.rule.hysteresis),
         }
         device = None if self._scale is None else self._scale.device
         self._scale = self._good = self._patience = None
@@ -304,5 +328,10 @@ class Scaler:
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every group of this torch optimizer runs fused, and so reads `found_inf` on the device."""
-    return type(optimizer).__module__.startswith("torch.optim") and all(g.get("fused") for g in optimizer.param_groups)
+    """Whether every group of this torch optimizer runs fused, and so reads `found_inf` on the device.
+
+    Not so SGD with momentum before its first step: torch leaves the momentum of a skipped first step uninitialised.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim") or not all(g.get("fused") for g in optimizer.param_groups):
+        return False
+    return bool(optimizer.state) or not any(g.get("momentum") for g in optimizer.param_groups)

@@ -1,0 +1,594 @@
+"""The loss scale: its rules against golden sequences and torch's own scaler, its order of calls, and what it skips."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from easymp.errors import SettingError, StepError
+from easymp.precision import LossScale, Scaler
+from easymp.precision.scaler import takes_found_inf
+from easymp.world import Ranks, World, read_ranks
+
+from ..conftest import Ranks as Processes
+
+INF = float("inf")
+STEPS = "ooggggoggggooogggggggoo"  # o an overflow, g a good step
+
+
+def parameter(size: int = 3) -> nn.Parameter:
+    return nn.Parameter(torch.ones(size))
+
+
+def sgd(*parameters: nn.Parameter, **options: object) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters or (parameter(),), **{"lr": 0.1, **options})
+
+
+def fill(optimizer: torch.optim.Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.full_like(p, value)
+
+
+def values(rule: LossScale, steps: str) -> list[float]:
+    """The scale after each step."""
+    scaler, found = Scaler(rule), {"o": torch.tensor(1.0), "g": torch.tensor(0.0)}
+    return [(scaler.advance(found[step]), scaler.get_scale())[1] for step in steps]
+
+
+# -- the rules ---------------------------------------------------------------------------------------------------------
+
+RULE = {"initial": 256.0, "growth_interval": 3}
+DEEPSPEED = {**RULE, "growth_delay": 1}
+GOLDEN = {
+    "torch": (RULE, "128 64 64 64 128 128 64 64 64 128 128 64 32 16 16 16 32 32 32 64 64 32 16"),
+    "DeepSpeed": (DEEPSPEED, "128 64 64 64 64 128 64 64 64 64 128 64 32 16 16 16 16 32 32 32 64 32 16"),
+    "DeepSpeed, hysteresis 2": (
+        {**DEEPSPEED, "hysteresis": 2},
+        "256 128 128 128 128 256 256 256 256 256 512 512 256 128 128 128 128 256 256 256 512 512 256",
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", GOLDEN)
+@pytest.mark.parametrize("bounds", [{}, {"minimum": 1.0}, {"maximum": 2.0**24}])
+def test_golden_sequences(policy: str, bounds: dict[str, float]) -> None:
+    """Bounds that are not reached change nothing, although another code path runs."""
+    options, expected = GOLDEN[policy]
+    assert values(LossScale(**options, **bounds), STEPS) == [float(v) for v in expected.split()]
+
+
+def model(rule: LossScale, steps: str) -> Iterator[float]:
+    """DeepSpeed's DynamicLossScaler and torch's rule, in plain numbers (growth_delay tells them apart)."""
+    scale, patience, good = rule.initial, rule.hysteresis, 0
+    for step in steps:
+        if step == "o":
+            good = 0
+            if patience > 1:
+                patience -= 1
+            else:
+                scale = max(scale * rule.backoff_factor, rule.minimum)
+        else:
+            good += 1
+            if rule.refill_each_step:
+                patience = rule.hysteresis
+            if good == rule.growth_interval + rule.growth_delay:
+                good = rule.growth_delay
+                scale = min(scale * rule.growth_factor, rule.maximum)
+                patience = rule.hysteresis
+        yield scale
+
+
+@hypothesis_settings(max_examples=150, deadline=None)
+@given(
+    steps=st.text("og", max_size=60),
+    interval=st.integers(1, 5),
+    delay=st.integers(0, 1),
+    hysteresis=st.integers(1, 3),
+    refill=st.booleans(),
+    bounds=st.sampled_from([(0.0, INF), (64.0, 1024.0), (1.0, INF), (0.0, 512.0)]),
+)
+def test_every_rule_is_the_models(
+    steps: str, interval: int, delay: int, hysteresis: int, refill: bool, bounds: tuple[float, float]
+) -> None:
+    rule = LossScale(256.0, 2.0, 0.5, interval, delay, hysteresis, refill, *bounds)
+    assert values(rule, steps) == list(model(rule, steps))
+
+
+def test_consecutive_hysteresis_forgives_overflows_that_do_not_follow_one_another() -> None:
+    rule = {**DEEPSPEED, "hysteresis": 2}
+    assert values(LossScale(**rule), "ogogog") == [256, 256, 128, 128, 64, 64]
+    assert values(LossScale(**rule, refill_each_step=True), "ogogog") == [256] * 6
+    assert values(LossScale(**rule, refill_each_step=True), "oogoo") == [256, 128, 128, 128, 64]
+
+
+def test_minimum_and_maximum() -> None:
+    rule = LossScale(256.0, growth_interval=1, minimum=64.0, maximum=1000.0)
+    assert values(rule, "ooooo") == [128, 64, 64, 64, 64]
+    assert values(rule, "ggg") == [512, 1000, 1000]
+
+
+def test_an_overflow_at_the_minimum_can_be_an_error() -> None:
+    scaler, bad = Scaler(LossScale(256.0, minimum=64.0, raise_at_minimum=True)), torch.tensor(1.0)
+    scaler.advance(bad)
+    scaler.advance(bad)
+    assert scaler.get_scale() == 64
+    with pytest.raises(StepError, match=r"smallest loss scale, 64: it cannot be decreased anymore"):
+        scaler.advance(bad)
+    scaler.advance(torch.tensor(0.0))
+    assert scaler.get_scale() == 64
+
+
+def test_an_overflow_at_the_minimum_that_hysteresis_forgives_is_none() -> None:
+    scaler = Scaler(LossScale(64.0, minimum=64.0, hysteresis=2, raise_at_minimum=True))
+    scaler.advance(torch.tensor(1.0))
+    with pytest.raises(StepError, match="smallest loss scale"):
+        scaler.advance(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("more", [{}, {"hysteresis": 2}, {"minimum": 1.0}])
+def test_the_scale_stays_finite(more: dict[str, float]) -> None:
+    """An infinite scale would never come down again: half of it is infinite, too."""
+    steps = values(LossScale(2.0**120, growth_interval=1, **more), "g" * 20)
+    assert all(map(math.isfinite, steps))
+    assert steps[-1] == 2.0**127
+
+
+def test_a_static_scale_never_moves_but_still_skips() -> None:
+    rule = LossScale(128.0, growth_interval=1, dynamic=False)
+    assert values(rule, "ogogg") == [128] * 5
+    optimizer, scaler = sgd(), Scaler(rule)
+    fill(optimizer, INF)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.skipped(optimizer)
+    assert scaler.get_scale() == 128
+    assert torch.equal(optimizer.param_groups[0]["params"][0], torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("initial", 0.0),
+        ("initial", -1.0),
+        ("initial", INF),
+        ("initial", math.nan),
+        ("growth_factor", 1.0),
+        ("backoff_factor", 1.0),
+        ("backoff_factor", 0.0),
+        ("growth_interval", 0),
+        ("hysteresis", 0),
+        ("minimum", -1.0),
+    ],
+)
+def test_rules_that_cannot_be(option: str, value: float) -> None:
+    with pytest.raises(SettingError, match=rf"{option}=.* of the loss scale must be"):
+        LossScale(**{option: value})
+
+
+# -- torch's own -------------------------------------------------------------------------------------------------------
+
+
+def pair(interval: int = 3) -> tuple[Scaler, torch.amp.GradScaler]:
+    return (
+        Scaler(LossScale(256.0, growth_interval=interval)),
+        torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=interval),
+    )
+
+
+def train(scaler: Scaler | torch.amp.GradScaler, optimizer: torch.optim.Optimizer, events: list[str]) -> list[float]:
+    """The scale after each event: good step, overflow, overflow after unscale_, clipped step."""
+    (p,) = optimizer.param_groups[0]["params"]
+    seen = []
+    for event in events:
+        optimizer.zero_grad()
+        loss = (p * p).sum() * (INF if event == "overflow" else math.nan if event == "nan" else 1.0)
+        scaler.scale(loss).backward()
+        if event == "clip":
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_([p], 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler.get_scale())
+    return seen
+
+
+EVENTS = st.lists(st.sampled_from(["good", "good", "overflow", "nan", "clip"]), max_size=25)
+
+
+@hypothesis_settings(max_examples=40, deadline=None)
+@given(before=EVENTS, after=EVENTS, kind=st.sampled_from(["sgd", "momentum", "fused adam"]))
+def test_step_for_step_as_torch(before: list[str], after: list[str], kind: str) -> None:
+    def optimizer() -> torch.optim.Optimizer:
+        if kind == "fused adam":
+            return torch.optim.Adam([parameter()], lr=0.1, fused=True)
+        return sgd(momentum=0.9 if kind == "momentum" else 0.0)
+
+    (ours, theirs), (mine, his) = pair(), (optimizer(), optimizer())
+    assert train(ours, mine, before) == train(theirs, his, before)
+    torch.testing.assert_close(mine.param_groups[0]["params"], his.param_groups[0]["params"], rtol=0, atol=0)
+    state = ours.state_dict()
+    assert state.pop("hysteresis") == 1
+    assert state == theirs.state_dict()
+    # Each goes on from the other's state.
+    swapped_ours, swapped_theirs = pair()
+    swapped_ours.load_state_dict(theirs.state_dict())
+    swapped_theirs.load_state_dict(ours.state_dict())
+    assert train(swapped_ours, mine, after) == train(swapped_theirs, his, after)
+    torch.testing.assert_close(mine.param_groups[0]["params"], his.param_groups[0]["params"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("more", [{}, {"minimum": 1.0}, {"hysteresis": 2}, {"growth_delay": 1}])
+def test_counters_of_a_longer_rule_do_not_stop_growth(more: dict[str, float]) -> None:
+    """A run is resumed with a smaller growth_interval: torch's kernel waits for equality."""
+    scaler = Scaler(LossScale(256.0, growth_interval=4, **more))
+    scaler.load_state_dict({"scale": 8.0, "_growth_tracker": 1500})
+    for _ in range(1 + scaler.rule.growth_interval):
+        scaler.advance(torch.tensor(0.0))
+    assert scaler.get_scale() > 8.0
+
+
+@pytest.mark.parametrize("more", [{}, {"minimum": 1.0}, {"maximum": 2.0**20}, {"hysteresis": 2}])
+def test_the_counter_is_good_steps_since_growth_whatever_the_rule(more: dict[str, float]) -> None:
+    """So that torch's scaler can go on from it."""
+    scaler = Scaler(LossScale(2.0, growth_interval=3, **more))
+    seen = []
+    for _ in range(7):
+        scaler.advance(torch.tensor(0.0))
+        seen.append(scaler.state_dict()["_growth_tracker"])
+    assert seen == [1, 2, 0, 1, 2, 0, 1]
+
+
+def test_state_before_the_first_loss_and_of_hysteresis() -> None:
+    rule = LossScale(256.0, hysteresis=3)
+    scaler = Scaler(rule)
+    assert scaler.state_dict() == {
+        "scale": 256.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 0,
+        "hysteresis": 3,
+    }
+    scaler.advance(torch.tensor(1.0))
+    again = Scaler(rule)
+    again.load_state_dict(scaler.state_dict())
+    assert again.state_dict() == scaler.state_dict()
+    for _ in range(2):
+        again.advance(torch.tensor(1.0))
+    assert again.get_scale() == 128
+
+
+def test_a_scalers_state_that_was_off() -> None:
+    with pytest.raises(SettingError, match="no scale in it"):
+        Scaler().load_state_dict({})
+
+
+# -- the order of calls ------------------------------------------------------------------------------------------------
+
+
+def ready() -> tuple[Scaler, torch.optim.SGD]:
+    scaler, optimizer = Scaler(LossScale(4.0)), sgd()
+    fill(optimizer, 4.0)
+    return scaler, optimizer
+
+
+def test_unscale_divides_once() -> None:
+    scaler, optimizer = ready()
+    scaler.unscale_(optimizer)
+    assert torch.equal(optimizer.param_groups[0]["params"][0].grad, torch.ones(3))
+    scaler.step(optimizer)
+    torch.testing.assert_close(optimizer.param_groups[0]["params"][0].data, torch.full((3,), 0.9))
+
+
+def test_unscale_twice() -> None:
+    scaler, optimizer = ready()
+    scaler.unscale_(optimizer)
+    with pytest.raises(StepError, match="unscale_ was called twice"):
+        scaler.unscale_(optimizer)
+
+
+def test_unscale_after_step() -> None:
+    scaler, optimizer = ready()
+    scaler.step(optimizer)
+    with pytest.raises(StepError, match=r"unscale_ was called after step\(\)"):
+        scaler.unscale_(optimizer)
+
+
+def test_step_twice() -> None:
+    scaler, optimizer = ready()
+    scaler.step(optimizer)
+    with pytest.raises(StepError, match=r"step\(\) was called twice.*call update\(\)"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("call", ["step", "unscale_"])
+def test_before_any_backward(call: str) -> None:
+    with pytest.raises(StepError, match=r"before any backward\(\)"):
+        getattr(Scaler(), call)(sgd())
+
+
+def test_update_before_any_step() -> None:
+    scaler, optimizer = ready()
+    with pytest.raises(StepError, match=r"update\(\) before any step"):
+        scaler.update()
+    scaler.step(optimizer)
+    scaler.update()
+    with pytest.raises(StepError, match=r"update\(\) before any step"):
+        scaler.update()
+
+
+def test_a_wrong_call_leaves_the_right_one_possible() -> None:
+    scaler, optimizer = ready()
+    scaler.unscale_(optimizer)
+    with pytest.raises(StepError):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    fill(optimizer, 4.0)
+    scaler.step(optimizer)
+
+
+def test_a_closure_is_refused() -> None:
+    scaler, optimizer = ready()
+    for call in (lambda: scaler.step(optimizer, lambda: 0.0), lambda: scaler.step(optimizer, closure=lambda: 0.0)):
+        with pytest.raises(StepError, match="closures cannot be used with a loss scale"):
+            call()
+    scaler.step(optimizer, None)
+
+
+def test_an_update_by_hand() -> None:
+    for first in (None, torch.ones(())):
+        scaler = Scaler(LossScale(4.0))
+        if first is not None:
+            scaler.scale(first)
+        scaler.update(8.0)
+        assert scaler.get_scale() == 8
+        scaler.update(torch.tensor(16.0))
+        assert scaler.get_scale() == 16
+
+
+def test_settle_updates_once_and_only_after_a_step() -> None:
+    scaler, optimizer = Scaler(LossScale(4.0, growth_interval=1)), sgd()
+    scaler.settle()
+    fill(optimizer, 4.0)
+    scaler.unscale_(optimizer)
+    scaler.settle()
+    assert scaler.get_scale() == 4
+    scaler.step(optimizer)
+    for _ in range(2):
+        scaler.settle()
+        assert scaler.get_scale() == 8
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_optimizers_overflow_skips_that_one_only_and_lowers_the_scale_for_both() -> None:
+    scaler, (first, second) = Scaler(LossScale(4.0)), (sgd(), sgd())
+    fill(first, INF)
+    fill(second, 4.0)
+    scaler.step(first)
+    scaler.step(second)
+    assert (scaler.skipped(first), scaler.skipped(second)) == (True, False)
+    scaler.update()
+    assert torch.equal(first.param_groups[0]["params"][0], torch.ones(3))
+    assert not torch.equal(second.param_groups[0]["params"][0], torch.ones(3))
+    assert scaler.get_scale() == 2
+    assert (scaler.skipped(first), scaler.skipped(second)) == (True, False)  # until their next steps
+    fill(first, 2.0)
+    scaler.step(first)
+    assert not scaler.skipped(first)
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, math.nan])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_one_bad_number_anywhere_skips(bad: float, where: int) -> None:
+    parameters = [parameter(), nn.Parameter(torch.ones(3, dtype=torch.float64)), parameter()]
+    optimizer, scaler = sgd(*parameters), Scaler(LossScale(4.0))
+    fill(optimizer, 4.0)
+    parameters[where].grad[1] = bad
+    scaler.step(optimizer)
+    assert scaler.skipped(optimizer)
+    assert all((p == 1).all() for p in parameters)
+
+
+def test_fp16_gradients_are_refused() -> None:
+    p = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = sgd(p)
+    fill(optimizer, 1.0)
+    with pytest.raises(StepError, match=r"a gradient is float16.*Keep fp32 parameters"):
+        Scaler().step(optimizer)
+
+
+def test_parameters_without_gradients_are_passed_over() -> None:
+    scaler, optimizer = Scaler(LossScale(4.0)), sgd(parameter(), parameter())
+    used, unused = optimizer.param_groups[0]["params"]
+    used.grad = torch.full((3,), 4.0)
+    scaler.step(optimizer)
+    assert torch.equal(unused, torch.ones(3))
+    torch.testing.assert_close(used.data, torch.full((3,), 0.9))
+
+
+def test_sparse_gradients() -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer, scaler = torch.optim.SGD(table.parameters(), lr=1.0), Scaler(LossScale(4.0))
+    before = table.weight.detach().clone()
+    scaler.scale(table(torch.tensor([1, 1])).sum()).backward()
+    scaler.step(optimizer)
+    expected = torch.zeros(5, 2)
+    expected[1] = -2.0
+    torch.testing.assert_close(table.weight - before, expected)
+
+
+def test_a_scaled_loss_has_the_same_gradients() -> None:
+    p = parameter()
+    optimizer, scaler = sgd(p), Scaler()
+    scaler.scale((p**3).sum()).backward()
+    assert torch.equal(p.grad, torch.full((3,), 3 * 65536.0))
+    scaler.unscale_(optimizer)
+    assert torch.equal(p.grad, torch.full((3,), 3.0))
+
+
+def test_nested_losses() -> None:
+    from collections import namedtuple
+
+    losses = namedtuple("losses", "a b")
+    scaler, one = Scaler(LossScale(2.0)), torch.ones(())
+    assert scaler.scale([one, (one, [one])]) == [2, (2, [2])]
+    assert scaler.scale(losses(one, one)) == losses(2, 2)
+    assert scaler.scale({"a": one}) == {"a": 2}
+    for wrong in (1.0, [1.0], None):
+        with pytest.raises(StepError, match=r"scale\(\) takes tensors"):
+            scaler.scale(wrong)
+
+
+def test_a_half_loss_does_not_overflow_by_scaling() -> None:
+    assert Scaler().scale(torch.tensor(2.0, dtype=torch.float16)) == 2 * 65536.0
+
+
+# -- fused optimizers --------------------------------------------------------------------------------------------------
+
+FUSED = [
+    (torch.optim.Adam, {}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+    (torch.optim.Adagrad, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), FUSED)
+def test_a_fused_optimizer_skips_on_the_device(kind: type[torch.optim.Optimizer], options: dict[str, float]) -> None:
+    def run(fused: bool) -> tuple[Tensor, dict[str, object]]:
+        p = parameter()
+        optimizer, scaler = kind([p], lr=0.1, fused=fused, **options), Scaler(LossScale(4.0))
+        for value in (INF, 4.0, 2.0, math.nan, 1.0):
+            fill(optimizer, value)
+            scaler.step(optimizer)
+            assert scaler.skipped(optimizer) == (not math.isfinite(value))
+            assert not hasattr(optimizer, "found_inf")
+            assert not hasattr(optimizer, "grad_scale")
+            scaler.update()
+        return p.data, optimizer.state_dict()["state"][0] if optimizer.state else {}
+
+    (mine, state), (plain, expected) = run(True), run(False)
+    torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-6)
+    assert state.keys() == expected.keys()
+    for name in state:
+        torch.testing.assert_close(state[name], expected[name], rtol=1e-6, atol=1e-6)
+    if "step" in state:
+        assert state["step"] == 3
+
+
+def test_momentum_of_a_skipped_first_step_is_not_left_to_chance() -> None:
+    """torch makes the buffers of fused SGD without a value; here unwritten memory is NaN."""
+    torch.use_deterministic_algorithms(True)  # fills what is empty with NaN
+    try:
+        p = parameter()
+        optimizer, scaler = sgd(p, momentum=0.9, fused=True), Scaler(LossScale(4.0))
+        for value in (INF, 2.0):
+            fill(optimizer, value)
+            scaler.step(optimizer)
+            scaler.update()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(p.data, torch.full((3,), 0.9))
+
+
+def test_found_inf_is_taken_away_though_the_step_fails() -> None:
+    optimizer = torch.optim.Adam([parameter()], fused=True)
+    scaler = Scaler()
+    fill(optimizer, 1.0)
+    optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    assert not hasattr(optimizer, "found_inf")
+    assert not hasattr(optimizer, "grad_scale")
+
+
+def test_who_reads_found_inf() -> None:
+    class Mine(torch.optim.Adam):
+        pass
+
+    assert takes_found_inf(torch.optim.Adam([parameter()], fused=True))
+    assert not takes_found_inf(torch.optim.Adam([parameter()]))
+    assert not takes_found_inf(
+        torch.optim.Adam([{"params": [parameter()]}, {"params": [parameter()], "fused": False}], fused=True)
+    )
+    assert not takes_found_inf(Mine([parameter()], fused=True))  # its step may do more than torch's
+
+
+# -- off ---------------------------------------------------------------------------------------------------------------
+
+
+def test_off_is_the_identity() -> None:
+    scaler, p = Scaler(enabled=False), parameter()
+    optimizer = sgd(p)
+    loss = (p * 2).sum()
+    assert scaler.scale(loss) is loss
+    assert scaler.scale("anything") == "anything"
+    scaler.update()
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+    loss.backward()
+    scaler.step(optimizer)
+    scaler.step(optimizer)
+    torch.testing.assert_close(p.data, torch.full((3,), 0.6))
+    assert scaler.step(optimizer, lambda: 7.0) == 7.0
+    assert scaler.get_scale() == 1.0
+    assert scaler.state_dict() == {}
+    scaler.load_state_dict({})
+    scaler.settle()
+    assert not scaler.skipped(optimizer)
+
+
+def test_off_lets_infinities_through_as_torch_does() -> None:
+    scaler, optimizer = Scaler(enabled=False), sgd()
+    fill(optimizer, INF)
+    scaler.step(optimizer)
+    assert torch.isinf(optimizer.param_groups[0]["params"][0]).all()
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------------------
+
+
+def overflow_on(bad_rank: int, fused: bool) -> tuple[list[float], list[bool], float]:
+    world = World(read_ranks(), torch.device("cpu"), timeout=20)
+    try:
+        p = parameter()
+        optimizer = torch.optim.Adam([p], lr=0.1, fused=fused)
+        scaler = Scaler(LossScale(4.0), world)
+        skipped = []
+        for step in range(3):
+            fill(optimizer, INF if step == 1 and world.rank == bad_rank else 4.0)
+            scaler.step(optimizer)
+            skipped.append(scaler.skipped(optimizer))
+            scaler.update()
+        return p.tolist(), skipped, scaler.get_scale()
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_one_ranks_overflow_skips_on_both(ranks: Processes, bad_rank: int, fused: bool) -> None:
+    mine, other = ranks(overflow_on, bad_rank, fused)
+    assert mine == other
+    assert mine[1:] == ([False, True, False], 2.0)
+
+
+def test_a_world_of_one_is_no_world() -> None:
+    scaler, optimizer = Scaler(LossScale(4.0), World(Ranks(), torch.device("cpu"))), sgd()
+    fill(optimizer, 4.0)
+    scaler.step(optimizer)
+    assert not scaler.skipped(optimizer)
