@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
+from ..errors import BatchError
 from ..records import AutocastKwargs
 from ..tree import map_leaves
 
@@ -14,7 +16,8 @@ from ..tree import map_leaves
 class Autocast(nn.Module):
     """Calls `module` under ``torch.autocast`` and casts floating-point outputs to ``options.output_dtype``.
 
-    Autocast lies inside this module's forward, so that whatever wraps it (DDP, torch.compile) sees one function.
+    Outputs in float64, which autocast leaves alone, are left alone here, too. Autocast lies inside this module's forward, so that
+    whatever wraps it (DDP, torch.compile) sees one function.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, compute: torch.dtype, options: AutocastKwargs) -> None:
@@ -27,14 +30,24 @@ class Autocast(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self.device_type, self.compute, True, self.options.cache_enabled):
             outputs = self.module(*args, **kwargs)
-        wanted = self.options.output_dtype
-        if wanted is None:
+        if self.options.output_dtype is None:
             return outputs
         if type(outputs) is Tensor:
-            return outputs.to(wanted) if outputs.is_floating_point() else outputs
-        return map_leaves(
-            lambda leaf: leaf.to(wanted) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, outputs
-        )
+            return self._out(outputs)
+        try:
+            return map_leaves(self._out, outputs)
+        except BatchError as error:
+            raise BatchError(
+                f"the model's output cannot be given back in {self.options.output_dtype}: {error.__cause__}. Return plain tensors, "
+                "tuples, lists or dicts from forward(), or leave outputs as computed with AutocastKwargs(output_dtype=None)"
+            ) from error
+
+    def _out(self, leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return leaf._replace(data=self._out(leaf.data))
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
+            return leaf.to(self.options.output_dtype)
+        return leaf
 
 
 def under_autocast(module: nn.Module, device: torch.device, compute: torch.dtype, options: AutocastKwargs) -> nn.Module:

@@ -2,15 +2,18 @@
 
 On CPUs the winner depends on the model: bf16 autocast took 0.5 to 1.7 times as long as fp32 on one and the same machine with
 bf16 instructions. So the first training call of a prepared model, with the user's own inputs, is timed: forward and backward,
-the two precisions in turn, about a second in all. bf16 stays if its median time is below 95 % of fp32's. Neither gradients,
-parameters, buffers nor random numbers are touched. Rank 0 decides for all.
+the two precisions in turn, about a second in all. bf16 stays if its median time is below 95 % of fp32's, and fp32 if the model
+cannot run in bf16. Neither inputs, gradients, parameters, buffers nor random numbers are touched. Rank 0 decides for all.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 from ..protocols import Choice, Facts, Refusal, Source
 from ..records import AutocastKwargs
-from ..tree import leaves
+from ..tree import leaves, map_leaves
 from ..world import World
 from .bf16 import BF16
 from .fp32 import FP32
@@ -87,9 +90,19 @@ class Measured:
             self._decided(choice)
 
     def measure(self, plain: nn.Module, cast: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Time both, tell the others, settle."""
-        figure = [time_pairs(plain, cast, args, kwargs) if self._world.rank == 0 else None]
-        ratio, pairs = self._world.broadcast_objects(figure)[0]
+        """Time both, tell the others, settle. A model that fails in fp32, too, settles nothing: that error is the caller's."""
+        figure: list[Any] = [None]
+        try:
+            if self._world.rank == 0:
+                figure = [time_pairs(plain, cast, args, kwargs)]
+        finally:
+            self._world.broadcast_objects(figure)
+        if figure[0] is None:
+            return
+        if isinstance(figure[0], str):
+            self.settle(Choice("fp32", f"this model does not run in bf16 ({figure[0]})", Source.DETECTED))
+            return
+        ratio, pairs = figure[0]
         if ratio < GAIN:
             reason = f"bf16 {1 / ratio:.2g} times as fast as fp32 in this model's own step"
         elif ratio > 1 / GAIN:
@@ -117,6 +130,8 @@ class Undecided(nn.Module):
                     return self.module(*args, **kwargs)
                 cast = self.policy._bf16.forward(self.module, self.device)
                 self.policy.measure(self.module, cast, args, kwargs)
+                if self.policy.choice is None:
+                    return self.module(*args, **kwargs)
             self.chosen = self.policy.forward(self.module, self.device)
         return self.chosen(*args, **kwargs)
 
@@ -135,33 +150,55 @@ def by_width(model: nn.Module) -> Choice[str]:
     )
 
 
-def time_pairs(plain: nn.Module, cast: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, int]:
-    """Median of bf16's time over fp32's, and how many pairs it comes from."""
+def time_pairs(plain: nn.Module, cast: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, int] | str:
+    """Median of bf16's time over fp32's, and how many pairs it comes from; or why bf16 does not run."""
     parameters = [p for p in plain.parameters() if p.requires_grad]
-    buffers = [(b, b.detach().clone()) for b in plain.buffers()]
     ratios: list[float] = []
-    with torch.random.fork_rng(devices=[]):
+    with _untouched(plain):
+        begin = time.perf_counter()
+        _step(plain, parameters, args, kwargs)  # warm up: allocations and kernel choice are not the model's speed
         try:
-            begin = time.perf_counter()
-            _step(plain, parameters, args, kwargs)  # warm up: allocations and kernel choice are not the model's speed
             _step(cast, parameters, args, kwargs)
-            slow = time.perf_counter() - begin > BUDGET
-            while len(ratios) < PAIRS[1]:
-                fp32 = _step(plain, parameters, args, kwargs)
-                ratios.append(_step(cast, parameters, args, kwargs) / fp32)
-                if slow or (len(ratios) >= PAIRS[0] and time.perf_counter() - begin > BUDGET):
-                    break
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+        except Exception as error:
+            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        slow = time.perf_counter() - begin > BUDGET
+        while len(ratios) < PAIRS[1]:
+            fp32 = _step(plain, parameters, args, kwargs)
+            ratios.append(_step(cast, parameters, args, kwargs) / fp32)
+            if slow or (len(ratios) >= PAIRS[0] and time.perf_counter() - begin > BUDGET):
+                break
     return statistics.median(ratios), len(ratios)
 
 
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Puts buffers, also those that forward replaces, and the random streams back afterwards."""
+    buffers = [(m, k, b, b.detach().clone()) for m in model.modules() for k, b in m._buffers.items() if b is not None]
+    numpy = sys.modules.get("numpy")
+    drawn = random.getstate(), numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(drawn[0])
+            if numpy:
+                numpy.random.set_state(drawn[1])
+            with torch.no_grad():
+                for module, name, buffer, before in buffers:
+                    module._buffers[name] = buffer
+                    buffer.copy_(before)
+
+
 def _step(module: nn.Module, parameters: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Seconds of one forward and backward. The sum of the outputs stands in for the loss."""
+    """Seconds of one forward and backward. The sum of the outputs stands in for the loss; inputs are copies."""
+    args, kwargs = map_leaves(_copy, args), map_leaves(_copy, kwargs)
     begin = time.perf_counter()
     outputs = [o for o in leaves(module(*args, **kwargs)) if isinstance(o, Tensor) and o.requires_grad]
-    if outputs:
+    if outputs and parameters:
         torch.autograd.grad(sum(o.float().sum() for o in outputs), parameters, allow_unused=True)
     return time.perf_counter() - begin
+
+
+def _copy(leaf: Any) -> Any:
+    """A tensor of its own: a model may work on its inputs in place."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,306 @@
+"""auto on a CPU: the first training step is timed once, for all models and ranks, and leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from easymp.precision import Measured, measured
+from easymp.precision.measured import by_width
+from easymp.protocols import Choice, Facts, Source
+from easymp.records import AutocastKwargs
+from easymp.world import Ranks, World, read_ranks
+
+from ..conftest import Ranks as Processes
+from ..hardware.machines import MACHINES
+
+CPU = torch.device("cpu")
+ALONE = World(Ranks(), CPU)
+
+
+@pytest.fixture
+def outcome(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Says what the clock shall find: ``outcome(0.5)`` is bf16 in half the time. The model still runs, a few times."""
+
+    def set_ratio(ratio: float, pairs: tuple[int, int] = (2, 3)) -> None:
+        real = measured.time_pairs
+
+        def fixed(*args: Any) -> Any:
+            found = real(*args)
+            return found if isinstance(found, str) else (ratio, found[1])
+
+        monkeypatch.setattr(measured, "PAIRS", pairs)
+        monkeypatch.setattr(measured, "time_pairs", fixed)
+
+    return set_ratio
+
+
+def undecided(model: nn.Module, **options: Any) -> tuple[Measured, nn.Module, list[Choice[str]]]:
+    said: list[Choice[str]] = []
+    policy = Measured(AutocastKwargs(), ALONE, decided=said.append, **options)
+    return policy, policy.forward(policy.convert(model), CPU), said
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "name", "reason"),
+    [
+        (0.5, "bf16", "bf16 2 times as fast as fp32 in this model's own step (median of 3 pairs)"),
+        (2.0, "fp32", "fp32 2 times as fast as bf16 in this model's own step (median of 3 pairs)"),
+        (0.97, "fp32", "bf16 takes 0.97 times fp32's time in this model's own step: no gain (median of 3 pairs)"),
+    ],
+)
+def test_the_faster_one_stays_and_the_figure_is_the_reason(outcome: Any, ratio: float, name: str, reason: str) -> None:
+    outcome(ratio)
+    model = net()
+    policy, called, said = undecided(model)
+    assert (policy.name, policy.choice) == ("auto", None)
+    seen: list[torch.dtype] = []
+    y = called(torch.randn(4, 4))
+    assert said == [Choice(name, reason, Source.DETECTED)]
+    assert policy.choice == said[0]
+    assert policy.name == name
+    assert y.dtype == torch.float32
+    model[4].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+    called(torch.randn(4, 4))
+    assert seen == [{"bf16": torch.bfloat16, "fp32": torch.float32}[name]]
+    assert policy.compute == seen[0]
+
+
+def test_it_decides_once_for_all_models(outcome: Any) -> None:
+    outcome(0.5)
+    policy, first, said = undecided(net())
+    second = policy.forward(net(), CPU)
+    first(torch.randn(4, 4))
+    outcome(2.0)
+    first(torch.randn(4, 4))
+    seen: list[torch.dtype] = []
+    second.module[0].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+    second(torch.randn(4, 4))
+    assert seen == [torch.bfloat16]
+    assert len(said) == 1
+    later = net()
+    assert policy.forward(later, CPU) is not later  # already under autocast, nothing left to decide
+
+
+def test_calls_before_training_do_not_decide(outcome: Any) -> None:
+    outcome(0.5)
+    policy, called, said = undecided(net())
+    called.module.eval()
+    called(torch.randn(1, 4))
+    called.module.train()
+    with torch.no_grad():
+        called(torch.randn(4, 4))
+    assert (policy.choice, said) == (None, [])
+    called(torch.randn(4, 4))
+    assert len(said) == 1
+
+
+def test_the_step_leaves_no_trace(outcome: Any) -> None:
+    """One training step after a measurement is the step that would have been without."""
+    outcome(2.0)
+
+    def step(watched: bool) -> dict[str, Any]:
+        model = net()
+        called = undecided(model)[1] if watched else model
+        torch.manual_seed(1)
+        random.seed(1)
+        numpy.random.seed(1)
+        x = torch.randn(4, 4, requires_grad=True)
+        called(x).sum().backward()
+        return {
+            **model.state_dict(),
+            **{f"grad of {name}": p.grad for name, p in model.named_parameters()},
+            "input's gradient": x.grad,
+            "input": x.detach(),
+            "torch": torch.rand(1),
+            "python": random.random(),
+            "numpy": numpy.random.rand(),
+        }
+
+    plain, probed = step(False), step(True)
+    assert plain["1.num_batches_tracked"] == 1
+    torch.testing.assert_close(probed, plain, rtol=0, atol=0)
+
+
+def test_gradients_that_are_there_stay(outcome: Any) -> None:
+    outcome(0.5)
+    model = net()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 7.0)
+    undecided(model)[1](torch.randn(4, 4))
+    assert all((p.grad == 7).all() for p in model.parameters())
+
+
+class Restless(nn.Module):
+    """Replaces a buffer in every forward, draws from every stream, and works on its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("absent", None)
+
+    def forward(self, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        self.calls = self.calls + 1
+        batch["scale"].mul_(2)
+        noise = random.random() + numpy.random.rand() + torch.rand(1)
+        return self.layer(x.add_(1)) * noise * batch["scale"]
+
+
+def test_buffers_that_are_replaced_and_inputs_worked_on_in_place(outcome: Any) -> None:
+    outcome(2.0)
+    model = Restless()
+    called = undecided(model)[1]
+    buffer, x, batch = model.calls, torch.zeros(2, 3), {"scale": torch.ones(())}
+    random.seed(0)
+    called(x, batch=batch)
+    assert model.calls == 1
+    assert buffer == 0
+    assert (x == 1).all()
+    assert batch["scale"] == 2
+    drawn = random.random()
+    random.seed(0)
+    random.random()
+    assert drawn == random.random()
+
+
+class NoHalf(nn.Module):
+    """Runs in fp32 only, as much code that meets NumPy does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y * float(y.detach().numpy().sum())
+
+
+def test_a_model_that_does_not_run_in_bf16_runs_in_fp32() -> None:
+    model = NoHalf()
+    policy, called, said = undecided(model)
+    called(torch.ones(2, 3)).sum().backward()
+    assert policy.name == "fp32"
+    assert said[0].reason.startswith("this model does not run in bf16 (TypeError: ")
+    assert model.layer.weight.grad is not None
+
+
+def test_an_error_of_the_callers_own_decides_nothing(outcome: Any) -> None:
+    outcome(0.5)
+    policy, called, said = undecided(net())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        called(torch.randn(4, 5))
+    assert policy.choice is None
+    called(torch.randn(4, 4))
+    assert len(said) == 1
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        return {"y": self.layer(x), "n": 3}
+
+
+def test_models_with_nothing_to_train(outcome: Any) -> None:
+    outcome(0.5)
+    assert undecided(Frozen())[1](torch.ones(2, 3))["y"].dtype == torch.float32
+    assert undecided(Frozen())[1](torch.ones(2, 3, requires_grad=True))["n"] == 3
+
+
+def test_real_measurement_has_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "BUDGET", 0.0)
+    policy, called, _ = undecided(net())
+    called(torch.randn(4, 4))
+    assert policy.choice is not None
+    assert policy.choice.value in ("fp32", "bf16")
+    assert "one pair" in policy.choice.reason
+
+
+# -- without a measurement ---------------------------------------------------------------------------------------------
+
+
+def test_the_rule_without_a_measurement() -> None:
+    wide, narrow = nn.Linear(128, 128), nn.Linear(1024, 127)
+    assert by_width(wide) == Choice("bf16", "bf16 instructions, and a layer 128 wide (not measured)", Source.DETECTED)
+    assert by_width(narrow).value == "fp32"
+    assert "127: too narrow" in by_width(narrow).reason
+    assert by_width(nn.Conv2d(16, 128, 3)).value == "bf16"  # 16 × 3 × 3 in, 128 out
+    assert by_width(nn.Conv2d(14, 128, 3)).value == "fp32"
+    assert by_width(nn.Embedding(5000, 512)).value == "fp32"  # a look-up, no product
+    assert by_width(nn.Sequential(nn.Linear(4, 4), nn.Sequential(wide))).value == "bf16"
+    assert by_width(nn.ReLU()).value == "fp32"
+
+
+def test_probing_off_decides_when_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "time_pairs", lambda *_: pytest.fail("measured"))
+    policy, called, said = undecided(nn.Linear(256, 256), measure=False)
+    assert policy.name == "bf16"
+    assert len(said) == 1
+    assert called(torch.ones(1, 256)).dtype == torch.float32
+    policy, _, said = undecided(nn.Linear(4, 4), measure=False)
+    assert policy.name == "fp32"
+    assert policy.forward(narrow := nn.Linear(4, 4), CPU) is narrow
+
+
+def test_it_is_for_cpus() -> None:
+    assert Measured.refuse(Facts(MACHINES["Zen 4 server"], "cpu", 1)) is None
+    assert Measured.refuse(Facts(MACHINES["A100"], "cuda", 1)) is not None
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------------------
+
+
+def decide(fast_on: int) -> tuple[str, str, bool, float]:
+    """A rank's view: decision, reason, whether it measured, and the next random number."""
+    world, real = World(read_ranks(), CPU, timeout=20), measured.time_pairs
+    try:
+        measuring = []
+
+        def fake(*_: Any) -> tuple[float, int]:
+            measuring.append(True)
+            return (0.5 if world.rank == fast_on else 2.0), 3
+
+        measured.time_pairs = fake
+        policy = Measured(AutocastKwargs(), world)
+        torch.manual_seed(5)
+        policy.forward(nn.Linear(4, 4), CPU)(torch.ones(2, 4))
+        assert policy.choice is not None
+        return policy.choice.value, policy.choice.reason, bool(measuring), torch.rand(1).item()
+    finally:
+        measured.time_pairs = real
+        world.close()
+
+
+@pytest.mark.parametrize(("fast_on", "name"), [(0, "bf16"), (1, "fp32")])
+def test_rank_0_decides_for_all(ranks: Processes, fast_on: int, name: str) -> None:
+    first, second = ranks(decide, fast_on)
+    assert first[:2] == second[:2]
+    assert first[0] == name
+    assert (first[2], second[2]) == (True, False)
+    assert first[3] == second[3]
+
+
+def fail_on_both() -> None:
+    world = World(read_ranks(), CPU, timeout=20)
+    try:
+        Measured(AutocastKwargs(), world).forward(nn.Linear(4, 4), CPU)(torch.ones(2, 5))
+    finally:
+        world.close()
+
+
+def test_a_wrong_batch_is_an_error_on_every_rank_and_no_hang(ranks: Processes) -> None:
+    for failure in ranks.fails(fail_on_both, timeout=15):
+        assert "shapes cannot be multiplied" in failure.message
