@@ -6,33 +6,32 @@ What it decides stands in `plan`; how the model is spread is the strategy's, dty
 from __future__ import annotations
 
 import atexit
-import hashlib
 import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from . import env, launcher, operations
-from .checks import by_kind, check_batch, describe, loss_trouble, refuse_unknown
+from . import launcher
+from .checks import by_kind, loss_trouble, refuse_unknown
 from .clock import StepClock
-from .data import PreparedLoader, prepare_loader, skip_first_batches
-from .errors import BatchError, EasympWarning, PrepareError, RefusedError, SettingError, StepError, WorldError
+from .data import PreparedLoader, skip_first_batches
+from .errors import EasympWarning, RefusedError, SettingError, StepError
 from .hardware import Hardware, detect
 from .log import get_logger
 from .memory_retry import release_memory
 from .microstep import ForeignSteps, MicroStep
-from .optim import ItemWindow, PreparedOptimizer, PreparedScheduler, fuse
+from .operations import Collectives
+from .optim import ItemWindow, PreparedOptimizer, PreparedScheduler
 from .plan import Plan, make_plan
-from .precision import PRECISIONS, LossScale, Measured, Scaler
-from .prepared import Route, make_view, unwrap
-from .processes import Processes
+from .precision import PRECISIONS, Measured, Scaler, rule_from
+from .prepared import unwrap
+from .preparing import Preparation, Wishes
 from .protocols import Choice
 from .records import (
     AutocastKwargs,
@@ -42,25 +41,17 @@ from .records import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
 )
-from .rng import diverge, set_seed
+from .rng import set_seed
 from .settings import Settings, resolve
 from .state import AcceleratorState, GradientState, Run, register, unregister
 from .strategies import STRATEGIES
-from .tree import leaves, recursively_apply
-from .world import World, odd_one_out, read_ranks
+from .switches import switch
+from .world import World, read_ranks
 
 logger = get_logger(__name__)
 
 
-@dataclass(slots=True)
-class Prepared:
-    """A prepared model: what the user holds, and how it is called."""
-
-    view: nn.Module
-    route: Route
-
-
-class Accelerator(Processes):
+class Accelerator(Collectives):
     """Trains one script on whatever is here.
 
     Settings come from these arguments, else from ``EASYMP_`` variables, else from ``easymp.toml``, else they are detected;
@@ -140,29 +131,20 @@ class Accelerator(Processes):
         self._world.close_at_exit()
         self._run = Run(self._world, plan, self._clock)
         register(self._run)
-        self._place = device_placement
         self._autocast: AutocastKwargs = handlers.get(AutocastKwargs, AutocastKwargs())
         self._precision = self._make_precision(asked)
-        self._scaler = self._make_scaler(handlers.get(GradScalerKwargs, GradScalerKwargs()))
+        scaling = handlers.get(GradScalerKwargs, GradScalerKwargs())
+        self._scaler = Scaler(rule_from(scaling), self._world, enabled=self._precision.scaled and scaling.enabled)
         ddp = handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
-        self._strategy = STRATEGIES[self.plan.strategy.value](self._world, ddp)
+        self._strategy = STRATEGIES[plan.strategy.value](self._world, ddp)
         self._loading = dataloader_config or DataLoaderConfiguration()
-        self._with_optimizer = step_scheduler_with_optimizer
-        self._scheduler_steps = self._world.size if scheduler_steps_per_process else 1
+        steps = self._world.size if scheduler_steps_per_process else 1
+        wishes = Wishes(device_placement, self._loading, step_scheduler_with_optimizer, steps)
+        self._prepared = Preparation(self._run, self._strategy, self._precision, self._scaler, wishes)
         self._items = ItemWindow(self._world, self._strategy.data_size)
-        self._models: list[Prepared] = []
-        self._optimizers: list[PreparedOptimizer] = []
-        self._schedulers: list[PreparedScheduler] = []
-        self._dataloaders: list[PreparedLoader] = []
-        self._owner: dict[int, str] = {}  # id of a prepared parameter → its name
-        self._stepped_by: dict[int, PreparedOptimizer] = {}  # id of a parameter → its optimizer
-        self._seed = asked.seed
-        self._alike = asked.seed is not None  # whether all ranks still draw from one random stream
-        self._batch = ""
-        self._trigger = False
         self._foreign: ForeignSteps | None = None
         self._closed = False
-        self._set_flags(asked)
+        switch(self._precision.tf32 and device.type == "cuda", asked.deterministic, self._undo.callback)
         if asked.seed is not None:
             set_seed(asked.seed)
         me = weakref.ref(self)
@@ -181,36 +163,8 @@ class Accelerator(Processes):
         self._run.plan = self.plan.replace(precision=choice)
         logger.info("precision %s: %s", choice.value, choice.reason)
 
-    def _make_scaler(self, options: GradScalerKwargs) -> Scaler:
-        rule = LossScale(
-            initial=options.init_scale,
-            growth_factor=options.growth_factor,
-            backoff_factor=options.backoff_factor,
-            growth_interval=options.growth_interval,
-            hysteresis=options.hysteresis,
-            minimum=options.min_scale,
-            maximum=options.max_scale,
-            dynamic=options.dynamic,
-        )
-        return Scaler(rule, self._world, enabled=self._precision.scaled and options.enabled)
-
-    def _set_flags(self, asked: Settings) -> None:
-        """torch's process-wide switches, put back by `close`."""
-        if self._precision.tf32 and self.device.type == "cuda":
-            matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn
-            for module in (matmul, conv):
-                self._undo.callback(setattr, module, "allow_tf32", module.allow_tf32)
-                module.allow_tf32 = True
-        if asked.deterministic:
-            warn = torch.is_deterministic_algorithms_warn_only_enabled()
-            self._undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warn)
-            self._undo.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-            self._undo.callback(env.put, env.put({"CUBLAS_WORKSPACE_CONFIG": env.read("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}))
-            torch.use_deterministic_algorithms(True)
-            torch.backends.cudnn.benchmark = False
-
     def __str__(self) -> str:
-        return self.plan.explain() + (f"\nbatch         {self._batch}" if self._batch else "")
+        return self.plan.explain() + (f"\nbatch         {self._prepared.batch}" if self._prepared.batch else "")
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -250,7 +204,7 @@ class Accelerator(Processes):
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any prepared optimizer was skipped for an overflow. Waits for the device under fp16."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -291,26 +245,8 @@ class Accelerator(Processes):
             PrepareError: objects that do not fit together, or cannot be prepared.
             WorldError: the ranks passed different objects.
         """
-        if device_placement is not None and len(device_placement) != len(objects):
-            raise PrepareError(
-                f"device_placement has {len(device_placement)} values for {len(objects)} objects: pass one for each"
-            )
-        self._agree(objects)
-        place = [self._place if p is None else p for p in device_placement or [None] * len(objects)]
-        done: dict[int, Any] = {}
-        models = [(i, o) for i, o in enumerate(objects) if isinstance(o, nn.Module)]
-        optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
-        for i, model in models:
-            done[i] = self._prepare_model(model, optimizers, place[i])
-        for kind in (torch.optim.Optimizer, DataLoader, object):  # what follows the models; schedulers follow the optimizers
-            for i, item in enumerate(objects):
-                if i not in done and isinstance(item, kind):
-                    done[i] = self._prepare_other(item, place[i])
-        if models and self._alike:
-            diverge(self._world.rank)
-            self._alike = False
-        self._say_batch()
-        return done[0] if len(objects) == 1 else tuple(done[i] for i in range(len(objects)))
+        done = self._prepared.prepare(objects, device_placement)
+        return done[0] if len(done) == 1 else tuple(done)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None) -> nn.Module:
         return self.prepare(model, device_placement=[device_placement])
@@ -323,130 +259,6 @@ class Accelerator(Processes):
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None) -> PreparedLoader:
         return self.prepare(data_loader, device_placement=[device_placement])
-
-    def _prepare_other(self, item: Any, place: bool) -> Any:
-        if item is None or isinstance(item, (PreparedOptimizer, PreparedScheduler, PreparedLoader)):
-            return item
-        if isinstance(item, torch.optim.Optimizer):
-            return self._prepare_optimizer(item)
-        if isinstance(item, DataLoader):
-            return self._prepare_loader(item, place)
-        if callable(getattr(item, "step", None)) and hasattr(item, "state_dict"):
-            return self._prepare_scheduler(item)
-        raise PrepareError(
-            f"prepare() got a {type(item).__name__}, which is no Module, Optimizer, scheduler or DataLoader: leave it out "
-            "(a data set goes into a DataLoader first)"
-        )
-
-    def _prepare_model(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], place: bool) -> nn.Module:
-        for prepared in self._models:
-            if model is prepared.view or model is prepared.route.original:
-                return prepared.view
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise PrepareError(
-                f"the model is already in a {type(model).__name__}: pass its .module, the strategy does the wrapping"
-            )
-        for name, parameter in model.named_parameters():
-            if id(parameter) in self._owner:
-                raise PrepareError(
-                    f"parameter {name!r} of this {type(model).__name__} was prepared before, as {self._owner[id(parameter)]!r}: prepare "
-                    "one module that holds both parts, once"
-                )
-            if parameter.is_meta:
-                raise PrepareError(
-                    f"parameter {name!r} is on the meta device, without values: use to_empty() and initialise it first"
-                )
-        wrapped = self._strategy.wrap(model, optimizers, self._precision, place)
-        view, route = make_view(model, wrapped.model)
-        self._models.append(Prepared(view, route))
-        self._owner.update((id(p), name) for name, p in model.named_parameters())
-        return view
-
-    def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
-        for prepared in self._optimizers:
-            if prepared.optimizer is optimizer:
-                return prepared
-        kind = type(optimizer).__name__
-        for g, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if id(parameter) not in self._owner:
-                    raise PrepareError(
-                        f"{kind} holds a parameter of shape {tuple(parameter.shape)} (param group {g}) that belongs to no prepared "
-                        "model: prepare the model in the same call or before, and build the optimizer from that model's parameters"
-                    )
-                if id(parameter) in self._stepped_by:
-                    raise PrepareError(
-                        f"{kind} holds parameter {self._owner[id(parameter)]!r}, which another prepared optimizer steps already: give "
-                        "each parameter to one optimizer (free_memory() lets go of the old ones)"
-                    )
-        prepared = PreparedOptimizer(optimizer, self._clock, self._scaler)
-        self._stepped_by.update((id(p), prepared) for group in optimizer.param_groups for p in group["params"])
-        self._optimizers.append(prepared)
-        if self.plan.settings.fused:
-            why_not = fuse(optimizer)
-            value = "as given" if why_not else "fused"
-            self._run.plan = self.plan.replace(
-                optimizer=Choice(value, why_not or f"torch's fused {kind}", self.plan.optimizer.source)
-            )
-        return prepared
-
-    def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        for prepared in self._schedulers:
-            if prepared.scheduler is scheduler:
-                return prepared
-        drives = getattr(scheduler, "optimizer", None)
-        mine = [o for o in self._optimizers if drives is None or drives is o or drives is o.optimizer]
-        if not mine:
-            raise PrepareError(
-                f"{type(scheduler).__name__} drives an optimizer that is not prepared: prepare that optimizer in the same call or before"
-            )
-        prepared = PreparedScheduler(scheduler, mine, self._clock, self._with_optimizer, self._scheduler_steps)
-        self._schedulers.append(prepared)
-        return prepared
-
-    def _prepare_loader(self, loader: DataLoader[Any], place: bool) -> PreparedLoader:
-        for prepared in self._dataloaders:
-            if prepared._given is loader:
-                return prepared
-        seed = self._loading.data_seed
-        prepared = prepare_loader(
-            loader,
-            clock=self._clock,
-            world=self._world,
-            data_rank=self._strategy.data_rank,
-            data_size=self._strategy.data_size,
-            device=self.device,
-            config=self._loading,
-            seed=self._seed if seed is None else seed,
-            device_placement=place,
-        )
-        self._dataloaders.append(prepared)
-        return prepared
-
-    def _agree(self, objects: Sequence[Any]) -> None:
-        """All ranks brought the same things, or an error says who did not; and one data seed for all."""
-        mine = [line for o in objects for line in describe(o)]
-        digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-        seen = self._world.gather_objects((digest, torch.initial_seed()))
-        if self._seed is None:
-            self._seed = seen[0][1]
-            self._alike = len({s[1] for s in seen}) == 1
-        if any(s[0] != seen[0][0] for s in seen):
-            lists = self._world.gather_objects(mine)
-            first = next(
-                i for i in range(max(map(len, lists))) if len({line[i] if i < len(line) else None for line in lists}) > 1
-            )
-            there = [line[first] if first < len(line) else "nothing more" for line in lists]
-            raise WorldError(
-                f"the ranks prepare different things: {odd_one_out(there)}. All ranks must build and prepare the same objects"
-            )
-
-    def _say_batch(self) -> None:
-        for loader in self._dataloaders[:1]:
-            steps = f" × {self._clock.accumulation} accumulation" if self._clock.accumulation > 1 else ""
-            if loader.total_batch_size is not None:
-                self._batch = f"{loader.size_line()}{steps} = {loader.total_batch_size * self._clock.accumulation}"
-                logger.info("batch: %s", self._batch)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -488,10 +300,10 @@ class Accelerator(Processes):
         else:
             self._backward_among_ranks(loss, kwargs)
         if self._items.open and clock.sync:
-            self._items.finish(p for model in self._models for p in model.route.original.parameters())
+            self._items.finish(p for model in self._prepared.models for p in model.route.original.parameters())
 
     def _backward_among_ranks(self, loss: Tensor, kwargs: dict[str, Any]) -> None:
-        routes = [model.route for model in self._models]
+        routes = [model.route for model in self._prepared.models]
         if self._clock.sync:
             if routes and not any(route.called for route in routes):
                 warnings.warn(
@@ -512,36 +324,25 @@ class Accelerator(Processes):
         loader being read, which restarts the count. Without arguments it means all prepared models.
         """
         if self._foreign is None and self._clock.accumulation != 1:
-            self._foreign = self._undo.enter_context(ForeignSteps(self._clock, self._owner, self._stepped_by))
-        modules = () if self._sync_each_batch or self._world.size == 1 else [r.module for r in self._routes(models)]
+            self._foreign = self._undo.enter_context(ForeignSteps(self._clock, self._prepared.owner, self._prepared.stepped_by))
+        modules = () if self._sync_each_batch or self._world.size == 1 else [r.module for r in self._prepared.routes(models)]
         return MicroStep(self._clock, self._strategy, modules)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
         """Inside, backward keeps gradients to this rank: for accumulation by hand."""
         with ExitStack() as stack:
-            for route in self._routes((model,) if model is not None else ()):
+            for route in self._prepared.routes((model,) if model is not None else ()):
                 stack.enter_context(self._strategy.no_sync(route.module))
             yield
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Inside, backward reduces gradients, although `model` was called under `no_sync`."""
-        (route,) = self._routes((model,))
+        (route,) = self._prepared.routes((model,))
         route.called = True
         with self._strategy.force_sync(route.module):
             yield
-
-    def _routes(self, models: Sequence[nn.Module]) -> list[Route]:
-        if not models:
-            return [model.route for model in self._models]
-        routes = []
-        for model in models:
-            found = [m.route for m in self._models if model is m.view or model is m.route.original]
-            if not found:
-                raise StepError(f"this {type(model).__name__} is not prepared: pass what prepare() returned")
-            routes += found
-        return routes
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[nn.Module], even_batches: bool | None = None) -> Iterator[None]:
@@ -551,12 +352,12 @@ class Accelerator(Processes):
             joinables: prepared models.
             even_batches: over the loaders' setting, while inside.
         """
-        before = [(loader, loader.even_batches) for loader in self._dataloaders] if even_batches is not None else []
+        before = [(loader, loader.even_batches) for loader in self._prepared.loaders] if even_batches is not None else []
         for loader, _ in before:
             loader.even_batches = even_batches
         self._scaler.agree = False  # ranks that are done do not take part; gradients are the same on those that are not
         try:
-            with self._strategy.join([route.module for route in self._routes(joinables)]):
+            with self._strategy.join([route.module for route in self._prepared.routes(joinables)]):
                 yield
         finally:
             self._scaler.agree = True
@@ -573,7 +374,9 @@ class Accelerator(Processes):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale, to look at them or change them before the step; once an update."""
-        chosen = self._optimizers if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        chosen = (
+            self._prepared.optimizers if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        )
         for item in chosen:
             self._scaler.unscale_(item.optimizer if isinstance(item, PreparedOptimizer) else item)
 
@@ -596,75 +399,9 @@ class Accelerator(Processes):
             return None
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._scaler.enabled:
-            for optimizer in {id(o): o for p in chosen if (o := self._stepped_by.get(id(p)))}.values():
+            for optimizer in {id(o): o for p in chosen if (o := self._prepared.stepped_by.get(id(p)))}.values():
                 self._scaler.unscale_(optimizer.optimizer)
         return chosen
-
-    # -- over the ranks -----------------------------------------------------------------------------------------------
-
-    def gather(self, tensor: Any) -> Any:
-        """Every tensor of the tree joined over the ranks along dimension 0, on all ranks."""
-        return operations.gather(tensor, world=self._world)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, for results of the current batch: samples that only complete the last round are dropped.
-
-        Call it inside the loop over a prepared loader. Objects that are no tensors (``use_gather_object=True``, or no tensor
-        in the tree) are gathered as lists with one item a sample.
-
-        Raises:
-            BatchError: outside a loop, or dimension 0 is not the batch.
-        """
-        loader = self._clock.reading
-        if loader is None:
-            raise BatchError(
-                "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are repeated: call it for "
-                "each batch inside the loop, or use gather() for anything else"
-            )
-        objects = use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data))
-        for leaf in [input_data] if objects else leaves(input_data):
-            check_batch(leaf, loader.local_size)
-        if objects:
-            whole = operations.gather_object(list(input_data), world=self._world)
-        else:
-            collect = self._world.gather_uneven if loader.uneven else self._world.gather
-            whole = recursively_apply(collect, input_data, error_on_other_type=True)
-        extra = loader.surplus
-        if not extra:
-            return whole
-        return whole[:-extra] if objects else recursively_apply(lambda t: t[: t.shape[0] - extra], whole)
-
-    def mean(self, value: Any, weight: Any = 1.0) -> Tensor:
-        """Mean of a number over the ranks, weighted: sum(value × weight) / sum(weight), 0-dim, on all ranks.
-
-        ``accelerator.mean(loss, len(batch))`` is the mean over samples, whatever each rank's share.
-        """
-        values = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach()
-        weights = torch.as_tensor(weight, dtype=torch.float32, device=self.device).detach()
-        if values.ndim or weights.ndim:
-            raise BatchError(
-                f"mean() takes one number and its weight a rank, not shapes {tuple(values.shape)} and {tuple(weights.shape)}: "
-                "reduce them first, e.g. values.mean() with weight values.numel()"
-            )
-        total, count = self._world.reduce(torch.stack([values * weights, weights])).unbind()
-        return total / count
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Every tensor of the tree summed ("sum") or averaged ("mean") over the ranks, times `scale`."""
-        return operations.reduce(tensor, reduction, scale, world=self._world)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Every tensor of the tree as long along `dim` as the longest rank's."""
-        return operations.pad_across_processes(tensor, dim, pad_index, pad_first, world=self._world)
-
-    def set_trigger(self) -> None:
-        """Raise a flag that `check_trigger` sees on every rank."""
-        self._trigger = True
-
-    def check_trigger(self) -> bool:
-        """Whether any rank has raised the flag since the last check; lowers it. All ranks must call it together."""
-        raised, self._trigger = self._world.any(self._trigger), False
-        return raised
 
     # -- loaders and models -------------------------------------------------------------------------------------------
 
@@ -690,10 +427,7 @@ class Accelerator(Processes):
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of all that was prepared, and of `objects` (assign the Nones returned), and empty the device's cache."""
-        for model in self._models:
-            model.route.module = self._precision.forward(model.route.original, self.device)
-        for held in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._owner, self._stepped_by):
-            held.clear()
+        self._prepared.release()
         self._clock.__init__(self._clock.accumulation, self._clock.end_with_loader)  # type: ignore[misc]
         nothing = (None,) * len(objects)
         del objects

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import SettingError
-from .state import current_world
-from .tree import recursively_apply
+from .checks import check_batch
+from .errors import BatchError, SettingError
+from .processes import Processes
+from .state import Run, current_world
+from .tree import leaves, recursively_apply
 from .world import World
 
 
@@ -70,3 +72,74 @@ def pad_across_processes(
         return torch.cat([filler, leaf] if pad_first else [leaf, filler], dim=dim)
 
     return recursively_apply(one, tensor, error_on_other_type=True)
+
+
+class Collectives(Processes):
+    """The same for whoever holds a world, and what knows of the batch being read."""
+
+    _run: Run
+    _trigger = False
+
+    def gather(self, tensor: Any) -> Any:
+        """Every tensor of the tree joined over the ranks along dimension 0, on all ranks."""
+        return gather(tensor, world=self._world)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, for results of the current batch: samples that only complete the last round are dropped.
+
+        Call it inside the loop over a prepared loader. Objects that are no tensors (``use_gather_object=True``, or no tensor
+        in the tree) are gathered as lists with one item a sample.
+
+        Raises:
+            BatchError: outside a loop, or dimension 0 is not the batch.
+        """
+        loader = self._run.clock.reading
+        if loader is None:
+            raise BatchError(
+                "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are repeated: call it for "
+                "each batch inside the loop, or use gather() for anything else"
+            )
+        objects = use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data))
+        for leaf in [input_data] if objects else leaves(input_data):
+            check_batch(leaf, loader.local_size)
+        if objects:
+            whole = gather_object(list(input_data), world=self._world)
+        else:
+            collect = self._world.gather_uneven if loader.uneven else self._world.gather
+            whole = recursively_apply(collect, input_data, error_on_other_type=True)
+        extra = loader.surplus
+        if not extra:
+            return whole
+        return whole[:-extra] if objects else recursively_apply(lambda t: t[: t.shape[0] - extra], whole)
+
+    def mean(self, value: Any, weight: Any = 1.0) -> Tensor:
+        """Mean of a number over the ranks, weighted: sum(value × weight) / sum(weight), 0-dim, on all ranks.
+
+        ``accelerator.mean(loss, len(batch))`` is the mean over samples, whatever each rank's share.
+        """
+        values = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach()
+        weights = torch.as_tensor(weight, dtype=torch.float32, device=self.device).detach()
+        if values.ndim or weights.ndim:
+            raise BatchError(
+                f"mean() takes one number and its weight a rank, not shapes {tuple(values.shape)} and {tuple(weights.shape)}: "
+                "reduce them first, e.g. values.mean() with weight values.numel()"
+            )
+        total, count = self._world.reduce(torch.stack([values * weights, weights])).unbind()
+        return total / count
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Every tensor of the tree summed ("sum") or averaged ("mean") over the ranks, times `scale`."""
+        return reduce(tensor, reduction, scale, world=self._world)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Every tensor of the tree as long along `dim` as the longest rank's."""
+        return pad_across_processes(tensor, dim, pad_index, pad_first, world=self._world)
+
+    def set_trigger(self) -> None:
+        """Raise a flag that `check_trigger` sees on every rank."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has raised the flag since the last check; lowers it. All ranks must call it together."""
+        raised, self._trigger = self._world.any(self._trigger), False
+        return raised

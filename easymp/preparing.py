@@ -1,0 +1,243 @@
+"""Preparation: what a user brings, checked, agreed on by the ranks, wrapped, and kept.
+
+Models come first, since optimizers are checked against them; then optimizers, loaders, and schedulers, which follow optimizers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from .checks import describe
+from .data import PreparedLoader, SkippedLoader, prepare_loader
+from .errors import PrepareError, StepError, WorldError
+from .log import get_logger
+from .optim import PreparedOptimizer, PreparedScheduler, fuse
+from .precision import Scaler
+from .prepared import Route, make_view
+from .protocols import Choice, Precision, Strategy
+from .records import DataLoaderConfiguration
+from .rng import diverge
+from .state import Run
+from .world import odd_one_out
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prepared model: what the user holds, and how it is called."""
+
+    view: nn.Module
+    route: Route
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the constructor was told about preparing.
+
+    Attributes:
+        place: move models and batches to the device.
+        loading: how loaders read.
+        with_optimizer: schedulers step once an optimizer update.
+        scheduler_steps: steps of a scheduler an update.
+    """
+
+    place: bool
+    loading: DataLoaderConfiguration
+    with_optimizer: bool
+    scheduler_steps: int
+
+
+class Preparation:
+    """All that one run has prepared.
+
+    Attributes:
+        models, optimizers, schedulers, loaders: in the order they came.
+        owner: id of a prepared parameter → its name.
+        stepped_by: id of a parameter → its optimizer.
+        batch: how the global batch comes about, in words.
+    """
+
+    def __init__(self, run: Run, strategy: Strategy, precision: Precision, scaler: Scaler, wishes: Wishes) -> None:
+        self._run, self._strategy, self._precision, self._scaler, self._wishes = run, strategy, precision, scaler, wishes
+        self.models: list[Prepared] = []
+        self.optimizers: list[PreparedOptimizer] = []
+        self.schedulers: list[PreparedScheduler] = []
+        self.loaders: list[PreparedLoader] = []
+        self.owner: dict[int, str] = {}
+        self.stepped_by: dict[int, PreparedOptimizer] = {}
+        self.batch = ""
+        self._seed = run.plan.settings.seed
+        self._alike = self._seed is not None  # whether all ranks still draw from one random stream
+
+    def prepare(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None) -> list[Any]:
+        """`objects`, ready for this run, in the same order."""
+        if device_placement is not None and len(device_placement) != len(objects):
+            raise PrepareError(
+                f"device_placement has {len(device_placement)} values for {len(objects)} objects: pass one for each"
+            )
+        self._agree(objects)
+        place = [self._wishes.place if p is None else p for p in device_placement or [None] * len(objects)]
+        done: dict[int, Any] = {}
+        models = [(i, o) for i, o in enumerate(objects) if isinstance(o, nn.Module)]
+        optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
+        for i, model in models:
+            done[i] = self._prepare_model(model, optimizers, place[i])
+        for kind in (torch.optim.Optimizer, DataLoader, object):  # what follows the models; schedulers follow the optimizers
+            for i, item in enumerate(objects):
+                if i not in done and isinstance(item, kind):
+                    done[i] = self._prepare_other(item, place[i])
+        if models and self._alike:
+            diverge(self._run.world.rank)
+            self._alike = False
+        self._say_batch()
+        return [done[i] for i in range(len(objects))]
+
+    def _prepare_other(self, item: Any, place: bool) -> Any:
+        if item is None or isinstance(item, (PreparedOptimizer, PreparedScheduler, PreparedLoader, SkippedLoader)):
+            return item
+        if isinstance(item, torch.optim.Optimizer):
+            return self._prepare_optimizer(item)
+        if isinstance(item, DataLoader):
+            return self._prepare_loader(item, place)
+        if callable(getattr(item, "step", None)) and hasattr(item, "state_dict"):
+            return self._prepare_scheduler(item)
+        raise PrepareError(
+            f"prepare() got a {type(item).__name__}, which is no Module, Optimizer, scheduler or DataLoader: leave it out "
+            "(a data set goes into a DataLoader first)"
+        )
+
+    def _prepare_model(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], place: bool) -> nn.Module:
+        for prepared in self.models:
+            if model is prepared.view or model is prepared.route.original:
+                return prepared.view
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise PrepareError(
+                f"the model is already in a {type(model).__name__}: pass its .module, the strategy does the wrapping"
+            )
+        for name, parameter in model.named_parameters():
+            if id(parameter) in self.owner:
+                raise PrepareError(
+                    f"parameter {name!r} of this {type(model).__name__} was prepared before, as {self.owner[id(parameter)]!r}: prepare "
+                    "one module that holds both parts, once"
+                )
+            if parameter.is_meta:
+                raise PrepareError(
+                    f"parameter {name!r} is on the meta device, without values: use to_empty() and initialise it first"
+                )
+        wrapped = self._strategy.wrap(model, optimizers, self._precision, place)
+        view, route = make_view(model, wrapped.model)
+        self.models.append(Prepared(view, route))
+        self.owner.update((id(p), name) for name, p in model.named_parameters())
+        return view
+
+    def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
+        for prepared in self.optimizers:
+            if prepared.optimizer is optimizer:
+                return prepared
+        kind = type(optimizer).__name__
+        for g, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in self.owner:
+                    raise PrepareError(
+                        f"{kind} holds a parameter of shape {tuple(parameter.shape)} (param group {g}) that belongs to no prepared "
+                        "model: prepare the model in the same call or before, and build the optimizer from that model's parameters"
+                    )
+                if id(parameter) in self.stepped_by:
+                    raise PrepareError(
+                        f"{kind} holds parameter {self.owner[id(parameter)]!r}, which another prepared optimizer steps already: give "
+                        "each parameter to one optimizer (free_memory() lets go of the old ones)"
+                    )
+        prepared = PreparedOptimizer(optimizer, self._run.clock, self._scaler)
+        self.stepped_by.update((id(p), prepared) for group in optimizer.param_groups for p in group["params"])
+        self.optimizers.append(prepared)
+        if self._run.plan.settings.fused:
+            why_not = fuse(optimizer, [model.route.original for model in self.models])
+            value = "as given" if why_not else "fused"
+            self._run.plan = self._run.plan.replace(
+                optimizer=Choice(value, why_not or f"torch's fused {kind}", self._run.plan.optimizer.source)
+            )
+        return prepared
+
+    def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        for prepared in self.schedulers:
+            if prepared.scheduler is scheduler:
+                return prepared
+        drives = getattr(scheduler, "optimizer", None)
+        mine = [o for o in self.optimizers if drives is None or drives is o or drives is o.optimizer]
+        if not mine:
+            raise PrepareError(
+                f"{type(scheduler).__name__} drives an optimizer that is not prepared: prepare that optimizer in the same call or before"
+            )
+        prepared = PreparedScheduler(scheduler, mine, self._run.clock, self._wishes.with_optimizer, self._wishes.scheduler_steps)
+        self.schedulers.append(prepared)
+        return prepared
+
+    def _prepare_loader(self, loader: DataLoader[Any], place: bool) -> PreparedLoader:
+        for prepared in self.loaders:
+            if prepared._given is loader:
+                return prepared
+        assert self._seed is not None, "the ranks have agreed on one"
+        prepared = prepare_loader(
+            loader,
+            clock=self._run.clock,
+            world=self._run.world,
+            data_rank=self._strategy.data_rank,
+            data_size=self._strategy.data_size,
+            device=self._run.world.device,
+            config=self._wishes.loading,
+            seed=self._seed,
+            device_placement=place,
+        )
+        self.loaders.append(prepared)
+        return prepared
+
+    def _agree(self, objects: Sequence[Any]) -> None:
+        """All ranks brought the same things, or an error says who did not; and one data seed for all."""
+        mine = [line for o in objects for line in describe(o)]
+        digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+        seen = self._run.world.gather_objects((digest, torch.initial_seed()))
+        if self._seed is None:
+            self._seed = seen[0][1]
+            self._alike = len({s[1] for s in seen}) == 1
+        if any(s[0] != seen[0][0] for s in seen):
+            lists = self._run.world.gather_objects(mine)
+            first = next(
+                i for i in range(max(map(len, lists))) if len({line[i] if i < len(line) else None for line in lists}) > 1
+            )
+            there = [line[first] if first < len(line) else "nothing more" for line in lists]
+            raise WorldError(
+                f"the ranks prepare different things: {odd_one_out(there)}. All ranks must build and prepare the same objects"
+            )
+
+    def _say_batch(self) -> None:
+        for loader in self.loaders[:1]:
+            steps = f" × {self._run.clock.accumulation} accumulation" if self._run.clock.accumulation > 1 else ""
+            if loader.total_batch_size is not None:
+                self.batch = f"{loader.size_line()}{steps} = {loader.total_batch_size * self._run.clock.accumulation}"
+                logger.info("batch: %s", self.batch)
+
+    def routes(self, models: Sequence[nn.Module]) -> list[Route]:
+        if not models:
+            return [model.route for model in self.models]
+        routes = []
+        for model in models:
+            found = [m.route for m in self.models if model is m.view or model is m.route.original]
+            if not found:
+                raise StepError(f"this {type(model).__name__} is not prepared: pass what prepare() returned")
+            routes += found
+        return routes
+
+    def release(self) -> None:
+        """Let go of everything. Views stay callable, each rank for itself."""
+        for model in self.models:
+            model.route.module = self._precision.forward(model.route.original, self._run.world.device)
+        for held in (self.models, self.optimizers, self.schedulers, self.loaders, self.owner, self.stepped_by):
+            held.clear()

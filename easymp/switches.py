@@ -1,0 +1,31 @@
+"""torch's process-wide switches, set for a run and put back after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import env
+
+
+def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
+    """Set the switches; ``undo(function, *args)`` is told how to put each back, as by `ExitStack.callback`.
+
+    Args:
+        tf32: TF32 for matrix products and convolutions that stay in fp32.
+        deterministic: deterministic algorithms only; cuBLAS then needs a fixed workspace (CUDA's documentation of
+            CUBLAS_WORKSPACE_CONFIG), and cuDNN may not choose by timing.
+    """
+    if tf32:
+        for module in (torch.backends.cuda.matmul, torch.backends.cudnn):
+            undo(setattr, module, "allow_tf32", module.allow_tf32)
+            module.allow_tf32 = True
+    if deterministic:
+        warn = torch.is_deterministic_algorithms_warn_only_enabled()
+        undo(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warn)
+        undo(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        undo(env.put, env.put({"CUBLAS_WORKSPACE_CONFIG": env.read("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}))
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
