@@ -14,12 +14,16 @@ from typing import Any
 import psutil
 import pytest
 
-from .pool import Failure, Pool, RanksFailed, explain, leaked_threads
+from .pool import Failure, Pool, RanksFailed, explain, leaked_threads, names_from_the_hosts_file_only
 
 # Written by libraries at import or first use, and by pytest itself.
 FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "MPL", "TF_", "GRPC_")
 FOLDER = Path("/proc/self/fd")
 SPARE_DESCRIPTORS = 40  # pipes of the pool's workers, libraries loaded by a test
+
+
+def pytest_configure() -> None:
+    names_from_the_hosts_file_only()
 
 
 # -- which tests run ---------------------------------------------------------------------------------------------------

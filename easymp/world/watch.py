@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import sysconfig
 import threading
 import traceback
 from datetime import timedelta
@@ -21,7 +22,8 @@ import torch.distributed as dist
 
 FOREVER = timedelta(days=30)
 PATIENCE = timedelta(seconds=3)
-HERE = str(Path(__file__).parent.parent)
+# Lines of these say nothing about where a user's script is: ours, Python's own, and installed packages (within the latter).
+NOT_THE_USERS = (str(Path(__file__).parent.parent), sysconfig.get_path("stdlib"))
 
 _watches = itertools.count()  # worlds come and go on all ranks alike; each has its own place in the store
 
@@ -71,7 +73,7 @@ class Watch:
     def _whereabouts(self) -> str:
         frame = sys._current_frames().get(self._main)
         stack = traceback.extract_stack(frame) if frame else []
-        ours = [f for f in stack if "site-packages" not in f.filename and not f.filename.startswith(HERE)]
+        ours = [f for f in stack if "site-packages" not in f.filename and not f.filename.startswith(NOT_THE_USERS)]
         place = f"{ours[-1].filename}:{ours[-1].lineno} in {ours[-1].name}" if ours else "outside Python"
         return f"{last_collective()}; at {place}"
 

@@ -52,8 +52,6 @@ class World:
         debug: compare shapes and dtypes over the ranks before each collective.
     """
 
-    _groups = 0
-
     def __init__(self, ranks: Ranks, device: torch.device, timeout: float = 120.0, debug: bool = False) -> None:
         self.ranks = ranks
         self.rank, self.size = ranks.rank, ranks.size
@@ -82,11 +80,13 @@ class World:
             self._watch = Watch(self.rank, self.size)
 
     def _connect(self, store: dist.Store) -> None:
-        World._groups += 1  # each group has a place of its own in the store; worlds come and go on all ranks alike
+        # Each group has a place of its own in the store. Counted there and not here: a process that was started later than the
+        # others, or lived through other worlds, would count differently.
+        number = store.add(f"groups/{self.rank}", 1)
         with env.override(TORCH_FR_BUFFER_SIZE=env.read("TORCH_FR_BUFFER_SIZE", "64")):
             dist.init_process_group(
                 {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(self.device.type, "gloo"),
-                store=dist.PrefixStore(f"easymp/group/{World._groups}", store),
+                store=dist.PrefixStore(f"group/{number}", store),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timedelta(seconds=self.timeout),
@@ -112,9 +112,11 @@ class World:
                 f"rank {self.rank} of {self.size} could not reach rank 0 at {address}:{port} within {self.timeout:g} s "
                 f"({str(error).splitlines()[0]}): check that rank 0 runs, and that the address and port are right"
             ) from error
-        store = dist.PrefixStore("easymp/sign-in", store)
-        store.set(f"rank/{self.rank}", socket.gethostname())
-        keys = [f"rank/{r}" for r in range(self.size)]
+        # torchrun's agent keeps its store over a restart: what an earlier attempt wrote there is not ours.
+        store = dist.PrefixStore(f"easymp/{env.integer('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        number = store.add(f"worlds/{self.rank}", 1)
+        keys = [f"world/{number}/{r}" for r in range(self.size)]
+        store.set(keys[self.rank], socket.gethostname())
         try:
             store.wait(keys, limit)
         except (dist.DistStoreError, RuntimeError) as error:

@@ -1,0 +1,57 @@
+"""``easymp env``: facts and plan."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from easymp.cli import env, main
+from easymp.hardware import CPU, Device, Hardware
+
+SERVER = Hardware(
+    CPU("Some Xeon", "x86_64", 32, 64, 2, 256 << 30, frozenset({"avx2", "amx_bf16"})),
+    (
+        Device("cuda", 0, "H100", 80 << 30, (9, 0), "sm_90", frozenset({"bf16", "fp8"}), bf16=True, fp16=True),
+        Device("cuda", 1, "Old", 8 << 30, (3, 5), "sm_35", built_for=False),
+    ),
+    "nvidia",
+    "NVLink",
+    ("no XPU: torch is built without it",),
+)
+
+
+def test_this_machine(capsys):
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    for word in ("easymp", "torch", "processor", "threads usable", "Plan", "precision", "strategy"):
+        assert word in out
+
+
+def test_json_is_one_object(capsys):
+    assert main(["env", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert set(record) == {"versions", "hardware", "plan"}
+    assert record["hardware"]["cpu"]["threads"] >= 1
+    assert set(record["plan"]["precision"]) == {"value", "reason", "source"}
+
+
+def test_facts_of_another_machine():
+    text = env.table(env.facts(SERVER))
+    assert "Some Xeon (x86_64)" in text
+    assert "32 cores, 64 threads usable, 2 NUMA node(s), 256.0 GiB" in text
+    assert "cuda:0     H100, 80.0 GiB" in text
+    assert "sm_90 bf16 fp16 fp8" in text
+    assert "Old, 8.0 GiB; this torch has no code for it" in text
+    assert "links      NVLink" in text
+    assert "not found  no XPU" in text
+
+
+def test_plain_values():
+    assert env.plain({"a": {"z", "b"}, 1: (2.5, None), "x": pytest}) == {"a": ["b", "z"], "1": [2.5, None], "x": str(pytest)}
+
+
+def test_an_impossible_request_is_one_sentence(capsys, monkeypatch):
+    monkeypatch.setenv("EASYMP_MIXED_PRECISION", "bf61")
+    assert main(["env"]) == 1
+    assert "bf16" in capsys.readouterr().err
