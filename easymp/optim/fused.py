@@ -2,33 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
+from torch import nn
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 DEVICES = {torch.optim.Adagrad: {"cpu", "cuda"}}
 EVERYWHERE = {"cpu", "cuda", "mps", "xpu"}
+DENSE_ONLY = (torch.optim.SGD, torch.optim.Adagrad)  # the plain step takes sparse gradients, the fused one does not
 
 
-def fuse(optimizer: torch.optim.Optimizer) -> str | None:
+def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> str | None:
     """Let `optimizer` run fused, if the user left that open and torch can; returns why not, or None when it now does.
 
     Only the ``fused`` entry of its param groups changes: the state, the numbers (within rounding, 3e-8) and checkpoints stay.
-    Does nothing to subclasses, to which torch's rules need not apply.
+    SGD's momentum starts as zeros instead of as nothing, which is the same. Does nothing to subclasses, to which torch's rules
+    need not apply.
+
+    Args:
+        models: hold the optimizer's parameters; their embeddings say whether gradients are sparse.
     """
     kind = type(optimizer)
     if kind not in FUSED:
         return f"torch has no fused step for {kind.__name__}"
+    sparse = _sparse(models) if kind in DENSE_ONLY else {}
     for group in optimizer.param_groups:
         if group.get("fused") is not None or group.get("foreach") is not None:
             return "fused or foreach was chosen by the caller"
         if group.get("differentiable") or group.get("capturable"):
             return "a differentiable or capturable step was asked for"
+        if group.get("momentum") and group.get("dampening"):
+            return "with dampening, the first step differs from the others, and torch's fused SGD takes it for all parameters at once"
         for parameter in group["params"]:
             if not torch.is_floating_point(parameter) or parameter.device.type not in DEVICES.get(kind, EVERYWHERE):
                 return f"torch's fused {kind.__name__} does not take {parameter.dtype} on {parameter.device.type}"
+            if id(parameter) in sparse:
+                return f"torch's fused {kind.__name__} does not take the sparse gradients of {sparse[id(parameter)]!r}"
     if optimizer.state and optimizer.param_groups[0]["params"][0].device.type != "cpu":
         return "it has stepped already, with its counters where the plain step keeps them"
     for group in optimizer.param_groups:
         group["fused"] = True
     optimizer.defaults["fused"] = True
+    fill_momentum(optimizer)
     return None
+
+
+def _sparse(models: Iterable[nn.Module]) -> dict[int, str]:
+    """id of each parameter whose gradient is sparse, and its module's name."""
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    return {
+        id(module.weight): name
+        for model in models
+        for name, module in model.named_modules()
+        if isinstance(module, embeddings) and module.sparse
+    }
+
+
+def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Start the momentum of fused SGD at zero for all parameters.
+
+    Left to itself, torch's fused SGD makes the buffers at the first step, without a value: an overflow skipped on the device
+    leaves them so, and a parameter whose first gradient comes later than another's is an error. From zero the first step is
+    the same as from nothing (without dampening).
+    """
+    if type(optimizer) is not torch.optim.SGD:
+        return
+    for group in optimizer.param_groups:
+        if group["fused"] and group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:
+                if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def keep_implementation(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """`state`, with `optimizer`'s own choice of implementation: the machine that wrote it may have had another."""
+    if len(state["param_groups"]) != len(optimizer.param_groups):
+        return state  # torch says what is wrong with it
+    words = ("fused", "foreach")
+    groups = [
+        {**saved, **{word: own[word] for word in words if word in own}}
+        for saved, own in zip(state["param_groups"], optimizer.param_groups)
+    ]
+    return {**state, "param_groups": groups}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..clock import StepClock
+from ..errors import StepError
 from ..world import World
 
 
@@ -31,7 +32,18 @@ class ItemWindow:
         self.open = False  # a window with more than one micro-step is being counted
 
     def divide(self, loss: Tensor, items: int | Tensor, clock: StepClock) -> Tensor:
-        """`loss`, a sum over `items` items of this rank, ready for backward."""
+        """`loss`, a sum over `items` items of this rank, ready for backward.
+
+        Raises:
+            StepError: a second backward in one micro-step of several, whose items would count twice.
+        """
+        if clock.inside and clock.accumulation != 1 and clock.backwards:
+            raise StepError(
+                "a second backward() with num_items in one micro-step: its items would be counted twice. Add the losses up and "
+                "call backward() once"
+            )
+        if clock.micro <= 1:
+            self.open = False  # what a window left behind that was never finished
         here = torch.as_tensor(items, dtype=torch.float32, device=loss.device)
         if not self.open:
             total = self._world.reduce(here).clamp(min=1.0)

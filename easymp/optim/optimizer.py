@@ -10,6 +10,7 @@ import torch
 from ..clock import StepClock
 from ..errors import StepError
 from ..precision import Scaler
+from .fused import fill_momentum, keep_implementation
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -23,6 +24,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._clock = clock
         self._scaler = scaler
+        self._spent = False  # whether the gradients have been stepped on, and not cleared since
+        self._waiting = False  # whether the last call was a step that waits for the end of the window
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update at the end of a window, skipped if a gradient overflowed; nothing on other micro-steps.
@@ -39,21 +42,24 @@ class PreparedOptimizer(torch.optim.Optimizer):
                     "step and zero_grad inside the block, or set gradient_accumulation_steps=1"
                 )
             if not clock.sync:
+                self._waiting = True
                 return None
-        if self._scaler.enabled:
-            return self._scaler.step(self.optimizer, closure)
-        return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        self._spent, self._waiting = True, False
+        given = () if closure is None else (closure,)
+        return self._scaler.step(self.optimizer, *given) if self._scaler.enabled else self.optimizer.step(*given)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, unless they hold part of a window that is not finished.
 
-        Both idioms work: after `step`, and at the beginning of each micro-step.
+        Both idioms work: after `step`, and at the beginning of each micro-step, also after another optimizer's backward.
         """
-        clock = self._clock
-        if clock.accumulation != 1:
-            unfinished = clock.micro > 1 if not clock.backwards else not clock.sync
-            if unfinished:
+        clock, waiting = self._clock, self._waiting
+        self._waiting = False
+        if clock.accumulation != 1 and not self._spent:
+            begins = waiting or not clock.backwards  # the call opens a micro-step; otherwise it follows this one's step
+            if (begins and clock.micro > 1) or (clock.backwards and not clock.sync):
                 return
+        self._spent = False
         self.optimizer.zero_grad(set_to_none)
 
     @property
@@ -77,10 +83,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
+        """Take a state from here or from the plain optimizer; which implementation runs (fused, foreach) stays this run's."""
+        self.optimizer.load_state_dict(keep_implementation(self.optimizer, state_dict))
+        fill_momentum(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
+        fill_momentum(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -91,7 +100,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return f"Prepared({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer, "_clock": self._clock, "_scaler": self._scaler}
+        names = ("optimizer", "_clock", "_scaler", "_spent", "_waiting")
+        return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

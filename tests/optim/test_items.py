@@ -1,0 +1,162 @@
+"""A loss summed over items: whatever the counts, the gradient is that of one big batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from easymp import Accelerator
+from easymp.clock import StepClock
+from easymp.errors import StepError
+from easymp.optim import ItemWindow
+from easymp.world import Ranks, World
+
+from ..conftest import Ranks as Processes
+
+ALONE = World(Ranks(), torch.device("cpu"))
+
+
+def net() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 2)
+
+
+def tokens(counts: list[int]) -> list[Tensor]:
+    """A batch a count, of so many items."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(n, 4, generator=generator) for n in counts]
+
+
+def one_big_batch(batches: list[Tensor]) -> list[Tensor]:
+    model, whole = net(), torch.cat(batches)
+    (model(whole).pow(2).sum() / max(len(whole), 1)).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def windowed(counts: list[int], accumulation: int) -> list[list[Tensor]]:
+    """Gradients at the end of each window of an ItemWindow on its own."""
+    model, clock, window, seen = net(), StepClock(accumulation), ItemWindow(ALONE, 1), []
+    for x in tokens(counts):
+        clock.inside = True
+        clock.tick()
+        window.divide(model(x).pow(2).sum(), len(x), clock).backward()
+        clock.backwards += 1
+        if window.open and clock.sync:
+            window.finish(model.parameters())
+        if clock.sync:
+            seen.append([p.grad for p in model.parameters()])
+            model.zero_grad()
+        clock.inside = False
+    return seen
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(accumulation=st.integers(1, 4), counts=st.lists(st.integers(0, 9), min_size=1, max_size=8))
+def test_any_counts_and_any_window(accumulation: int, counts: list[int]) -> None:
+    batches = tokens(counts)
+    for w, found in enumerate(windowed(counts, accumulation)):
+        expected = one_big_batch(batches[w * accumulation : (w + 1) * accumulation])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_count_may_be_a_tensor() -> None:
+    model, clock = net(), StepClock()
+    clock.tick()
+    (x,) = tokens([5])
+    ItemWindow(ALONE, 1).divide(model(x).pow(2).sum(), torch.tensor(5), clock).backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], one_big_batch([x]))
+
+
+# -- through the face --------------------------------------------------------------------------------------------------
+
+
+def train(counts: list[list[int]], accumulation: int, precision: str = "fp32") -> list[list[Tensor]]:
+    """Gradients at each optimizer step of this rank; `counts` has a list a rank."""
+    with Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation) as accelerator:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        seen: list[list[Tensor]] = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad.clone() for p in model.parameters()]))
+        every = tokens([n for rank in counts for n in rank])
+        each = len(counts[0])
+        rank = accelerator.process_index
+        for x in every[rank * each : (rank + 1) * each]:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).pow(2).sum(), num_items=len(x))
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen
+
+
+def expected(counts: list[list[int]], accumulation: int) -> list[list[Tensor]]:
+    every = tokens([n for rank in counts for n in rank])
+    each = len(counts[0])
+    windows = range(0, each, accumulation)
+    return [
+        one_big_batch([x for r in range(len(counts)) for x in every[r * each + w : r * each + w + accumulation]]) for w in windows
+    ]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_one_process(accumulation: int) -> None:
+    counts = [[7, 1, 4, 2, 9, 3]]
+    torch.testing.assert_close(train(counts, accumulation), expected(counts, accumulation))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_processes(ranks: Processes, accumulation: int) -> None:
+    counts = [[7, 1, 4, 2], [3, 8, 0, 5]]
+    for found in ranks(train, counts, accumulation):
+        torch.testing.assert_close(found, expected(counts, accumulation))
+
+
+def test_under_a_loss_scale() -> None:
+    counts = [[7, 1, 4]]
+    (found,) = train(counts, 3, "fp16")
+    (wanted,) = expected(counts, 3)
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.002)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mixing_is_refused() -> None:
+    with Accelerator(cpu=True, mixed_precision="fp32", gradient_accumulation_steps=2) as accelerator:
+        model, optimizer = accelerator.prepare(m := net(), torch.optim.SGD(m.parameters(), lr=0.1))
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).sum(), num_items=2)
+            optimizer.step()
+        with (
+            accelerator.accumulate(model),
+            pytest.raises(StepError, match="without num_items in a window that began with it"),
+        ):
+            accelerator.backward(model(torch.ones(2, 4)).mean())
+
+
+def test_items_are_not_counted_twice() -> None:
+    """Two losses of one micro-batch, each with the same count, would be divided by twice the items."""
+    with Accelerator(cpu=True, mixed_precision="fp32", gradient_accumulation_steps=2) as accelerator:
+        model = accelerator.prepare(net())
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, 4)).sum(), num_items=2)
+                with pytest.raises(StepError, match=r"second backward\(\) with num_items in one micro-step.*Add the losses up"):
+                    accelerator.backward(model(torch.ones(2, 4)).sum(), num_items=2)
+
+
+def test_a_window_that_was_never_finished_is_forgotten() -> None:
+    clock, window = StepClock(3), ItemWindow(ALONE, 1)
+    clock.inside = True
+    clock.tick()
+    window.divide(torch.ones(()), 100, clock)
+    clock.__init__(3)  # what free_memory does
+    clock.inside = True
+    model = net()
+    for x in tokens([2, 3, 4]):
+        clock.tick()
+        window.divide(model(x).pow(2).sum(), len(x), clock).backward()
+    window.finish(model.parameters())
+    torch.testing.assert_close([p.grad for p in model.parameters()], one_big_batch(tokens([2, 3, 4])), rtol=1e-5, atol=1e-6)
