@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import BatchError, RefusedError, SettingError, nearest
+from .errors import BatchError, PrepareError, RefusedError, SettingError, nearest
 from .records import HANDLERS
 from .settings import NAMES
 
@@ -115,6 +115,11 @@ def describe(item: Any) -> Iterator[str]:
     yield kind
     if isinstance(item, nn.Module):
         for name, p in item.named_parameters():
+            if isinstance(p, nn.UninitializedParameter):
+                raise PrepareError(
+                    f"parameter {name!r} of this {kind} has no shape yet: call the model once on a batch before prepare(), so that its "
+                    "lazy layers are made"
+                )
             yield f"{kind}.{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
     elif isinstance(item, torch.optim.Optimizer):
         for g, group in enumerate(item.param_groups):

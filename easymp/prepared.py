@@ -9,6 +9,9 @@ pickles of a view are of the module.
 from __future__ import annotations
 
 import copy
+from abc import ABCMeta
+from collections.abc import Iterator
+from types import MemberDescriptorType
 from typing import Any
 
 from torch import nn
@@ -36,29 +39,58 @@ def make_view(original: nn.Module, module: nn.Module) -> tuple[nn.Module, Route]
     route = Route(original, module)
     if module is original:
         return original, route
-    kind = type(original)
+    kind = next(c for c in type(original).__mro__ if c is not _View and "_easymp_route" not in vars(c))  # also of a view
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         route.called = True
         return route.module(*args, **kwargs)
 
-    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        return copy.deepcopy(route.original, memo)
-
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        return route.original.__reduce_ex__(protocol)
-
-    body = {
-        "__call__": __call__,
-        "__deepcopy__": __deepcopy__,
-        "__reduce_ex__": __reduce_ex__,
-        "__module__": kind.__module__,
-        "__doc__": kind.__doc__,
-        "_easymp_route": route,
-    }
-    view = object.__new__(type(kind)(f"Prepared{kind.__name__}", (kind,), body))
+    body = {"__call__": __call__, "__module__": kind.__module__, "__doc__": kind.__doc__, "_easymp_route": route}
+    body.update((slot, _forwarded(original, slot)) for slot in _slots(kind))
+    # The class is nobody's business: a metaclass or __init_subclass__ that keeps a register, or wants arguments, is passed by.
+    meta = type(kind)
+    make: Any = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
+    view = object.__new__(make(meta, f"Prepared{kind.__name__}", (_View, kind), body))
     object.__setattr__(view, "__dict__", original.__dict__)
     return view, route
+
+
+class _View:
+    """What all views do alike, before their own class is asked."""
+
+    __slots__ = ()
+    _easymp_route: Route
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+    def __copy__(self) -> nn.Module:
+        return copy.copy(self._easymp_route.original)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self._easymp_route.original, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self._easymp_route.original,)
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    """What unpickling a view calls."""
+    return module
+
+
+def _slots(kind: type) -> Iterator[str]:
+    """Names of attributes that live outside ``__dict__``."""
+    for base in kind.__mro__:
+        for name, member in vars(base).items():
+            if type(member) is MemberDescriptorType:
+                yield name
+
+
+def _forwarded(original: nn.Module, name: str) -> property:
+    return property(
+        lambda _: getattr(original, name), lambda _, value: setattr(original, name, value), lambda _: delattr(original, name)
+    )
 
 
 def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:

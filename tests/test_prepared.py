@@ -1,0 +1,510 @@
+"""A prepared model is the user's own module in everything but how it is called."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, ClassVar, Generic, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from easymp import Accelerator
+from easymp.errors import PrepareError
+from easymp.prepared import make_view, unwrap
+
+T = TypeVar("T")
+
+
+class Wrapper(nn.Module):
+    """Stands for autocast and DDP: counts, and marks what it returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.module(*args, **kwargs) + 100
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(()))
+        self.rate = 0.5
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        return self.layer(x) * self.rate + shift
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Calls itself, as generate() does."""
+        return self(x).argmax(-1)
+
+    def raw(self, x: Tensor) -> Tensor:
+        return self(x)
+
+    @property
+    def double_rate(self) -> float:
+        return self.rate * 2
+
+    @double_rate.setter
+    def double_rate(self, value: float) -> None:
+        self.rate = value / 2
+
+    @cached_property
+    def width(self) -> int:
+        return self.layer.in_features
+
+    @classmethod
+    def build(cls) -> Net:
+        return cls()
+
+    def __len__(self) -> int:
+        return 0  # an empty container is still a model
+
+
+X = torch.ones(1, 2)
+
+
+def view_of(model: nn.Module) -> tuple[Any, Any, Wrapper]:
+    wrapper = Wrapper(model)
+    view, route = make_view(model, wrapper)
+    return view, route, wrapper
+
+
+def test_a_model_that_nobody_wraps_is_itself() -> None:
+    model = Net()
+    view, route = make_view(model, model)
+    assert view is model
+    assert (route.original, route.module) == (model, model)
+
+
+def test_the_call_goes_through_the_wrapper() -> None:
+    model = Net()
+    view, route, wrapper = view_of(model)
+    assert not route.called
+    torch.testing.assert_close(view(X, shift=1.0), model(X, shift=1.0) + 100)
+    assert wrapper.calls == 1
+    assert route.called
+    model(X)
+    assert wrapper.calls == 1
+
+
+def test_methods_that_call_the_model_go_through_it_once() -> None:
+    view, _, wrapper = view_of(Net())
+    assert view.predict(X).shape == (1,)
+    torch.testing.assert_close(view.raw(X), unwrap(view)(X) + 100)
+    assert wrapper.calls == 2
+
+
+def test_the_wrapper_may_be_replaced() -> None:
+    model = Net()
+    view, route, _ = view_of(model)
+    route.module = model
+    torch.testing.assert_close(view(X), model(X))
+
+
+def test_it_is_the_users_class_in_name_and_kind() -> None:
+    view, _, _ = view_of(Net())
+    assert isinstance(view, Net)
+    assert issubclass(type(view), Net)
+    assert type(view).__module__ == Net.__module__
+    assert type(view).__doc__ == Net.__doc__
+    assert len(view) == 0
+    assert repr(view).replace("PreparedNet", "Net") == repr(unwrap(view))
+
+
+def test_attributes_are_one_and_the_same() -> None:
+    model = Net()
+    view, _, _ = view_of(model)
+    assert view.layer is model.layer
+    view.rate = 3.0
+    assert model.rate == 3.0
+    model.extra = "new"
+    assert view.extra == "new"
+    del view.extra
+    assert not hasattr(model, "extra")
+    view.head = nn.Linear(2, 1)
+    assert "head.weight" in model.state_dict()
+    view.double_rate = 4.0
+    assert (model.rate, view.double_rate) == (2.0, 4.0)
+    assert (view.width, model.__dict__["width"]) == (2, 2)
+    with pytest.raises(AttributeError, match="nothing"):
+        view.nothing  # noqa: B018
+
+
+def test_nothing_is_set_on_the_users_module() -> None:
+    model = Net()
+    names, kind = set(vars(model)), type(model)
+    kinds_names = set(vars(Net))
+    view, _, _ = view_of(model)
+    view(X)
+    assert set(vars(model)) == names
+    assert type(model) is kind
+    assert set(vars(Net)) == kinds_names
+
+
+def test_parameters_buffers_and_state() -> None:
+    model = Net()
+    view, _, _ = view_of(model)
+    assert list(view.state_dict()) == ["seen", "layer.weight", "layer.bias"]
+    assert [id(p) for p in view.parameters()] == [id(p) for p in model.parameters()]
+    assert dict(view.named_modules()).keys() == dict(model.named_modules()).keys()
+    view.load_state_dict({name: torch.ones_like(t) for name, t in model.state_dict().items()})
+    assert (model.layer.weight == 1).all()
+    assert model.seen == 1
+    view(X).sum().backward()
+    assert view.layer.weight.grad is model.layer.weight.grad
+    view.zero_grad()
+    assert model.layer.weight.grad is None
+    view.double()
+    assert model.layer.weight.dtype == torch.float64
+
+
+def test_train_and_eval() -> None:
+    model = Net()
+    view, _, _ = view_of(model)
+    assert view.eval() is view
+    assert not model.training
+    assert not model.layer.training
+    model.train()
+    assert view.training
+    view.requires_grad_(False)
+    assert not model.layer.weight.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_hooks_run_once_a_call() -> None:
+    model, seen = Net(), []
+    view, _, _ = view_of(model)
+    handles = [
+        view.register_forward_pre_hook(lambda *_: seen.append("pre")),
+        view.register_forward_hook(lambda m, i, o: seen.append(type(m).__name__)),
+        view.register_full_backward_hook(lambda *_: seen.append("backward")),
+        view.layer.register_forward_hook(lambda *_: seen.append("layer")),
+    ]
+    view(X).sum().backward()
+    assert seen == ["pre", "layer", "Net", "backward"]
+    for handle in handles:
+        handle.remove()
+    view(X)
+    assert len(seen) == 4
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, through_pickle, through_torch])
+def test_a_copy_is_the_plain_module(again: Callable[[nn.Module], nn.Module]) -> None:
+    model = Net()
+    view, _, _ = view_of(model)
+    made = again(view)
+    assert type(made) is Net
+    assert made is not model
+    torch.testing.assert_close(made(X), model(X))
+    made.rate = 9.0
+    assert model.rate == 0.5
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, through_pickle])
+def test_copies_of_what_holds_a_view(again: Callable[[Any], Any]) -> None:
+    view, _, _ = view_of(Net())
+    made = again(nn.ModuleList([view, view, nn.Linear(1, 1)]))
+    assert type(made[0]) is Net
+    assert made[0] is made[1]
+
+
+class Counted(Net):
+    """With copying and pickling of its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Counted:
+        made = Counted()
+        made.load_state_dict(self.state_dict())
+        made.copied = True
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "pickled": True}
+
+
+def test_the_users_own_copying_is_used() -> None:
+    view, _, _ = view_of(Counted())
+    assert copy.deepcopy(view).copied
+    assert through_pickle(view).pickled
+
+
+def test_an_average_of_weights_takes_a_view() -> None:
+    view, _, _ = view_of(Net())
+    average = torch.optim.swa_utils.AveragedModel(view)
+    view.layer.weight.data.zero_()
+    average.update_parameters(view)
+    assert type(average.module) is Net
+
+
+# -- classes that make it hard -----------------------------------------------------------------------------------------
+
+
+class Registered(nn.Module):
+    """Keeps a register of its subclasses, and wants an argument from each."""
+
+    register: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, tag: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        assert tag not in Registered.register
+        Registered.register[tag] = cls
+
+
+class Tagged(Registered, tag="tagged"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_a_class_that_registers_its_subclasses() -> None:
+    for _ in range(2):
+        view, _, _ = view_of(Tagged())
+        assert view(X).shape == (1, 2)
+    assert Registered.register == {"tagged": Tagged}
+
+
+class Strict(type):
+    """A metaclass that refuses a name it knows, and demands a forward."""
+
+    known: ClassVar[set[str]] = set()
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
+        if name in mcs.known or "forward" not in body:
+            raise TypeError(f"{name} is not as it should be")
+        mcs.known.add(name)
+        return super().__new__(mcs, name, bases, body)
+
+    @property
+    def shout(cls) -> str:
+        return cls.__name__.upper()
+
+
+class Picky(nn.Module, metaclass=Strict):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_metaclass_of_the_users_own() -> None:
+    for _ in range(2):
+        view, _, _ = view_of(Picky())
+        assert (view(X) == X + 100).all()
+    assert type(type(view)) is Strict
+    assert type(view).shout == "PREPAREDPICKY"
+    assert Strict.known == {"Picky"}
+
+
+class Abstract(nn.Module, abc.ABC):
+    @abc.abstractmethod
+    def forward(self, x: Tensor) -> Tensor: ...
+
+
+class Concrete(Abstract):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_abstract_bases() -> None:
+    model = Concrete()
+    view, _, _ = view_of(model)
+    assert isinstance(view, Abstract)
+    assert isinstance(view, Concrete)
+    assert not isinstance(model, type(view))
+    assert not isinstance(X, Abstract)
+
+
+class Of(nn.Module, Generic[T]):
+    def forward(self, x: T) -> T:
+        return x
+
+
+def test_generic_models() -> None:
+    view, _, _ = view_of(Of[Tensor]())
+    assert isinstance(view, Of)
+    assert (view(X) == 101).all()
+
+
+class Base(nn.Module):
+    __slots__ = ("__private", "scale")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+        self.__private = 1.0
+
+    def private(self) -> float:
+        return self.__private
+
+
+class Slotted(Base):
+    __slots__ = "offset"  # a word is as good as a tuple
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+def test_slots() -> None:
+    model = Slotted()
+    view, _, _ = view_of(model)
+    assert (view.scale, view.private()) == (2.0, 1.0)
+    torch.testing.assert_close(view(X), model(X) + 100)
+    view.scale = 5.0
+    assert model.scale == 5.0
+    assert not hasattr(view, "offset")
+    model.offset = 1
+    assert view.offset == 1
+    del view.offset
+    assert not hasattr(model, "offset")
+
+
+class Delegating(nn.Module):
+    """Hands unknown names to what it holds, and counts assignments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.assigned = 0
+        self.inner = nn.Linear(2, 2)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "assigned" and "assigned" in self.__dict__:
+            super().__setattr__("assigned", self.assigned + 1)
+        super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_attribute_access_of_the_users_own() -> None:
+    model = Delegating()
+    view, _, _ = view_of(model)
+    before = model.assigned
+    assert view.in_features == 2
+    view.new = 1
+    assert model.assigned == before + 1
+    with pytest.raises(AttributeError):
+        view.absent  # noqa: B018
+    assert unwrap(view) is model
+
+
+class OwnCall(nn.Module):
+    """Overrides __call__, as some libraries do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs) + 1
+
+
+def test_a_call_of_the_users_own_runs_inside() -> None:
+    view, _, wrapper = view_of(OwnCall())
+    assert (view(X) == 102).all()
+    assert wrapper.calls == 1
+
+
+# -- compiled and scripted ---------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_module() -> None:
+    model = nn.Linear(2, 2)
+    compiled = torch.compile(model, backend="eager")
+    view, _, _ = view_of(compiled)
+    torch.testing.assert_close(view(X), model(X) + 100)
+    assert unwrap(view) is compiled
+    assert unwrap(view, keep_torch_compile=False) is model
+    assert view.in_features == 2
+
+
+def test_compiling_what_was_prepared() -> None:
+    model = Net()
+    view, _, _ = view_of(model)
+    compiled = torch.compile(view, backend="eager")
+    torch.testing.assert_close(compiled(X), model(X) + 100)
+    assert unwrap(compiled, keep_torch_compile=False) is model
+
+
+def test_a_scripted_module() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    view, _, _ = view_of(scripted)
+    torch.testing.assert_close(view(X), scripted(X) + 100)
+    assert list(view.state_dict()) == ["weight", "bias"]
+
+
+# -- unwrap ------------------------------------------------------------------------------------------------------------
+
+
+def test_unwrap() -> None:
+    model = Net()
+    view, _, _ = view_of(model)
+    assert unwrap(view) is model
+    assert unwrap(model) is model
+    assert unwrap(nn.DataParallel(view)) is model
+    again, _, _ = view_of(view)  # prepared for another run
+    assert (again(X) == model(X) + 200).all()
+    assert unwrap(again) is model
+    holder = nn.Sequential(view)
+    assert unwrap(holder) is holder
+
+
+# -- through the face --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_whose_layers_are_not_made_yet() -> None:
+    with Accelerator(cpu=True, mixed_precision="bf16") as accelerator:
+        model = nn.Sequential(nn.LazyLinear(3))
+        with pytest.raises(PrepareError, match=r"parameter '0.weight' of this Sequential has no shape yet: call the model once"):
+            accelerator.prepare(model)
+        model(X)
+        assert accelerator.prepare(model)(X).dtype == torch.float32
+
+
+def test_a_model_prepared_for_one_run_after_another() -> None:
+    model = Net()
+    for _ in range(2):
+        with Accelerator(cpu=True, mixed_precision="bf16") as accelerator:
+            view = accelerator.prepare(model)
+            assert type(view) is not Net
+            assert view(X).dtype == torch.float32
+            assert accelerator.unwrap_model(view) is model
+            pickled = through_pickle(view)
+    assert type(pickled) is Net
+    assert view(X).dtype == torch.float32  # still callable when the run is over

@@ -1,0 +1,114 @@
+"""The public face: exactly what is visible, loaded late, and one door to the environment."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import easymp
+
+HOUSE = Path(easymp.__file__).parent
+FILES = sorted(HOUSE.rglob("*.py"))
+
+
+def test_all_is_exactly_what_is_visible() -> None:
+    assert sorted(easymp.__all__) == dir(easymp)
+    assert len(set(easymp.__all__)) == len(easymp.__all__)
+    namespace: dict[str, object] = {}
+    exec("from easymp import *", namespace)
+    assert set(namespace) - {"__builtins__"} == set(easymp.__all__)
+
+
+@pytest.mark.parametrize("name", easymp.__all__)
+def test_each_name_loads_and_says_what_it_is(name: str) -> None:
+    value = getattr(easymp, name)
+    assert getattr(easymp, name) is value
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert inspect.getdoc(value), name
+        assert value.__module__.startswith("easymp")
+
+
+def test_what_the_scripts_of_others_import() -> None:
+    wanted = {
+        *("Accelerator", "set_seed", "find_executable_batch_size", "release_memory", "notebook_launcher", "debug_launcher"),
+        *("DataLoaderConfiguration", "GradientAccumulationPlugin", "AutocastKwargs", "GradScalerKwargs"),
+        *("DistributedDataParallelKwargs", "InitProcessGroupKwargs", "DistributedType", "PrecisionType"),
+        *("PartialState", "AcceleratorState", "GradientState", "gather", "broadcast", "reduce", "send_to_device"),
+        *("recursively_apply", "find_batch_size", "concatenate", "pad_across_processes", "gather_object"),
+        *("broadcast_object_list", "skip_first_batches"),
+    }
+    assert wanted <= set(easymp.__all__)
+
+
+def test_a_wrong_name() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Acelerator'"):
+        easymp.Acelerator  # noqa: B018
+    with pytest.raises(ImportError):
+        exec("from easymp import Acelerator")
+
+
+OPTIONAL = ("cupy", "matplotlib", "tensorboard", "wandb", "sklearn", "tqdm", "pandas", "pynvml", "accelerate", "lightning")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after `statement`."""
+    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=HOUSE.parent)
+    return set(json.loads(done.stdout))
+
+
+def test_import_easymp_imports_nothing_heavy() -> None:
+    assert loaded_by("import easymp; dir(easymp); easymp.__version__").isdisjoint(
+        {"torch", "numpy", "psutil", "safetensors", *OPTIONAL}
+    )
+
+
+def test_the_accelerator_imports_nothing_optional() -> None:
+    """What torch brings along is torch's; what we add is none of these."""
+    torchs = loaded_by("import torch, torch.distributed, torch.utils.data, torch.nn.parallel")
+    ours = loaded_by("from easymp import *")
+    assert (ours - torchs).isdisjoint(OPTIONAL)
+
+
+# -- one door to the environment ---------------------------------------------------------------------------------------
+
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def environment_uses(tree: ast.AST) -> list[int]:
+    """Lines where os.environ and its like are named, by attribute or by import."""
+    lines = []
+    for node in ast.walk(tree):
+        by_attribute = isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT
+        by_import = isinstance(node, ast.ImportFrom) and node.module == "os" and any(a.name in ENVIRONMENT for a in node.names)
+        if by_attribute or by_import:
+            lines.append(node.lineno)
+    return lines
+
+
+def test_the_check_finds_what_it_looks_for() -> None:
+    for text in (
+        "import os\nos.environ['X']",
+        "from os import environ",
+        "import os as o\no.getenv('X')",
+        "import os\nos.putenv('X', '')",
+    ):
+        assert environment_uses(ast.parse(text)), text
+    assert not environment_uses(ast.parse("from . import env\nenv.read('X')"))
+
+
+def test_only_env_touches_the_environment() -> None:
+    found = {
+        f"{path.relative_to(HOUSE)}:{line}"
+        for path in FILES
+        for line in environment_uses(ast.parse(path.read_text(encoding="utf-8")))
+        if path != HOUSE / "env.py"
+    }
+    assert not found
+    assert environment_uses(ast.parse((HOUSE / "env.py").read_text(encoding="utf-8")))

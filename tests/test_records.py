@@ -1,0 +1,73 @@
+"""Option records: frozen, with the peers' names and defaults, and strict about names."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from easymp.errors import SettingError
+from easymp.records import (
+    HANDLERS,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
+
+RECORDS = (*HANDLERS, DataLoaderConfiguration, GradientAccumulationPlugin)
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_frozen_and_documented(record: type) -> None:
+    made = record()
+    names = [f.name for f in dataclasses.fields(record)]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, names[0], None)
+    with pytest.raises(TypeError, match="nonsense"):
+        record(nonsense=1)
+    assert made == record()
+    assert len(record.__doc__) > 30
+
+
+def test_defaults_of_torch() -> None:
+    theirs = inspect.signature(torch.amp.GradScaler).parameters
+    ours = GradScalerKwargs()
+    for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"):
+        assert getattr(ours, name) == theirs[name].default, name
+    theirs = inspect.signature(DistributedDataParallel).parameters
+    for f in dataclasses.fields(DistributedDataParallelKwargs):
+        assert f.name in theirs
+        if f.name not in ("gradient_as_bucket_view", "bucket_cap_mb", "broadcast_buffers"):
+            assert f.default == theirs[f.name].default, f.name
+
+
+def test_outputs_are_fp32_by_default() -> None:
+    assert AutocastKwargs().output_dtype == torch.float32
+    assert AutocastKwargs().enabled
+
+
+@pytest.mark.parametrize("timeout", [90, 90.0, timedelta(minutes=1, seconds=30)])
+def test_a_timeout_in_seconds_or_as_a_timedelta(timeout: float | timedelta) -> None:
+    assert InitProcessGroupKwargs(timeout).seconds == 90.0
+
+
+def test_two_minutes() -> None:
+    assert InitProcessGroupKwargs().seconds == 120
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "4", None])
+def test_accumulation_is_a_whole_number(steps: object) -> None:
+    with pytest.raises(SettingError, match="is not a whole number of at least 1"):
+        GradientAccumulationPlugin(steps)
+
+
+def test_a_scheduler_that_counts_micro_steps_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"adjust_scheduler=False cannot be honoured.*Leave the scheduler out"):
+        GradientAccumulationPlugin(4, adjust_scheduler=False)
