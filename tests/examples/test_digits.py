@@ -1,0 +1,44 @@
+"""examples/digits.py: accuracy, and one model whatever the number of processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..conftest import Ranks
+from .run import number, run, within
+
+SCRIPT = "examples/digits.py"
+FP32 = ("--precision", "fp32")
+
+
+def scores(printed: str) -> tuple[float, float]:
+    """Test accuracy in per cent, and training loss."""
+    return number("test accuracy", printed), number("training loss", printed)
+
+
+def test_a_few_epochs_learn_and_the_plan_is_printed() -> None:
+    printed = run(SCRIPT, "--epochs", "3", *FP32)
+    accuracy, loss = scores(printed)
+    assert accuracy > 90
+    assert loss < 0.5
+    assert printed.splitlines()[2].split()[:2] == ["precision", "fp32"]
+    assert "64 per device × 1 process = 64" in printed
+    assert "samples/s" in printed
+
+
+def test_two_processes_and_accumulation_train_the_same_model(ranks: Ranks) -> None:
+    (alone,) = ranks(within, SCRIPT, "--epochs", "2", *FP32, processes=1)
+    spread, silent = ranks(within, SCRIPT, "--epochs", "2", *FP32, "--accumulation", "2")
+    assert "16 per device × 2 processes × 2 accumulation = 64" in spread
+    assert silent == ""
+    accuracy, loss = scores(spread)
+    assert accuracy == scores(alone)[0]
+    assert loss == pytest.approx(scores(alone)[1], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_accuracy_in_each_precision_and_equal_losses_on_two_processes() -> None:
+    runs = {flags: scores(run(SCRIPT, *flags)) for flags in [(), FP32, ("--precision", "bf16"), (*FP32, "--processes", "2")]}
+    assert [flags for flags, (accuracy, _) in runs.items() if accuracy < 98.5] == []
+    assert runs[*FP32, "--processes", "2"][1] == pytest.approx(runs[FP32][1], abs=1e-5)
