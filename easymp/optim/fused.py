@@ -40,7 +40,7 @@ def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> 
                 return f"torch's fused {kind.__name__} does not take {parameter.dtype} on {parameter.device.type}"
             if id(parameter) in sparse:
                 return f"torch's fused {kind.__name__} does not take the sparse gradients of {sparse[id(parameter)]!r}"
-    if optimizer.state and optimizer.param_groups[0]["params"][0].device.type != "cpu":
+    if optimizer.state and any(p.device.type != "cpu" for group in optimizer.param_groups for p in group["params"]):
         return "it has stepped already, with its counters where the plain step keeps them"
     for group in optimizer.param_groups:
         group["fused"] = True

@@ -221,3 +221,13 @@ def test_an_optimizer_that_has_stepped_goes_on() -> None:
         train(model, optimizer, 2, seed=3)
     close(ours.state_dict(), theirs.state_dict())
     assert plain_state(fused)[0]["step"] == 4
+
+
+def test_an_empty_group() -> None:
+    """As `[{"params": decayed}, {"params": others}]` leaves, where nothing is decayed."""
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([{"params": []}, {"params": [p]}])
+    p.grad = torch.ones(2)
+    optimizer.step()
+    assert fuse(optimizer) is None
+    optimizer.step()
