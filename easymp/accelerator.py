@@ -128,7 +128,6 @@ class Accelerator(Collectives):
             torch.cuda.set_device(device)
         self._undo = ExitStack()
         self._world = World(plan.ranks, device, asked.timeout, asked.debug)
-        self._world.close_at_exit()
         self._run = Run(self._world, plan, self._clock)
         register(self._run)
         self._autocast: AutocastKwargs = handlers.get(AutocastKwargs, AutocastKwargs())

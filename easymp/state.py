@@ -45,7 +45,6 @@ def current_world() -> World:
     if not _open:
         plan = make_plan(resolve(), detect(), read_ranks())
         world = World(plan.ranks, torch.device(plan.device.value), plan.settings.timeout, plan.settings.debug)
-        world.close_at_exit()
         register(Run(world, plan, StepClock()))
     return _open[-1].world
 

@@ -78,6 +78,7 @@ class World:
         self._store = dist.distributed_c10d._get_default_store()
         if self.size > 1:
             self._watch = Watch(self.rank, self.size)
+        atexit.register(self.close)  # a thread that sleeps in the store must not outlive the interpreter
 
     def _connect(self, store: dist.Store) -> None:
         # Each group has a place of its own in the store. Counted there and not here: a process that was started later than the
@@ -167,10 +168,6 @@ class World:
             dist.destroy_process_group()
         assert self._store is not None
         self._connect(self._store)
-
-    def close_at_exit(self) -> None:
-        """Close when the interpreter ends, unless it was done before."""
-        atexit.register(self.close)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
