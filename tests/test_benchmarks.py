@@ -1,0 +1,44 @@
+"""The benchmarks run, with tiny counts: what they say is looked at by people, on a quiet machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MISSING = [name for name in ("accelerate", "lightning_fabric") if find_spec(name) is None]
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"compares with {' and '.join(MISSING)}: install the extra 'bench'")
+
+
+def run(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    done = subprocess.run([sys.executable, f"benchmarks/{name}.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("processes", "row"),
+    [("1", "bf16 + clip"), pytest.param("2", "accumulation 4", marks=pytest.mark.slow)],
+)
+def test_overhead(processes: str, row: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "overhead.md"
+    arguments = ["--rounds", "2", "--steps", "4", "--processes", processes, "--only", row, "--out", str(out)]
+    told = run("overhead", *arguments, monkeypatch=monkeypatch)
+    assert f"| {row}, {processes} process" in told
+    assert out.read_text() == told
+
+
+def test_import_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = run("import_time", "--rounds", "1", monkeypatch=monkeypatch)
+    assert "`easymp --help` does not import torch" in told
+
+
+def test_call_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = run("call_path", monkeypatch=monkeypatch)
+    assert "easymp, backward" in told
