@@ -147,11 +147,10 @@ def _attempt(world: World, function: Callable[..., Any], args: tuple[Any, ...], 
 class Notes:
     """What each rank says of one attempt, in the store of the process group."""
 
-    _attempts = 0
-
     def __init__(self, world: World) -> None:
-        Notes._attempts += 1
-        self._store = dist.PrefixStore(f"easymp/memory/{Notes._attempts}", world.store())
+        store = world.store()
+        number = store.add(f"easymp/attempts/{world.rank}", 1)
+        self._store = dist.PrefixStore(f"easymp/memory/{number}", store)
         self._rank, self._keys = world.rank, [str(r) for r in range(world.size)]
 
     def write(self, outcome: str) -> None:

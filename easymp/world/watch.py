@@ -8,7 +8,6 @@ is dead or deaf, and that is an answer too.
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import sysconfig
@@ -24,8 +23,6 @@ FOREVER = timedelta(days=30)
 PATIENCE = timedelta(seconds=3)
 # Lines of these say nothing about where a user's script is: ours, Python's own, and installed packages (within the latter).
 NOT_THE_USERS = (str(Path(__file__).parent.parent), sysconfig.get_path("stdlib"))
-
-_watches = itertools.count()  # worlds come and go on all ranks alike; each has its own place in the store
 
 # What gloo, NCCL and the store say when another rank is late, gone, or elsewhere.
 PEER_SIGNS = (
@@ -43,12 +40,13 @@ PEER_SIGNS = (
 class Watch:
     """One rank's listener. `close` ends it."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
         self._rank, self._size = rank, size
         # A clone has a connection of its own, so the sleeper blocks nobody.
-        place = f"easymp/watch/{next(_watches)}"
-        self._store = dist.PrefixStore(place, dist.distributed_c10d._get_default_store().clone())
-        self._ask = dist.PrefixStore(place, dist.distributed_c10d._get_default_store().clone())
+        # Counted in the store: worlds come and go on all ranks alike, but processes need not have lived equally long.
+        number = store.add(f"easymp/watches/{rank}", 1)
+        self._store = dist.PrefixStore(f"easymp/watch/{number}", store.clone())
+        self._ask = dist.PrefixStore(f"easymp/watch/{number}", store.clone())
         self._main = threading.main_thread().ident
         self._thread = threading.Thread(target=self._listen, name="easymp-watch", daemon=True)
         self._thread.start()

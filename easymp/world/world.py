@@ -77,7 +77,7 @@ class World:
         self.backend = dist.get_backend()
         self._store = dist.distributed_c10d._get_default_store()
         if self.size > 1:
-            self._watch = Watch(self.rank, self.size)
+            self._watch = Watch(self.rank, self.size, self._store)
         atexit.register(self.close)  # a thread that sleeps in the store must not outlive the interpreter
 
     def _connect(self, store: dist.Store) -> None:
