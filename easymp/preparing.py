@@ -74,6 +74,7 @@ class Preparation:
         self.owner: dict[int, str] = {}
         self.stepped_by: dict[int, PreparedOptimizer] = {}
         self.batch = ""
+        self._steps: dict[str, list[str]] = {"fused": [], "as given": []}  # which optimizer step runs → why, one an optimizer
         self._seed = run.plan.settings.seed
         self._alike = self._seed is not None  # whether all ranks still draw from one random stream
 
@@ -160,10 +161,10 @@ class Preparation:
         self.optimizers.append(prepared)
         if self._run.plan.settings.fused:
             why_not = fuse(optimizer, [model.route.original for model in self.models])
-            value = "as given" if why_not else "fused"
-            self._run.plan = self._run.plan.replace(
-                optimizer=Choice(value, why_not or f"torch's fused {kind}", self._run.plan.optimizer.source)
-            )
+            self._steps["as given" if why_not else "fused"].append(why_not or f"torch's fused {kind}")
+            value = ", ".join(v for v, reasons in self._steps.items() if reasons)
+            reason = "; ".join(dict.fromkeys(r for reasons in self._steps.values() for r in reasons))
+            self._run.plan = self._run.plan.replace(optimizer=Choice(value, reason, self._run.plan.optimizer.source))
         return prepared
 
     def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
@@ -241,3 +242,5 @@ class Preparation:
             model.route.module = self._precision.forward(model.route.original, self._run.world.device)
         for held in (self.models, self.optimizers, self.schedulers, self.loaders, self.owner, self.stepped_by):
             held.clear()
+        for reasons in self._steps.values():
+            reasons.clear()
