@@ -71,6 +71,9 @@ class Accelerator(Collectives):
         seed: seed of all random streams; see `set_seed`.
         deterministic: deterministic algorithms only.
         fused: let plain torch optimizers run their fused step.
+        probe: let "auto" time fp32 and bf16 in the first training step where no rule is certain.
+        timeout: seconds that a rank waits for the others in a collective.
+        debug: compare shapes over the ranks before each collective.
         settings: a whole `Settings`; the arguments above win over it.
 
     Raises:
@@ -95,6 +98,9 @@ class Accelerator(Collectives):
         seed: int | None = None,
         deterministic: bool | None = None,
         fused: bool | None = None,
+        probe: bool | None = None,
+        timeout: float | None = None,
+        debug: bool | None = None,
         settings: Settings | None = None,
         **others: Any,
     ) -> None:
@@ -117,7 +123,9 @@ class Accelerator(Collectives):
             seed=seed,
             deterministic=deterministic,
             fused=fused,
-            timeout=group.seconds if group else None,
+            probe=probe,
+            timeout=group.seconds if group and timeout is None else timeout,
+            debug=debug,
         )
         plan = make_plan(asked, detect(), read_ranks())
         plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(plan.accumulation.value)
@@ -143,7 +151,7 @@ class Accelerator(Collectives):
         self._items = ItemWindow(self._world, self._strategy.data_size)
         self._foreign: ForeignSteps | None = None
         self._closed = False
-        switch(self._precision.tf32 and device.type == "cuda", asked.deterministic, self._undo.callback)
+        switch(self._precision.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
         if asked.seed is not None:
             set_seed(asked.seed)
         me = weakref.ref(self)
@@ -302,19 +310,23 @@ class Accelerator(Collectives):
             self._items.finish(p for model in self._prepared.models for p in model.route.original.parameters())
 
     def _backward_among_ranks(self, loss: Tensor, kwargs: dict[str, Any]) -> None:
-        routes = [model.route for model in self._prepared.models]
         if self._clock.sync:
-            if routes and not any(route.called for route in routes):
+            called = not self._prepared.models
+            for model in self._prepared.models:
+                called |= model.route.called
+                model.route.called = False
+            if not called:
                 warnings.warn(
                     "backward() on gradients that no rank will average: no prepared model was called since the last one. Call the "
                     "model itself (model(x), not model.method(x)), and once for each backward()",
                     EasympWarning,
                     stacklevel=3,
                 )
-            for route in routes:
-                route.called = False
-        with self._world.explained("backward"):
+        try:
             loss.backward(**kwargs)
+        except RuntimeError as error:
+            self._world.blame(error, "backward")
+            raise
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One micro-step: ``with accelerator.accumulate(model):`` around forward, backward, step and zero_grad.
@@ -372,12 +384,14 @@ class Accelerator(Collectives):
         return torch.autocast(self.device.type, compute, True, options.cache_enabled)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the loss scale, to look at them or change them before the step; once an update."""
+        """Divide gradients by the loss scale, to look at them or change them before the step; acts once a window."""
+        if self._clock.accumulation != 1 and not self._clock.sync:
+            return
         chosen = (
             self._prepared.optimizers if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         )
         for item in chosen:
-            self._scaler.unscale_(item.optimizer if isinstance(item, PreparedOptimizer) else item)
+            self._scaler.ensure_unscaled(item.optimizer if isinstance(item, PreparedOptimizer) else item)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Scale gradients so that their total norm is at most `max_norm`; returns the norm before (0-dim).
@@ -398,8 +412,8 @@ class Accelerator(Collectives):
             return None
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._scaler.enabled:
-            for optimizer in {id(o): o for p in chosen if (o := self._prepared.stepped_by.get(id(p)))}.values():
-                self._scaler.unscale_(optimizer.optimizer)
+            for optimizer in self._prepared.optimizers_of(chosen):
+                self._scaler.ensure_unscaled(optimizer.optimizer)
         return chosen
 
     # -- loaders and models -------------------------------------------------------------------------------------------
@@ -427,6 +441,7 @@ class Accelerator(Collectives):
     def free_memory(self, *objects: Any) -> Any:
         """Let go of all that was prepared, and of `objects` (assign the Nones returned), and empty the device's cache."""
         self._prepared.release()
+        self._items.open = False
         self._clock.__init__(self._clock.accumulation, self._clock.end_with_loader)  # type: ignore[misc]
         nothing = (None,) * len(objects)
         del objects

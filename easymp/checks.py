@@ -30,25 +30,10 @@ ELSEWHERE = {
     "parallelism_config": "this version spreads models by 'single' and 'ddp'",
     "strategy_options": "pass kwargs_handlers=[DistributedDataParallelKwargs(...)]",
 }
+# What the constructor takes beside the settings.
 KEYWORDS = (
-    *(
-        "mixed_precision",
-        "strategy",
-        "gradient_accumulation_steps",
-        "cpu",
-        "device_placement",
-        "dataloader_config",
-        "settings",
-        "seed",
-    ),
-    *(
-        "gradient_accumulation_plugin",
-        "step_scheduler_with_optimizer",
-        "scheduler_steps_per_process",
-        "kwargs_handlers",
-        "deterministic",
-    ),
-    "fused",
+    *("device_placement", "dataloader_config", "gradient_accumulation_plugin", "step_scheduler_with_optimizer", "settings"),
+    *("scheduler_steps_per_process", "kwargs_handlers", *NAMES),
 )
 
 
@@ -58,10 +43,6 @@ def refuse_unknown(others: dict[str, Any]) -> None:
         if name in ELSEWHERE:
             if value is not None:
                 raise RefusedError(f"Accelerator({name}={value!r}) is not honoured: {ELSEWHERE[name]}")
-        elif name in NAMES:
-            raise SettingError(
-                f"Accelerator() takes {name!r} through settings=Settings({name}={value!r}), EASYMP_{name.upper()} or easymp.toml"
-            )
         else:
             raise SettingError(f"Accelerator() has no argument {name!r}{nearest(name, KEYWORDS)}")
 

@@ -59,8 +59,8 @@ class ForeignSteps:
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._clock.inside or self._clock.accumulation == 1:
             return
-        parameter = optimizer.param_groups[0]["params"][0]
-        if id(parameter) in self._owner and id(parameter) not in self._stepped_by:
+        held = (id(p) for group in optimizer.param_groups for p in group["params"])
+        if any(p in self._owner and p not in self._stepped_by for p in held):
             raise StepError(
                 f"{type(optimizer).__name__} stepped inside accumulate() but was not prepared: it would step at each of the "
                 f"{self._clock.accumulation} micro-batches. Pass it to prepare() and use what that returns"

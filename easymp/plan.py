@@ -108,13 +108,14 @@ def _device(settings: Settings, hardware: Hardware, ranks: Ranks) -> Choice[str]
     if not hardware.devices:
         why = hardware.looked_for[0] if hardware.looked_for else "no accelerator was found"
         return Choice("cpu", why, Source.DETECTED)
-    if ranks.local_rank >= len(hardware.devices):
+    own = 0 if ranks.bound and len(hardware.devices) == 1 else ranks.local_rank
+    if own >= len(hardware.devices):
         raise RefusedError(
             f"this is process {ranks.local_rank} of its node (counted from 0), which has {len(hardware.devices)} "
             f"{hardware.devices[0].name}: two processes on one device slow each other down and NCCL refuses them. Start at most "
             f"{len(hardware.devices)} here, or train on the CPU with cpu=True"
         )
-    device = hardware.devices[ranks.local_rank]
+    device = hardware.devices[own]
     if not device.built_for:
         raise RefusedError(
             f"{device.name} is {device.architecture}, for which this build of torch has no code: install a torch built for "

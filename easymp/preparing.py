@@ -177,7 +177,7 @@ class Preparation:
             raise PrepareError(
                 f"{type(scheduler).__name__} drives an optimizer that is not prepared: prepare that optimizer in the same call or before"
             )
-        prepared = PreparedScheduler(scheduler, mine, self._run.clock, self._wishes.with_optimizer, self._wishes.scheduler_steps)
+        prepared = PreparedScheduler(scheduler, mine, self._wishes.with_optimizer, self._wishes.scheduler_steps)
         self.schedulers.append(prepared)
         return prepared
 
@@ -202,7 +202,10 @@ class Preparation:
 
     def _agree(self, objects: Sequence[Any]) -> None:
         """All ranks brought the same things, or an error says who did not; and one data seed for all."""
-        mine = [line for o in objects for line in describe(o)]
+        plan = self._run.plan
+        decided = {"precision": plan.precision, "strategy": plan.strategy, "accumulation": plan.accumulation}
+        mine = [f"{name} {choice.value}" for name, choice in decided.items()]
+        mine += [line for o in objects for line in describe(o)]
         digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
         seen = self._run.world.gather_objects((digest, torch.initial_seed()))
         if self._seed is None:
@@ -235,6 +238,11 @@ class Preparation:
                 raise StepError(f"this {type(model).__name__} is not prepared: pass what prepare() returned")
             routes += found
         return routes
+
+    def optimizers_of(self, parameters: Sequence[torch.Tensor]) -> list[PreparedOptimizer]:
+        """The prepared optimizers that step any of `parameters`, groups that were added later included."""
+        wanted = {id(p) for p in parameters}
+        return [o for o in self.optimizers if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
 
     def release(self) -> None:
         """Let go of everything. Views stay callable, each rank for itself."""

@@ -27,7 +27,7 @@ class Source(Enum):
     DEFAULT = "default"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Choice(Generic[T]):
     """A decision, why it was taken, and who took it."""
 
@@ -36,7 +36,7 @@ class Choice(Generic[T]):
     source: Source
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Refusal:
     """Why something cannot be done here, in one sentence, and the way out, in another."""
 
@@ -47,7 +47,7 @@ class Refusal:
         return f"{self.reason}; {self.remedy}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Facts:
     """What a strategy or precision is asked about: the machine and the world, both frozen records.
 
@@ -90,7 +90,7 @@ class Strategy(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Wrapped:
     """What a strategy hands back: the module to call, and the optimizers, each either the one given or its replacement."""
 

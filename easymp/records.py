@@ -11,7 +11,12 @@ import torch
 from .errors import SettingError
 
 
-@dataclass(frozen=True, slots=True)
+def _yes_or_no(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise SettingError(f"{name}={value!r} is neither True nor False")
+
+
+@dataclass(frozen=True)
 class DataLoaderConfiguration:
     """How prepared loaders read.
 
@@ -35,8 +40,16 @@ class DataLoaderConfiguration:
     non_blocking: bool = True
     use_stateful_dataloader: bool = True
 
+    def __post_init__(self) -> None:
+        for name in ("split_batches", "even_batches", "use_seedable_sampler", "non_blocking", "use_stateful_dataloader"):
+            _yes_or_no(name, getattr(self, name))
+        if self.dispatch_batches is not None:
+            _yes_or_no("dispatch_batches", self.dispatch_batches)
+        if self.data_seed is not None and (isinstance(self.data_seed, bool) or not isinstance(self.data_seed, int)):
+            raise SettingError(f"data_seed={self.data_seed!r} is not a whole number")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class GradientAccumulationPlugin:
     """When gradients are reduced and optimizers step.
 
@@ -62,7 +75,7 @@ class GradientAccumulationPlugin:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AutocastKwargs:
     """Options of autocast.
 
@@ -76,8 +89,16 @@ class AutocastKwargs:
     cache_enabled: bool = True
     output_dtype: torch.dtype | None = torch.float32
 
+    def __post_init__(self) -> None:
+        _yes_or_no("enabled", self.enabled)
+        _yes_or_no("cache_enabled", self.cache_enabled)
+        if self.output_dtype is not None and not (
+            isinstance(self.output_dtype, torch.dtype) and self.output_dtype.is_floating_point
+        ):
+            raise SettingError(f"output_dtype={self.output_dtype!r} is no floating-point type: pass torch.float32, or None")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class GradScalerKwargs:
     """Options of the loss scale under fp16.
 
@@ -100,7 +121,7 @@ class GradScalerKwargs:
     dynamic: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DistributedDataParallelKwargs:
     """Options of DistributedDataParallel, by torch's names and with torch's defaults (sizes in MB).
 
@@ -115,7 +136,7 @@ class DistributedDataParallelKwargs:
     static_graph: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InitProcessGroupKwargs:
     """Options of the process group.
 

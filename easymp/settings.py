@@ -7,7 +7,6 @@ key in ``easymp.toml``, the allowed values, and the words of help. `resolve` rea
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,6 +149,8 @@ def _from_file() -> dict[str, tuple[Any, str]]:
         if named:
             raise SettingError(f"EASYMP_CONFIG={named!r} in the environment names no file: correct the path or unset it")
         return {}
+    import tomllib  # not needed by most runs, and not free
+
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

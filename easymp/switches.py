@@ -19,9 +19,10 @@ def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
             CUBLAS_WORKSPACE_CONFIG), and cuDNN may not choose by timing.
     """
     if tf32:
-        for module in (torch.backends.cuda.matmul, torch.backends.cudnn):
-            undo(setattr, module, "allow_tf32", module.allow_tf32)
-            module.allow_tf32 = True
+        undo(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        undo(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
     if deterministic:
         warn = torch.is_deterministic_algorithms_warn_only_enabled()
         undo(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warn)

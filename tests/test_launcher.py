@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from easymp import env
 from easymp.errors import EasympWarning, RefusedError, SettingError, WorldError
-from easymp.launcher import debug_launcher, launch, launch_script, notebook_launcher
 from easymp.launcher import failure as failures
+from easymp.launcher import launch, launch_script
 from easymp.launcher.agent import Place
 from easymp.launcher.failure import Failure, by_blame, explain
+from easymp.launcher.functions import debug_launcher, notebook_launcher
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 
@@ -479,7 +480,7 @@ def test_two_nodes_on_the_loopback(tmp_path):
 
     text = f"""
     import os, sys, torch, torch.distributed as dist
-    from easymp.launcher import notebook_launcher
+    from easymp.launcher.functions import notebook_launcher
     def train():
         dist.init_process_group("gloo")
         value = torch.tensor(float(dist.get_rank()))
@@ -499,7 +500,7 @@ def test_two_nodes_on_the_loopback(tmp_path):
 def test_forking_after_training_on_two_threads(tmp_path):
     text = """
     import torch
-    from easymp.launcher import debug_launcher
+    from easymp.launcher.functions import debug_launcher
     def train():
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))

@@ -334,3 +334,9 @@ def test_as_dict_is_plain() -> None:
     assert values["processes"] == 8
     assert values["device"] == {"value": "cuda:2", "reason": "NVIDIA H100 80GB HBM3", "source": "detected"}
     assert list(values) == ["processes", "device", "precision", "strategy", "accumulation", "optimizer"]
+
+
+def test_a_launcher_that_shows_each_process_one_card() -> None:
+    one = dataclasses.replace(MACHINES["A100"], devices=MACHINES["A100"].devices[:1])
+    plan = make_plan(Settings(), one, Ranks(3, 4, 3, 4, "RANK and WORLD_SIZE", bound=True))
+    assert plan.device.value == "cuda:0"

@@ -7,7 +7,6 @@ its own ones seeded for the moment and put back afterwards.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,12 +18,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from ..errors import BatchError
-
-
-def mix(*parts: int | str) -> int:
-    """A seed of 63 bits out of several numbers. A hash, because sums collide: seed 1 epoch 2 is not seed 2 epoch 1."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+from ..rng import mix
 
 
 def size_of(thing: Any) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-import psutil
 import torch
 
 from . import cgroup, instructions
@@ -18,6 +17,8 @@ ARCHITECTURES = {"amd64": "x86_64"}  # Windows' word
 
 def probe(root: Path = ROOT) -> CPU:
     """The facts of this machine; `root` is where ``proc`` and ``sys`` lie."""
+    import psutil  # needed once a process, and not by every import of easymp
+
     machine = platform.machine().lower()
     architecture = ARCHITECTURES.get(machine, machine)
     logical = psutil.cpu_count() or 1
@@ -62,6 +63,8 @@ def name(root: Path = ROOT) -> str:
 
 def _affinity() -> int | None:
     """How many processors the scheduler may put this process on; None where there is no such thing (macOS)."""
+    import psutil
+
     try:
         return len(psutil.Process().cpu_affinity())
     except (AttributeError, psutil.Error, OSError):

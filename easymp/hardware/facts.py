@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CPU:
     """The processor, as this process may use it."""
 
@@ -31,7 +31,7 @@ class CPU:
         return bool(self.features & {"avx512_fp16", "amx_fp16"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Device:
     """One accelerator."""
 
@@ -55,7 +55,7 @@ class Device:
         return "fp8" in self.tensor_cores
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Hardware:
     """One machine. `devices` are the visible accelerators, all of one kind."""
 

@@ -24,6 +24,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._clock = clock
         self._scaler = scaler
+        self.updates = 0  # steps that ended a window, skipped ones included
         self._spent = False  # whether the gradients have been stepped on, and not cleared since
         self._waiting = False  # whether the last call was a step that waits for the end of the window
 
@@ -45,6 +46,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 self._waiting = True
                 return None
         self._spent, self._waiting = True, False
+        self.updates += 1
         given = () if closure is None else (closure,)
         return self._scaler.step(self.optimizer, *given) if self._scaler.enabled else self.optimizer.step(*given)
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..clock import StepClock
 from .optimizer import PreparedOptimizer
 
 
 class PreparedScheduler:
-    """The user's scheduler, stepped once an optimizer update: not on other micro-steps, nor where an overflow skipped it.
+    """The user's scheduler, stepped only after an optimizer update: not on other micro-steps, nor where an overflow skipped it.
 
     Args:
         scheduler: any object with `step`.
         optimizers: the prepared optimizers it drives.
-        clock: the step clock.
         with_optimizer: False steps it at every call.
         steps: steps of the wrapped scheduler a call (Accelerate: the number of processes).
     """
@@ -24,26 +22,27 @@ class PreparedScheduler:
         self,
         scheduler: Any,
         optimizers: Sequence[PreparedOptimizer],
-        clock: StepClock,
         with_optimizer: bool = True,
         steps: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
-        self._clock = clock
         self._with_optimizer = with_optimizer
         self._steps = steps
+        self._seen = [optimizer.updates for optimizer in self.optimizers]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        if self._with_optimizer:
-            if self._clock.accumulation != 1 and not self._clock.sync:
-                return
-            if any(optimizer.step_was_skipped for optimizer in self.optimizers):
-                return
-            for _ in range(self._steps):
-                self.scheduler.step(*args, **kwargs)
-        else:
+        """Step the schedule, if there was an update since the last call: after each batch, or once an epoch."""
+        if self._with_optimizer and not self._updated():
+            return
+        for _ in range(self._steps if self._with_optimizer else 1):
             self.scheduler.step(*args, **kwargs)
+
+    def _updated(self) -> bool:
+        since = [optimizer.updates - seen for optimizer, seen in zip(self.optimizers, self._seen)]
+        self._seen = [optimizer.updates for optimizer in self.optimizers]
+        # Several updates in a row are not all skipped: the scale falls with each.
+        return any(n > 1 or (n == 1 and not optimizer.step_was_skipped) for n, optimizer in zip(since, self.optimizers))
 
     def get_last_lr(self) -> list[float]:
         return self.scheduler.get_last_lr()

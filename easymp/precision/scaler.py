@@ -186,6 +186,12 @@ class Scaler:
         turn.found_inf = found
         turn.phase = Phase.UNSCALED
 
+    def ensure_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        """`unscale_`, unless that was done since the last update: clipping part by part asks more than once."""
+        turn = self._rounds.get(id(optimizer))
+        if turn is None or turn.phase is Phase.READY:
+            self.unscale_(optimizer)
+
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

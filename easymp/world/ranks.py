@@ -19,6 +19,7 @@ class Ranks:
     local_rank: int = 0  # on this node
     local_size: int = 1
     announced: str = ""  # who said so: "torchrun", "the process group", or "" where nobody did
+    bound: bool = False  # sees one accelerator only, chosen for it by the launcher (as Slurm's --gpus-per-task does)
 
     @property
     def nodes(self) -> int:
@@ -34,7 +35,7 @@ def read_ranks() -> Ranks:
     if dist.is_available() and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         local = env.integer("LOCAL_RANK", rank)
-        return Ranks(rank, size, local, env.integer("LOCAL_WORLD_SIZE", max(size, local + 1)), "the process group")
+        return Ranks(rank, size, local, env.integer("LOCAL_WORLD_SIZE", max(size, local + 1)), "the process group", bound())
     rank, size = env.integer("RANK"), env.integer("WORLD_SIZE")
     if rank is None and size is None:
         return Ranks()
@@ -49,4 +50,10 @@ def read_ranks() -> Ranks:
     if not 0 <= rank < size:
         raise WorldError(f"RANK={rank} does not lie in 0 … WORLD_SIZE - 1 = {size - 1}: check the launcher's settings")
     local = env.integer("LOCAL_RANK", rank)
-    return Ranks(rank, size, local, env.integer("LOCAL_WORLD_SIZE", max(size, local + 1)), "RANK and WORLD_SIZE")
+    return Ranks(rank, size, local, env.integer("LOCAL_WORLD_SIZE", max(size, local + 1)), "RANK and WORLD_SIZE", bound())
+
+
+def bound() -> bool:
+    """Whether a visible-devices variable leaves this process one accelerator."""
+    shown = [env.read(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")]
+    return any(text is not None and len(text.split(",")) == 1 and text.strip() not in ("", "-1") for text in shown)

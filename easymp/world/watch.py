@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-import sysconfig
 import threading
 import traceback
 from datetime import timedelta
@@ -22,7 +21,7 @@ import torch.distributed as dist
 FOREVER = timedelta(days=30)
 PATIENCE = timedelta(seconds=3)
 # Lines of these say nothing about where a user's script is: ours, Python's own, and installed packages (within the latter).
-NOT_THE_USERS = (str(Path(__file__).parent.parent), sysconfig.get_path("stdlib"))
+NOT_THE_USERS = (str(Path(__file__).parent.parent), str(Path(threading.__file__).parent))
 
 # What gloo, NCCL and the store say when another rank is late, gone, or elsewhere.
 PEER_SIGNS = (

@@ -279,13 +279,14 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            raise self.explain(error, what) from error
+            self.blame(error, what)
+            raise
 
-    def explain(self, error: RuntimeError, what: str) -> RuntimeError:
-        """`error` itself, or, where another rank is the cause, a WorldError that says which and where it is."""
-        if self._watch is None or isinstance(error, WorldError) or not Watch.caused_by_peer(error):
-            return error
-        return WorldError(f"rank {self.rank} gave up in {what}: {str(error).splitlines()[0]}\n{self._watch.report()}")
+    def blame(self, error: RuntimeError, what: str) -> None:
+        """Where another rank is the cause of `error`, raises a WorldError that says which and where it is."""
+        if self._watch is not None and not isinstance(error, WorldError) and Watch.caused_by_peer(error):
+            said = str(error).splitlines()[0]
+            raise WorldError(f"rank {self.rank} gave up in {what}: {said}\n{self._watch.report()}") from error
 
     def _compare(self, what: str, tensor: Tensor) -> None:
         if not self.debug:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Iterator
 
@@ -12,8 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from easymp import Accelerator, PreparedLoader
+from easymp.checks import KEYWORDS
 from easymp.errors import PrepareError, RefusedError, SettingError
 from easymp.optim import PreparedOptimizer, PreparedScheduler
+from easymp.settings import NAMES
 
 from .models import data, make
 
@@ -163,7 +166,7 @@ def test_things_that_cannot_be_prepared(acc: Accelerator) -> None:
         ({"log_with": "wandb"}, RefusedError, "trackers are not part of this version"),
         ({"dynamo_backend": "inductor"}, RefusedError, r"torch.compile\(model\) before prepare"),
         ({"kwargs_handlers": [object()]}, SettingError, "holds a object; it takes AutocastKwargs"),
-        ({"debug": True}, SettingError, r"through settings=Settings\(debug=True\)"),
+        ({"timeout": -1}, SettingError, "below the smallest possible value"),
     ],
 )
 def test_the_constructor_refuses(keywords: dict, error: type, words: str) -> None:
@@ -180,3 +183,9 @@ def test_one_after_another() -> None:
         with Accelerator(mixed_precision=precision) as acc:
             assert acc.mixed_precision == precision
             assert acc.state.mixed_precision == precision
+
+
+def test_every_setting_is_an_argument_too() -> None:
+    taken = inspect.signature(Accelerator).parameters
+    assert set(NAMES) <= set(taken)
+    assert set(KEYWORDS) == set(taken) - {"others"}

@@ -384,6 +384,18 @@ def test_ranks_that_prepare_different_models(ranks) -> None:
         assert "rank 0 has Linear.weight (2, 4) torch.float32, rank 1 has Linear.weight (3, 4) torch.float32" in failure.message
 
 
+def different_plans() -> None:
+    import os
+
+    with Accelerator(mixed_precision="no" if os.environ["RANK"] == "0" else "bf16", kwargs_handlers=SOON) as acc:
+        acc.prepare(make())
+
+
+def test_ranks_that_decided_differently(ranks) -> None:
+    for failure in ranks.fails(different_plans):
+        assert "the ranks prepare different things: rank 0 has precision fp32, rank 1 has precision bf16" in failure.message
+
+
 def different_shapes() -> None:
     with Accelerator(mixed_precision="no", settings=Settings(debug=True)) as acc:
         acc.gather(torch.ones(3 if acc.process_index == 1 else 2))

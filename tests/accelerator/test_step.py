@@ -113,12 +113,14 @@ def test_a_scheduler_may_be_left_to_the_user() -> None:
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         model, optimizer, scheduler = acc.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
-        for _ in range(2):
+        for _ in range(4):
             with acc.accumulate(model):
                 acc.backward(model(torch.ones(1, 4)).sum())
                 optimizer.step()
+            if acc.sync_gradients:
                 scheduler.step()
-        assert scheduler.get_last_lr() == [0.25]
+                scheduler.step()
+        assert scheduler.get_last_lr() == [0.0625]
 
 
 def test_an_fp16_overflow_skips_step_and_scheduler() -> None:
@@ -176,6 +178,65 @@ def test_a_sum_over_tokens_is_divided_by_the_count_of_the_whole_window() -> None
     assert same(grads[1], grads[3])
 
 
+def test_a_scheduler_may_be_stepped_once_an_epoch() -> None:
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=2) as acc:
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        step = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+        model, optimizer, step, plateau, loader = acc.prepare(model, optimizer, step, plateau, DataLoader(data(20), batch_size=4))
+        for epoch in range(3):
+            for x, _, y in loader:
+                with acc.accumulate(model):
+                    acc.backward(nn.functional.cross_entropy(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            step.step()
+            plateau.step(1.0 + epoch)
+        assert step.scheduler.last_epoch == 3
+        assert plateau.scheduler.last_epoch == 3
+
+
+SMALL = [GradScalerKwargs(init_scale=8.0)]
+
+
+def test_body_and_head_are_clipped_one_after_the_other() -> None:
+    with Accelerator(mixed_precision="fp16", kwargs_handlers=SMALL) as acc:
+        model = make()
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        late = nn.Parameter(torch.ones(2))
+        optimizer.add_param_group({"params": [late]})
+        acc.backward(model(torch.ones(2, 4)).sum() + late.sum())
+        acc.clip_grad_norm_(model[0].parameters(), 0.1)
+        acc.clip_grad_norm_(model[2].parameters(), 0.1)
+        assert acc.clip_grad_norm_([late], 9.0) == pytest.approx(2**0.5)
+        optimizer.step()
+        assert not acc.optimizer_step_was_skipped
+
+
+def test_unscaling_acts_once_a_window() -> None:
+    with Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2, kwargs_handlers=SMALL) as acc:
+        model = make()
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            with acc.accumulate(model):
+                acc.backward(model(torch.ones(2, 4)).sum())
+                acc.unscale_gradients()
+                optimizer.step()
+        assert model[2].bias.grad.tolist() == [2.0, 2.0]
+
+
+def test_freed_memory_forgets_an_unfinished_window() -> None:
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=2) as acc:
+        model = acc.prepare(make())
+        with acc.accumulate(model):
+            acc.backward(model(torch.ones(1, 4)).sum(), num_items=3)
+        acc.free_memory()
+        model = acc.prepare(make())
+        with acc.accumulate(model):
+            acc.backward(model(torch.ones(1, 4)).sum())
+
+
 # -- called wrongly ----------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +254,7 @@ def test_a_step_outside_accumulate() -> None:
 def test_an_optimizer_that_was_not_prepared() -> None:
     with Accelerator(mixed_precision="no", gradient_accumulation_steps=4) as acc:
         model = make()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = torch.optim.SGD([{"params": []}, {"params": list(model.parameters())}], 0.1)
         model = acc.prepare(model)
         with acc.accumulate(model):
             acc.backward(model(torch.ones(1, 4)).sum())

@@ -314,7 +314,7 @@ SCHEDULERS: list[Callable[[Any], Any]] = [
 def test_a_scheduler_counts_updates(make: Callable[[Any], Any], on: str) -> None:
     model = net()
     optimizer, clock = prepared(model, 2)
-    scheduler = PreparedScheduler(make(optimizer if on == "prepared" else optimizer.optimizer), [optimizer], clock)
+    scheduler = PreparedScheduler(make(optimizer if on == "prepared" else optimizer.optimizer), [optimizer])
     rates = []
     for _ in micro_steps(clock, 6):
         backward(clock, model(torch.ones(1, 4)).sum())
@@ -331,8 +331,8 @@ def test_a_scheduler_counts_updates(make: Callable[[Any], Any], on: str) -> None
 def test_a_scheduler_skips_with_its_optimizer() -> None:
     model = net()
     scaler = Scaler(LossScale(4.0))
-    optimizer, clock = prepared(model, scaler=scaler)
-    scheduler = PreparedScheduler(StepLR(optimizer.optimizer, 1, gamma=0.5), [optimizer], clock)
+    optimizer, _clock = prepared(model, scaler=scaler)
+    scheduler = PreparedScheduler(StepLR(optimizer.optimizer, 1, gamma=0.5), [optimizer])
     rates = []
     for value in (float("inf"), 1.0, float("nan"), 1.0):
         optimizer.zero_grad()
@@ -362,8 +362,8 @@ def test_a_scheduler_follows_its_own_optimizer_only() -> None:
 def test_steps_per_process_and_free_schedulers() -> None:
     model = net()
     optimizer, clock = prepared(model, 2)
-    peers = PreparedScheduler(LambdaLR(optimizer.optimizer, lambda n: 1.0), [optimizer], clock, steps=3)
-    free = PreparedScheduler(LambdaLR(optimizer.optimizer, lambda n: 1.0), [optimizer], clock, with_optimizer=False)
+    peers = PreparedScheduler(LambdaLR(optimizer.optimizer, lambda n: 1.0), [optimizer], steps=3)
+    free = PreparedScheduler(LambdaLR(optimizer.optimizer, lambda n: 1.0), [optimizer], with_optimizer=False)
     for _ in micro_steps(clock, 4):
         backward(clock, model(torch.ones(1, 4)).sum())
         optimizer.step()
@@ -373,20 +373,21 @@ def test_steps_per_process_and_free_schedulers() -> None:
 
 
 def test_arguments_reach_the_scheduler() -> None:
-    optimizer, clock = prepared(net())
-    plateau = PreparedScheduler(ReduceLROnPlateau(optimizer.optimizer, patience=0, factor=0.5), [optimizer], clock)
+    optimizer, _clock = prepared(net())
+    plateau = PreparedScheduler(ReduceLROnPlateau(optimizer.optimizer, patience=0, factor=0.5), [optimizer])
     for metric in (1.0, 1.0, 1.0):
+        optimizer.step()
         plateau.step(metric)
     assert optimizer.param_groups[0]["lr"] == 0.025
 
 
 def test_a_schedulers_state_goes_in_and_out() -> None:
-    optimizer, clock = prepared(net(), momentum=0.9)
-    scheduler = PreparedScheduler(OneCycleLR(optimizer.optimizer, 0.1, total_steps=10), [optimizer], clock)
+    optimizer, _clock = prepared(net(), momentum=0.9)
+    scheduler = PreparedScheduler(OneCycleLR(optimizer.optimizer, 0.1, total_steps=10), [optimizer])
     optimizer.step()
     scheduler.step()
     state = scheduler.state_dict()
-    again = PreparedScheduler(OneCycleLR(optimizer.optimizer, 0.1, total_steps=10), [optimizer], clock)
+    again = PreparedScheduler(OneCycleLR(optimizer.optimizer, 0.1, total_steps=10), [optimizer])
     again.load_state_dict(state)
     assert again.last_epoch == 1
     assert copy.deepcopy(again).last_epoch == 1

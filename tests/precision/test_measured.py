@@ -222,7 +222,7 @@ def test_models_with_nothing_to_train(outcome: Any) -> None:
 
 
 def test_real_measurement_has_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "BUDGET", 0.0)
+    monkeypatch.setattr(measured, "PATIENCE", 0.0)
     policy, called, _ = undecided(net())
     called(torch.randn(4, 4))
     assert policy.choice is not None
