@@ -530,3 +530,47 @@ def test_refusals(monkeypatch):
             debug_launcher(print)
     with pytest.raises(SettingError, match="is no port"):
         notebook_launcher(print, num_processes=2, use_port="http")
+
+
+# -- torch's own launcher ----------------------------------------------------------------------------------------------
+
+TRAIN = """
+import torch
+from easymp import Accelerator
+
+torch.set_num_threads(1)
+acc = Accelerator(mixed_precision="no", seed=0, timeout=20)
+model = torch.nn.Linear(2, 1)
+model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+for step in range(3):
+    if sys.argv[2:] and step == 1 and acc.process_index == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    acc.backward(model(torch.full((1, 2), float(rank))).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+whole = acc.gather(model.weight[None])
+open(sys.argv[1] + str(rank), "w").write(str([acc.num_processes, acc.plan.strategy.value, whole.tolist()]))
+"""
+
+
+def torchrun(*words: str) -> tuple[int, str]:
+    process = python("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", *words, OMP_NUM_THREADS="1")
+    _, said = process.communicate(timeout=100)
+    return process.returncode, said
+
+
+def test_plain_torchrun_on_a_cpu_is_one_training_on_two_ranks(script, tmp_path):
+    code, said = torchrun("--standalone", script(TRAIN), str(tmp_path / "trained"))
+    assert code == 0, said
+    first, second = ((tmp_path / f"trained{rank}").read_text() for rank in range(2))
+    assert first == second
+    assert first.startswith("[2, 'ddp'")
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_killed_rank(script, tmp_path):
+    for attempt in range(3):
+        target = tmp_path / f"trained{attempt}-"
+        code, said = torchrun("--standalone", "--max-restarts", "1", script(TRAIN), str(target), "die")
+        assert code == 0, said
+        assert Path(f"{target}0").read_text() == Path(f"{target}1").read_text()

@@ -121,8 +121,8 @@ class PreparedLoader:
             parts = (self.dataset, self._given.sampler, self._given.batch_sampler)
             what = type(next(part for part in parts if part is not None and size_of(part) is None))
             raise BatchError(
-                f"this loader has no length, because its {what.__name__} has none: count steps instead of epochs "
-                "(total_updates and progress bars take a number), or give the data set or sampler a __len__"
+                f"this loader has no length, because its {what.__name__} has none: count steps instead of epochs, or "
+                "give the data set or sampler a __len__"
             )
         return batches
 

@@ -1,0 +1,53 @@
+"""torch's process-wide switches: set for a run, put back after it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from easymp import Accelerator, env
+from easymp.switches import switch
+
+
+def now() -> tuple:
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+        env.read("CUBLAS_WORKSPACE_CONFIG"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tf32", "deterministic", "inside"),
+    [
+        (False, False, None),
+        (True, False, ("high", True, False, False, None)),
+        (False, True, ("highest", True, True, False, ":4096:8")),
+        (True, True, ("high", True, True, False, ":4096:8")),
+    ],
+)
+def test_switches_are_put_back(tf32: bool, deterministic: bool, inside: tuple | None) -> None:
+    before = now()
+    with ExitStack() as undo:
+        switch(tf32, deterministic, undo.callback)
+        assert now() == (inside or before)
+    assert now() == before
+
+
+def test_a_deterministic_run_measures_nothing_and_leaves_no_trace() -> None:
+    before = now()
+    with Accelerator(deterministic=True) as acc:
+        acc.prepare(torch.nn.Linear(4, 4))(torch.ones(1, 4)).sum().backward()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert "not measured" in acc.plan.precision.reason or acc.plan.precision.value == "fp32"
+    assert now() == before
+
+
+def test_the_users_own_workspace_setting_stays() -> None:
+    with env.override(CUBLAS_WORKSPACE_CONFIG=":16:8"), ExitStack() as undo:
+        switch(False, True, undo.callback)
+        assert env.read("CUBLAS_WORKSPACE_CONFIG") == ":16:8"
