@@ -442,7 +442,7 @@ class Accelerator(Collectives):
         """Let go of all that was prepared, and of `objects` (assign the Nones returned), and empty the device's cache."""
         self._prepared.release()
         self._items.open = False
-        self._clock.__init__(self._clock.accumulation, self._clock.end_with_loader)  # type: ignore[misc]
+        self._clock.reset()
         nothing = (None,) * len(objects)
         del objects
         release_memory(device=self.device)

@@ -32,6 +32,10 @@ class StepClock:
     def __init__(self, accumulation: int = 1, end_with_loader: bool = True) -> None:
         self.accumulation = accumulation
         self.end_with_loader = end_with_loader
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the window and the loops: nothing has been trained yet."""
         self.micro = 0
         self.backwards = 0
         self.sync = True
