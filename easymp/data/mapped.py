@@ -21,6 +21,9 @@ from .shard import Cut, Share, flagged, halves, parts, rounds, shares
 from .source import Note, rebuild
 
 
+AHEAD = 32  # batches of indices worked out at once, where the order is known beforehand
+
+
 class Rounds:
     """The batch sampler (or sampler) of the rebuilt DataLoader: one object for all epochs, so that workers may persist."""
 
@@ -97,13 +100,17 @@ class MapSource:
         return total is None or cut.surplus(total - start) > 0
 
     def _indices(self, upcoming: Iterator[Share], notes: deque[Note], unknown: bool) -> Iterator[Any]:
-        for (rank, items, end, surplus), last in flagged(upcoming):
-            if self._ready:
-                notes.append(Note(rank, end, -1 if surplus else 0, None, last))
-                yield items[0]
-            else:
-                notes.append(Note(rank, end, -1 if unknown else surplus, len(items) if self._in_order else None, last))
-                yield items
+        reader = flagged(upcoming)
+        # Index arithmetic in a warm loop costs a quarter of what it costs between two steps of a training.
+        ahead = AHEAD if self.samples() is not None else 1
+        while chunk := list(islice(reader, ahead)):
+            for (rank, items, end, surplus), last in chunk:
+                if self._ready:
+                    notes.append(Note(rank, end, -1 if surplus else 0, None, last))
+                    yield items[0]
+                else:
+                    notes.append(Note(rank, end, -1 if unknown else surplus, len(items) if self._in_order else None, last))
+                    yield items
 
     def _shares(self, epoch: int, start: int) -> Iterator[Share]:
         cut, ranks = self.cut, self._ranks
