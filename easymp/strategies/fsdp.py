@@ -35,6 +35,9 @@ class FSDP:
     parameters. Only calling the model itself gathers its parameters, not its other methods, and a parameter must be
     used on all ranks or on none. After the run is closed the model keeps its shards and can no longer be called.
 
+    Gradients that are not reduced yet (`no_sync`, accumulation) lie whole on each rank, out of sight: ``.grad`` is None and
+    `zero_grad` does not clear them. Reducing at each micro-step (``sync_each_batch``) keeps shards only.
+
     Buffers are not sharded; before a forward that follows a synchronised one they take rank 0's values, as in ddp.
     """
 
@@ -175,7 +178,8 @@ class Sharded(nn.Module):
             self._share_buffers()
         training = torch.is_grad_enabled()
         self.stale = training and self.reduces
-        outputs = self.module(*args, **kwargs)
+        with self.world.explained("forward"):
+            outputs = self.module(*args, **kwargs)
         if training and not self.reduces and not self.gathered:
             # torch keeps unreduced gradients beside gathered parameters, and fails for a block that no forward has gathered yet.
             for part in self.parts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,30 @@ def test_ranks_take_rank_0s_values(ranks) -> None:
     assert ranks(unlike) == pytest.approx([float(nn.Linear(4, 4).weight.detach().sum())] * 2)
 
 
+def two_models(strategy: str) -> list[torch.Tensor]:
+    with Accelerator(mixed_precision="no", strategy=strategy, gradient_accumulation_steps=2) as acc:
+        first, second = make("tied"), nn.Linear(5, 3)
+        groups = [
+            {"params": [p for p in first.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [*(p for p in first.parameters() if p.ndim == 1), *second.parameters()], "lr": 0.001},
+        ]
+        first, second, optimizer = acc.prepare(first, second, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(6):
+            x = torch.randn(8, 12, generator=generator).chunk(acc.num_processes)[acc.process_index]
+            with acc.accumulate():
+                acc.backward(second(first(x)).square().mean())
+                acc.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return [whole(p) for p in [*first.parameters(), *second.parameters()]]
+
+
+def test_two_models_and_an_optimizer_of_two_groups(ranks) -> None:
+    for a, b in zip(ranks(two_models, "fsdp")[0], two_models("single")):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
 # -- what is wrapped ---------------------------------------------------------------------------------------------------
 
 
@@ -373,6 +398,22 @@ def test_refusals_have_sentences(ranks) -> None:
         assert "strategy 'fsdp' cannot join uneven inputs" in said["join"]
         assert "shards of a run that has let go of it" in said["closed"]
         assert "parameter '0.weight' is sharded already" in said["again"]
+
+
+def a_rank_that_stays_away() -> None:
+    with Accelerator(mixed_precision="no", strategy="fsdp", timeout=3) as acc:
+        model = acc.prepare(make("mlp"))
+        if acc.process_index == 1:
+            time.sleep(8)
+            return
+        model(torch.ones(2, 12))
+
+
+def test_a_rank_that_does_not_come_to_forward_is_named(ranks) -> None:
+    failure = ranks.fails(a_rank_that_stays_away, timeout=40)[0]
+    assert failure.type == "WorldError"
+    assert "rank 0 gave up in forward" in failure.message
+    assert "in a_rank_that_stays_away" in failure.message
 
 
 # -- beginning and end -------------------------------------------------------------------------------------------------
