@@ -105,6 +105,7 @@ def train(acc: Accelerator, kind: str, clip: float | None = None, adam: bool = T
         norms.append(float(norm))
         skipped.append(acc.optimizer_step_was_skipped)
     shards = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters())
+    states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
     kinds = sorted({type(p).__name__ for p in model.parameters()})
     return {
         "losses": losses,
@@ -113,6 +114,7 @@ def train(acc: Accelerator, kind: str, clip: float | None = None, adam: bool = T
         "parameters": {name: whole(p) for name, p in model.named_parameters()},
         "buffers": {name: b.clone() for name, b in model.named_buffers()},
         "shards": shards,
+        "states": sum((t.to_local() if hasattr(t, "to_local") else t).numel() for t in states),
         "kinds": kinds,
         "lr": schedule.get_last_lr()[0],
         "precision": acc.mixed_precision,

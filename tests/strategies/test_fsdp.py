@@ -99,11 +99,13 @@ def test_options_change_no_number(ranks, options: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_holds_its_part_of_the_parameters(ranks, size: int) -> None:
+def test_a_rank_holds_its_part_of_parameters_and_states(ranks, size: int) -> None:
     total = sum(p.numel() for p in make("tied").parameters())
-    held = [got["shards"] for got in ranks(trained, "fsdp", "tied", 1, None, processes=size)]
+    results = ranks(trained, "fsdp", "tied", 1, None, processes=size)
+    held = [got["shards"] for got in results]
     assert sum(held) == total
     assert max(held) < 1.1 * total / size
+    assert [got["states"] for got in results] == [2 * n for n in held]  # AdamW's two
 
 
 def auto() -> tuple[str, str]:
