@@ -36,7 +36,7 @@ _HOMES = {
     "protocols": ("Choice", "Source"),
     "records": (
         *("AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradScalerKwargs"),
-        *("GradientAccumulationPlugin", "InitProcessGroupKwargs"),
+        *("FSDPOptions", "GradientAccumulationPlugin", "InitProcessGroupKwargs"),
     ),
     "rng": ("set_seed",),
     "settings": ("Settings", "resolve"),

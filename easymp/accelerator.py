@@ -36,15 +36,15 @@ from .protocols import Choice
 from .records import (
     AutocastKwargs,
     DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
 )
 from .rng import set_seed
 from .settings import Settings, resolve
+from .shards import local
 from .state import AcceleratorState, GradientState, Run, register, unregister
-from .strategies import STRATEGIES
+from .strategies import STRATEGIES, read_options
 from .switches import switch
 from .world import World, read_ranks
 
@@ -59,7 +59,8 @@ class Accelerator(Collectives):
 
     Args:
         mixed_precision: "auto", "no" or "fp32", "tf32", "bf16", "fp16".
-        strategy: "auto", "single", "ddp".
+        strategy: "auto", "single", "ddp", "fsdp".
+        strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs`) or a dict of the fields.
         gradient_accumulation_steps: micro-batches an update; use `accumulate`.
         cpu: train on the CPU although there is an accelerator.
         device_placement: move models and batches to the device.
@@ -87,6 +88,7 @@ class Accelerator(Collectives):
         *,
         mixed_precision: str | None = None,
         strategy: str | None = None,
+        strategy_options: Any = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         device_placement: bool = True,
@@ -128,6 +130,8 @@ class Accelerator(Collectives):
             debug=debug,
         )
         plan = make_plan(asked, detect(), read_ranks())
+        spread = STRATEGIES[plan.strategy.value]
+        options = read_options(spread, strategy_options, handlers)
         plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(plan.accumulation.value)
         self._sync_each_batch = plugin.sync_each_batch
         self._clock = StepClock(plan.accumulation.value, plugin.sync_with_dataloader)
@@ -142,8 +146,7 @@ class Accelerator(Collectives):
         self._precision = self._make_precision(asked)
         scaling = handlers.get(GradScalerKwargs, GradScalerKwargs())
         self._scaler = Scaler(rule_from(scaling), self._world, enabled=self._precision.scaled and scaling.enabled)
-        ddp = handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
-        self._strategy = STRATEGIES[plan.strategy.value](self._world, ddp)
+        self._strategy = spread(self._world, options)  # type: ignore[call-arg]
         self._loading = dataloader_config or DataLoaderConfiguration()
         steps = self._world.size if scheduler_steps_per_process else 1
         wishes = Wishes(device_placement, self._loading, step_scheduler_with_optimizer, steps)
@@ -405,7 +408,10 @@ class Accelerator(Collectives):
         """Clamp every gradient element to [-clip_value, clip_value]; acts once a window, as the optimizer does."""
         chosen = self._to_clip(parameters)
         if chosen is not None:
-            nn.utils.clip_grad_value_(chosen, clip_value)
+            grads = [local(p.grad) for p in chosen if p.grad is not None]
+            if grads:
+                torch._foreach_clamp_min_(grads, -float(clip_value))
+                torch._foreach_clamp_max_(grads, float(clip_value))
 
     def _to_clip(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor] | None:
         if self._clock.accumulation != 1 and not self._clock.sync:

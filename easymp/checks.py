@@ -22,18 +22,17 @@ ELSEWHERE = {
     "dynamo_plugin": "call torch.compile(model) before prepare()",
     "compile": "call torch.compile(model) before prepare()",
     "split_batches": "pass dataloader_config=DataLoaderConfiguration(split_batches=...)",
-    "deepspeed_plugin": "this version spreads models by 'single' and 'ddp'",
-    "deepspeed_plugins": "this version spreads models by 'single' and 'ddp'",
-    "fsdp_plugin": "this version spreads models by 'single' and 'ddp'",
-    "torch_tp_plugin": "this version spreads models by 'single' and 'ddp'",
-    "megatron_lm_plugin": "this version spreads models by 'single' and 'ddp'",
-    "parallelism_config": "this version spreads models by 'single' and 'ddp'",
-    "strategy_options": "pass kwargs_handlers=[DistributedDataParallelKwargs(...)]",
+    "deepspeed_plugin": "this version spreads models by 'single', 'ddp' and 'fsdp'",
+    "deepspeed_plugins": "this version spreads models by 'single', 'ddp' and 'fsdp'",
+    "fsdp_plugin": "pass strategy='fsdp' and strategy_options=FSDPOptions(...)",
+    "torch_tp_plugin": "this version spreads models by 'single', 'ddp' and 'fsdp'",
+    "megatron_lm_plugin": "this version spreads models by 'single', 'ddp' and 'fsdp'",
+    "parallelism_config": "this version spreads models by 'single', 'ddp' and 'fsdp'",
 }
 # What the constructor takes beside the settings.
 KEYWORDS = (
     *("device_placement", "dataloader_config", "gradient_accumulation_plugin", "step_scheduler_with_optimizer", "settings"),
-    *("scheduler_steps_per_process", "kwargs_handlers", *NAMES),
+    *("scheduler_steps_per_process", "kwargs_handlers", "strategy_options", *NAMES),
 )
 
 

@@ -247,7 +247,8 @@ class Preparation:
     def release(self) -> None:
         """Let go of everything. Views stay callable, each rank for itself."""
         for model in self.models:
-            model.route.module = self._precision.forward(model.route.original, self._run.world.device)
+            alone = self._precision.forward(model.route.original, self._run.world.device)
+            model.route.module = self._strategy.release(model.route.module, alone)
         for held in (self.models, self.optimizers, self.schedulers, self.loaders, self.owner, self.stepped_by):
             held.clear()
         for reasons in self._steps.values():

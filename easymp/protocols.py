@@ -63,6 +63,7 @@ class Strategy(Protocol):
     """How parameters and gradients are spread over the ranks."""
 
     name: ClassVar[str]
+    Options: ClassVar[type]  # the record of its options, which the constructor takes after the world
     data_rank: int  # which slice of the data this process sees (under tensor parallelism: 0 of 1)
     data_size: int
 
@@ -89,6 +90,10 @@ class Strategy(Protocol):
         """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, whatever the layout."""
         ...
 
+    def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
+        """What to call once the run lets go of `model`, a `Wrapped.model`: `alone`, this rank's, where it is whole. No collective."""
+        ...
+
 
 @dataclass(frozen=True)
 class Wrapped:
@@ -110,6 +115,10 @@ class Precision(Protocol):
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None: ...
+
+    def decide(self, model: nn.Module) -> None:
+        """Settle now, without timing `model`, what is still open: for strategies under which a step cannot be repeated."""
+        ...
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Change the model itself (fp8 swap, O2/O3 cast); the identity otherwise."""

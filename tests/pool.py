@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 PRELOAD = [
     "pytest", "hypothesis", "numpy", "psutil", "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim",
     "torch.utils.data", "torch.distributed.algorithms.join", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.distributed.fsdp",
 ]  # fmt: skip
 
 GRACE = 3.0  # seconds that the other ranks have to answer once one has failed

@@ -16,12 +16,13 @@ from easymp.records import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    FSDPOptions,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
 )
 
-RECORDS = (*HANDLERS, DataLoaderConfiguration, GradientAccumulationPlugin)
+RECORDS = (*HANDLERS, DataLoaderConfiguration, FSDPOptions, GradientAccumulationPlugin)
 
 
 @pytest.mark.parametrize("record", RECORDS)

@@ -11,6 +11,7 @@ from torch import nn
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 DEVICES = {torch.optim.Adagrad: {"cpu", "cuda"}}
 EVERYWHERE = {"cpu", "cuda", "mps", "xpu"}
+SHARDED = (torch.optim.Adam, torch.optim.AdamW)  # DTensor has rules for these fused steps
 DENSE_ONLY = (torch.optim.SGD, torch.optim.Adagrad)  # the plain step takes sparse gradients, the fused one does not
 
 
@@ -38,6 +39,8 @@ def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> 
         for parameter in group["params"]:
             if not torch.is_floating_point(parameter) or parameter.device.type not in DEVICES.get(kind, EVERYWHERE):
                 return f"torch's fused {kind.__name__} does not take {parameter.dtype} on {parameter.device.type}"
+            if kind not in SHARDED and hasattr(parameter, "to_local"):
+                return f"torch's fused {kind.__name__} does not take sharded parameters"
             if id(parameter) in sparse:
                 return f"torch's fused {kind.__name__} does not take the sparse gradients of {sparse[id(parameter)]!r}"
     if optimizer.state and any(p.device.type != "cpu" for group in optimizer.param_groups for p in group["params"]):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..clock import StepClock
 from ..errors import StepError
+from ..shards import local
 from ..world import World
 
 
@@ -60,7 +61,7 @@ class ItemWindow:
         """Correct the gradients of a window that has ended, after the last backward."""
         assert self._count is not None
         factor = self._stand_in / self._world.reduce(self._count).clamp(min=1.0)
-        grads = [p.grad for p in parameters if p.grad is not None]
+        grads = [local(p.grad) for p in parameters if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
         self.open = False

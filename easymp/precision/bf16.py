@@ -36,6 +36,9 @@ class BF16:
     def output(self) -> torch.dtype | None:
         return self.options.output_dtype
 
+    def decide(self, model: nn.Module) -> None:
+        pass
+
     def convert(self, model: nn.Module) -> nn.Module:
         return model
 

@@ -39,6 +39,9 @@ class FP16:
     def output(self) -> torch.dtype | None:
         return self.options.output_dtype
 
+    def decide(self, model: nn.Module) -> None:
+        pass
+
     def convert(self, model: nn.Module) -> nn.Module:
         for name, parameter in model.named_parameters():
             if parameter.dtype == torch.float16 and parameter.requires_grad:

@@ -31,6 +31,9 @@ class FP32:
     def output(self) -> torch.dtype | None:
         return None
 
+    def decide(self, model: nn.Module) -> None:
+        pass
+
     def convert(self, model: nn.Module) -> nn.Module:
         return model
 

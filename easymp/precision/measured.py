@@ -76,9 +76,13 @@ class Measured:
             return Refusal("the rules for accelerators are certain", "name a precision")
         return None
 
-    def convert(self, model: nn.Module) -> nn.Module:
-        if self.choice is None and not self._measure:
+    def decide(self, model: nn.Module) -> None:
+        if self.choice is None:
             self.settle(by_width(model))
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        if not self._measure:
+            self.decide(model)
         return model
 
     def forward(self, model: nn.Module, device: torch.device) -> nn.Module:

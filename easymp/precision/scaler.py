@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import SettingError, StepError
 from ..records import GradScalerKwargs
+from ..shards import local
 from ..tree import map_leaves
 from ..world import World
 
@@ -170,6 +171,7 @@ class Scaler:
                     )
                 if grad.is_sparse:
                     grad = grad._values()
+                grad = local(grad)  # the flag is reduced over the ranks below
                 by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
         if not by_kind:
             raise StepError("unscale_ or step() before any backward(): this optimizer has no gradients yet")

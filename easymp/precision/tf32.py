@@ -36,6 +36,9 @@ class TF32:
     def output(self) -> torch.dtype | None:
         return None
 
+    def decide(self, model: nn.Module) -> None:
+        pass
+
     def convert(self, model: nn.Module) -> nn.Module:
         return model
 

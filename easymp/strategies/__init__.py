@@ -2,8 +2,10 @@
 
 from ..protocols import Strategy, Wrapped
 from .ddp import DDP
+from .fsdp import FSDP
+from .options import read_options
 from .single import Single
 
-STRATEGIES: dict[str, type[Strategy]] = {"single": Single, "ddp": DDP}
+STRATEGIES: dict[str, type[Strategy]] = {"single": Single, "ddp": DDP, "fsdp": FSDP}
 
-__all__ = ["DDP", "STRATEGIES", "Single", "Strategy", "Wrapped"]
+__all__ = ["DDP", "FSDP", "STRATEGIES", "Single", "Strategy", "Wrapped", "read_options"]

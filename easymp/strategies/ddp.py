@@ -25,6 +25,7 @@ class DDP:
     """
 
     name: ClassVar[str] = "ddp"
+    Options: ClassVar[type] = DistributedDataParallelKwargs
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self.data_rank, self.data_size = world.rank, world.size
@@ -81,3 +82,6 @@ class DDP:
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
+        return alone

@@ -15,7 +15,10 @@ from ..world import World
 
 
 class Single:
+    """The model, under autocast. Takes ddp's options, for scripts that run on one process and on several; they mean nothing here."""
+
     name: ClassVar[str] = "single"
+    Options: ClassVar[type] = DistributedDataParallelKwargs
     data_rank = 0
     data_size = 1
 
@@ -47,3 +50,6 @@ class Single:
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
+        return alone

@@ -115,11 +115,15 @@ class World:
             ) from error
         # torchrun's agent keeps its store over a restart: what an earlier attempt wrote there is not ours.
         store = dist.PrefixStore(f"easymp/{env.integer('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        number = store.add(f"worlds/{self.rank}", 1)
-        keys = [f"world/{number}/{r}" for r in range(self.size)]
-        store.set(keys[self.rank], socket.gethostname())
         try:
+            number = store.add(f"worlds/{self.rank}", 1)
+            keys = [f"world/{number}/{r}" for r in range(self.size)]
+            store.set(keys[self.rank], socket.gethostname())
             store.wait(keys, limit)
+        except dist.DistNetworkError:
+            # It was the store of rank 0's last world, which closed just now: something there still held it, such as a sharded
+            # model waiting to be collected. The next one opens at the same place; if rank 0 is gone, reaching it says so.
+            return self._sign_in(limit)
         except (dist.DistStoreError, RuntimeError) as error:
             missing = [str(r) for r in range(self.size) if not store.check([keys[r]])]
             raise WorldError(

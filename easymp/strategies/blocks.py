@@ -1,0 +1,82 @@
+"""Which parts of a model are wrapped on their own: repeated blocks, classes by name, or parts by size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from ..errors import PrepareError, nearest
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+# Its forward reads the weights of its parts without calling them, so that no hook would gather them.
+ATOMS = (nn.MultiheadAttention,)
+
+
+def find_blocks(model: nn.Module, wrap: str | tuple[str, ...] | int) -> list[nn.Module]:
+    """The modules inside `model` to wrap on their own, inner ones before those that hold them.
+
+    Modules that share a parameter with something outside of them (tied weights) are left to what holds both, and so are those
+    that cannot be called (containers) or hold no parameters.
+
+    Args:
+        wrap: "blocks": children of one class, with children of their own, of which a ModuleList, Sequential or ModuleDict holds
+            two or more; a tuple: modules of these class names; a number: modules with at least so many parameters that are not
+            in a block already.
+
+    Raises:
+        PrepareError: a class name that no module has.
+    """
+    inside = [m for m in _bottom_up(model) if m is not model]
+    if isinstance(wrap, int):
+        return _by_size(inside, model, wrap)
+    if isinstance(wrap, str):
+        chosen = {id(m) for m in _repeated(model)}
+    else:
+        found = {type(m).__name__ for m in inside}
+        for name in wrap:
+            if name not in found:
+                raise PrepareError(
+                    f"no module in this {type(model).__name__} is a {name!r}{nearest(name, found)}: correct `wrap`"
+                )
+        chosen = {id(m) for m in inside if type(m).__name__ in wrap}
+    return [m for m in inside if id(m) in chosen and _wrappable(m, model)]
+
+
+def _bottom_up(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if not isinstance(module, ATOMS):
+        for child in module.children():
+            yield from _bottom_up(child, seen)
+    yield module
+
+
+def _repeated(model: nn.Module) -> Iterator[nn.Module]:
+    for container in model.modules():
+        if isinstance(container, CONTAINERS):
+            children = list(container.children())
+            count = Counter(type(c) for c in children)
+            yield from (c for c in children if count[type(c)] > 1 and next(c.children(), None) is not None)
+
+
+def _by_size(inside: list[nn.Module], model: nn.Module, least: int) -> list[nn.Module]:
+    chosen: list[nn.Module] = []
+    taken: set[int] = set()  # parameters in a block already
+    for module in inside:
+        own = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
+        if sum(own.values()) >= least and _wrappable(module, model):
+            chosen.append(module)
+            taken.update(own)
+    return chosen
+
+
+def _wrappable(module: nn.Module, model: nn.Module) -> bool:
+    mine = {id(p) for p in module.parameters()}
+    parts = {id(m) for m in module.modules()}
+    outside = (p for m in model.modules() if id(m) not in parts for p in m._parameters.values() if p is not None)
+    callable_ = type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return bool(mine) and callable_ and mine.isdisjoint(id(p) for p in outside)

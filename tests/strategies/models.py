@@ -1,0 +1,121 @@
+"""Models of the kinds that strategies find hard, and a training of them that any number of ranks can share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from easymp import Accelerator
+
+STEPS, BATCH, WIDTH, WORDS, LENGTH = 20, 24, 16, 19, 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attend = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.think = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.think(x + self.attend(y, y, y, need_weights=False)[0])
+
+
+class Tied(nn.Module):
+    """A small transformer whose embedding is its last layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed((x.abs() * 100).long()[:, :LENGTH] % WORDS)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).mean(1)[:, :5]
+
+
+class Idle(nn.Module):
+    """Frozen parameters, and others that no output depends on: single ones, and a whole block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(12, WIDTH).requires_grad_(False)
+        self.unused = nn.Linear(12, 7)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks[1](self.blocks[0](self.frozen(x))))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 5))
+
+
+def conv() -> nn.Module:
+    def stage(a: int, b: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+
+    return nn.Sequential(nn.Unflatten(1, (1, 3, 4)), stage(1, 6), stage(6, 10), nn.Flatten(), nn.Linear(120, 5))
+
+
+MODELS = {"mlp": mlp, "conv": conv, "tied": Tied, "idle": Idle}
+
+
+def make(kind: str) -> nn.Module:
+    torch.manual_seed(3)
+    return MODELS[kind]()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full values of a parameter, whatever its layout; a collective."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def train(acc: Accelerator, kind: str, clip: float | None = None, adam: bool = True) -> dict[str, Any]:
+    """`STEPS` updates, in which the ranks share each micro-batch: losses, gradient norms and skipped steps, parameters, buffers."""
+    model = make(kind)
+    given: Any = list(model.parameters())
+    optimizer: Any = torch.optim.AdamW(given, lr=0.01) if adam else torch.optim.SGD(given, lr=0.05, momentum=0.9)
+    schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, STEPS)
+    model, optimizer, schedule = acc.prepare(model, optimizer, schedule)
+    generator = torch.Generator().manual_seed(7)
+    losses, norms, skipped = [], [], []
+    for _ in range(STEPS):
+        total = torch.zeros(())
+        for _ in range(acc.gradient_accumulation_steps):
+            x, y = torch.randn(BATCH, 12, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator)
+            x, y = (t.chunk(acc.num_processes)[acc.process_index] for t in (x, y))
+            with acc.accumulate(model):
+                loss = nn.functional.cross_entropy(model(x), y)
+                acc.backward(loss)
+                total += loss.detach()
+                norm = acc.clip_grad_norm_(model.parameters(), clip or 1e9)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        losses.append(float(acc.reduce(total, "mean")))
+        norms.append(float(norm))
+        skipped.append(acc.optimizer_step_was_skipped)
+    shards = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters())
+    states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+    kinds = sorted({type(p).__name__ for p in model.parameters()})
+    return {
+        "losses": losses,
+        "norms": norms,
+        "skipped": skipped,
+        "parameters": {name: whole(p) for name, p in model.named_parameters()},
+        "buffers": {name: b.clone() for name, b in model.named_buffers()},
+        "shards": shards,
+        "states": sum((t.to_local() if hasattr(t, "to_local") else t).numel() for t in states),
+        "kinds": kinds,
+        "lr": schedule.get_last_lr()[0],
+        "precision": acc.mixed_precision,
+    }

@@ -1,0 +1,466 @@
+"""fsdp on real processes: the numbers of one process, and what is in the way of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import easymp
+from easymp import Accelerator, DistributedDataParallelKwargs, FSDPOptions
+from easymp.errors import PrepareError, RefusedError, SettingError, StepError
+from easymp.strategies.blocks import find_blocks
+
+from .models import Tied, make, train, whole
+
+ROOT = Path(easymp.__file__).parent.parent
+
+
+def trained(
+    strategy: str, kind: str, steps: int, clip: float | None, precision: str = "no", options: Any = None, adam: bool = True
+) -> dict[str, Any]:
+    with Accelerator(
+        mixed_precision=precision, strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps
+    ) as acc:
+        return train(acc, kind, clip, adam)
+
+
+def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
+    assert a["losses"] == pytest.approx(b["losses"], rel=rel)
+    assert a["norms"] == pytest.approx(b["norms"], rel=rel)
+    assert a["lr"] == b["lr"]
+    assert a["parameters"].keys() == b["parameters"].keys()
+
+
+# -- the numbers -------------------------------------------------------------------------------------------------------
+
+
+TABLE = [(kind, steps, clip, 2) for kind in ("mlp", "tied", "idle") for steps in (1, 3) for clip in (None, 0.1)]
+
+
+@pytest.mark.parametrize(("kind", "steps", "clip", "size"), [*TABLE, ("tied", 3, 0.1, 4), ("mlp", 1, None, 4)])
+def test_it_trains_as_one_process(ranks, kind: str, steps: int, clip: float | None, size: int) -> None:
+    one = trained("single", kind, steps, clip)
+    for got in ranks(trained, "fsdp", kind, steps, clip, processes=size):
+        agree(got, one)
+        assert got["kinds"] == ["DTensor"]
+        for name, values in one["parameters"].items():
+            # A key's bias has no gradient but rounding, which Adam makes a step of.
+            assert name.endswith("in_proj_bias") or torch.allclose(got["parameters"][name], values, rtol=1e-3, atol=1e-4), name
+
+
+@pytest.mark.parametrize("kind", ["mlp", "idle"])
+def test_with_momentum(ranks, kind: str) -> None:
+    agree(ranks(trained, "fsdp", kind, 3, 0.1, "no", None, False)[0], trained("single", kind, 3, 0.1, adam=False))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_batch_norm_as_in_ddp(ranks, steps: int, clip: float | None) -> None:
+    """Each rank normalises by its own samples, so one process computes something else."""
+    ours, theirs = (ranks(trained, strategy, "conv", steps, clip) for strategy in ("fsdp", "ddp"))
+    for a, b in zip(ours, theirs):
+        agree(a, b)
+        assert a["buffers"].keys() == b["buffers"].keys()
+        for name, values in b["buffers"].items():
+            assert torch.allclose(a["buffers"][name], values, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize(("precision", "rel"), [("bf16", 0.05), ("fp16", 0.02)])
+@pytest.mark.parametrize("kind", ["mlp", "conv", "tied"])
+def test_in_half_precision_as_in_ddp(ranks, precision: str, rel: float, kind: str) -> None:
+    ours, theirs = (ranks(trained, strategy, kind, 1, 0.1, precision)[0] for strategy in ("fsdp", "ddp"))
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=rel)
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=4 * rel)
+    assert ours["skipped"] == theirs["skipped"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        FSDPOptions(reshard_after_forward=False),
+        {"wrap": ("Block",)},
+        {"wrap": ["Linear", "LayerNorm"]},
+        {"wrap": 500},
+        {"wrap": 1},
+        {"cpu_offload": True},
+        {"wrap": ("Block", "Sequential"), "reshard_after_forward": False},
+    ],
+)
+def test_options_change_no_number(ranks, options: Any) -> None:
+    agree(ranks(trained, "fsdp", "tied", 3, 0.1, "no", options)[0], trained("single", "tied", 3, 0.1))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_holds_its_part_of_parameters_and_states(ranks, size: int) -> None:
+    total = sum(p.numel() for p in make("tied").parameters())
+    results = ranks(trained, "fsdp", "tied", 1, None, processes=size)
+    held = [got["shards"] for got in results]
+    assert sum(held) == total
+    assert max(held) < 1.1 * total / size
+    assert [got["states"] for got in results] == [2 * n for n in held]  # AdamW's two
+
+
+def auto() -> tuple[str, str]:
+    with Accelerator(strategy="fsdp") as acc:
+        acc.prepare(make("mlp"))
+        return acc.mixed_precision, acc.plan.precision.reason
+
+
+def test_precision_auto_decides_without_timing(ranks) -> None:
+    for precision, reason in ranks(auto):
+        assert precision == "no"
+        assert "not measured" in reason or "no bf16 instructions" in reason
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+def overflow(strategy: str, fused: bool) -> tuple[bool, float, float]:
+    with Accelerator(mixed_precision="fp16", strategy=strategy, fused=fused) as acc:
+        model = make("tied")
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        before = [whole(p) for p in model.parameters()]
+        acc.backward(model(torch.randn(4, 12)).sum() / 1000)
+        if acc.process_index == 1:
+            model.embed.weight.grad.to_local().view(-1)[0] = float("inf")
+        optimizer.step()
+        moved = sum(float((whole(p) - b).abs().sum()) for p, b in zip(model.parameters(), before))
+        return acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_overflow_in_one_shard_skips_the_step_on_all(ranks, fused: bool) -> None:
+    assert ranks(overflow, "fsdp", fused) == [(True, 32768.0, 0.0)] * 2
+
+
+def token_windows(strategy: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    counts = [[3, 8], [1, 6], [9, 2]]  # micro-step, rank
+    with Accelerator(mixed_precision="no", strategy=strategy, gradient_accumulation_steps=3) as acc:
+        model = acc.prepare(make("mlp"))
+        for row in counts:
+            parts = [(torch.randn(n, 12, generator=generator), torch.randint(0, 5, (n,), generator=generator)) for n in row]
+            mine = parts if acc.num_processes == 1 else parts[acc.process_index : acc.process_index + 1]
+            x, y = torch.cat([x for x, _ in mine]), torch.cat([y for _, y in mine])
+            with acc.accumulate(model):
+                acc.backward(nn.functional.cross_entropy(model(x), y, reduction="sum"), num_items=len(y))
+        return [whole(p.grad) for p in model.parameters()]
+
+
+def test_a_token_weighted_loss_is_that_of_one_big_batch(ranks) -> None:
+    for a, b in zip(ranks(token_windows, "fsdp")[0], token_windows("single")):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def by_hand(strategy: str, how: str) -> list[torch.Tensor]:
+    with Accelerator(mixed_precision="no", strategy=strategy) as acc:
+        model = acc.prepare(make("tied"))
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(acc.num_processes)[acc.process_index]
+        if how == "no_sync":
+            with acc.no_sync(model):
+                acc.backward(model(x).square().mean())
+                with acc.no_sync(model):
+                    acc.backward(model(x).square().mean())
+                acc.backward(model(x).square().mean())
+            acc.backward(model(x).square().mean())
+        else:
+            with acc.no_sync(model):
+                acc.backward(model(x).square().mean())
+                loss = model(x).square().mean()
+                with acc.trigger_sync_in_backward(model):
+                    acc.backward(loss)
+        acc.clip_grad_value_(model.parameters(), 0.01)
+        return [whole(p.grad) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["no_sync", "trigger"])
+def test_accumulation_by_hand(ranks, how: str) -> None:
+    one = by_hand("single", how)
+    assert any(g.abs().max() == 0.01 for g in one)
+    for got in ranks(by_hand, "fsdp", how):
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, one))
+
+
+def norms() -> list[float]:
+    with Accelerator(mixed_precision="no") as acc:
+        model = acc.prepare(make("mlp"))
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(acc.num_processes)[acc.process_index]
+        acc.backward(model(x).square().mean())
+        found = []
+        for norm_type in (1.0, 2.0, float("inf")):
+            found.append(float(acc.clip_grad_norm_(model.parameters(), 0.5, norm_type)))
+        plain = nn.Parameter(torch.zeros(3))
+        plain.grad = torch.full((3,), 2.0)
+        found.append(float(acc.clip_grad_norm_([*model.parameters(), plain], 0.1)))
+        return [*found, *plain.grad.tolist()]
+
+
+def test_norms_of_every_kind_and_of_mixed_layouts(ranks) -> None:
+    one = norms()
+    for size in (2, 4):  # of 4 ranks, some hold no element of a bias of 5
+        for got in ranks(norms, processes=size, env={"EASYMP_STRATEGY": "fsdp"}):
+            assert got == pytest.approx(one, rel=1e-5)
+
+
+def evaluate(reshard: bool) -> tuple[float, float, list[str], bool]:
+    with Accelerator(mixed_precision="no", strategy="fsdp", strategy_options={"reshard_after_forward": reshard}) as acc:
+        model = acc.prepare(make("tied"))
+        with torch.no_grad():
+            there = float(model.eval()(torch.ones(2, 12)).sum())
+        kinds = sorted({type(p).__name__ for p in model.parameters()})
+        return there, float(make("tied").eval()(torch.ones(2, 12)).sum()), kinds, isinstance(model, Tied)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_evaluation_leaves_shards(ranks, reshard: bool) -> None:
+    for there, here, kinds, instance in ranks(evaluate, reshard):
+        assert there == pytest.approx(here, rel=1e-5)
+        assert kinds == ["DTensor"]
+        assert instance
+
+
+def unlike() -> float:
+    with Accelerator(mixed_precision="no", strategy="fsdp") as acc:
+        torch.manual_seed(acc.process_index)
+        model = acc.prepare(nn.Linear(4, 4))
+        return float(whole(model.weight).sum())
+
+
+def test_ranks_take_rank_0s_values(ranks) -> None:
+    torch.manual_seed(0)
+    assert ranks(unlike) == pytest.approx([float(nn.Linear(4, 4).weight.detach().sum())] * 2)
+
+
+def two_models(strategy: str) -> list[torch.Tensor]:
+    with Accelerator(mixed_precision="no", strategy=strategy, gradient_accumulation_steps=2) as acc:
+        first, second = make("tied"), nn.Linear(5, 3)
+        groups = [
+            {"params": [p for p in first.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [*(p for p in first.parameters() if p.ndim == 1), *second.parameters()], "lr": 0.001},
+        ]
+        first, second, optimizer = acc.prepare(first, second, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(6):
+            x = torch.randn(8, 12, generator=generator).chunk(acc.num_processes)[acc.process_index]
+            with acc.accumulate():
+                acc.backward(second(first(x)).square().mean())
+                acc.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return [whole(p) for p in [*first.parameters(), *second.parameters()]]
+
+
+def test_two_models_and_an_optimizer_of_two_groups(ranks) -> None:
+    for a, b in zip(ranks(two_models, "fsdp")[0], two_models("single")):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+# -- what is wrapped ---------------------------------------------------------------------------------------------------
+
+
+def test_repeated_blocks_are_found() -> None:
+    model = Tied()
+    assert find_blocks(model, "blocks") == list(model.blocks)
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "blocks") == []
+
+
+def test_blocks_that_share_a_parameter_with_the_outside_are_not_wrapped() -> None:
+    model = Tied()
+    model.blocks[1].think[0].bias = nn.Parameter(torch.zeros(32))
+    model.extra = nn.Linear(1, 32)
+    model.extra.bias = model.blocks[1].think[0].bias
+    assert find_blocks(model, "blocks") == [model.blocks[0], model.blocks[2]]
+    assert model.embed not in find_blocks(model, ("Embedding", "Block"))
+
+
+def test_inner_blocks_come_before_those_that_hold_them() -> None:
+    model = nn.Sequential(*(nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))) for _ in range(2)))
+    found = find_blocks(model, "blocks")
+    assert found == [model[0][0], model[0][1], model[0], model[1][0], model[1][1], model[1]]
+
+
+def test_parts_by_size_and_attention_left_whole() -> None:
+    model = Tied()
+    parts = [type(m).__name__ for m in find_blocks(model, 1)]
+    assert "NonDynamicallyQuantizableLinear" not in parts
+    assert parts.count("MultiheadAttention") == 3
+    assert "ModuleList" not in parts
+    assert find_blocks(model, 10**6) == []
+
+
+def test_a_class_that_no_module_has() -> None:
+    with pytest.raises(PrepareError, match=r"no module in this Tied is a 'Blok', did you mean 'Block'\?"):
+        find_blocks(Tied(), ("Blok",))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"'fsdp' shards a model over processes, and there is one; start several"):
+        Accelerator(strategy="fsdp")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"reshard": True}, r"strategy 'fsdp' has no option 'reshard', did you mean 'reshard_after_forward'\?"),
+        ({"find_unused_parameters": True}, "strategy 'fsdp' has no option 'find_unused_parameters'"),
+        (DistributedDataParallelKwargs(), "is a DistributedDataParallelKwargs, but strategy 'fsdp' takes FSDPOptions"),
+        ({"wrap": "layers"}, "wrap='layers' is neither 'blocks', nor a tuple"),
+        ({"cpu_offload": 1}, "cpu_offload=1 is neither True nor False"),
+    ],
+)
+def test_wrong_options(ranks, options: Any, words: str) -> None:
+    for message in ranks(refused_options, "fsdp", options):
+        assert re.search(words, message), message
+
+
+def refused_options(strategy: str, options: Any, handlers: Any = ()) -> str:
+    with pytest.raises(SettingError) as caught:
+        Accelerator(strategy=strategy, strategy_options=options, kwargs_handlers=handlers)
+    return str(caught.value)
+
+
+def test_options_of_another_strategy(ranks) -> None:
+    handlers = [DistributedDataParallelKwargs()]
+    assert (
+        "is a FSDPOptions, but strategy 'ddp' takes DistributedDataParallelKwargs"
+        in ranks(refused_options, "ddp", FSDPOptions())[0]
+    )
+    assert (
+        "kwargs_handlers holds a DistributedDataParallelKwargs, but the strategy is 'fsdp'"
+        in ranks(refused_options, "fsdp", None, handlers)[0]
+    )
+    assert "pass one of them" in ranks(refused_options, "ddp", {"static_graph": True}, handlers)[0]
+    assert "did you mean 'static_graph'" in refused_options("auto", {"static_grap": True})
+
+
+@pytest.mark.parametrize("wrap", [0, -1, True, 1.5, (), (1,), None])
+def test_wrap_is_checked(wrap: Any) -> None:
+    with pytest.raises(SettingError, match="neither 'blocks', nor a tuple of class names"):
+        FSDPOptions(wrap=wrap)
+
+
+def refusals() -> dict[str, str]:
+    said = {}
+    with Accelerator(mixed_precision="no", strategy="fsdp") as acc:
+        model = make("mlp")
+        late = torch.optim.SGD(model.parameters(), lr=0.1)
+        stepped = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(1, 12)).sum().backward()
+        stepped.step()
+        scalar, last = nn.Linear(2, 2), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
+        scalar.gain = nn.Parameter(torch.ones(()))
+        mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+        for name, objects in {
+            "stepped": (model, stepped),
+            "scalar": (scalar,),
+            "channels": (last,),
+            "list": (nn.ModuleList([nn.Linear(1, 1)]),),
+            "mixed": (mixed,),
+        }.items():
+            with pytest.raises(PrepareError) as caught:
+                acc.prepare(*objects)
+            said[name] = str(caught.value)
+        prepared = acc.prepare(model)
+        with pytest.raises(PrepareError) as caught:
+            acc.prepare(late)
+        said["late"] = str(caught.value)
+        with pytest.raises(RefusedError) as refused:
+            with acc.join_uneven_inputs([prepared]):
+                pass
+        said["join"] = str(refused.value)
+        assert acc._scaler.agree
+    with pytest.raises(StepError) as closed:
+        prepared(torch.ones(1, 12))
+    said["closed"] = str(closed.value)
+    with Accelerator(mixed_precision="no", strategy="fsdp") as acc, pytest.raises(PrepareError) as caught:
+        acc.prepare(acc.unwrap_model(prepared))
+    said["again"] = str(caught.value)
+    return said
+
+
+def test_refusals_have_sentences(ranks) -> None:
+    for said in ranks(refusals):
+        assert "AdamW has state for parameter '0.weight'" in said["stepped"]
+        assert "parameter 'gain' is 0-dim" in said["scalar"]
+        assert "parameter 'weight' is not contiguous" in said["channels"]
+        assert "a ModuleList cannot be called" in said["list"]
+        assert "'0.weight' is torch.float32, '1.weight' is torch.float64" in said["mixed"]
+        assert "that belongs to no prepared model" in said["late"]
+        assert "strategy 'fsdp' cannot join uneven inputs" in said["join"]
+        assert "shards of a run that has let go of it" in said["closed"]
+        assert "parameter '0.weight' is sharded already" in said["again"]
+
+
+def a_rank_that_stays_away() -> None:
+    with Accelerator(mixed_precision="no", strategy="fsdp", timeout=3) as acc:
+        model = acc.prepare(make("mlp"))
+        if acc.process_index == 1:
+            time.sleep(8)
+            return
+        model(torch.ones(2, 12))
+
+
+def test_a_rank_that_does_not_come_to_forward_is_named(ranks) -> None:
+    failure = ranks.fails(a_rank_that_stays_away, timeout=40)[0]
+    assert failure.type == "WorldError"
+    assert "rank 0 gave up in forward" in failure.message
+    assert "in a_rank_that_stays_away" in failure.message
+
+
+# -- beginning and end -------------------------------------------------------------------------------------------------
+
+
+def twice() -> list[dict[str, Any]]:
+    kept = [trained("fsdp", "tied", 1, 0.1)]
+    for kind in ("mlp", "idle", "mlp"):
+        trained(
+            "fsdp", kind, 1, 0.1
+        )  # a sharded model that waits to be collected holds the old store: the next world may meet its end
+    return [*kept, trained("fsdp", "tied", 3, 0.1), trained("ddp", "tied", 3, 0.1)]
+
+
+def test_another_accelerator_afterwards(ranks) -> None:
+    first, second, third = ranks(twice)[0]
+    agree(first, trained("single", "tied", 1, 0.1))
+    agree(second, third)
+
+
+SCRIPT = """
+import torch
+from easymp import Accelerator
+acc = Accelerator(strategy="fsdp", mixed_precision="no")
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
+for _ in range(3):
+    acc.backward(model(torch.ones(2, 4)).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+acc.print("done")
+"""
+
+
+def test_a_script_that_never_closes_ends(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    words = [sys.executable, "-m", "easymp", "launch", "--processes", "2", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "done" in done.stdout
+
+
+def test_it_is_imported_at_first_use() -> None:
+    heavy = ("torch.distributed.tensor", "torch.distributed.fsdp")
+    code = f"from easymp import Accelerator\nimport sys\nprint([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=ROOT)
+    assert done.stdout.strip() == "[]"

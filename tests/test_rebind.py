@@ -1,0 +1,82 @@
+"""Optimizers follow parameters that are replaced, by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from easymp.errors import PrepareError
+from easymp.rebind import names_of, rebind
+from easymp.shards import local
+
+
+def replace(model: nn.Module) -> None:
+    """New parameters in the places of the old ones; tied ones stay tied."""
+    new: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                module._parameters[name] = new.setdefault(id(p), nn.Parameter(p.detach().clone(), p.requires_grad))
+
+
+def test_groups_keep_their_options_and_order() -> None:
+    model, other = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(1, 1)
+    model[2].weight = model[1].weight
+    groups = [
+        {"params": [model[1].weight, other.weight], "lr": 0.5},
+        {"params": [model[0].bias, model[2].bias, model[0].weight]},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    lists = [group["params"] for group in optimizer.param_groups]
+    names = names_of(model, [optimizer])
+    replace(model)
+    rebind(model, [optimizer], names)
+    assert [group["params"] is held for group, held in zip(optimizer.param_groups, lists)] == [True, True]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    wanted = [[model[1].weight, other.weight], [model[0].bias, model[2].bias, model[0].weight]]
+    assert [[id(p) for p in held] for held in lists] == [[id(p) for p in row] for row in wanted]
+    assert model[2].weight is model[1].weight
+
+
+def test_lbfgs_steps_the_new_parameters() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    names = names_of(model, [optimizer])
+    replace(model)
+    rebind(model, [optimizer], names)
+    before = model.weight.detach().clone()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert not torch.equal(model.weight, before)
+
+
+def test_state_that_would_belong_to_nothing_is_refused() -> None:
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(PrepareError, match=r"AdamW has state for parameter 'weight'.*before its first step"):
+        names_of(model, [optimizer])
+    assert len(names_of(other, [optimizer])) == 2
+
+
+def test_an_empty_entry_is_no_state() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert not optimizer.state[model.weight]  # looking makes it
+    names = names_of(model, [optimizer])
+    replace(model)
+    rebind(model, [optimizer], names)
+    assert model.weight in optimizer.state
+
+
+def test_a_plain_tensor_is_its_own_part() -> None:
+    tensor = torch.ones(2)
+    assert local(tensor) is tensor
