@@ -1,4 +1,4 @@
-"""Nested batches: tuples, named tuples, lists, dicts and their like, with tensors as leaves.
+"""Nested batches: tuples, named tuples, lists, dicts, dataclasses and their like, with tensors as leaves.
 
 A container comes back as its own type. Objects with a ``to`` method that are no tensors (packed sequences, graph batches,
 tokenizer outputs that are no mappings) count as leaves that can be moved: they know best which of their parts may leave the CPU.
@@ -6,6 +6,8 @@ tokenizer outputs that are no mappings) count as leaves that can be moved: they 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +33,29 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, skip: Collection[Any] 
         return items if type(tree) is dict else _rebuild(tree, items)
     if isinstance(tree, (list, tuple)):
         return _rebuild(tree, [map_leaves(function, item, skip) for item in tree])
+    if _is_record(tree):
+        return _with_fields(tree, {key: map_leaves(function, value, skip) for key, value in _fields(tree).items()})
     return function(tree)
+
+
+def _is_record(tree: Any) -> bool:
+    """Whether `tree` is a dataclass with contents, no module or other thing that knows by itself how to be moved."""
+    return hasattr(type(tree), "__dataclass_fields__") and not hasattr(tree, "to")
+
+
+def _fields(tree: Any) -> dict[str, Any]:
+    return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
+
+
+def _with_fields(tree: Any, values: dict[str, Any]) -> Any:
+    """A copy of a dataclass with other contents, made without its ``__init__``; `tree` itself where nothing is another."""
+    changed = {key: value for key, value in values.items() if value is not getattr(tree, key)}
+    if not changed:
+        return tree
+    made = copy.copy(tree)
+    for key, value in changed.items():
+        object.__setattr__(made, key, value)  # also where it is frozen
+    return made
 
 
 def _moves_itself(tree: Any) -> bool:
@@ -44,6 +68,10 @@ def _rebuild(tree: Any, items: Any) -> Any:
     if hasattr(tree, "default_factory"):
         return type(tree)(tree.default_factory, items)
     try:
+        if isinstance(tree, Mapping) and dataclasses.is_dataclass(tree):  # a model's output whose fields are its items
+            made = dataclasses.replace(tree, **{f.name: items[f.name] for f in dataclasses.fields(tree) if f.name in items})
+            if made.keys() == items.keys():
+                return made
         return type(tree)(items)
     except TypeError as error:
         raise BatchError(
@@ -60,6 +88,9 @@ def leaves(tree: Any) -> Iterator[Any]:
     elif isinstance(tree, (list, tuple)) and not _moves_itself(tree):
         for item in tree:
             yield from leaves(item)
+    elif _is_record(tree):
+        for value in _fields(tree).values():
+            yield from leaves(value)
     else:
         yield tree
 
@@ -134,4 +165,6 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     if isinstance(first, Mapping):
         items = {key: concatenate([d[key] for d in data], dim) for key in first}
         return items if type(first) is dict else _rebuild(first, items)
+    if _is_record(first):
+        return _with_fields(first, {key: concatenate([getattr(d, key) for d in data], dim) for key in _fields(first)})
     return first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -136,3 +137,51 @@ def test_slices_and_concatenations() -> None:
     assert type(joined) is Point and joined.x.tolist() == [1, 2] and joined.y[0].tolist() == [-1, -2]
     assert tree.concatenate([{"x": torch.ones(2, 1)}, {"x": torch.ones(2, 2)}], dim=1)["x"].shape == (2, 3)
     assert type(tree.concatenate([Titled([torch.ones(1)])] * 2)) is Titled
+
+
+@dataclass
+class Output:
+    logits: Any
+    names: Any = ()
+    count: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    x: Any
+
+
+@dataclass
+class Items(OrderedDict):
+    """A model's output in the style of transformers: fields that are items, but not to be made from a mapping."""
+
+    loss: Any
+    logits: Any = None
+
+    def __post_init__(self) -> None:
+        self.update({f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None})
+
+
+def test_dataclasses_are_containers() -> None:
+    batch = {"out": Output(torch.ones(2), ["a"]), "sealed": Sealed((torch.ones(2),))}
+    batch["out"].count = 3
+    moved = tree.send_to_device(batch, "meta")
+    out, sealed = moved["out"], moved["sealed"]
+    assert type(out) is Output and out.logits.is_meta and (out.names, out.count) == (["a"], 3)
+    assert type(sealed) is Sealed and sealed.x[0].is_meta and not batch["sealed"].x[0].is_meta
+    assert [leaf.is_meta for leaf in tree.leaves(moved) if isinstance(leaf, torch.Tensor)] == [True, True]
+    joined = tree.concatenate([Output(torch.ones(2)), Output(torch.ones(3))])
+    assert type(joined) is Output and joined.logits.shape == (5,)
+
+
+def test_a_dataclass_without_tensors_is_left_alone() -> None:
+    plain = Output("text")
+    assert tree.send_to_device([plain], "meta")[0] is plain and tree.send_to_device(Output, "meta") is Output
+
+
+def test_a_mapping_that_is_a_dataclass_keeps_fields_and_items_alike() -> None:
+    given = Items(torch.ones(()), torch.ones(2))
+    moved = tree.send_to_device(given, "meta")
+    assert type(moved) is Items and list(moved) == ["loss", "logits"]
+    assert moved.loss is moved["loss"] and moved.loss.is_meta and moved.logits is moved["logits"]
+    assert list(tree.send_to_device(Items(torch.ones(())), "meta")) == ["loss"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,6 +20,11 @@ from easymp.records import AutocastKwargs
 CPU = torch.device("cpu")
 HALF = [(BF16, torch.bfloat16), (FP16, torch.float16)]
 Pair = namedtuple("Pair", "logits extra")
+
+
+@dataclass
+class Record:
+    logits: torch.Tensor
 
 
 class Tiny(nn.Module):
@@ -78,6 +84,8 @@ def test_every_floating_output_is_fp32_in_its_own_container(kind: type[Precision
         kept = outputs(policy, lambda y, kind_=kind_: kind_(y=y))
         assert type(kept) is kind_
         assert kept["y"].dtype == torch.float32
+    record = outputs(policy, Record)
+    assert (type(record), record.logits.dtype) == (Record, torch.float32)
 
 
 def test_packed_sequences() -> None:
