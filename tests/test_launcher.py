@@ -567,6 +567,23 @@ def test_plain_torchrun_on_a_cpu_is_one_training_on_two_ranks(script, tmp_path):
     assert first.startswith("[2, 'ddp'")
 
 
+def test_a_rank_that_exits_with_a_code_does_not_wait_for_the_others(script, capfd):
+    path = script("""
+        import torch
+        from easymp import Accelerator
+        acc = Accelerator(mixed_precision="no", timeout=60)
+        acc.wait_for_everyone()
+        if rank == 1:
+            print("leaving at", time.time(), flush=True)
+            sys.exit(3)
+        time.sleep(60)
+    """)
+    assert launch_script(path, [], 2) == 3
+    out, err = capfd.readouterr()
+    assert time.time() - float(out.split()[-1]) < 8  # a farewell takes 10 s or more
+    assert err == "rank 1 of 2 failed first: exit code 3\n"
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_a_killed_rank(script, tmp_path):
     for attempt in range(3):

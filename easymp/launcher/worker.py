@@ -44,6 +44,7 @@ def main() -> NoReturn:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if code:
             failure.record(error_file, rank, end, code & 0xFF, None)
+            sys.last_value = end  # exit handlers do not see the code, and shall not wait for the others
     except BaseException as error:
         code = 1
         failure.record(error_file, rank, error, code, _from_script(error))
