@@ -140,7 +140,7 @@ class Accelerator(Collectives):
             torch.cuda.set_device(device)
         self._undo = ExitStack()
         self._world = World(plan.ranks, device, asked.timeout, asked.debug)
-        self._run = Run(self._world, plan, self._clock)
+        self._run = Run(self._world, plan, self._clock, weakref.ref(self))
         register(self._run)
         self._autocast: AutocastKwargs = handlers.get(AutocastKwargs, AutocastKwargs())
         self._precision = self._make_precision(asked)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .errors import EasympError, SettingError
 from .log import get_logger
-from .state import current_world
+from .state import accelerators, current_world
 from .world import World
 
 logger = get_logger(__name__)
@@ -117,6 +117,7 @@ def _attempt(world: World, function: Callable[..., Any], args: tuple[Any, ...], 
     """The function's result, and whether it fitted into memory on every rank."""
     result = None
     notes = Notes(world) if world.size > 1 else None
+    before = [model for accelerator in accelerators() for model in accelerator._prepared.models]
     try:
         result, outcome = function(*args, **kwargs), "done"
     except (RuntimeError, MemoryError, EasympError) as error:
@@ -130,6 +131,7 @@ def _attempt(world: World, function: Callable[..., Any], args: tuple[Any, ...], 
             raise
         # What hangs on the frames of the error, models above all, must be free before the next attempt.
         error.__traceback__ = error.__context__ = error.__cause__ = None
+        _let_go(before)
     if notes is None:
         return result, outcome == "done"
     notes.write(outcome)
@@ -142,6 +144,14 @@ def _attempt(world: World, function: Callable[..., Any], args: tuple[Any, ...], 
         gc.collect()
         world.restart()
     return result, fits
+
+
+def _let_go(before: list[Any]) -> None:
+    """Free what the attempt prepared with Accelerators that were made outside of it: it holds memory, and the process group, whose
+    connections would stay open. One that still has a model from `before` is left as it is."""
+    for accelerator in accelerators():
+        if not any(model is old for model in accelerator._prepared.models for old in before):
+            accelerator.free_memory()
 
 
 class Notes:

@@ -5,6 +5,7 @@ Accelerators register here when they open and leave when they close, so one can 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,16 @@ from .world import World, read_ranks
 
 @dataclass(slots=True)
 class Run:
-    """What an open Accelerator, or a PartialState made without one, stands on."""
+    """What an open Accelerator, or a PartialState made without one, stands on.
+
+    Attributes:
+        accelerator: the one, if it is still there: to be asked to let go of what it prepared.
+    """
 
     world: World
     plan: Plan
     clock: StepClock
+    accelerator: Callable[[], Any] = lambda: None
 
 
 _open: list[Run] = []
@@ -38,6 +44,11 @@ def register(run: Run) -> None:
 
 def unregister(run: Run) -> None:
     _open[:] = [other for other in _open if other is not run]
+
+
+def accelerators() -> list[Any]:
+    """The open ones."""
+    return [there for run in _open if (there := run.accelerator()) is not None]
 
 
 def current_world() -> World:

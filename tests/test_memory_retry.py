@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -104,6 +106,54 @@ def one_rank_runs_out() -> tuple[list[int], float]:
 
 def test_a_rank_that_runs_out_takes_the_others_along(ranks) -> None:
     assert ranks(one_rank_runs_out) == [([8, 4, 2], 2.0)] * 2
+
+
+def one_rank_runs_out_in_accelerates_idiom() -> tuple[list[int], float]:
+    tried = []
+    acc = Accelerator(mixed_precision="no", timeout=60, gradient_accumulation_steps=2)
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> None:
+        acc.free_memory()
+        tried.append(batch_size)
+        model = torch.nn.Linear(2, 1)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for micro in range(2):
+            with acc.accumulate(model):
+                loss = model(torch.ones(batch_size, 2)).sum()
+                if acc.process_index == 1 and batch_size > 2 and micro == 1:
+                    out_of_memory()
+                acc.backward(loss)  # rank 0 waits here for rank 1
+                optimizer.step()
+                optimizer.zero_grad()
+
+    begin = time.monotonic()
+    train()
+    acc.close()
+    return tried, time.monotonic() - begin
+
+
+def test_a_model_prepared_by_an_outer_accelerator_does_not_hold_the_others_up(ranks) -> None:
+    for tried, seconds in ranks(one_rank_runs_out_in_accelerates_idiom, timeout=100):
+        assert tried == [8, 4, 2]
+        assert seconds < 30, "two attempts that end at the timeout take 120"
+
+
+def test_what_was_prepared_before_stays() -> None:
+    sizes = []
+
+    @find_executable_batch_size(starting_batch_size=2)
+    def train(batch_size: int) -> None:
+        sizes.append(batch_size)
+        if batch_size > 1:
+            out_of_memory()
+
+    with Accelerator(mixed_precision="no") as acc:
+        model = acc.prepare(torch.nn.Linear(1, 1))
+        train()
+        assert sizes == [2, 1]
+        with acc.no_sync(model):  # refuses what is not prepared
+            pass
 
 
 def one_rank_fails() -> None:

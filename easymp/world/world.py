@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import socket
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,9 @@ class World:
         # Each group has a place of its own in the store. Counted there and not here: a process that was started later than the
         # others, or lived through other worlds, would count differently.
         number = store.add(f"groups/{self.rank}", 1)
+        # Its functions have the default group of the moment as default arguments: imported later (the first DDP does), it would
+        # keep this group's connections open for good, and ranks that wait for this one would not hear that it left.
+        importlib.import_module("torch.distributed.nn.functional")
         with env.override(TORCH_FR_BUFFER_SIZE=env.read("TORCH_FR_BUFFER_SIZE", "64")):
             dist.init_process_group(
                 {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(self.device.type, "gloo"),

@@ -363,3 +363,17 @@ def wrapped():
 def test_leaving_after_ddp_never_hangs(ranks):
     for _ in range(40):
         assert ranks(wrapped, timeout=20) == [[1.0] * 4] * 2
+
+
+def captured():
+    """Whether torch's functions of a group, imported while one runs, have it as their default."""
+    world = World(read_ranks(), CPU)
+    import torch.distributed.nn.functional as functions
+
+    default = functions.all_gather.__defaults__[0]
+    world.close()
+    return default
+
+
+def test_no_import_holds_the_group_for_good(ranks):
+    assert ranks(captured) == [None] * 2
