@@ -50,6 +50,12 @@ class Processes:
 
     _world: World
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(process {self.process_index} of {self.num_processes}, {self.distributed_type.value}, "
+            f"device {self.device})"
+        )
+
     @property
     def device(self) -> torch.device:
         return self._world.device

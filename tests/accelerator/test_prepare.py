@@ -189,3 +189,7 @@ def test_every_setting_is_an_argument_too() -> None:
     taken = inspect.signature(Accelerator).parameters
     assert set(NAMES) <= set(taken)
     assert set(KEYWORDS) == set(taken) - {"others"}
+
+
+def test_the_state_prints_who_this_process_is(acc: Accelerator) -> None:
+    assert repr(acc.state) == "AcceleratorState(process 0 of 1, NO, device cpu)"
