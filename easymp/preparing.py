@@ -30,7 +30,7 @@ from .world import odd_one_out
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Prepared:
     """A prepared model: what the user holds, and how it is called."""
 
@@ -38,7 +38,7 @@ class Prepared:
     route: Route
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Wishes:
     """What the constructor was told about preparing.
 

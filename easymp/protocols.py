@@ -129,12 +129,6 @@ class Precision(Protocol):
         ...
 
 
-class Probe(Protocol):
-    """Looks for one kind of accelerator."""
-
-    def __call__(self) -> tuple[Any, ...]: ...
-
-
 class Command(Protocol):
     """One word after ``easymp``."""
 

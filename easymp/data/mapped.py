@@ -20,7 +20,6 @@ from .order import agree, draw, length, mix, own_seed, size_of
 from .shard import Cut, Share, flagged, halves, parts, rounds, shares
 from .source import Note, rebuild
 
-
 AHEAD = 32  # batches of indices worked out at once, where the order is known beforehand
 
 

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cut:
     """How an epoch's order is cut.
 

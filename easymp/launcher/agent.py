@@ -22,7 +22,7 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 LOUD = ("torch.distributed.elastic", "torch.distributed.launcher", "torchelastic-events-null")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place:
     """Where the ranks meet. One node needs none of it: a free port on the loopback is found."""
 

@@ -22,7 +22,7 @@ FATAL = "fatal.txt"  # Python's stacks at SIGSEGV and its like, by faulthandler
 PEER_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "WorldError"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Failure:
     """One rank's end. `code` as `subprocess` has it: negative for a signal."""
 

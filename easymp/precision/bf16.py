@@ -13,7 +13,7 @@ from ..records import AutocastKwargs
 from .autocast import under_autocast
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BF16:
     name: ClassVar[str] = "bf16"
     param: ClassVar[torch.dtype] = torch.float32

@@ -17,7 +17,7 @@ from ..records import AutocastKwargs
 from .autocast import under_autocast
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FP16:
     name: ClassVar[str] = "fp16"
     param: ClassVar[torch.dtype] = torch.float32

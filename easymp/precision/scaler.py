@@ -25,7 +25,7 @@ from ..tree import map_leaves
 from ..world import World
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LossScale:
     """The rule by which the scale moves.
 

@@ -12,7 +12,7 @@ from ..protocols import Facts, Refusal
 from ..records import AutocastKwargs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TF32:
     name: ClassVar[str] = "tf32"
     param: ClassVar[torch.dtype] = torch.float32

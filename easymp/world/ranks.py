@@ -10,7 +10,7 @@ from .. import env
 from ..errors import WorldError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ranks:
     """This process among all processes of the run."""
 
