@@ -97,8 +97,8 @@ class Measured:
         """Time both, tell the others, settle. A model that fails in fp32, too, settles nothing: that error is the caller's."""
         figure: list[Any] = [None]
         try:
-            if self._world.rank == 0:
-                figure = [time_pairs(plain, cast, args, kwargs)]
+            # Every rank takes every step, since a forward may hold a collective; rank 0 says when it is enough, and its figure counts.
+            figure = [time_pairs(plain, cast, args, kwargs, lambda enough: self._world.broadcast_objects([enough])[0])]
         finally:
             self._world.broadcast_objects(figure)
         if figure[0] is None:
@@ -154,8 +154,17 @@ def by_width(model: nn.Module) -> Choice[str]:
     )
 
 
-def time_pairs(plain: nn.Module, cast: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, int] | str:
-    """Median of bf16's time over fp32's, and how many pairs it comes from; or why bf16 does not run."""
+def time_pairs(
+    plain: nn.Module,
+    cast: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    agree: Callable[[bool], bool | None] = lambda enough: enough,
+) -> tuple[float, int] | str:
+    """Median of bf16's time over fp32's, and how many pairs it comes from; or why bf16 does not run.
+
+    `agree` makes of this rank's "enough" the one that all ranks go by.
+    """
     parameters = [p for p in plain.parameters() if p.requires_grad]
     ratios: list[float] = []
     with _untouched(plain):
@@ -168,7 +177,7 @@ def time_pairs(plain: nn.Module, cast: nn.Module, args: tuple[Any, ...], kwargs:
         while len(ratios) < PAIRS[1]:
             fp32 = _step(plain, parameters, args, kwargs)
             ratios.append(_step(cast, parameters, args, kwargs) / fp32)
-            if time.perf_counter() - begin > (BUDGET if len(ratios) >= PAIRS[0] else PATIENCE):
+            if agree(time.perf_counter() - begin > (BUDGET if len(ratios) >= PAIRS[0] else PATIENCE)) is not False:
                 break
     ratios.sort()
     return (ratios[(len(ratios) - 1) // 2] + ratios[len(ratios) // 2]) / 2, len(ratios)

@@ -158,6 +158,31 @@ def test_a_method_that_goes_round_the_reduction_is_said(ranks) -> None:
     assert all("no prepared model was called" in words for words in ranks(detour))
 
 
+class Contrast(nn.Module):
+    """Forward compares with the other ranks' batches."""
+
+    def __init__(self, acc: Accelerator) -> None:
+        super().__init__()
+        self.inner, self.acc = nn.Linear(4, 4), [acc]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.inner(x)
+        return z @ self.acc[0].gather(z).T
+
+
+def contrast() -> str:
+    with Accelerator(timeout=30) as acc:
+        model = acc.prepare(Contrast(acc))
+        acc.backward(model(torch.ones(2, 4)).sum())
+        return acc.plan.precision.value
+
+
+def test_auto_times_a_forward_that_holds_a_collective(ranks) -> None:
+    zero, one = ranks(contrast)
+    assert zero == one
+    assert zero in ("fp32", "bf16")
+
+
 # -- uneven inputs -----------------------------------------------------------------------------------------------------
 
 
