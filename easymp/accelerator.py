@@ -457,7 +457,7 @@ class Accelerator(Collectives):
     clear = free_memory
 
     def end_training(self) -> None:
-        """The run is over: leave the world. Models stay callable, each rank for itself."""
+        """The run is over: leave the world. Models that are whole stay callable, each rank for itself; sharded ones do not."""
         self.close()
 
     def close(self) -> None:

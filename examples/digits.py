@@ -28,7 +28,7 @@ class Net(nn.Sequential):
     """(batch, 1, 8, 8) images to (batch, 10) logits; 66 thousand parameters.
 
     No layer mixes samples, as batch-norm would, and none has a kink: at the kinks of relu and max-pool a difference in
-    rounding between one process and two grows a thousandfold within one training.
+    rounding between one process and two can grow until the final losses differ.
     """
 
     def __init__(self) -> None:
