@@ -146,12 +146,12 @@ class Accelerator(Collectives):
         self._precision = self._make_precision(asked)
         scaling = handlers.get(GradScalerKwargs, GradScalerKwargs())
         self._scaler = Scaler(rule_from(scaling), self._world, enabled=self._precision.scaled and scaling.enabled)
-        self._strategy = spread(self._world, options)  # type: ignore[call-arg]
+        strategy = spread(self._world, options)  # type: ignore[call-arg]
         self._loading = dataloader_config or DataLoaderConfiguration()
         steps = self._world.size if scheduler_steps_per_process else 1
         wishes = Wishes(device_placement, self._loading, step_scheduler_with_optimizer, steps)
-        self._prepared = Preparation(self._run, self._strategy, self._precision, self._scaler, wishes)
-        self._items = ItemWindow(self._world, self._strategy.data_size)
+        self._prepared = Preparation(self._run, strategy, self._precision, self._scaler, wishes)
+        self._items = ItemWindow(self._world)
         self._foreign: ForeignSteps | None = None
         self._closed = False
         switch(self._precision.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
@@ -340,14 +340,14 @@ class Accelerator(Collectives):
         if self._foreign is None and self._clock.accumulation != 1:
             self._foreign = self._undo.enter_context(ForeignSteps(self._clock, self._prepared.owner, self._prepared.stepped_by))
         modules = () if self._sync_each_batch or self._world.size == 1 else [r.module for r in self._prepared.routes(models)]
-        return MicroStep(self._clock, self._strategy, modules)
+        return MicroStep(self._clock, self._prepared.strategy, modules)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
         """Inside, backward keeps gradients to this rank: for accumulation by hand."""
         with ExitStack() as stack:
             for route in self._prepared.routes((model,) if model is not None else ()):
-                stack.enter_context(self._strategy.no_sync(route.module))
+                stack.enter_context(self._prepared.strategy.no_sync(route.module))
             yield
 
     @contextmanager
@@ -355,7 +355,7 @@ class Accelerator(Collectives):
         """Inside, backward reduces gradients, although `model` was called under `no_sync`."""
         (route,) = self._prepared.routes((model,))
         route.called = True
-        with self._strategy.force_sync(route.module):
+        with self._prepared.strategy.force_sync(route.module):
             yield
 
     @contextmanager
@@ -371,7 +371,7 @@ class Accelerator(Collectives):
             loader.even_batches = even_batches
         self._scaler.agree = False  # ranks that are done do not take part; gradients are the same on those that are not
         try:
-            with self._strategy.join([route.module for route in self._prepared.routes(joinables)]):
+            with self._prepared.strategy.join([route.module for route in self._prepared.routes(joinables)]):
                 yield
         finally:
             self._scaler.agree = True
@@ -402,7 +402,7 @@ class Accelerator(Collectives):
         Acts once a window, as the optimizer does: None on other micro-steps.
         """
         chosen = self._to_clip(parameters)
-        return None if chosen is None else self._strategy.clip(chosen, max_norm, norm_type)
+        return None if chosen is None else self._prepared.strategy.clip(chosen, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]; acts once a window, as the optimizer does."""
@@ -421,6 +421,10 @@ class Accelerator(Collectives):
             for optimizer in self._prepared.optimizers_of(chosen):
                 self._scaler.ensure_unscaled(optimizer.optimizer)
         return chosen
+
+    @property
+    def _alike(self) -> int:
+        return self._world.size // self._prepared.strategy.data_size
 
     # -- loaders and models -------------------------------------------------------------------------------------------
 

@@ -20,9 +20,9 @@ def gather(tensor: Any, *, world: World | None = None) -> Any:
     return recursively_apply((world or current_world()).gather, tensor, error_on_other_type=True)
 
 
-def gather_object(object: list[Any], *, world: World | None = None) -> list[Any]:
-    """The ranks' lists of Python objects, one after the other."""
-    parts = (world or current_world()).gather_objects(object)
+def gather_object(object: list[Any], *, world: World | None = None, every: int = 1) -> list[Any]:
+    """The ranks' lists of Python objects, one after the other; with `every`, of ranks 0, `every`, 2 × `every` … only."""
+    parts = (world or current_world()).gather_objects(object)[::every]
     return [item for part in parts for item in part]
 
 
@@ -80,6 +80,11 @@ class Collectives(Processes):
     _run: Run
     _trigger = False
 
+    @property
+    def _alike(self) -> int:
+        """How many neighbouring ranks read the same batches."""
+        return 1
+
     def gather(self, tensor: Any) -> Any:
         """Every tensor of the tree joined over the ranks along dimension 0, on all ranks."""
         return gather(tensor, world=self._world)
@@ -103,10 +108,10 @@ class Collectives(Processes):
         for leaf in [input_data] if objects else leaves(input_data):
             check_batch(leaf, loader.local_size)
         if objects:
-            whole = gather_object(list(input_data), world=self._world)
+            whole = gather_object(list(input_data), world=self._world, every=self._alike)
         else:
             collect = self._world.gather_uneven if loader.uneven else self._world.gather
-            whole = recursively_apply(collect, input_data, error_on_other_type=True)
+            whole = recursively_apply(collect, input_data, self._alike, error_on_other_type=True)
         extra = loader.surplus
         if not extra:
             return whole

@@ -21,6 +21,7 @@ from .strategies import STRATEGIES
 from .world import Ranks
 
 AUTO = "auto"
+AUTOMATIC = ("single", "ddp")  # what strategy "auto" chooses from, by the number of processes
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,8 @@ def _strategy(settings: Settings, facts: Facts) -> Choice[str]:
         if refusal is not None:
             raise RefusedError(f"{words} cannot run here: {refusal}")
         return Choice(settings.strategy, words, origin)
-    for name, strategy in STRATEGIES.items():
-        if strategy.refuse(facts) is None:
+    for name in AUTOMATIC:
+        if STRATEGIES[name].refuse(facts) is None:
             many = f"{facts.world_size} processes" if facts.world_size > 1 else "one process"
             return Choice(name, many, Source.DETECTED)
     raise AssertionError("some strategy takes any world")

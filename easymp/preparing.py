@@ -21,7 +21,7 @@ from .log import get_logger
 from .optim import PreparedOptimizer, PreparedScheduler, fuse
 from .precision import Scaler
 from .prepared import Route, make_view
-from .protocols import Choice, Precision, Strategy
+from .protocols import Choice, Manner, Precision, Strategy
 from .records import DataLoaderConfiguration
 from .rng import diverge
 from .state import Run
@@ -59,6 +59,7 @@ class Preparation:
     """All that one run has prepared.
 
     Attributes:
+        strategy: how models are spread.
         models, optimizers, schedulers, loaders: in the order they came.
         owner: id of a prepared parameter → its name.
         stepped_by: id of a parameter → its optimizer.
@@ -66,7 +67,8 @@ class Preparation:
     """
 
     def __init__(self, run: Run, strategy: Strategy, precision: Precision, scaler: Scaler, wishes: Wishes) -> None:
-        self._run, self._strategy, self._precision, self._scaler, self._wishes = run, strategy, precision, scaler, wishes
+        self._run, self._precision, self._scaler, self._wishes = run, precision, scaler, wishes
+        self.strategy = strategy
         self.models: list[Prepared] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
@@ -96,7 +98,7 @@ class Preparation:
                 if i not in done and isinstance(item, kind):
                     done[i] = self._prepare_other(item, place[i])
         if models and self._alike:
-            diverge(self._run.world.rank)
+            diverge(self.strategy.data_rank)  # ranks that share their data share its dropout
             self._alike = False
         self._say_batch()
         return [done[i] for i in range(len(objects))]
@@ -133,15 +135,15 @@ class Preparation:
                 raise PrepareError(
                     f"parameter {name!r} is on the meta device, without values: use to_empty() and initialise it first"
                 )
-        wrapped = self._strategy.wrap(model, optimizers, self._precision, place)
-        view, route = make_view(model, wrapped.model)
+        plain = [o.optimizer if isinstance(o, PreparedOptimizer) else o for o in optimizers]
+        view, route = make_view(model, self.strategy.wrap(model, plain, Manner(self._precision, place)))
         self.models.append(Prepared(view, route))
         self.owner.update((id(p), name) for name, p in model.named_parameters())
         return view
 
     def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
         for prepared in self.optimizers:
-            if prepared.optimizer is optimizer:
+            if prepared.given is optimizer:
                 return prepared
         kind = type(optimizer).__name__
         for g, group in enumerate(optimizer.param_groups):
@@ -156,7 +158,7 @@ class Preparation:
                         f"{kind} holds parameter {self.owner[id(parameter)]!r}, which another prepared optimizer steps already: give "
                         "each parameter to one optimizer (free_memory() lets go of the old ones)"
                     )
-        prepared = PreparedOptimizer(optimizer, self._run.clock, self._scaler)
+        prepared = PreparedOptimizer(self.strategy.spread(optimizer), self._run.clock, self._scaler, optimizer)
         self.stepped_by.update((id(p), prepared) for group in optimizer.param_groups for p in group["params"])
         self.optimizers.append(prepared)
         if self._run.plan.settings.fused:
@@ -172,7 +174,7 @@ class Preparation:
             if prepared.scheduler is scheduler:
                 return prepared
         drives = getattr(scheduler, "optimizer", None)
-        mine = [o for o in self.optimizers if drives is None or drives is o or drives is o.optimizer]
+        mine = [o for o in self.optimizers if drives is None or drives is o or drives is o.given]
         if not mine:
             raise PrepareError(
                 f"{type(scheduler).__name__} drives an optimizer that is not prepared: prepare that optimizer in the same call or before"
@@ -190,8 +192,8 @@ class Preparation:
             loader,
             clock=self._run.clock,
             world=self._run.world,
-            data_rank=self._strategy.data_rank,
-            data_size=self._strategy.data_size,
+            data_rank=self.strategy.data_rank,
+            data_size=self.strategy.data_size,
             device=self._run.world.device,
             config=self._wishes.loading,
             seed=self._seed,
@@ -248,7 +250,7 @@ class Preparation:
         """Let go of everything. Views stay callable, each rank for itself."""
         for model in self.models:
             alone = self._precision.forward(model.route.original, self._run.world.device)
-            model.route.module = self._strategy.release(model.route.module, alone)
+            model.route.module = self.strategy.release(model.route.module, alone)
         for held in (self.models, self.optimizers, self.schedulers, self.loaders, self.owner, self.stepped_by):
             held.clear()
         for reasons in self._steps.values():

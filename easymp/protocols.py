@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import argparse
 
     import torch
+    import torch.distributed as dist
     from torch import Tensor, nn
 
 T = TypeVar("T")
@@ -59,23 +60,50 @@ class Facts:
     world_size: int
 
 
+@dataclass(frozen=True)
+class Manner:
+    """What a strategy does to any model, beside spreading it.
+
+    Attributes:
+        policy: dtypes, and autocast.
+        place: whether to move the model to the rank's device.
+        compile: compiles the call of a module in place; does nothing unless the user asked for it. Called by the strategy on
+            the module that torch.compile should see whole.
+    """
+
+    policy: Precision
+    place: bool = True
+    compile: Callable[[nn.Module], None] = lambda module: None
+
+
 class Strategy(Protocol):
-    """How parameters and gradients are spread over the ranks."""
+    """How parameters and gradients are spread over the ranks.
+
+    Ranks that see the same slice of the data are neighbours: ranks 0 and 1 of four with ``data_size`` 2.
+    """
 
     name: ClassVar[str]
     Options: ClassVar[type]  # the record of its options, which the constructor takes after the world
     data_rank: int  # which slice of the data this process sees (under tensor parallelism: 0 of 1)
     data_size: int
+    data_group: dist.ProcessGroup | None  # one rank of each slice, this one among them; None for all ranks
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None: ...
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], policy: Precision, place: bool) -> Wrapped:
-        """Spread `model`, under `policy`; `place` says whether to move it to the rank's device first."""
+    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+        """Spread `model`; returns the module to call in its place.
+
+        Where parameters are replaced, `optimizers` (those of the same `prepare`, plain ones) take the new ones.
+        """
+        ...
+
+    def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer to step in place of `optimizer`, whose models are wrapped; itself where nothing is to be done."""
         ...
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Inside: backward accumulates locally; `model` is a `Wrapped.model`."""
+        """Inside: backward accumulates locally; `model` is what `wrap` returned."""
         ...
 
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -83,7 +111,7 @@ class Strategy(Protocol):
         ...
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Inside: ranks may run out of batches at different times; `models` are `Wrapped.model`s."""
+        """Inside: ranks may run out of batches at different times; `models` are what `wrap` returned."""
         ...
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
@@ -91,16 +119,8 @@ class Strategy(Protocol):
         ...
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
-        """What to call once the run lets go of `model`, a `Wrapped.model`: `alone`, this rank's, where it is whole. No collective."""
+        """What to call once the run lets go of `model`, from `wrap`: `alone`, this rank's, where it is whole. No collective."""
         ...
-
-
-@dataclass(frozen=True)
-class Wrapped:
-    """What a strategy hands back: the module to call, and the optimizers, each either the one given or its replacement."""
-
-    model: nn.Module
-    optimizers: list[torch.optim.Optimizer]
 
 
 class Precision(Protocol):

@@ -33,7 +33,11 @@ class Settings:
         "what matrix products run in; auto decides by the hardware",
         ("auto", "no", "fp32", "tf32", "bf16", "fp16", "float32", "bfloat16", "float16", "half"),
     )
-    strategy: str = setting("auto", "how the model is spread over the processes", ("auto", "single", "ddp", "fsdp"))
+    strategy: str = setting(
+        "auto",
+        "how the model is spread over the processes",
+        ("auto", "single", "data_parallel", "ddp", "zero1", "fsdp", "hsdp", "tensor_parallel", "pipeline", "local_sgd"),
+    )
     gradient_accumulation_steps: int = setting(1, "micro-batches in one optimizer update", least=1)
     cpu: bool = setting(False, "train on the CPU even where there is an accelerator")
     fused: bool = setting(True, "let plain torch optimizers run their fused step where torch has one for the device")

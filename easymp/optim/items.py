@@ -21,13 +21,12 @@ from ..world import World
 class ItemWindow:
     """Counts the items of a window.
 
-    Args:
-        ranks: ranks whose gradients are averaged: the average is undone, since counts are summed.
+    Gradients are averaged over the ranks, which is undone here, since counts are summed. Where several ranks see the same data,
+    fewer are averaged and each item is counted several times: the one makes up for the other.
     """
 
-    def __init__(self, world: World, ranks: int) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._ranks = ranks
         self._stand_in: Tensor | None = None
         self._count: Tensor | None = None
         self.open = False  # a window with more than one micro-step is being counted
@@ -49,13 +48,13 @@ class ItemWindow:
         if not self.open:
             total = self._world.reduce(here).clamp(min=1.0)
             if clock.sync and clock.micro <= 1:
-                return loss * (self._ranks / total)
+                return loss * (self._world.size / total)
             self._stand_in = total * clock.accumulation
             self._count = torch.zeros_like(here)
             self.open = True
         assert self._count is not None
         self._count += here
-        return loss * (self._ranks / self._stand_in)
+        return loss * (self._world.size / self._stand_in)
 
     def finish(self, parameters: Iterable[Tensor]) -> None:
         """Correct the gradients of a window that has ended, after the last backward."""

@@ -17,11 +17,17 @@ class PreparedOptimizer(torch.optim.Optimizer):
     """The user's optimizer behind `step` and `zero_grad` that act once a window.
 
     State, param groups, hooks and everything else are the wrapped optimizer's own (`.optimizer`).
+
+    Args:
+        given: what the user passed, where the strategy steps another one in its place.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, clock: StepClock, scaler: Scaler) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, clock: StepClock, scaler: Scaler, given: torch.optim.Optimizer | None = None
+    ) -> None:
         # torch's own __init__ would build param groups and state a second time.
         self.optimizer = optimizer
+        self.given = given or optimizer
         self._clock = clock
         self._scaler = scaler
         self.updates = 0  # steps that ended a window, skipped ones included

@@ -1,11 +1,7 @@
-"""Strategies: how parameters and gradients are spread over the ranks. Adding one is a file and a line here."""
+"""Strategies: how parameters and gradients are spread over the ranks."""
 
-from ..protocols import Strategy, Wrapped
-from .ddp import DDP
-from .fsdp import FSDP
+from ..protocols import Strategy
 from .options import read_options
-from .single import Single
+from .registry import STRATEGIES
 
-STRATEGIES: dict[str, type[Strategy]] = {"single": Single, "ddp": DDP, "fsdp": FSDP}
-
-__all__ = ["DDP", "FSDP", "STRATEGIES", "Single", "Strategy", "Wrapped", "read_options"]
+__all__ = ["STRATEGIES", "Strategy", "read_options"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from ..protocols import Facts, Precision, Refusal, Wrapped
+from ..protocols import Facts, Manner, Refusal
 from ..records import DistributedDataParallelKwargs
 from ..world import World
 
@@ -29,6 +29,7 @@ class DDP:
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self.data_rank, self.data_size = world.rank, world.size
+        self.data_group = None
         self._device = world.device
         self._options = options
         self._reduced: set[int] = set()  # models whose gradients have been reduced once
@@ -42,17 +43,21 @@ class DDP:
             )
         return None
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], policy: Precision, place: bool) -> Wrapped:
-        if place:
+    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+        if manner.place:
             model.to(self._device)
-        module = policy.forward(policy.convert(model), self._device)
+        module = manner.policy.forward(manner.policy.convert(model), self._device)
         if any(p.requires_grad for p in model.parameters()):
-            on_gpu = place and self._device.type in ("cuda", "xpu")
+            on_gpu = manner.place and self._device.type in ("cuda", "xpu")
             options = asdict(self._options)
             if options["broadcast_buffers"]:
                 del options["broadcast_buffers"]  # torch's default; naming it warns from 2.13 on
             module = DistributedDataParallel(module, device_ids=[self._device] if on_gpu else None, **options)
-        return Wrapped(module, list(optimizers))
+        manner.compile(module)
+        return module
+
+    def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         if not isinstance(model, DistributedDataParallel):

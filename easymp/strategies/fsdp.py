@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrepareError, RefusedError, StepError
-from ..protocols import Facts, Precision, Refusal, Wrapped
+from ..protocols import Facts, Manner, Refusal
 from ..rebind import names_of, rebind
 from ..records import FSDPOptions
 from ..shards import local
@@ -46,6 +46,7 @@ class FSDP:
 
     def __init__(self, world: World, options: FSDPOptions) -> None:
         self.data_rank, self.data_size = world.rank, world.size
+        self.data_group = None
         self._world = world
         self._options = options
         self._mesh: Any = None
@@ -59,22 +60,26 @@ class FSDP:
             )
         return None
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], policy: Precision, place: bool) -> Wrapped:
+    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
         names = names_of(model, optimizers)
         _check(model)
+        policy = manner.policy
         policy.decide(model)
         model = policy.convert(model)
         blocks = find_blocks(model, self._options.wrap)
-        if place:
+        if manner.place:
             model.to(self._world.device)
             rebind(model, optimizers, names)  # where torch is told to swap parameters when they move
             names = names_of(model, optimizers)
         self._take_rank_0s(model)
         parts = self._shard([*blocks, model])
         rebind(model, optimizers, names)
-        return Wrapped(
-            Sharded(policy.forward(model, self._world.device), model, parts, self._world, self._options), list(optimizers)
-        )
+        module = policy.forward(model, self._world.device)
+        manner.compile(module)
+        return Sharded(module, model, parts, self._world, self._options)
+
+    def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
 
     def _take_rank_0s(self, model: nn.Module) -> None:
         with torch.no_grad():

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..protocols import Facts, Precision, Refusal, Wrapped
+from ..protocols import Facts, Manner, Refusal
 from ..records import DistributedDataParallelKwargs
 from ..world import World
 
@@ -21,6 +21,7 @@ class Single:
     Options: ClassVar[type] = DistributedDataParallelKwargs
     data_rank = 0
     data_size = 1
+    data_group = None
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self._device = world.device
@@ -34,10 +35,15 @@ class Single:
             )
         return None
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], policy: Precision, place: bool) -> Wrapped:
-        if place:
+    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+        if manner.place:
             model.to(self._device)
-        return Wrapped(policy.forward(policy.convert(model), self._device), list(optimizers))
+        module = manner.policy.forward(manner.policy.convert(model), self._device)
+        manner.compile(module)
+        return module
+
+    def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()

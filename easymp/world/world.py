@@ -210,10 +210,13 @@ class World:
             moved = moved / self.size if moved.is_floating_point() else moved.div(self.size, rounding_mode="trunc")
         return moved.to(tensor.dtype)
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor, every: int = 1) -> Tensor:
         """All ranks' tensors, one after the other along dimension 0, on every rank; scalars become one element each.
 
         Shapes must agree over the ranks (`gather_uneven` lets dimension 0 differ).
+
+        Args:
+            every: keep ranks 0, `every`, 2 × `every` … only: where so many neighbours hold the same.
         """
         tensor = tensor.detach()
         if tensor.ndim == 0:
@@ -227,24 +230,24 @@ class World:
         parts = [torch.empty_like(moved) for _ in range(self.size)]
         with self.explained("gather"):
             dist.all_gather(parts, moved)
-        whole = torch.cat(parts)
+        whole = torch.cat(parts[::every])
         if tensor.dtype in MOVABLE:
             return whole
         return whole.bool() if tensor.dtype == torch.bool else whole.view(tensor.dtype)
 
-    def gather_uneven(self, tensor: Tensor) -> Tensor:
+    def gather_uneven(self, tensor: Tensor, every: int = 1) -> Tensor:
         """As `gather`, where dimension 0 may differ between the ranks."""
         if tensor.ndim == 0 or self.size == 1:
-            return self.gather(tensor)
+            return self.gather(tensor, every)
         tensor = tensor.detach()
         lengths = self.gather(torch.tensor([tensor.shape[0]], device=tensor.device)).tolist()
         longest = max(lengths)
         if min(lengths) == longest:
-            return self.gather(tensor)
+            return self.gather(tensor, every)
         padded = tensor.new_zeros((longest, *tensor.shape[1:]))
         padded[: tensor.shape[0]] = tensor
         whole = self.gather(padded)
-        return torch.cat([whole[r * longest : r * longest + n] for r, n in enumerate(lengths)])
+        return torch.cat([whole[r * longest : r * longest + n] for r, n in enumerate(lengths) if r % every == 0])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """The tensor of rank `source`, as a new tensor on every rank; shapes must agree."""

@@ -39,7 +39,7 @@ def one_big_batch(batches: list[Tensor]) -> list[Tensor]:
 
 def windowed(counts: list[int], accumulation: int) -> list[list[Tensor]]:
     """Gradients at the end of each window of an ItemWindow on its own."""
-    model, clock, window, seen = net(), StepClock(accumulation), ItemWindow(ALONE, 1), []
+    model, clock, window, seen = net(), StepClock(accumulation), ItemWindow(ALONE), []
     for x in tokens(counts):
         clock.inside = True
         clock.tick()
@@ -67,7 +67,7 @@ def test_the_count_may_be_a_tensor() -> None:
     model, clock = net(), StepClock()
     clock.tick()
     (x,) = tokens([5])
-    ItemWindow(ALONE, 1).divide(model(x).pow(2).sum(), torch.tensor(5), clock).backward()
+    ItemWindow(ALONE).divide(model(x).pow(2).sum(), torch.tensor(5), clock).backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], one_big_batch([x]))
 
 
@@ -148,7 +148,7 @@ def test_items_are_not_counted_twice() -> None:
 
 
 def test_a_window_that_was_never_finished_is_forgotten() -> None:
-    clock, window = StepClock(3), ItemWindow(ALONE, 1)
+    clock, window = StepClock(3), ItemWindow(ALONE)
     clock.inside = True
     clock.tick()
     window.divide(torch.ones(()), 100, clock)

@@ -86,13 +86,14 @@ def train(acc: Accelerator, kind: str, clip: float | None = None, adam: bool = T
     optimizer: Any = torch.optim.AdamW(given, lr=0.01) if adam else torch.optim.SGD(given, lr=0.05, momentum=0.9)
     schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, STEPS)
     model, optimizer, schedule = acc.prepare(model, optimizer, schedule)
+    spread = acc._prepared.strategy
     generator = torch.Generator().manual_seed(7)
     losses, norms, skipped = [], [], []
     for _ in range(STEPS):
         total = torch.zeros(())
         for _ in range(acc.gradient_accumulation_steps):
             x, y = torch.randn(BATCH, 12, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator)
-            x, y = (t.chunk(acc.num_processes)[acc.process_index] for t in (x, y))
+            x, y = (t.chunk(spread.data_size)[spread.data_rank] for t in (x, y))
             with acc.accumulate(model):
                 loss = nn.functional.cross_entropy(model(x), y)
                 acc.backward(loss)
