@@ -76,6 +76,52 @@ class Manner:
     compile: Callable[[nn.Module], None] = lambda module: None
 
 
+Cut = Callable[[str, "Tensor"], int]
+"""A parameter's name and the parameter → how many of its elements the fullest rank holds."""
+
+
+def whole(name: str, parameter: Tensor) -> int:
+    """All of them: every rank holds the same."""
+    return parameter.numel()
+
+
+def nowhere(name: str, parameter: Tensor) -> int:
+    """None: it lies in other memory, such as the host's."""
+    return 0
+
+
+def pieces(count: int) -> Cut:
+    """One of `count` pieces along dimension 0, as torch.chunk and FSDP2 cut: all of them as large as the first, if need be by padding."""
+
+    def cut(name: str, parameter: Tensor) -> int:
+        rows = parameter.shape[0] if parameter.ndim else 1
+        return -(-rows // count) * (parameter.numel() // rows) if rows else 0
+
+    return cut
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one rank holds of a model in training, in elements; `easymp.memory` makes bytes of it.
+
+    Attributes:
+        weights, gradients: how parameters and their gradients are divided.
+        states: how the optimizer's states are, and fp32 master weights where a precision keeps them.
+        copies: how autocast's half-precision copies of weights are, when forward ends.
+        gathered: elements of other ranks' weights that are here for a while, at the peak.
+        reducing: elements of gradients in buffers beside those in `gradients`, at the peak.
+        note: what is only approximately so.
+    """
+
+    weights: Cut = whole
+    gradients: Cut = whole
+    states: Cut = whole
+    copies: Cut = whole
+    gathered: int = 0
+    reducing: int = 0
+    note: str = ""
+
+
 class Strategy(Protocol):
     """How parameters and gradients are spread over the ranks.
 
@@ -90,6 +136,16 @@ class Strategy(Protocol):
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None: ...
+
+    @staticmethod
+    def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
+        """What a rank holds of `model`, which `wrap` has not seen, by arithmetic.
+
+        Args:
+            options: of type `Options`.
+            size, local_size: ranks, and ranks of a node.
+        """
+        ...
 
     def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
         """Spread `model`; returns the module to call in its place.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from ..protocols import Facts, Manner, Refusal
+from ..protocols import Facts, Layout, Manner, Refusal
 from ..records import DistributedDataParallelKwargs
 from ..world import World
 
@@ -42,6 +42,11 @@ class DDP:
                 "start several (`easymp launch --processes N script.py`), or use 'auto'",
             )
         return None
+
+    @staticmethod
+    def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
+        buckets = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return Layout(reducing=0 if options.gradient_as_bucket_view else buckets)
 
     def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
         if manner.place:

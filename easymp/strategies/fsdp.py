@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrepareError, RefusedError, StepError
-from ..protocols import Facts, Manner, Refusal
+from ..protocols import Facts, Layout, Manner, Refusal, nowhere, pieces
 from ..rebind import names_of, rebind
 from ..records import FSDPOptions
 from ..shards import local
@@ -59,6 +59,10 @@ class FSDP:
                 "start several (`easymp launch --processes N script.py`), or use 'auto'",
             )
         return None
+
+    @staticmethod
+    def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
+        return shards_of(model, options, size)
 
     def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
         names = names_of(model, optimizers)
@@ -146,6 +150,33 @@ class FSDP:
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         return Released()
+
+
+def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
+    """What a rank holds of `model` in `ranks` shards.
+
+    At the peak of backward there are gathered: what is in no block, the block that computes, and the next one. Beside the shards of
+    gradients there are whole ones: those of what is in no block, which are reduced last, and those of one block, twice while they
+    are reduced.
+    """
+    taken: set[int] = set()
+    sizes: list[tuple[int, int]] = []  # of each block, then of the rest: elements, and those of trainable parameters
+    for module in [*find_blocks(model, options.wrap), model]:
+        own = {id(p): p for p in module.parameters() if id(p) not in taken}
+        taken.update(own)
+        sizes.append((sum(p.numel() for p in own.values()), sum(p.numel() for p in own.values() if p.requires_grad)))
+    *blocks, rest = sizes
+    blocks.sort(reverse=True)
+    block = max((trained for _, trained in blocks), default=0)
+    cut = nowhere if options.cpu_offload else pieces(ranks)
+    return Layout(
+        weights=cut,
+        gradients=cut,
+        states=cut,
+        gathered=rest[0] + sum(elements for elements, _ in (blocks[:2] if options.reshard_after_forward else blocks)),
+        reducing=max(rest[1] + 2 * block, 2 * rest[1]),
+        note="weights, gradients and states lie in the host's memory" if options.cpu_offload else "",
+    )
 
 
 class Released(nn.Module):

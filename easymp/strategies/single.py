@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..protocols import Facts, Manner, Refusal
+from ..protocols import Facts, Layout, Manner, Refusal
 from ..records import DistributedDataParallelKwargs
 from ..world import World
 
@@ -34,6 +34,10 @@ class Single:
                 "use strategy='ddp' or 'auto', or start one process",
             )
         return None
+
+    @staticmethod
+    def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
+        return Layout()
 
     def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
         if manner.place:

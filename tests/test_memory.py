@@ -1,0 +1,331 @@
+"""The arithmetic of memory, beside what real training holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from easymp import Accelerator, memory
+from easymp.activations import bytes_saved
+from easymp.errors import BatchError, SettingError
+from easymp.memory import Memory, estimate, table
+from easymp.precision import PRECISIONS
+from easymp.shards import local
+from easymp.strategies import STRATEGIES
+
+from .conftest import Ranks
+from .strategies import models
+
+F32 = 4
+
+
+def held(tensors: list[Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    return sum({s._cdata: s.nbytes() for s in (local(t).untyped_storage() for t in tensors)}.values())
+
+
+# -- beside real training ----------------------------------------------------------------------------------------------
+
+
+def train(strategy: str, kind: str, precision: str) -> dict[str, int]:
+    """One update; bytes of what this rank holds before gradients are cleared."""
+    with Accelerator(strategy=strategy, mixed_precision=precision, cpu=True) as acc:
+        model = models.make(kind)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = acc.prepare(model, optimizer)
+        acc.backward(model(torch.randn(8, 12)).square().mean())
+        optimizer.step()
+        return {
+            "weights": held(list(model.parameters())),
+            "buffers": held(list(model.buffers())),
+            "gradients": held([p.grad for p in model.parameters() if p.grad is not None]),
+            "states": held([t for state in optimizer.state.values() for t in state.values() if t.ndim]),
+        }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["mlp", "conv", "tied"])
+@pytest.mark.parametrize(("strategy", "processes"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_what_a_rank_holds_is_what_was_predicted(ranks: Ranks, strategy: str, processes: int, kind: str, precision: str) -> None:
+    predicted = estimate(models.make(kind), strategy=strategy, precision=precision, world=processes)
+    seen = ranks(train, strategy, kind, precision, processes=processes)
+    for name in seen[0]:
+        # The fullest rank decides. Torch rounds a bucket or a shard up here and there.
+        assert max(one[name] for one in seen) == pytest.approx(getattr(predicted, name), rel=0.01), name
+
+
+# -- exact sums --------------------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Dimension 0 that no even number of ranks divides, a frozen layer, tied weights, and a buffer of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(4, 7).requires_grad_(False)  # 35
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.ReLU()) for _ in range(3))  # 56 each
+        self.head = nn.Linear(7, 3, bias=False)  # 21
+        self.tied = nn.Linear(7, 3, bias=False)
+        self.tied.weight = self.head.weight
+        self.register_buffer("count", torch.zeros(5, dtype=torch.int64))  # 40 bytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[0](self.frozen(x)))
+
+
+ALL, TRAINED = 35 + 3 * 56 + 21, 3 * 56 + 21
+
+
+def test_whole_on_each_rank() -> None:
+    it = estimate(Odd(), strategy="ddp", world=4)
+    assert (it.weights, it.gradients, it.states, it.buffers) == (ALL * F32, TRAINED * F32, 2 * TRAINED * F32, 40)
+    assert (it.masters, it.copies, it.gathered, it.reducing, it.activations) == (0, 0, 0, 0, None)
+    assert it.total == it.lasting == (ALL + 3 * TRAINED) * F32 + 40
+
+
+def test_shards_along_dimension_0_the_largest_rank_counts() -> None:
+    it = estimate(Odd(), strategy="fsdp", world=4)
+    block = 2 * 7 + 2  # 7 rows in 4 pieces: 2 rows
+    frozen, head = 2 * 4 + 2, 1 * 7
+    assert it.weights == (frozen + 3 * block + head) * F32
+    assert it.gradients == (3 * block + head) * F32
+    assert it.states == 2 * it.gradients
+    assert it.gathered == (35 + 21 + 2 * 56) * F32  # what is in no block, one block, and the next
+    assert it.reducing == (21 + 2 * 56) * F32
+
+
+def test_kept_gathered_until_backward_is_done() -> None:
+    kept = estimate(Odd(), strategy="fsdp", world=4, options={"reshard_after_forward": False})
+    assert kept.gathered == ALL * F32
+    assert kept.weights == estimate(Odd(), strategy="fsdp", world=4).weights
+
+
+def test_offloaded_shards_are_not_on_the_device() -> None:
+    it = estimate(Odd(), strategy="fsdp", world=4, options={"cpu_offload": True})
+    assert (it.weights, it.gradients, it.states) == (0, 0, 0)
+    assert "host's memory" in str(it)
+
+
+def test_ddp_with_buckets_of_its_own() -> None:
+    assert estimate(Odd(), world=2, options={"gradient_as_bucket_view": False}).reducing == TRAINED * F32
+
+
+def test_autocast_copies_the_weights_of_matrix_layers() -> None:
+    it = estimate(nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8)), precision="bf16")
+    assert it.copies == (64 + 8) * 2
+    assert it.weights == (72 + 72 + 16) * F32
+    assert estimate(models.make("tied"), precision="bf16").copies > 19 * 16 * 2  # the embedding is the last layer, too
+
+
+def test_a_model_in_bf16_is_stored_in_bf16() -> None:
+    it = estimate(nn.Linear(8, 8).bfloat16(), precision="bf16")
+    assert (it.weights, it.gradients, it.states, it.copies) == (144, 144, 288, 0)
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = [
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.Adam, {}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.RMSprop, {}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    *([(torch.optim.Muon, {})] if hasattr(torch.optim, "Muon") else []),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+def test_states_are_those_that_the_optimizer_makes(kind: Any, options: dict[str, Any]) -> None:
+    layer = nn.Linear(32, 32, bias=False)
+    optimizer = kind(layer.parameters(), lr=0.01, **options)
+    predicted = estimate(layer, optimizer=optimizer).states
+    layer(torch.randn(2, 32)).sum().backward()
+    optimizer.step()
+    seen = held([t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim])
+    assert seen == predicted
+    if not options:
+        assert estimate(layer, optimizer=kind).states == predicted
+
+
+def test_states_by_name_number_and_groups() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    one = 16 * F32
+    assert estimate(model, optimizer="SGD").states == 0
+    assert estimate(model, optimizer="sgd momentum").states == 2 * one
+    assert estimate(model, optimizer="FusedAdam").states == 4 * one
+    assert estimate(model, optimizer=3).states == 6 * one
+    assert estimate(model, optimizer=torch.optim.AdamW(model[0].parameters())).states == 2 * one
+    both = [torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[1].parameters(), momentum=0.9)]
+    assert estimate(model, optimizer=both).states == 3 * one
+
+
+# -- activations -------------------------------------------------------------------------------------------------------
+
+
+def saved_by_running(model: nn.Module, x: Tensor, compute: torch.dtype | None) -> int:
+    """Bytes that a real forward saves, of storages that are no parameters or buffers."""
+    own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+    seen: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with torch.autocast("cpu", compute or torch.bfloat16, compute is not None):
+            model(x)
+    return sum(t.untyped_storage().nbytes() for place, t in seen.items() if place not in own)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 5))
+
+
+FORWARDS = {
+    "mlp": (perceptron, (7, 12)),
+    "conv": (lambda: models.make("conv"), (4, 12)),
+    "transformer": (lambda: models.make("tied"), (3, 12)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), (3, 5, 16)),
+    "checkpointed": (lambda: Checkpointed(perceptron(), False), (7, 12)),
+    "checkpointed, reentrant": (lambda: Checkpointed(perceptron(), True), (7, 12)),
+}
+
+
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_activations_are_what_a_real_forward_saves(kind: str) -> None:
+    make, shape = FORWARDS[kind]
+    model, x = make(), torch.randn(*shape, requires_grad=True)
+    state, stream = {k: v.clone() for k, v in model.state_dict().items()}, torch.random.get_rng_state()
+    predicted = estimate(model, sample=x).activations
+    assert torch.equal(stream, torch.random.get_rng_state())
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert predicted == saved_by_running(model, x, None)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "conv", "transformer"])
+def test_under_autocast_activations_and_copies_are_what_it_saves(kind: str) -> None:
+    make, shape = FORWARDS[kind]
+    model, x = make(), torch.randn(*shape, requires_grad=True)
+    it = estimate(model, precision="bf16", sample=(x,))
+    assert it.activations is not None
+    assert it.activations < estimate(model, sample=x).activations
+    # Copies of biases are alive, but not saved; batch-norm's statistics are saved in another type.
+    assert it.activations + it.copies == pytest.approx(saved_by_running(model, x, torch.bfloat16), rel=0.05)
+
+
+def test_nothing_is_allocated() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1 << 17, 1 << 17) for _ in range(4)))  # 256 GiB
+    it = estimate(model, precision="bf16", sample={"input": torch.empty(1 << 20, 1 << 17, device="meta")})
+    assert it.weights == 4 * ((1 << 34) + (1 << 17)) * F32
+    assert it.activations == 4 * (1 << 37) * 2
+    assert next(model.parameters()).is_meta
+
+
+def test_a_forward_that_asks_for_values() -> None:
+    class Asks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum().item() > 0 else x
+
+    with pytest.raises(BatchError, match=r"forward of Asks cannot be followed by shapes alone .*leave the sample out"):
+        estimate(Asks(3, 3), sample=torch.randn(2, 3))
+    assert bytes_saved(nn.Linear(3, 3), (torch.randn(2, 3),), {}) == 2 * 3 * F32
+
+
+# -- asked and shown ---------------------------------------------------------------------------------------------------
+
+
+def test_a_count_alone() -> None:
+    it = estimate(1_000_000, strategy="fsdp", world=8)
+    assert (it.weights, it.states, it.gathered) == (500_000, 1_000_000, 0)
+    assert "from a count alone" in str(it)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"strategy": "fdsp"}, "did you mean 'fsdp'"),
+        ({"strategy": "auto"}, "strategy='auto' is not one of"),
+        ({"precision": "bf61"}, "did you mean 'bf16'"),
+        ({"optimizer": "adamv"}, "did you mean 'adam"),
+        ({"optimizer": object()}, "is no name, class, number of states or torch optimizer"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "none of the optimizers holds a parameter"),
+        ({"world": 0}, "world=0 is not a whole number of at least 1"),
+        ({"per_node": 1.5}, "per_node=1.5 is not a whole number"),
+        ({"sample": 3}, "sample is a int"),
+        ({"options": {"reshard": 1}}, "has no option 'reshard'"),
+    ],
+)
+def test_what_is_wrong_is_said(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        estimate(nn.Linear(2, 2), **asked)
+    with pytest.raises(SettingError, match="neither a module nor a number of parameters"):
+        estimate("gpt")  # type: ignore[arg-type]
+
+
+def test_it_prints_an_aligned_table() -> None:
+    it = estimate(nn.Linear(1024, 1024, bias=False), strategy="ddp", world=2, optimizer="sgd momentum")
+    assert str(it).splitlines() == [
+        "ddp, fp32, 2 ranks; a rank needs",
+        "weights     4.00 MiB",
+        "gradients   4.00 MiB",
+        "states      4.00 MiB",
+        "total      12.00 MiB",
+        "activations are not counted: pass a sample batch",
+    ]
+
+
+def test_a_table_of_all() -> None:
+    all_ = table(Odd(), strategies=("single", "ddp", "fsdp"), precisions=("fp32", "bf16"), world=4)
+    assert [(line.strategy, line.precision) for line in all_] == [
+        *(("single", "fp32"), ("single", "bf16"), ("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "fp32"), ("fsdp", "bf16")),
+    ]
+    lines = str(all_).splitlines()
+    assert lines[0].split() == [
+        "strategy",
+        "precision",
+        "weights",
+        "buffers",
+        "gradients",
+        "states",
+        "copies",
+        *lines[0].split()[7:],
+    ]
+    assert len({len(line) for line in lines[:7]}) == 1
+    assert lines[7:] == ["KiB a rank", "activations are not counted: pass a sample batch"]
+    assert all_["fsdp", "bf16"] == estimate(Odd(), strategy="fsdp", precision="bf16", world=4)
+
+
+def test_every_strategy_and_precision_has_its_arithmetic() -> None:
+    for strategy in STRATEGIES:
+        for precision in PRECISIONS:
+            it = estimate(models.make("tied"), strategy=strategy, precision=precision, world=4, per_node=2)
+            assert isinstance(it, Memory)
+            assert 0 < it.lasting <= it.total
+            assert it.weights <= estimate(models.make("tied"), precision="fp32").weights
+
+
+def test_a_size_in_words() -> None:
+    assert [memory.size(n) for n in (12, 2048, 3 << 20, 80 * 2**30)] == ["12 B", "2.0 KiB", "3.0 MiB", "80.0 GiB"]
