@@ -41,6 +41,7 @@ _HOMES = {
     "rng": ("set_seed",),
     "settings": ("Settings", "resolve"),
     "state": ("AcceleratorState", "GradientState", "PartialState"),
+    "strategies.batchnorm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "tree": ("concatenate", "find_batch_size", "recursively_apply", "send_to_device"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

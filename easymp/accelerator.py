@@ -72,6 +72,7 @@ class Accelerator(Collectives):
         seed: seed of all random streams; see `set_seed`.
         deterministic: deterministic algorithms only.
         fused: let plain torch optimizers run their fused step.
+        convert_sync_batchnorm: batch-norm in training by the samples of all ranks that see other data; see `SyncBatchNorm`.
         probe: let "auto" time fp32 and bf16 in the first training step where no rule is certain.
         timeout: seconds that a rank waits for the others in a collective.
         debug: compare shapes over the ranks before each collective.
@@ -100,6 +101,7 @@ class Accelerator(Collectives):
         seed: int | None = None,
         deterministic: bool | None = None,
         fused: bool | None = None,
+        convert_sync_batchnorm: bool | None = None,
         probe: bool | None = None,
         timeout: float | None = None,
         debug: bool | None = None,
@@ -125,6 +127,7 @@ class Accelerator(Collectives):
             seed=seed,
             deterministic=deterministic,
             fused=fused,
+            convert_sync_batchnorm=convert_sync_batchnorm,
             probe=probe,
             timeout=group.seconds if group and timeout is None else timeout,
             debug=debug,
@@ -365,7 +368,15 @@ class Accelerator(Collectives):
         Args:
             joinables: prepared models.
             even_batches: over the loaders' setting, while inside.
+
+        Raises:
+            RefusedError: the strategy, or a synchronised batch-norm, needs every rank in every forward.
         """
+        if self._prepared.converted:
+            raise RefusedError(
+                "join_uneven_inputs with convert_sync_batchnorm: every forward needs the statistics of all ranks, those that are done "
+                "included. Leave convert_sync_batchnorm out, or keep even_batches=True and do not join"
+            )
         before = [(loader, loader.even_batches) for loader in self._prepared.loaders] if even_batches is not None else []
         for loader, _ in before:
             loader.even_batches = even_batches

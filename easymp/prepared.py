@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABCMeta
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import MemberDescriptorType
 from typing import Any
 
@@ -34,8 +34,14 @@ class Route:
         self.called = False
 
 
-def make_view(original: nn.Module, module: nn.Module) -> tuple[nn.Module, Route]:
-    """The module a user calls in place of `original`; `original` itself where `module` is no other."""
+def make_view(
+    original: nn.Module, module: nn.Module, explain: Callable[[RuntimeError, str], None] = lambda error, what: None
+) -> tuple[nn.Module, Route]:
+    """The module a user calls in place of `original`; `original` itself where `module` is no other.
+
+    Args:
+        explain: told of an error in a call, which may hold collectives; raises one that says more, if it can.
+    """
     route = Route(original, module)
     if module is original:
         return original, route
@@ -43,7 +49,11 @@ def make_view(original: nn.Module, module: nn.Module) -> tuple[nn.Module, Route]
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         route.called = True
-        return route.module(*args, **kwargs)
+        try:
+            return route.module(*args, **kwargs)
+        except RuntimeError as error:
+            explain(error, "forward")
+            raise
 
     body = {"__call__": __call__, "__module__": kind.__module__, "__doc__": kind.__doc__, "_easymp_route": route}
     body.update((slot, _forwarded(original, slot)) for slot in _slots(kind))

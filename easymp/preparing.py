@@ -25,6 +25,7 @@ from .protocols import Choice, Manner, Precision, Strategy
 from .records import DataLoaderConfiguration
 from .rng import diverge
 from .state import Run
+from .strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from .world import odd_one_out
 
 logger = get_logger(__name__)
@@ -64,6 +65,7 @@ class Preparation:
         owner: id of a prepared parameter → its name.
         stepped_by: id of a parameter → its optimizer.
         batch: how the global batch comes about, in words.
+        converted: batch-norms that became synchronised ones, and the classes they had.
     """
 
     def __init__(self, run: Run, strategy: Strategy, precision: Precision, scaler: Scaler, wishes: Wishes) -> None:
@@ -76,6 +78,7 @@ class Preparation:
         self.owner: dict[int, str] = {}
         self.stepped_by: dict[int, PreparedOptimizer] = {}
         self.batch = ""
+        self.converted: list[tuple[nn.Module, type]] = []
         self._steps: dict[str, list[str]] = {"fused": [], "as given": []}  # which optimizer step runs → why, one an optimizer
         self._seed = run.plan.settings.seed
         self._alike = self._seed is not None  # whether all ranks still draw from one random stream
@@ -136,7 +139,10 @@ class Preparation:
                     f"parameter {name!r} is on the meta device, without values: use to_empty() and initialise it first"
                 )
         plain = [o.optimizer if isinstance(o, PreparedOptimizer) else o for o in optimizers]
-        view, route = make_view(model, self.strategy.wrap(model, plain, Manner(self._precision, place)))
+        if self._run.plan.settings.convert_sync_batchnorm and self.strategy.data_size > 1:
+            self.converted += [(module, type(module)) for module in batchnorms(model)]
+            convert_sync_batchnorm(model, self.strategy.data_group)
+        view, route = make_view(model, self.strategy.wrap(model, plain, Manner(self._precision, place)), self._run.world.blame)
         self.models.append(Prepared(view, route))
         self.owner.update((id(p), name) for name, p in model.named_parameters())
         return view
@@ -207,6 +213,7 @@ class Preparation:
         plan = self._run.plan
         decided = {"precision": plan.precision, "strategy": plan.strategy, "accumulation": plan.accumulation}
         mine = [f"{name} {choice.value}" for name, choice in decided.items()]
+        mine.append(f"convert_sync_batchnorm {plan.settings.convert_sync_batchnorm}")
         mine += [line for o in objects for line in describe(o)]
         digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
         seen = self._run.world.gather_objects((digest, torch.initial_seed()))
@@ -251,7 +258,10 @@ class Preparation:
         for model in self.models:
             alone = self._precision.forward(model.route.original, self._run.world.device)
             model.route.module = self.strategy.release(model.route.module, alone)
-        for held in (self.models, self.optimizers, self.schedulers, self.loaders, self.owner, self.stepped_by):
+        for module, kind in self.converted:
+            module.__class__ = kind  # a synchronised one waits for ranks that are gone
+            module.process_group = None
+        for held in (self.converted, self.models, self.optimizers, self.schedulers, self.loaders, self.owner, self.stepped_by):
             held.clear()
         for reasons in self._steps.values():
             reasons.clear()

@@ -42,6 +42,7 @@ class Settings:
     cpu: bool = setting(False, "train on the CPU even where there is an accelerator")
     fused: bool = setting(True, "let plain torch optimizers run their fused step where torch has one for the device")
     probe: bool = setting(True, "time fp32 and bf16 in the first training step where no rule is certain; off: the rule alone")
+    convert_sync_batchnorm: bool = setting(False, "batch-norm in training by the samples of all processes")
     seed: int | None = setting(None, "seed of all random streams", least=0, most=2**64 - 1)
     deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")
     timeout: float = setting(120.0, "seconds that a rank waits for the others in a collective", least=0.001, most=1e9)

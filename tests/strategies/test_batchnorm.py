@@ -1,0 +1,363 @@
+"""Synchronised batch-norm: batch-norm on the batches of all ranks in one, whatever their sizes, on CPUs too."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import signal
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import easymp
+from easymp import Accelerator, SyncBatchNorm, convert_sync_batchnorm
+from easymp.errors import PrepareError, RefusedError
+from easymp.world import World, read_ranks
+
+from .models import make, train
+
+KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+SHAPES = {2: (3,), 3: (3, 5), 4: (3, 4, 2), 5: (3, 2, 2, 3)}
+
+
+def norm(dims: int = 4, **options: Any) -> nn.Module:
+    torch.manual_seed(1)
+    made = KINDS[dims](3, **options)
+    for parameter in made.parameters():
+        nn.init.uniform_(parameter, 0.5, 2)
+    return made
+
+
+def ran(model: nn.Module, batches: list[Tensor], autocast: bool = False) -> dict[str, Any]:
+    """Outputs, gradients of inputs and parameters, and buffers, after a weighted sum of squares and cubes of the outputs."""
+    outputs, of_inputs = [], []
+    for batch in batches:
+        x = batch.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            y = model(x)
+        outputs.append(y.detach())
+        if y.requires_grad:
+            weights = torch.linspace(-1, 1, y[0].numel() if len(y) else 1, dtype=y.dtype)
+            (y.flatten(1) * weights + y.flatten(1) ** 3 / 5).sum().backward()
+            of_inputs.append(x.grad)
+    return {
+        "outputs": outputs,
+        "inputs": of_inputs,
+        "parameters": {name: p.grad for name, p in model.named_parameters()},
+        "buffers": {name: b.clone() for name, b in model.named_buffers()},
+    }
+
+
+def spread(model: nn.Module, batches: list[list[Tensor]], autocast: bool = False) -> dict[str, Any]:
+    """`ran` on this rank's part of each batch, synchronised; gradients of parameters are summed over the ranks."""
+    world = World(read_ranks(), torch.device("cpu"), 20)
+    try:
+        convert_sync_batchnorm(model)
+        found = ran(model, [parts[world.rank] for parts in batches], autocast)
+        for name, gradient in found["parameters"].items():
+            found["parameters"][name] = None if gradient is None else world.reduce(gradient)
+        return found
+    finally:
+        world.close()
+
+
+def batches(dims: int, counts: list[int], center: float = 3.0, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+    torch.manual_seed(2)
+    return [[(torch.randn(n, *SHAPES[dims]) * 2 + center).to(dtype) for n in counts] for _ in range(3)]
+
+
+def compare(ranks: Any, model: nn.Module, given: list[list[Tensor]], rtol: float = 1e-5, atol: float = 2e-5, **how: Any) -> None:
+    one = ran(copy.deepcopy(model), [torch.cat(parts) for parts in given], **how)
+    several = ranks(spread, model, given, *how.values(), processes=len(given[0]))
+    for kind in ("outputs", "inputs"):
+        for step, whole in enumerate(one[kind]):
+            parts = torch.cat([got[kind][step] for got in several])
+            assert parts.dtype == whole.dtype
+            torch.testing.assert_close(parts, whole, rtol=rtol, atol=atol)
+    for got in several:
+        assert len(got["inputs"]) == len(one["inputs"])
+        for kind in ("parameters", "buffers"):
+            assert got[kind].keys() == one[kind].keys()
+            for name, value in one[kind].items():
+                torch.testing.assert_close(got[kind][name], value, rtol=rtol, atol=20 * atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("dims", [2, 3, 4, 5])
+def test_it_is_batch_norm_of_all_ranks_samples(ranks: Any, dims: int) -> None:
+    compare(ranks, norm(dims), batches(dims, [4, 4]))
+
+
+@pytest.mark.parametrize("counts", [[5, 2], [4, 0], [0, 3], [1, 1], [3, 0, 1, 6]])
+def test_batches_of_any_size(ranks: Any, counts: list[int]) -> None:
+    compare(ranks, norm(), batches(4, counts))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": None},
+        {"momentum": 0.7, "eps": 0.3},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"affine": False, "track_running_stats": False},
+    ],
+)
+def test_options(ranks: Any, options: dict[str, Any]) -> None:
+    compare(ranks, norm(**options), batches(4, [3, 2]))
+
+
+@pytest.mark.parametrize("which", ["weight", "bias", "both"])
+def test_frozen_parameters(ranks: Any, which: str) -> None:
+    model = norm()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(which not in (name, "both"))
+    compare(ranks, model, batches(4, [3, 2]))
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_evaluation_is_local(ranks: Any, tracked: bool) -> None:
+    model, given = norm(track_running_stats=tracked).eval(), batches(4, [3, 2])
+    for rank, got in enumerate(ranks(spread, model, given)):
+        for a, b in zip(got["outputs"], ran(copy.deepcopy(model), [parts[rank] for parts in given])["outputs"]):
+            assert torch.equal(a, b)
+
+
+def test_a_large_mean_costs_no_digits(ranks: Any) -> None:
+    """Sums of squares in fp32 would leave nothing of a variance of 4 beside a mean of 30 000."""
+    given = batches(4, [4, 3], center=30000.0)
+    exact = ran(norm().double(), [torch.cat(parts).double() for parts in given])["outputs"]
+    several = ranks(spread, norm(), given)
+    for step, whole in enumerate(exact):
+        torch.testing.assert_close(torch.cat([got["outputs"][step] for got in several]).double(), whole, rtol=1e-3, atol=2e-3)
+
+
+def test_under_autocast_statistics_are_fp32(ranks: Any) -> None:
+    given = batches(4, [4, 3], center=100.0, dtype=torch.bfloat16)
+    compare(ranks, norm(), given, rtol=0.02, atol=0.02, autocast=True)
+    for got in ranks(spread, norm(), given, True):
+        exact = torch.cat(given[-1]).float().mean((0, 2, 3))
+        assert got["outputs"][0].dtype == torch.bfloat16
+        assert got["buffers"]["running_mean"].dtype == torch.float32
+        assert (got["buffers"]["running_mean"] / (1 - 0.9**3) - exact).abs().max() < 1  # bf16 sums would be off by tens
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_models_of_another_dtype(ranks: Any, dtype: torch.dtype) -> None:
+    loose = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {"rtol": 1e-9, "atol": 1e-9}
+    compare(ranks, norm().to(dtype), batches(4, [3, 2], dtype=dtype), **loose)
+
+
+def test_channels_last_stays_so(ranks: Any) -> None:
+    given = [[part.contiguous(memory_format=torch.channels_last) for part in parts] for parts in batches(4, [3, 2])]
+    compare(ranks, norm(), given)
+    assert ranks(spread, norm(), given)[0]["outputs"][0].is_contiguous(memory_format=torch.channels_last)
+
+
+def one_value(count: int) -> None:
+    world = World(read_ranks(), torch.device("cpu"), 20)
+    try:
+        SyncBatchNorm(3)(torch.ones(count if world.rank == 0 else 0, 3))
+    finally:
+        world.close()
+
+
+def test_one_value_a_channel_is_refused_on_all_ranks(ranks: Any) -> None:
+    for failure in ranks.fails(one_value, 1):
+        assert failure.type == "ValueError"
+        assert "one value a channel over all ranks" in failure.message
+    ranks(one_value, 0)  # none at all: as torch's, nothing happens
+    with pytest.raises(ValueError, match="at least"):
+        SyncBatchNorm(3)(torch.ones(3))
+
+
+def pairs() -> list[float]:
+    world = World(read_ranks(), torch.device("cpu"), 20)
+    try:
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        model = convert_sync_batchnorm(nn.BatchNorm1d(1, momentum=1.0), groups[world.rank // 2])
+        twin = copy.deepcopy(model)
+        model(torch.full((2, 1), float(world.rank)))
+        twin(torch.full((2, 1), float(world.rank)))
+        assert twin.process_group is model.process_group
+        assert pickle.loads(pickle.dumps(model)).process_group is None
+        return [model.running_mean.item(), twin.running_mean.item()]
+    finally:
+        del model, twin, groups
+        world.close()
+
+
+def test_statistics_of_a_group(ranks: Any) -> None:
+    assert ranks(pairs, processes=4) == [[0.5, 0.5]] * 2 + [[2.5, 2.5]] * 2
+
+
+# -- conversion --------------------------------------------------------------------------------------------------------
+
+
+class Named(nn.BatchNorm2d):
+    """Other defaults only."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n, eps=1e-3)
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def test_conversion_changes_classes_only() -> None:
+    shared = nn.BatchNorm2d(2)
+    model = nn.ModuleDict(
+        {"a": shared, "b": nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm2d(3), nn.GroupNorm(1, 2)), "c": shared, "d": Named(2)}
+    )
+    model.b[0].eval()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    parts, seen = list(model.modules()), []
+    shared.register_forward_hook(lambda *_: seen.append(1))
+    expected = shared(torch.ones(2, 2, 1, 1))
+    assert convert_sync_batchnorm(model) is model
+    assert list(map(id, model.modules())) == list(map(id, parts))
+    after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert {name: id(t) for name, t in after.items()} == {name: id(t) for name, t in tensors.items()}
+    kinds = [type(m) for m in (model.a, model.b[0], model.b[1], model.b[2], model.d)]
+    assert kinds == [SyncBatchNorm, SyncBatchNorm, nn.InstanceNorm2d, nn.GroupNorm, SyncBatchNorm]
+    assert not model.b[0].training
+    assert model.d.eps == 1e-3
+    assert torch.equal(model.c(torch.ones(2, 2, 1, 1)), expected)  # one process: plain batch-norm
+    assert len(seen) == 2
+    root = nn.BatchNorm1d(3)
+    assert type(convert_sync_batchnorm(root)) is SyncBatchNorm and convert_sync_batchnorm(root) is root
+    assert type(SyncBatchNorm.convert_sync_batchnorm(nn.SyncBatchNorm(3))) is SyncBatchNorm
+
+
+def test_what_would_be_lost_is_refused() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(2), Activated(2))
+    with pytest.raises(PrepareError, match=r"module '1' is a Activated, a batch-norm that adds forward, which.*would lose"):
+        convert_sync_batchnorm(model)
+    assert type(model[0]) is nn.BatchNorm2d
+    with pytest.raises(PrepareError, match="the model is a LazyBatchNorm1d without a shape yet"):
+        convert_sync_batchnorm(nn.LazyBatchNorm1d())
+    with pytest.raises(PrepareError, match="module '0' is a ParametrizedBatchNorm1d"):
+        nn.utils.parametrize.register_parametrization(inner := nn.BatchNorm1d(3), "weight", nn.Identity())
+        convert_sync_batchnorm(nn.Sequential(inner))
+
+
+def on_torchs() -> list[str]:
+    """Which forward a CUDA input takes: torch's, seen by its refusal of a tensor that only says that it is on CUDA."""
+    world = World(read_ranks(), torch.device("cpu"), 20)
+    try:
+        with pytest.raises(Exception) as caught:
+            SyncBatchNorm(3)(torch.ones(2, 3).as_subclass(Elsewhere))
+        return [str(caught.value)]
+    finally:
+        world.close()
+
+
+class Elsewhere(Tensor):
+    is_cuda = True
+
+
+def test_on_cuda_the_forward_is_torchs(ranks: Any) -> None:
+    for (message,) in ranks(on_torchs):
+        assert "SyncBatchNorm expected input tensor to be on GPU" in message
+
+
+# -- in a run ----------------------------------------------------------------------------------------------------------
+
+
+def trained(strategy: str, steps: int, clip: float | None, precision: str = "no") -> dict[str, Any]:
+    with Accelerator(
+        mixed_precision=precision, strategy=strategy, gradient_accumulation_steps=steps, convert_sync_batchnorm=True
+    ) as acc:
+        return train(acc, "conv", clip)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("steps", "clip", "size"), [(1, None, 2), (3, 0.1, 2), (1, 0.1, 4)])
+def test_a_convolutional_net_trains_as_on_one_process(
+    ranks: Any, strategy: str, steps: int, clip: float | None, size: int
+) -> None:
+    one = trained("single", steps, clip)
+    for got in ranks(trained, strategy, steps, clip, processes=size):
+        assert got["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        assert got["norms"] == pytest.approx(one["norms"], rel=1e-5)
+        for name, values in one["buffers"].items():
+            assert torch.allclose(got["buffers"][name], values, rtol=1e-3, atol=1e-4), name
+
+
+def test_in_half_precision(ranks: Any) -> None:
+    one = trained("single", 1, 0.1, "bf16")
+    for got in ranks(trained, "ddp", 1, 0.1, "bf16"):
+        assert got["losses"] == pytest.approx(one["losses"], rel=0.05)
+
+
+def kinds_and_after() -> dict[str, Any]:
+    model = make("conv")
+    names = list(model.state_dict())
+    with Accelerator(mixed_precision="no", convert_sync_batchnorm=True) as acc:
+        view = acc.prepare(model)
+        inside = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)})
+        assert list(view.state_dict()) == names
+        said = None
+        if acc.num_processes > 1:
+            with pytest.raises(RefusedError) as caught:
+                with acc.join_uneven_inputs([view]):
+                    pass
+            said = str(caught.value)
+        acc.free_memory()
+        if acc.is_main_process:
+            view(torch.ones(2, 12))  # alone: a synchronised one would wait for the other rank
+        root = acc.prepare(nn.BatchNorm1d(3))
+        root(torch.full((2, 3), float(acc.process_index)))
+        assert isinstance(root, SyncBatchNorm) == (acc.num_processes > 1)
+        mean = root.running_mean[0].item()
+    after = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)})
+    return {"inside": inside, "after": after, "said": said, "mean": mean}
+
+
+def test_batch_norms_are_synchronised_while_prepared(ranks: Any) -> None:
+    for got in ranks(kinds_and_after):
+        assert got["inside"] == ["SyncBatchNorm"]
+        assert got["after"] == ["BatchNorm2d"]
+        assert got["mean"] == pytest.approx(0.05)
+        assert "every forward needs the statistics of all ranks" in got["said"]
+
+
+def test_one_process_is_left_as_it_is() -> None:
+    got = kinds_and_after()
+    assert got["inside"] == got["after"] == ["BatchNorm2d"]
+
+
+def unlike() -> None:
+    with Accelerator(mixed_precision="no", convert_sync_batchnorm=os.environ["RANK"] == "0") as acc:
+        acc.prepare(make("conv"))
+
+
+def test_ranks_must_agree(ranks: Any) -> None:
+    for failure in ranks.fails(unlike):
+        assert failure.type == "WorldError"
+        assert "convert_sync_batchnorm True" in failure.message and "convert_sync_batchnorm False" in failure.message
+
+
+def killed() -> None:
+    with Accelerator(mixed_precision="no", convert_sync_batchnorm=True, timeout=5) as acc:
+        model = acc.prepare(make("conv"))
+        if acc.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(2, 12))
+
+
+def test_a_rank_that_is_gone_in_forward_is_named(ranks: Any) -> None:
+    survivor, dead = ranks.fails(killed)
+    assert dead.type == "SIGKILL"
+    assert survivor.type == "WorldError"
+    assert "gave up in forward" in survivor.message and "rank 1: no answer" in survivor.message
+
+
+def test_names_are_public() -> None:
+    assert {"SyncBatchNorm", "convert_sync_batchnorm"} <= set(easymp.__all__)
