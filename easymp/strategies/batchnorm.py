@@ -67,7 +67,9 @@ class SyncBatchNorm(_BatchNorm):
         return _Normalise.apply(input, self.weight, self.bias, mean, scale, count, self.process_group)
 
     def _remember(self, mean: Tensor, variance: Tensor) -> None:
-        assert self.num_batches_tracked is not None and self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
         self.num_batches_tracked.add_(1)
         part = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         for running, new in ((self.running_mean, mean), (self.running_var, variance)):

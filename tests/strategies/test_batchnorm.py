@@ -242,8 +242,8 @@ def test_what_would_be_lost_is_refused() -> None:
     assert type(model[0]) is nn.BatchNorm2d
     with pytest.raises(PrepareError, match="the model is a LazyBatchNorm1d without a shape yet"):
         convert_sync_batchnorm(nn.LazyBatchNorm1d())
+    nn.utils.parametrize.register_parametrization(inner := nn.BatchNorm1d(3), "weight", nn.Identity())
     with pytest.raises(PrepareError, match="module '0' is a ParametrizedBatchNorm1d"):
-        nn.utils.parametrize.register_parametrization(inner := nn.BatchNorm1d(3), "weight", nn.Identity())
         convert_sync_batchnorm(nn.Sequential(inner))
 
 
