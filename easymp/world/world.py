@@ -2,7 +2,7 @@
 
 Joining, in order: a store (torchrun's agent has one, else rank 0 opens one), every rank signs in there, so that a missing
 rank has a name; then the process group. Leaving, in the order that never deadlocked: drop what wraps models, collect
-garbage, barrier, destroy.
+garbage, say farewell and wait for the others' (in the store), destroy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import importlib
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -150,13 +151,24 @@ class World:
             gc.collect()
             # A process that ends by an error does not wait for the others: they shall hear of it at once.
             failing = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
-            if self.backend == "gloo" and not failing:
-                try:
-                    dist.monitored_barrier(timeout=timedelta(seconds=min(self.timeout, FAREWELL)))
-                except RuntimeError:
-                    pass  # the others are busy or gone; nothing more is expected of them
+            self._say_farewell(0.0 if failing else min(self.timeout, FAREWELL))
             dist.destroy_process_group()
         self.owned = False
+
+    def _say_farewell(self, seconds: float) -> None:
+        """Tell the others that this rank leaves, and wait for them to say the same.
+
+        By looking into the store: a collective, or waiting in the store, fills the terminal when the others are late.
+        """
+        assert self._store is not None  # the group's own part of it, where no other world writes
+        deadline, pause = time.monotonic() + seconds, 0.001
+        try:
+            self._store.set(f"farewell/{self.rank}", "")
+            while time.monotonic() < deadline and not self._store.check([f"farewell/{r}" for r in range(self.size)]):
+                time.sleep(pause)
+                pause = min(2 * pause, 0.1)
+        except RuntimeError:
+            pass  # the others are busy or gone, or rank 0 and its store are; nothing more is expected of them
 
     def store(self) -> dist.Store:
         """A connection of its own to the store that all ranks share."""

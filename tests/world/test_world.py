@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import easymp.world.world
 from easymp.world import Ranks, World, read_ranks
 from easymp.world.watch import Watch, last_collective
 from easymp.world.world import odd_one_out
@@ -190,6 +191,37 @@ def test_leaving_waits_for_the_others(ranks):
     first, second = ranks(leave_in_time)
     assert first > 0.3
     assert second < 0.3
+
+
+def leave_long_before(late, directory):
+    """What this rank's close took, and what torch printed meanwhile."""
+    world = World(read_ranks(), CPU)
+    world.barrier()
+    patience, easymp.world.world.FAREWELL = easymp.world.world.FAREWELL, 0.3
+    before, said = os.dup(2), f"{directory}/{world.rank}"
+    with open(said, "w") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        if world.rank == late:
+            time.sleep(1)
+        start = time.monotonic()
+        world.close()
+        took = time.monotonic() - start
+        time.sleep(0.1 if world.rank == late else 1)  # as a process that has more to do than to train
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        easymp.world.world.FAREWELL = patience
+    with open(said) as file:
+        return took, file.read()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_works_on_alone_is_left_in_peace(ranks, tmp_path, late):
+    found = ranks(leave_long_before, late, str(tmp_path))
+    assert found[1 - late][0] > 0.2
+    assert found[late][0] < found[1 - late][0] + 0.2
+    assert [said for _, said in found] == ["", ""]
 
 
 def fail_and_leave():
