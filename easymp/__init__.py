@@ -42,6 +42,7 @@ _HOMES = {
     "settings": ("Settings", "resolve"),
     "state": ("AcceleratorState", "GradientState", "PartialState"),
     "strategies.batchnorm": ("SyncBatchNorm", "convert_sync_batchnorm"),
+    "strategies.tensor_parallel": ("TensorParallelOptions",),
     "tree": ("concatenate", "find_batch_size", "recursively_apply", "send_to_device"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

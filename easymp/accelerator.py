@@ -21,7 +21,7 @@ from . import launcher
 from .checks import by_kind, loss_trouble, refuse_unknown
 from .clock import StepClock
 from .data import PreparedLoader, skip_first_batches
-from .errors import EasympWarning, RefusedError, SettingError, StepError
+from .errors import EasympError, EasympWarning, RefusedError, SettingError, StepError
 from .hardware import Hardware, detect
 from .log import get_logger
 from .memory_retry import release_memory
@@ -59,7 +59,7 @@ class Accelerator(Collectives):
 
     Args:
         mixed_precision: "auto", "no" or "fp32", "tf32", "bf16", "fp16".
-        strategy: "auto", "single", "ddp", "fsdp".
+        strategy: "auto", "single", "ddp", "fsdp", "tensor_parallel".
         strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs`) or a dict of the fields.
         gradient_accumulation_steps: micro-batches an update; use `accumulate`.
         cpu: train on the CPU although there is an accelerator.
@@ -143,13 +143,17 @@ class Accelerator(Collectives):
             torch.cuda.set_device(device)
         self._undo = ExitStack()
         self._world = World(plan.ranks, device, asked.timeout, asked.debug)
+        try:
+            strategy = spread(self._world, options)  # type: ignore[call-arg]
+        except EasympError:  # options that do not fit this world
+            self._world.close()
+            raise
         self._run = Run(self._world, plan, self._clock, weakref.ref(self))
         register(self._run)
         self._autocast: AutocastKwargs = handlers.get(AutocastKwargs, AutocastKwargs())
         self._precision = self._make_precision(asked)
         scaling = handlers.get(GradScalerKwargs, GradScalerKwargs())
         self._scaler = Scaler(rule_from(scaling), self._world, enabled=self._precision.scaled and scaling.enabled)
-        strategy = spread(self._world, options)  # type: ignore[call-arg]
         self._loading = dataloader_config or DataLoaderConfiguration()
         steps = self._world.size if scheduler_steps_per_process else 1
         wishes = Wishes(device_placement, self._loading, step_scheduler_with_optimizer, steps)

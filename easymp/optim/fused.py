@@ -30,6 +30,8 @@ def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> 
         return f"torch has no fused step for {kind.__name__}"
     sparse = _sparse(models) if kind in DENSE_ONLY else {}
     for group in optimizer.param_groups:
+        if len({getattr(parameter, "device_mesh", None) for parameter in group["params"]}) > 1:
+            return f"torch's fused {kind.__name__} does not take parameters that are split and others that are not, in one group"
         if group.get("fused") is not None or group.get("foreach") is not None:
             return "fused or foreach was chosen by the caller"
         if group.get("differentiable") or group.get("capturable"):

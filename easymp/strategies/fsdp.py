@@ -66,7 +66,7 @@ class FSDP:
 
     def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
         names = names_of(model, optimizers)
-        _check(model)
+        check_shardable(model)
         policy = manner.policy
         policy.decide(model)
         model = policy.convert(model)
@@ -75,8 +75,8 @@ class FSDP:
             model.to(self._world.device)
             rebind(model, optimizers, names)  # where torch is told to swap parameters when they move
             names = names_of(model, optimizers)
-        self._take_rank_0s(model)
-        parts = self._shard([*blocks, model])
+        take_rank_0s(model, self._world)
+        parts = shard([*blocks, model], self._over(), self._options, self._world.device)
         rebind(model, optimizers, names)
         module = policy.forward(model, self._world.device)
         manner.compile(module)
@@ -85,30 +85,13 @@ class FSDP:
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer
 
-    def _take_rank_0s(self, model: nn.Module) -> None:
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if tensor.numel():
-                    tensor.copy_(self._world.broadcast(tensor))
-
-    def _shard(self, modules: Sequence[nn.Module]) -> list[Any]:
+    def _over(self) -> Any:
         # Imported here: half a second that other strategies need not pay.
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        device = self._world.device.type
         if self._mesh is None:
-            self._mesh = init_device_mesh(device, (self._world.size,))
-        offload = self._options.cpu_offload and device != "cpu"  # on a CPU everything is where it would go
-        for module in modules:
-            fully_shard(
-                module,
-                mesh=self._mesh,
-                reshard_after_forward=self._options.reshard_after_forward,
-                mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
-                offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-            )
-        return list(modules)
+            self._mesh = init_device_mesh(self._world.device.type, (self._world.size,))
+        return self._mesh
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -177,6 +160,31 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
         reducing=max(rest[1] + 2 * block, 2 * rest[1]),
         note="weights, gradients and states lie in the host's memory" if options.cpu_offload else "",
     )
+
+
+def take_rank_0s(model: nn.Module, world: World) -> None:
+    """Give `model`'s parameters and buffers the values of rank 0."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.numel():
+                tensor.copy_(world.broadcast(tensor))
+
+
+def shard(modules: Sequence[nn.Module], mesh: Any, options: FSDPOptions, device: torch.device) -> list[Any]:
+    """`modules`, each with its parameters sharded over `mesh`; inner ones come first."""
+    # Imported here: half a second that other strategies need not pay.
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    offload = options.cpu_offload and device.type != "cpu"  # on a CPU everything is where it would go
+    for module in modules:
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+        )
+    return list(modules)
 
 
 class Released(nn.Module):
@@ -255,7 +263,7 @@ def _of(model: nn.Module) -> Sharded:
     return model
 
 
-def _check(model: nn.Module) -> None:
+def check_shardable(model: nn.Module) -> None:
     """What torch cannot shard, by name, before anything is changed.
 
     Raises:

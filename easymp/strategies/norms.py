@@ -19,7 +19,9 @@ def clip_to_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float
     the same parameters, whose gradients may have no element on some of the ranks.
     """
     with torch.no_grad():
-        grads = [settled(p) for p in parameters if p.grad is not None]
+        for parameter in parameters:
+            settle(parameter)
+        grads = [p.grad for p in parameters if p.grad is not None]
         total = total_norm(grads, norm_type, world)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         by_device: dict[torch.device, list[Tensor]] = {}
@@ -64,9 +66,11 @@ def copies(tensor: Any, ranks: int) -> int:
     return ranks // shards
 
 
-def settled(parameter: Any) -> Tensor:
-    """`parameter`'s gradient, its summands on the ranks added up if they were not yet (a collective then)."""
+def settle(parameter: Any) -> None:
+    """Give `parameter`'s gradient the layout of `parameter`, where torch's backward left it in another.
+
+    Summands on the ranks are added up then (a collective), and what is whole although the parameter is split is cut.
+    """
     grad = parameter.grad
-    if hasattr(grad, "to_local") and any(p.is_partial() for p in grad.placements):
-        grad = parameter.grad = grad.redistribute(placements=parameter.placements)
-    return grad
+    if hasattr(grad, "to_local") and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)

@@ -1,0 +1,571 @@
+"""tensor_parallel on real processes: the numbers of one process, whatever the plan, alone and with fsdp in one mesh."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from easymp import Accelerator, FSDPOptions, TensorParallelOptions
+from easymp.errors import BatchError, PrepareError, RefusedError, SettingError, StepError
+from easymp.strategies.tensor_plan import gathered, read_plan
+
+from .models import Tied, make, train, whole
+
+Options = dict[str, Any]
+
+
+def trained(
+    strategy: str, kind: str, steps: int, clip: float | None, options: Any = None, precision: str = "no", adam: bool = True
+) -> dict[str, Any]:
+    with Accelerator(
+        mixed_precision=precision, strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps
+    ) as acc:
+        return train(acc, kind, clip, adam)
+
+
+def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
+    assert a["losses"] == pytest.approx(b["losses"], rel=rel)
+    assert a["norms"] == pytest.approx(b["norms"], rel=rel)
+    assert a["lr"] == b["lr"]
+    assert a["parameters"].keys() == b["parameters"].keys()
+
+
+# -- the numbers -------------------------------------------------------------------------------------------------------
+
+
+def rows() -> Any:
+    quick = {
+        ("mlp", 3, 0.1, 2, 2),
+        ("tied", 3, 0.1, 2, 2),
+        ("idle", 1, None, 2, 2),
+        ("conv", 1, None, 2, 2),
+        ("mlp", 3, 0.1, 4, 2),
+    }
+    for kind in ("mlp", "conv", "tied", "idle"):
+        for steps in (1, 3):
+            for clip in (None, 0.1):
+                for processes, size in ((2, 2), (4, 4), (4, 2)):
+                    if (kind, size) == ("conv", 4) or (kind, processes, size) == ("conv", 4, 2):
+                        continue  # groups normalise by their own samples
+                    row = (kind, steps, clip, processes, size)
+                    yield pytest.param(*row, marks=[] if row in quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("kind", "steps", "clip", "processes", "size"), list(rows()))
+def test_it_trains_as_one_process(ranks, kind: str, steps: int, clip: float | None, processes: int, size: int) -> None:
+    one = trained("single", kind, steps, clip)
+    for got in ranks(trained, "tensor_parallel", kind, steps, clip, {"size": size}, processes=processes, timeout=110):
+        agree(got, one)
+        assert "DTensor" in got["kinds"]
+        assert got["shards"] < sum(p.numel() for p in one["parameters"].values())
+        for name, values in one["parameters"].items():
+            # A key's bias has no gradient but rounding, which Adam makes a step of.
+            assert name.endswith("in_proj_bias") or torch.allclose(got["parameters"][name], values, rtol=1e-3, atol=1e-4), name
+
+
+def test_with_momentum(ranks) -> None:
+    one = trained("single", "idle", 3, 0.1, adam=False)
+    agree(ranks(trained, "tensor_parallel", "idle", 3, 0.1, None, "no", False)[0], one)
+
+
+@pytest.mark.parametrize(("precision", "rel"), [("bf16", 0.05), ("fp16", 0.02)])
+def test_in_half_precision(ranks, precision: str, rel: float) -> None:
+    one = trained("single", "mlp", 1, 0.1, precision=precision)
+    for got in ranks(trained, "tensor_parallel", "mlp", 1, 0.1, None, precision):
+        assert got["losses"] == pytest.approx(one["losses"], rel=rel)
+        assert got["norms"] == pytest.approx(one["norms"], rel=4 * rel)
+        assert got["skipped"] == one["skipped"]
+
+
+def auto() -> tuple[str, str]:
+    with Accelerator(strategy="tensor_parallel") as acc:
+        acc.prepare(make("mlp"))
+        return acc.mixed_precision, acc.plan.precision.reason
+
+
+def test_precision_auto_decides_without_timing(ranks) -> None:
+    for precision, reason in ranks(auto):
+        assert precision == "no"
+        assert "not measured" in reason or "no bf16 instructions" in reason
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Heads of 4 features, whose number it learns from its projections: what "colwise" needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.q_norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(self.q_norm(q), k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.attend = Attention()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm1(x))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Language(nn.Module):
+    """A transformer with words and positions; the head may be the embedding."""
+
+    def __init__(self, tied: bool = True, positions: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 16)
+        self.places = nn.Embedding(8, 16) if positions else None
+        self.enter = nn.Identity()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 11, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+        self.layers[0].norm1.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.words(x)
+        if self.places is not None:
+            y = y + self.places(torch.arange(x.shape[1]))
+        y = self.enter(y)
+        for layer in self.layers:
+            y = layer(y)
+        return self.head(self.norm(y))
+
+
+INNER = {
+    "layers.*.attend.[qkv]": "colwise",
+    "layers.*.attend.q_norm": "replicated_with_grad_allreduce",
+    "layers.*.attend.out": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
+PLAN = {"words": "rowwise", "head": "colwise_rep", **INNER}
+HUGGING = {"words": "embedding_rowwise", "head": "colwise_gather_output", **INNER}
+PIECES = {"*norm*": "sequence"}
+ENTERED = {"words": "replicate", "places": "replicate", "enter": "sequence_split"}
+
+
+class Own(Language):
+    _tp_plan = HUGGING
+
+
+def language(strategy: str, options: Any, how: Options, steps: int = 1, kind: type[Language] = Language) -> dict[str, Any]:
+    torch.manual_seed(5)
+    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps) as acc:
+        torch.manual_seed(0)
+        model: Any = kind(**how)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = acc.prepare(model, optimizer)
+        spread = acc._prepared.strategy
+        generator = torch.Generator().manual_seed(7)
+        losses, norms = [], []
+        for _ in range(8 * steps):
+            x = torch.randint(0, 11, (4, 9), generator=generator).chunk(spread.data_size)[spread.data_rank]
+            with acc.accumulate(model):
+                loss = nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+                acc.backward(loss)
+                losses.append(float(acc.reduce(loss.detach(), "mean")))
+                norm = acc.clip_grad_norm_(model.parameters(), 0.5)
+                norms += [] if norm is None else [float(norm)]
+                frozen = model.layers[0].norm1.weight
+                assert not frozen.requires_grad
+                assert frozen.grad is None
+                optimizer.step()
+                optimizer.zero_grad()
+        tied = model.head.weight is model.words.weight
+        here = {n: (p.to_local() if hasattr(p, "to_local") else p).detach().clone() for n, p in model.named_parameters()}
+        full = {n: whole(p) for n, p in model.named_parameters()}
+        return {"losses": losses, "norms": norms, "here": here, "full": full, "tied": tied}
+
+
+def alike(got: dict[str, Any], one: dict[str, Any]) -> None:
+    assert got["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert got["norms"] == pytest.approx(one["norms"], rel=1e-5)
+    assert got["tied"] == one["tied"]
+    assert got["full"].keys() == one["full"].keys()
+    for name, values in one["full"].items():
+        assert name.endswith("k.bias") or torch.allclose(got["full"][name], values, rtol=1e-3, atol=1e-4), name
+
+
+PLANS: dict[str, tuple[Options, Options, type[Language]]] = {
+    "none": ({}, {}, Language),
+    "by hand": ({"plan": PLAN}, {}, Language),
+    "the model's own": ({}, {}, Own),
+    "head followed by its embedding": ({"plan": {"head": "colwise_rep", **INNER}}, {}, Language),
+    "untied": ({"plan": {"words": "colwise_rep", "head": "rowwise_rep", **INNER}}, {"tied": False}, Language),
+    "pieces": ({"plan": {**INNER, **PIECES, **PLAN}, "sequence_parallel": True}, {}, Language),
+    "pieces, entered later": (
+        {"plan": {**ENTERED, **INNER, **PIECES, "head": "colwise_rep"}, "sequence_parallel": True},
+        {"tied": False, "positions": True},
+        Language,
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_plans_change_no_number(ranks, plan: str) -> None:
+    options, how, kind = PLANS[plan]
+    one = language("single", None, how)
+    first, second = ranks(language, "tensor_parallel", options, how, 1, kind)
+    for got in (first, second):
+        alike(got, one)
+    for name, values in one["full"].items():  # what is whole stays alike to the last bit
+        if first["here"][name].shape == values.shape:
+            assert torch.equal(first["here"][name], second["here"][name]), name
+
+
+@pytest.mark.parametrize("plan", ["by hand", "pieces"])
+def test_plans_with_fsdp_in_one_mesh(ranks, plan: str) -> None:
+    options, how, _ = PLANS[plan]
+    one = language("single", None, how, 3)
+    for got in ranks(language, "tensor_parallel", {**options, "size": 2}, how, 3, processes=4, timeout=110):
+        alike(got, one)
+
+
+def styles() -> float:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    plan = {"0": ColwiseParallel(output_layouts=Replicate()), "[24]": "replicate"}
+    with Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options={"plan": plan}) as acc:
+        model = acc.prepare(make("mlp"))
+        kinds = [type(p).__name__ for p in model.parameters()]
+        assert kinds == ["DTensor", "DTensor", *["Parameter"] * 4]
+        return float(model(torch.ones(2, 12)).sum().detach())
+
+
+def test_a_style_of_torchs_own(ranks) -> None:
+    expected = float(make("mlp")(torch.ones(2, 12)).sum().detach())
+    assert ranks(styles) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def test_the_plan_for_any_model() -> None:
+    plan = gathered(Tied(), 2)
+    assert plan["embed"] == "rowwise_rep"
+    assert plan["head"] == plan["blocks.0.think.0"] == "colwise_rep"
+    assert not [name for name in plan if "attend" in name]
+    assert gathered(make("mlp"), 8) == {"0": "colwise_rep", "2": "colwise_rep"}  # the last has 5 features
+    odd = nn.ModuleDict({"sparse": nn.Embedding(8, 8, sparse=True), "plain": nn.Embedding(8, 8), "line": nn.Linear(4, 4)})
+    odd["bilinear"] = nn.Bilinear(4, 4, 4)
+    odd["bilinear"].bias = odd["line"].bias
+    assert gathered(odd, 2) == {"plain": "colwise_rep"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "sequence", "words"),
+    [
+        ({"layer.*": "colwise"}, False, r"'layer\.\*' matches no module of this Language, did you mean 'layers"),
+        ({"head": "columnwise"}, False, r"'head' has the style 'columnwise', did you mean 'colwise'\?"),
+        ({"head": "colwise"}, False, "'head' is 'colwise', and dimension 0 of its weight, 11, does not divide by 2 ranks"),
+        ({"words": "colwise_rep", "head": "colwise_rep"}, False, "'words' and 'head' share a parameter, which"),
+        ({"norm": "colwise"}, False, "'colwise' for 'norm', a LayerNorm, and torch splits nn.Linear and nn.Embedding"),
+        ({"norm": "sequence"}, False, "'sequence' for 'norm', which needs sequence_parallel=True"),
+        ({"layers.0": "replicated_with_grad_allreduce"}, False, "is for single layers, and 'layers.0' is a Layer"),
+        (None, True, "sequence_parallel=True needs a plan"),
+        (INNER, True, "nothing in the plan splits the sequence"),
+        (PLAN, True, "the plan does not name 'layers.0.norm1.bias'"),
+    ],
+)
+def test_what_a_plan_may_not_say(plan: Any, sequence: bool, words: str) -> None:
+    with pytest.raises(PrepareError, match=words):
+        read_plan(Language(), plan, 2, sequence)
+
+
+def test_attention_that_is_not_called_is_left_whole() -> None:
+    with pytest.raises(PrepareError, match=r"'blocks.0.attend.out_proj' lies in a MultiheadAttention, which reads its weights"):
+        read_plan(Tied(), {"blocks.*": "colwise_rep"}, 2, False)
+    with pytest.raises(PrepareError, match=r"has no nn\.Linear and no nn\.Embedding of at least 2 features"):
+        read_plan(nn.Sequential(nn.Conv1d(3, 3, 3)), None, 2, False)
+
+
+def uneven_sequence() -> str:
+    options = {"plan": {**INNER, **PIECES, **PLAN}, "sequence_parallel": True}
+    with Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options=options) as acc:
+        model = acc.prepare(Language())
+        with pytest.raises(BatchError) as caught:
+            model(torch.zeros(2, 7, dtype=torch.long))
+        return str(caught.value)
+
+
+def test_a_sequence_that_does_not_divide(ranks) -> None:
+    for said in ranks(uneven_sequence):
+        assert "into 2 pieces of one length, and 'words' has (2, 7, 16)" in said
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.first(x), self.second.weight)
+
+
+def reader(plan: Any) -> str:
+    with Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options={"plan": plan}) as acc:
+        model = acc.prepare(Reader())
+        if plan is not None:
+            return str(model(torch.ones(2, 4)).shape)
+        with pytest.raises(StepError) as caught:
+            model(torch.ones(2, 4))
+        return str(caught.value)
+
+
+def test_a_weight_that_is_read_and_not_called(ranks) -> None:
+    assert all("outside of the layer that holds it" in said for said in ranks(reader, None))
+    assert all("[2, 4]" in said for said in ranks(reader, {"second": "replicate", "*": "colwise_rep"}))
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+def overflow(size: int, fused: bool) -> tuple[bool, float, float]:
+    with Accelerator(mixed_precision="fp16", strategy="tensor_parallel", strategy_options={"size": size}, fused=fused) as acc:
+        torch.manual_seed(0)
+        model: Any = make("tied")
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        before = [whole(p) for p in model.parameters()]
+        acc.backward(model(torch.randn(4, 12)).sum() / 1000)
+        if acc.process_index == 1:
+            model.embed.weight.grad.to_local().view(-1)[0] = float("inf")
+        optimizer.step()
+        moved = sum(float((whole(p) - b).abs().sum()) for p, b in zip(model.parameters(), before))
+        return acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved
+
+
+@pytest.mark.parametrize(("processes", "size"), [(2, 2), (4, 2)])
+def test_an_overflow_in_one_part_skips_the_step_on_all(ranks, processes: int, size: int) -> None:
+    assert ranks(overflow, size, True, processes=processes) == [(True, 32768.0, 0.0)] * processes
+
+
+def fused(groups: bool) -> tuple[str, str]:
+    with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc:
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        given: Any = [{"params": m.parameters()} for m in model] if groups else model.parameters()
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(given))
+        for _ in range(2):
+            acc.backward(model(torch.ones(2, 4)).sum())
+            optimizer.step()
+        return acc.plan.optimizer.value, acc.plan.optimizer.reason
+
+
+def test_a_fused_step_where_a_group_has_one_layout(ranks) -> None:
+    assert ranks(fused, True)[0] == ("fused", "torch's fused AdamW")
+    value, reason = ranks(fused, False)[0]
+    assert value == "as given"
+    assert "parameters that are split and others that are not, in one group" in reason
+
+
+def muon(strategy: str) -> list[Tensor]:
+    with Accelerator(mixed_precision="no", strategy=strategy) as acc:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Tanh(), nn.Linear(12, 6, bias=False))
+        model, optimizer = acc.prepare(model, torch.optim.Muon(model.parameters(), lr=0.02))
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            acc.backward((model(torch.randn(200, 8, generator=generator)) - 1).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [whole(p) for p in model.parameters()]
+
+
+def test_muon_takes_whole_matrices(ranks) -> None:
+    start = [whole(p) for p in (torch.manual_seed(0), nn.Linear(8, 12, bias=False))[1].parameters()]
+    one, there = muon("single"), ranks(muon, "tensor_parallel")[0]
+    assert (one[0] - start[0]).abs().max() > 0.02
+    for a, b in zip(there, one):
+        assert torch.allclose(a, b, atol=4e-3)  # it computes in bf16
+
+
+def token_windows(strategy: str, options: Any = None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    counts = [[3, 8], [1, 6], [9, 2]]  # micro-step, slice of the data
+    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=3) as acc:
+        model = acc.prepare(make("mlp"))
+        spread = acc._prepared.strategy
+        for row in counts:
+            parts = [(torch.randn(n, 12, generator=generator), torch.randint(0, 5, (n,), generator=generator)) for n in row]
+            mine = parts if spread.data_size == 1 else parts[spread.data_rank : spread.data_rank + 1]
+            x, y = torch.cat([x for x, _ in mine]), torch.cat([y for _, y in mine])
+            with acc.accumulate(model):
+                acc.backward(nn.functional.cross_entropy(model(x), y, reduction="sum"), num_items=len(y))
+        return [whole(p.grad) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_token_weighted_loss_is_that_of_one_big_batch(ranks, processes: int) -> None:
+    for got in ranks(token_windows, "tensor_parallel", {"size": 2}, processes=processes):
+        for a, b in zip(got, token_windows("single")):
+            assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def by_hand(strategy: str, options: Any = None) -> list[Tensor]:
+    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options) as acc:
+        model = acc.prepare(make("mlp"))
+        spread = acc._prepared.strategy
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[spread.data_rank]
+        with acc.no_sync(model):
+            acc.backward(model(x).square().mean())
+            loss = model(x).square().mean()
+            with acc.trigger_sync_in_backward(model):
+                acc.backward(loss)
+        acc.clip_grad_value_(model.parameters(), 0.01)
+        return [whole(p.grad) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_accumulation_by_hand(ranks, processes: int) -> None:
+    for got in ranks(by_hand, "tensor_parallel", {"size": 2}, processes=processes):
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, by_hand("single")))
+
+
+def evaluate() -> tuple[float, float, bool]:
+    with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc:
+        model = acc.prepare(make("tied"))
+        with torch.no_grad():
+            there = float(model.eval()(torch.ones(2, 12)).sum())
+        return there, float(make("tied").eval()(torch.ones(2, 12)).sum()), isinstance(model, Tied)
+
+
+def test_evaluation(ranks) -> None:
+    for there, here, instance in ranks(evaluate):
+        assert there == pytest.approx(here, rel=1e-5)
+        assert instance
+
+
+# -- the data ----------------------------------------------------------------------------------------------------------
+
+
+def data(size: int) -> dict[str, Any]:
+    with Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options={"size": size}, seed=3) as acc:
+        loader = DataLoader(TensorDataset(torch.arange(22.0)[:, None]), batch_size=3, shuffle=True)
+        model, loader = acc.prepare(nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5)), loader)
+        seen, metrics = [], []
+        for (x,) in loader:
+            seen.append(x.flatten().tolist())
+            metrics += acc.gather_for_metrics(x).flatten().tolist()
+        spread = acc._prepared.strategy
+        dropped = model(torch.ones(50, 1)).detach()
+        together = torch.distributed.get_process_group_ranks(spread.data_group)
+        return {
+            "seen": seen,
+            "metrics": metrics,
+            "dropped": dropped,
+            "slice": (spread.data_rank, spread.data_size),
+            "together": together,
+        }
+
+
+def test_neighbours_share_their_data_and_their_dropout(ranks) -> None:
+    results = ranks(data, 2, processes=4)
+    assert [r["slice"] for r in results] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [r["together"] for r in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    for a, b in ((0, 1), (2, 3)):
+        assert results[a]["seen"] == results[b]["seen"]
+        assert torch.equal(results[a]["dropped"], results[b]["dropped"])
+    assert results[0]["seen"] != results[2]["seen"]
+    assert not torch.equal(results[0]["dropped"], results[2]["dropped"])
+    assert all(sorted(r["metrics"]) == list(range(22)) for r in results)
+
+
+def test_one_group_sees_all_data(ranks) -> None:
+    for result in ranks(data, 2):
+        assert result["slice"] == (0, 1)
+        assert sorted(x for batch in result["seen"] for x in batch) == sorted(result["metrics"]) == list(range(22))
+
+
+def unlike() -> float:
+    with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc:
+        torch.manual_seed(acc.process_index)
+        return float(sum(whole(p).sum() for p in acc.prepare(nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1))).parameters()))
+
+
+def test_ranks_take_rank_0s_values(ranks) -> None:
+    torch.manual_seed(0)
+    expected = float(sum(p.sum() for p in nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1)).parameters()))
+    assert ranks(unlike) == pytest.approx([expected] * 2)
+
+
+# -- refusals, beginning and end ---------------------------------------------------------------------------------------
+
+
+def test_one_process_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"'tensor_parallel' splits layers over processes, and there is one; start several"):
+        Accelerator(strategy="tensor_parallel")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"plan": {}}, "is no mapping of module names to styles"),
+        ({"plan": "colwise"}, "is no mapping of module names to styles"),
+        ({"size": 1}, "size=1 is not a number of ranks of at least 2"),
+        ({"size": "2"}, "size='2' is not a number of ranks"),
+        ({"sequence_parallel": 1}, "sequence_parallel=1 is neither True nor False"),
+        ({"fsdp": True}, "fsdp=True is neither an FSDPOptions nor a dict"),
+    ],
+)
+def test_options_are_checked(options: Any, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        TensorParallelOptions(**options)
+
+
+def test_fsdp_options_may_be_a_dict() -> None:
+    assert TensorParallelOptions(fsdp={"wrap": 1}).fsdp == FSDPOptions(wrap=1)
+
+
+def refusals() -> dict[str, str]:
+    said = {}
+    with pytest.raises(SettingError) as wrong:
+        Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options={"size": 3})
+    said["size"] = str(wrong.value)
+    with pytest.raises(SettingError) as wrong:
+        Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options={"sizes": 2})
+    said["option"] = str(wrong.value)
+    with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc:
+        prepared = acc.prepare(make("mlp"))
+        with pytest.raises(RefusedError) as refused:
+            with acc.join_uneven_inputs([prepared]):
+                pass
+        said["join"] = str(refused.value)
+    with pytest.raises(StepError) as closed:
+        prepared(torch.ones(1, 12))
+    said["closed"] = str(closed.value)
+    with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc, pytest.raises(PrepareError) as caught:
+        acc.prepare(acc.unwrap_model(prepared))
+    said["again"] = str(caught.value)
+    return said
+
+
+def test_refusals_have_sentences(ranks) -> None:
+    for said in ranks(refusals):
+        assert re.search(r"size=3 does not divide 2 processes .*: use one of \[2\]", said["size"])
+        assert "did you mean 'size'" in said["option"]
+        assert "strategy 'tensor_parallel' cannot join uneven inputs" in said["join"]
+        assert "one rank alone cannot call it" in said["closed"]
+        assert "parameter '0.weight' is sharded already" in said["again"]
+
+
+def twice() -> list[dict[str, Any]]:
+    return [trained(strategy, "mlp", 1, 0.1) for strategy in ("tensor_parallel", "fsdp", "tensor_parallel", "ddp")]
+
+
+def test_another_accelerator_afterwards(ranks) -> None:
+    for got in ranks(twice)[0]:
+        agree(got, trained("single", "mlp", 1, 0.1))
