@@ -36,6 +36,7 @@ from .protocols import Choice
 from .records import (
     AutocastKwargs,
     DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -75,6 +76,7 @@ class Accelerator(Collectives):
         convert_sync_batchnorm: batch-norm in training by the samples of all ranks that see other data; see `SyncBatchNorm`.
         probe: let "auto" time fp32 and bf16 in the first training step where no rule is certain.
         timeout: seconds that a rank waits for the others in a collective.
+        memory: what a rank has, in bytes or as "16GiB", where "auto" decides by what models need; else its device's memory.
         debug: compare shapes over the ranks before each collective.
         settings: a whole `Settings`; the arguments above win over it.
 
@@ -104,6 +106,7 @@ class Accelerator(Collectives):
         convert_sync_batchnorm: bool | None = None,
         probe: bool | None = None,
         timeout: float | None = None,
+        memory: int | str | None = None,
         debug: bool | None = None,
         settings: Settings | None = None,
         **others: Any,
@@ -130,6 +133,7 @@ class Accelerator(Collectives):
             convert_sync_batchnorm=convert_sync_batchnorm,
             probe=probe,
             timeout=group.seconds if group and timeout is None else timeout,
+            memory=memory,
             debug=debug,
         )
         plan = make_plan(asked, detect(), read_ranks())
@@ -156,7 +160,8 @@ class Accelerator(Collectives):
         self._scaler = Scaler(rule_from(scaling), self._world, enabled=self._precision.scaled and scaling.enabled)
         self._loading = dataloader_config or DataLoaderConfiguration()
         steps = self._world.size if scheduler_steps_per_process else 1
-        wishes = Wishes(device_placement, self._loading, step_scheduler_with_optimizer, steps)
+        given = strategy_options is not None or DistributedDataParallelKwargs in handlers
+        wishes = Wishes(device_placement, self._loading, step_scheduler_with_optimizer, steps, given)
         self._prepared = Preparation(self._run, strategy, self._precision, self._scaler, wishes)
         self._items = ItemWindow(self._world)
         self._foreign: ForeignSteps | None = None

@@ -16,7 +16,7 @@ the peak of what is counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,6 +97,13 @@ class Memory:
         """What stays from one step to the next: weights, buffers, gradients, states, masters."""
         return self.weights + self.buffers + self.gradients + self.states + self.masters
 
+    def __add__(self, other: Memory) -> Memory:
+        """Two models at once, under one strategy and precision."""
+        activations = None if self.activations is None or other.activations is None else self.activations + other.activations
+        sums = {row: getattr(self, row) + getattr(other, row) for row in ROWS[:-1]}
+        notes = tuple(dict.fromkeys(self.notes + other.notes))
+        return replace(self, **sums, activations=activations, notes=notes)
+
     def __str__(self) -> str:
         many = f"{self.world} ranks" if self.world > 1 else "one rank"
         name, unit = _unit(self.total)
@@ -148,6 +155,7 @@ def estimate(
     optimizer: Optimizer = "adamw",
     options: Any = None,
     sample: Any = None,
+    activations: int | None = None,
 ) -> Memory:
     """What one of `world` ranks needs to train `model`.
 
@@ -157,10 +165,12 @@ def estimate(
         precision: a name that ``Accelerator(mixed_precision=...)`` takes, save "auto"; or a precision.
         per_node: ranks of a node; None means one node.
         optimizer: a name of `STATES`, a class of torch.optim, how many tensors of its size are kept for a parameter, or one
-            or several optimizers of this model, whose groups count: parameters that none of them holds have no states.
+            or several optimizers of this model, whose groups count: parameters that none of them holds have no states. Of an
+            optimizer whose class is not in `STATES`, two are taken.
         options: of the strategy: its record or a dict of its fields.
         sample: one rank's micro-batch: positional arguments in a tuple, keyword arguments in a dict, or one tensor. With it, activations
             are counted as in `easymp.activations.bytes_saved`; what a loss outside of the model saves is not among them.
+        activations: their bytes, where they are known already.
 
     Raises:
         SettingError: a wrong name or value.
@@ -190,13 +200,12 @@ def estimate(
     notes = [layout.note] if layout.note else []
     if not known:
         notes.append("from a count alone: what is gathered at a time is not known, and not counted")
-    activations = None
-    if sample is None:
-        notes.append("activations are not counted: pass a sample batch")
-    else:
+    if activations is None and sample is not None:
         args, named = _arguments(sample)
         cast = policy.compute if policy.compute != torch.float32 and policy.param == torch.float32 else None
         activations = bytes_saved(module, args, named, cast)
+    if activations is None:
+        notes.append("activations are not counted: pass a sample batch")
     return Memory(
         strategy=kind.name,
         precision=policy.name,
@@ -225,13 +234,22 @@ def table(
     sample: Any = None,
 ) -> Table:
     """`estimate` for each strategy and precision."""
-    return Table(
-        tuple(
-            estimate(model, strategy=s, precision=p, world=world, per_node=per_node, optimizer=optimizer, sample=sample)
-            for s in strategies
-            for p in precisions
-        )
-    )
+    lines: dict[tuple[str, str], Memory] = {}
+    for precision in precisions:
+        activations = None  # the same for each strategy
+        for strategy in strategies:
+            line = estimate(
+                model,
+                strategy=strategy,
+                precision=precision,
+                world=world,
+                per_node=per_node,
+                optimizer=optimizer,
+                sample=sample,
+                activations=activations,
+            )
+            activations, lines[strategy, precision] = line.activations, line
+    return Table(tuple(lines[strategy, precision] for strategy in strategies for precision in precisions))
 
 
 class Counted(nn.Module):
@@ -292,7 +310,8 @@ def _states(optimizer: Optimizer, model: nn.Module) -> Callable[[Tensor], int]:
         raise SettingError(f"optimizer={optimizer!r} is no name, class, number of states or torch optimizer")
     counts: dict[int, int] = {}
     for one in each:
-        keeps = _keeps(type(one).__name__.lower())
+        name = type(one).__name__.lower()
+        keeps = _keeps(name) if name.removeprefix("fused") in STATES else STATES["adam"]
         counts.update((id(p), keeps(group)) for group in one.param_groups for p in group["params"])
     if counts and not any(id(p) in counts for p in model.parameters()):
         raise SettingError("none of the optimizers holds a parameter of this model: pass those that were built from it")

@@ -14,6 +14,7 @@ from typing import Any
 
 from .errors import RefusedError
 from .hardware import Hardware
+from .memory import Memory, size
 from .precision import ALIASES, PRECISIONS, Measured
 from .protocols import Choice, Facts, Source
 from .settings import Settings
@@ -21,7 +22,9 @@ from .strategies import STRATEGIES
 from .world import Ranks
 
 AUTO = "auto"
-AUTOMATIC = ("single", "ddp")  # what strategy "auto" chooses from, by the number of processes
+# What strategy "auto" chooses from: the first that the number of processes allows, and, once models are known, for which there is memory.
+AUTOMATIC = ("single", "ddp", "fsdp")
+SPARE = 0.2  # part of a rank's memory left to activations and workspace, which are not known when models are prepared
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,7 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
         RefusedError: what was asked for cannot run here; the sentence says why, and what would.
     """
     device = _device(settings, hardware, ranks)
-    mine = hardware.devices[: max(ranks.local_size, ranks.local_rank + 1)]  # what the ranks of this node train on
-    facts = Facts(dataclasses.replace(hardware, devices=mine), device.value.split(":")[0], ranks.size)
+    facts = _facts(hardware, ranks, device.value)
     return Plan(
         device=device,
         precision=_precision(settings, facts),
@@ -94,6 +96,11 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
         hardware=hardware,
         ranks=ranks,
     )
+
+
+def _facts(hardware: Hardware, ranks: Ranks, device: str) -> Facts:
+    mine = hardware.devices[: max(ranks.local_size, ranks.local_rank + 1)]  # what the ranks of this node train on
+    return Facts(dataclasses.replace(hardware, devices=mine), device.split(":")[0], ranks.size)
 
 
 def _accumulation(settings: Settings) -> Choice[int]:
@@ -185,6 +192,50 @@ def _strategy(settings: Settings, facts: Facts) -> Choice[str]:
             many = f"{facts.world_size} processes" if facts.world_size > 1 else "one process"
             return Choice(name, many, Source.DETECTED)
     raise AssertionError("some strategy takes any world")
+
+
+def candidates(plan: Plan) -> list[str]:
+    """Of what strategy "auto" chooses from, what this world takes, best first."""
+    facts = _facts(plan.hardware, plan.ranks, plan.device.value)
+    return [name for name in AUTOMATIC if STRATEGIES[name].refuse(facts) is None]
+
+
+def room(plan: Plan) -> int:
+    """Bytes that a rank has: as set, its device's memory, or on a CPU its share of the machine's."""
+    if plan.settings.memory is not None:
+        return plan.settings.memory
+    kind, _, index = plan.device.value.partition(":")
+    for device in plan.hardware.devices if kind == plan.hardware.kind else ():
+        if device.index == int(index or device.index):
+            return device.memory
+    return plan.hardware.cpu.memory // max(1, plan.ranks.local_size)
+
+
+def fits(need: Memory, available: int) -> bool:
+    """Whether `need`, activations not counted, leaves `SPARE` of the bytes that a rank has."""
+    return need.total <= available * (1 - SPARE)
+
+
+def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
+    """The first strategy for which there is memory, or the last, with the arithmetic.
+
+    Args:
+        needs: of strategies, best first, what a rank needs, activations not counted.
+        available: bytes that a rank has: the poorest one, for all decide alike.
+    """
+    most = int(available * (1 - SPARE))
+    said: list[str] = []
+    for name, need in needs.items():
+        rows = ", ".join(f"{row} {size(number)}" for row, number in need.rows.items())
+        said.append(f"{name} needs {size(need.total)} a rank ({rows})")
+        if fits(need, available):
+            break
+    said[0] += f" of {size(most)} ({size(available)}, less {SPARE:.0%} for activations and workspace)"
+    if not fits(need, available):
+        said.append(
+            f"{size(need.total - most)} too much: training may run out of memory, so use more processes or a smaller model"
+        )
+    return Choice(name, "; ".join(said), Source.DETECTED)
 
 
 def _optimizer(settings: Settings) -> Choice[str]:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from .checks import describe
 from .data import PreparedLoader, SkippedLoader, prepare_loader
 from .errors import PrepareError, StepError, WorldError
+from .fitting import Fitting
 from .log import get_logger
 from .optim import PreparedOptimizer, PreparedScheduler, fuse
 from .precision import Scaler
@@ -48,19 +49,21 @@ class Wishes:
         loading: how loaders read.
         with_optimizer: schedulers step once an optimizer update.
         scheduler_steps: steps of a scheduler an update.
+        strategy_options: options of the strategy were given.
     """
 
     place: bool
     loading: DataLoaderConfiguration
     with_optimizer: bool
     scheduler_steps: int
+    strategy_options: bool = False
 
 
 class Preparation:
     """All that one run has prepared.
 
     Attributes:
-        strategy: how models are spread.
+        strategy: how models are spread; "auto" may take another one when the first models come.
         models, optimizers, schedulers, loaders: in the order they came.
         owner: id of a prepared parameter → its name.
         stepped_by: id of a parameter → its optimizer.
@@ -71,6 +74,7 @@ class Preparation:
     def __init__(self, run: Run, strategy: Strategy, precision: Precision, scaler: Scaler, wishes: Wishes) -> None:
         self._run, self._precision, self._scaler, self._wishes = run, precision, scaler, wishes
         self.strategy = strategy
+        self._fitting = Fitting(run, precision, free=not wishes.strategy_options)
         self.models: list[Prepared] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
@@ -94,6 +98,8 @@ class Preparation:
         done: dict[int, Any] = {}
         models = [(i, o) for i, o in enumerate(objects) if isinstance(o, nn.Module)]
         optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
+        new = [m for _, m in models if not any(m is p.view or m is p.route.original for p in self.models)]
+        self.strategy = self._fitting.choose(list(dict.fromkeys(new)), [self._plain(o) for o in optimizers], self.strategy)
         for i, model in models:
             done[i] = self._prepare_model(model, optimizers, place[i])
         for kind in (torch.optim.Optimizer, DataLoader, object):  # what follows the models; schedulers follow the optimizers
@@ -105,6 +111,10 @@ class Preparation:
             self._alike = False
         self._say_batch()
         return [done[i] for i in range(len(objects))]
+
+    @staticmethod
+    def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
 
     def _prepare_other(self, item: Any, place: bool) -> Any:
         if item is None or isinstance(item, (PreparedOptimizer, PreparedScheduler, PreparedLoader, SkippedLoader)):
@@ -138,7 +148,7 @@ class Preparation:
                 raise PrepareError(
                     f"parameter {name!r} is on the meta device, without values: use to_empty() and initialise it first"
                 )
-        plain = [o.optimizer if isinstance(o, PreparedOptimizer) else o for o in optimizers]
+        plain = [self._plain(o) for o in optimizers]
         if self._run.plan.settings.convert_sync_batchnorm and self.strategy.data_size > 1:
             self.converted += [(module, type(module)) for module in batchnorms(model)]
             convert_sync_batchnorm(model, self.strategy.data_group)
@@ -265,3 +275,4 @@ class Preparation:
             held.clear()
         for reasons in self._steps.values():
             reasons.clear()
+        self._fitting.forget()

@@ -7,6 +7,7 @@ key in ``easymp.toml``, the allowed values, and the words of help. `resolve` rea
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from .errors import SettingError, nearest
 from .protocols import Source
 
 FILE = "easymp.toml"
+Size = int  # bytes; said as a number or in words: 16e9, "16GiB", "500 MB"
+UNITS = {f"{letter}{i}b".lower(): base**n for n, letter in enumerate(("", *"kmgt")) for i, base in (("", 1000), ("i", 1024))}
 
 
 def setting(default: Any, help: str, choices: tuple[str, ...] = (), least: float | None = None, most: float | None = None) -> Any:
@@ -46,6 +49,7 @@ class Settings:
     seed: int | None = setting(None, "seed of all random streams", least=0, most=2**64 - 1)
     deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")
     timeout: float = setting(120.0, "seconds that a rank waits for the others in a collective", least=0.001, most=1e9)
+    memory: Size | None = setting(None, "what a rank has, such as 16GiB, where auto decides by it; else what its device has")
     debug: bool = setting(False, "compare shapes over the ranks before each collective")
     sources: Mapping[str, tuple[Source, str]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -109,6 +113,8 @@ def _checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
         if isinstance(value, bool):
             return value
         raise SettingError(f"{where}{value!r} is neither yes nor no: use true or false")
+    if kind == "Size":
+        return _bytes(value, where)
     if kind in ("int", "float"):
         number = {"int": int, "float": float}[kind]
         try:
@@ -130,6 +136,17 @@ def _checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
     if word not in choices:
         raise SettingError(f"{where}{value!r} is not one of {', '.join(choices)}{nearest(word, choices)}")
     return word
+
+
+def _bytes(value: Any, where: str) -> int:
+    found = None if isinstance(value, bool) else re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", str(value).lower())
+    try:
+        number = int(float(found[1]) * UNITS[found[2] or "b"]) if found else 0
+    except (KeyError, ValueError, OverflowError):
+        number = 0
+    if number < 1:
+        raise SettingError(f"{where}{value!r} is no size: use a number of bytes, or one with a unit, such as 16GiB or 16GB")
+    return number
 
 
 def _from_environment() -> dict[str, tuple[Any, str]]:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from easymp import env
 from easymp.errors import RefusedError
 from easymp.hardware import Device, Hardware
-from easymp.plan import Plan, make_plan
+from easymp.memory import Memory, estimate
+from easymp.plan import Plan, by_memory, candidates, fits, make_plan, room
 from easymp.precision import PRECISIONS
 from easymp.protocols import Source
 from easymp.settings import NAMES, Settings, resolve
@@ -103,6 +104,68 @@ def test_two_nodes() -> None:
     assert made.device.value == "cuda:3"
     assert made.strategy.reason == "16 processes"
     assert "16 on 2 nodes" in made.explain()
+
+
+# -- by memory ---------------------------------------------------------------------------------------------------------
+
+
+def gpt(parameters: float, layers: int = 32) -> torch.nn.Module:
+    """So many parameters in blocks, on the meta device."""
+    wide = int((parameters / layers / 2) ** 0.5)
+    with torch.device("meta"):
+        blocks = (torch.nn.Sequential(torch.nn.Linear(wide, wide), torch.nn.Linear(wide, wide)) for _ in range(layers))
+        return torch.nn.Sequential(*blocks)
+
+
+def needs(model: torch.nn.Module, made: Plan) -> dict[str, Memory]:
+    ranks = made.ranks
+    return {
+        name: estimate(model, strategy=name, precision=made.precision.value, world=ranks.size, per_node=ranks.local_size)
+        for name in candidates(made)
+    }
+
+
+@pytest.mark.parametrize(
+    ("machine", "processes", "parameters", "strategy"),
+    [
+        ("8xH100", 8, 1e9, "ddp"),
+        ("8xH100", 8, 3e9, "ddp"),
+        ("8xH100", 8, 7e9, "fsdp"),
+        ("8xH100", 8, 200e9, "fsdp"),
+        ("2xRTX 3090", 2, 1e9, "ddp"),
+        ("2xRTX 3090", 2, 1.3e9, "fsdp"),
+        ("H100", 1, 3e9, "single"),
+        ("H100", 1, 70e9, "single"),
+    ],
+)
+def test_the_first_strategy_that_there_is_memory_for(machine: str, processes: int, parameters: float, strategy: str) -> None:
+    made = plan(machine, several(processes) if processes > 1 else ONE)
+    each = needs(gpt(parameters), made)
+    choice = by_memory(each, room(made))
+    assert (choice.value, choice.source) == (strategy, Source.DETECTED)
+    assert ("too much" in choice.reason) == (not fits(each[strategy], room(made)))
+
+
+def test_the_arithmetic_is_in_the_reason() -> None:
+    made = plan("8xH100", several(8), mixed_precision="fp32", memory="80GiB")
+    reason = by_memory(needs(gpt(6e9), made), room(made)).reason
+    assert reason.split("; ") == [
+        (
+            "ddp needs 89.4 GiB a rank (weights 22.4 GiB, gradients 22.4 GiB, states 44.7 GiB) "
+            "of 64.0 GiB (80.0 GiB, less 20% for activations and workspace)"
+        ),
+        "fsdp needs 14.0 GiB a rank (weights 2.8 GiB, gradients 2.8 GiB, states 5.6 GiB, gathered 1.4 GiB, reducing 1.4 GiB)",
+    ]
+    reason = by_memory(needs(gpt(60e9), made), room(made)).reason
+    assert re.search(r"; fsdp needs 1[34]\d\.\d GiB .*; 7\d\.\d GiB too much: .* use more processes", reason)
+
+
+def test_what_a_rank_has() -> None:
+    assert room(plan("8xH100", several(8, 3))) == MACHINES["8xH100"].devices[3].memory
+    assert room(plan("M-series Mac")) == MACHINES["M-series Mac"].devices[0].memory
+    assert room(plan("laptop CPU", several(4))) == MACHINES["laptop CPU"].cpu.memory // 4
+    assert room(plan("8xH100", several(8), cpu=True)) == MACHINES["8xH100"].cpu.memory // 8
+    assert room(plan("laptop CPU", several(4), memory="1GiB")) == 1 << 30
 
 
 # -- asked for ---------------------------------------------------------------------------------------------------------

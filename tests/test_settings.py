@@ -138,6 +138,21 @@ def test_values_take_the_fields_type() -> None:
     assert resolve(seed=2**64 - 1).seed == 2**64 - 1  # not through a float
 
 
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [
+        (1024, 1024), (16e9, 16_000_000_000), ("16e9", 16_000_000_000), ("16GiB", 16 << 30), ("16 gib", 16 << 30), ("1.5GB", 1_500_000_000),
+        ("500MB", 500_000_000), ("3KiB", 3072), ("2TiB", 2 << 40), ("7b", 7),
+    ],
+)  # fmt: skip
+def test_sizes(said: object, size: int) -> None:
+    assert resolve(memory=said).memory == size
+    with env.override(EASYMP_MEMORY=str(said)):
+        assert resolve().memory == size
+    write(f"memory = {said!r}")
+    assert resolve().memory == size
+
+
 WRONG = [
     ("gradient_accumulation_steps", 0, "below the smallest possible value, 1"),
     ("gradient_accumulation_steps", 1.5, "not a whole number"),
@@ -147,6 +162,13 @@ WRONG = [
     ("seed", -1, "below the smallest possible value, 0"),
     ("seed", 2**64, "above the largest possible value"),
     ("seed", float("inf"), "not a whole number"),
+    ("memory", "16G", "is no size: use a number of bytes, or one with a unit, such as 16GiB or 16GB"),
+    ("memory", "lots", "is no size"),
+    ("memory", 0, "is no size"),
+    ("memory", -5, "is no size"),
+    ("memory", True, "is no size"),
+    ("memory", "1.2.3MB", "is no size"),
+    ("memory", float("inf"), "is no size"),
     ("timeout", 0, "below the smallest possible value, 0.001"),
     ("timeout", "soon", "not a number"),
     ("timeout", float("nan"), "not a number"),

@@ -36,6 +36,8 @@ def test_its_python_runs(ranks: Ranks, processes: int) -> None:
     (count, error), *_ = re.findall(r"^(\d+) samples, mean squared error ([0-9.]+)", printed, re.MULTILINE)
     assert int(count) == 1000
     assert float(error) < 4  # 8 before training
+    (table,) = (block for block in blocks("text") if block.startswith("strategy "))
+    assert table in printed
 
 
 @pytest.mark.parametrize("name", NAMES)
