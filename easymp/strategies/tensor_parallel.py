@@ -21,6 +21,7 @@ from ..errors import PrepareError, RefusedError, SettingError, StepError
 from ..protocols import Facts, Layout, Manner, Refusal
 from ..rebind import names_of, rebind
 from ..records import FSDPOptions
+from ..shards import local
 from ..world import World
 from .blocks import find_blocks
 from .fsdp import Released, Sharded, check_shardable, shard, shards_of, take_rank_0s
@@ -91,8 +92,8 @@ class TensorParallel:
     and the optimizers of the same `prepare` take the new parameters. With several groups, all that fsdp does, too.
 
     Parameters that the plan does not name are whole and plain on each rank of a group. Their gradients are alike on all of them, since
-    all compute the same: batches, buffers and dropout are a group's. Under sequence parallelism, and between "colwise" and "rowwise",
-    ranks drop the same places of different pieces.
+    all compute the same: batches, buffers and dropout are a group's. The first step of each optimizer checks that.
+    Under sequence parallelism, and between "colwise" and "rowwise", ranks drop the same places of different pieces.
 
     Layers must be called with their input as a positional argument. After the run is closed the model keeps its shards and can no
     longer be called.
@@ -112,6 +113,7 @@ class TensorParallel:
         self._world = world
         self._options = options
         self._grid: Any = None
+        self._names: dict[int, str] = {}  # of parameters, by id, for messages
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:
@@ -203,13 +205,50 @@ class TensorParallel:
                     parameter.register_post_accumulate_grad_hook(settle)
                     parameter.requires_grad_(trained)
         rebind(model, optimizers, names)
+        self._names.update((id(p), name) for name, p in model.named_parameters())
         module = policy.forward(model, self._world.device)
         manner.compile(module)
         split = Split(module)
         return Sharded(split, model, pieces, self._world, options.fsdp) if pieces else split
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        def compare(*_: Any) -> None:
+            if self._agree(optimizer):
+                first.remove()
+
+        first = optimizer.register_step_pre_hook(compare)
         return optimizer
+
+    def _agree(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether gradients of what each rank of a group holds whole are alike in the group; False where nothing can be said yet.
+
+        A plan that leaves out a layer which sees a part only (a norm on this rank's heads) fails in no other way: the ranks drift apart.
+
+        Raises:
+            StepError: they differ.
+        """
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not _is_split(p)]
+        if not held:
+            return False
+        sizes = [torch.linalg.vector_norm(local(p.grad.detach()).double()) for p in held]
+        sums = [local(p.grad.detach()).double().sum() for p in held]
+        mine = torch.stack([*sizes, *sums]).to(self._world.device)
+        every = self._world.gather(mine[None])
+        if not every.isfinite().all():
+            return False  # an overflow, whose step is skipped
+        group = every[self.data_rank * self._size : (self.data_rank + 1) * self._size]
+        apart = (group.amax(0) - group.amin(0)).view(2, -1).amax(0)
+        # Rounding, and another order of additions on a GPU, are far below; parts of a sum are not.
+        scale = group[:, : len(held)].amax(0)
+        several = torch.tensor([p.grad.numel() for p in held], device=scale.device).double().sqrt()
+        for parameter, wrong in zip(held, (apart > 0.01 * scale * several).tolist()):
+            if wrong:
+                raise StepError(
+                    f"the ranks of a group have different gradients for {self._names.get(id(parameter), 'a parameter')!r}, which each of "
+                    "them holds whole: it acts on a part of the features or of the sequence. Say 'replicated_with_grad_allreduce' for "
+                    "its layer in the plan (or 'sequence', under sequence parallelism)"
+                )
+        return True
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -268,6 +307,14 @@ def _check_whole(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local"):
             raise PrepareError(f"parameter {name!r} is sharded already, by an earlier run or by hand: build the model anew")
+
+
+def _is_split(parameter: Any) -> bool:
+    """Whether the ranks of a group hold different parts of it."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or "tensor" not in (mesh.mesh_dim_names or ()):
+        return False
+    return not parameter.placements[mesh.mesh_dim_names.index("tensor")].is_replicate()
 
 
 Place = tuple[nn.Module, str]

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from easymp import Accelerator, FSDPOptions, TensorParallelOptions
 from easymp.errors import BatchError, PrepareError, RefusedError, SettingError, StepError
+from easymp.strategies.tensor_parallel import TensorParallel
 from easymp.strategies.tensor_plan import gathered, read_plan
 
 from .models import Tied, make, train, whole
@@ -332,6 +333,25 @@ def test_a_weight_that_is_read_and_not_called(ranks) -> None:
     assert all("[2, 4]" in said for said in ranks(reader, {"second": "replicate", "*": "colwise_rep"}))
 
 
+def forgotten(plan: Any, processes: int) -> str:
+    options = {"plan": plan, "size": 2}
+    with Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options=options) as acc:
+        model: Any = Language()
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(1))
+        acc.backward(nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
+        with pytest.raises(StepError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_layer_on_parts_that_the_plan_forgets_is_named(ranks, processes: int) -> None:
+    plan = {name: how for name, how in PLAN.items() if "norm" not in name}
+    for said in ranks(forgotten, plan, processes, processes=processes):
+        assert re.search(r"different gradients for 'layers\.[01]\.attend\.q_norm\.(weight|bias)'", said)
+
+
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
@@ -498,8 +518,28 @@ def unlike() -> float:
 
 def test_ranks_take_rank_0s_values(ranks) -> None:
     torch.manual_seed(0)
-    expected = float(sum(p.sum() for p in nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1)).parameters()))
+    expected = float(sum(p.sum() for p in nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1)).parameters()).detach())
     assert ranks(unlike) == pytest.approx([expected] * 2)
+
+
+def held(kind: str, size: int) -> tuple[int, int, int]:
+    with Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options={"size": size}) as acc:
+        model = acc.prepare(make(kind))
+        parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+        memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
+        one = make(kind)
+        layout = TensorParallel.layout(one, TensorParallelOptions(size=size), acc.num_processes, acc.num_processes)
+        predicted = sum(layout.weights(name, p) for name, p in one.named_parameters())
+        return sum(p.numel() for p in parts), sum(memory.values()), predicted
+
+
+@pytest.mark.parametrize(("processes", "size"), [(2, 2), (4, 2)])
+def test_a_rank_holds_what_its_layout_says_and_no_more(ranks, processes: int, size: int) -> None:
+    results = ranks(held, "tied", size, processes=processes)
+    assert max(elements for elements, _, _ in results) <= results[0][2] <= 1.02 * max(elements for elements, _, _ in results)
+    for elements, in_memory, predicted in results:
+        assert in_memory <= 4 * 1.1 * predicted
+        assert elements < 0.85 * sum(p.numel() for p in make("tied").parameters()) * 2 / processes
 
 
 # -- refusals, beginning and end ---------------------------------------------------------------------------------------
