@@ -393,12 +393,17 @@ class Accelerator(Collectives):
             even_batches: over the loaders' setting, while inside.
 
         Raises:
-            RefusedError: the strategy, or a synchronised batch-norm, needs every rank in every forward.
+            RefusedError: the strategy, a synchronised batch-norm, or sums that are averaged apart from backward need every rank.
         """
         if self._prepared.converted:
             raise RefusedError(
                 "join_uneven_inputs with convert_sync_batchnorm: every forward needs the statistics of all ranks, those that are done "
                 "included. Leave convert_sync_batchnorm out, or keep even_batches=True and do not join"
+            )
+        if self._prepared.sums.on and self._clock.accumulation != 1 and self._world.size > 1:
+            raise RefusedError(
+                "join_uneven_inputs with fp32 sums of low-precision gradients: ranks that are done would miss the averaging at the "
+                "window's end. Keep even_batches=True, use fp32 parameters (mixed_precision='bf16' casts in autocast), or do not accumulate"
             )
         before = [(loader, loader.even_batches) for loader in self._prepared.loaders] if even_batches is not None else []
         for loader, _ in before:

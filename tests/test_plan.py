@@ -173,12 +173,12 @@ def test_what_a_rank_has() -> None:
 # Which precisions each machine takes when asked by name.
 LEVELS = {"O0", "O1", "O2", "O3"}
 TAKES = {
-    **dict.fromkeys(("P100", "V100", "T4"), {"fp32", "fp16", *LEVELS}),
+    **{name: {"fp32", "fp16", *LEVELS} for name in ("P100", "V100", "T4")},
     "GTX 1660": {"fp32", "O0"},
-    **dict.fromkeys(("A100", "2xA100 NVLink", "2xRTX 3090"), {*PRECISIONS} - {"fp8"}),
+    **{name: {*PRECISIONS} - {"fp8"} for name in ("A100", "2xA100 NVLink", "2xRTX 3090")},
     "Intel XPU": {*PRECISIONS} - {"fp8"},
-    **dict.fromkeys(("MI300X", "M-series Mac"), {"fp32", "bf16", "fp16", *LEVELS}),
-    **dict.fromkeys(("laptop CPU", "Zen 4 server", "Sapphire Rapids", "Graviton 4"), {"fp32", "bf16", "fp16", *LEVELS}),
+    **{name: {"fp32", "bf16", "fp16", *LEVELS} for name in ("MI300X", "M-series Mac")},
+    **{name: {"fp32", "bf16", "fp16", *LEVELS} for name in ("laptop CPU", "Zen 4 server", "Sapphire Rapids", "Graviton 4")},
 }
 
 

@@ -71,11 +71,7 @@ class Masters:
         Raises:
             StepError: a sparse gradient.
         """
-        changed = [i for i, (parameter, _) in enumerate(self._pairs) if parameter._version != self._versions[i]]
-        if changed:
-            self._copy([self._pairs[i][1] for i in changed], [self._pairs[i][0] for i in changed])
-            for i in changed:
-                self._versions[i] = self._pairs[i][0]._version
+        self._follow()
         fresh = [(parameter, master) for parameter, master in self._pairs if parameter.grad is not None]
         if not fresh:
             return
@@ -83,6 +79,13 @@ class Masters:
             master.grad = grad if master.grad is None else master.grad.add_(grad)
         for parameter, _ in fresh:
             parameter.grad = None
+
+    def _follow(self) -> None:
+        changed = [i for i, (parameter, _) in enumerate(self._pairs) if parameter._version != self._versions[i]]
+        if changed:
+            self._copy([self._pairs[i][1] for i in changed], [self._pairs[i][0] for i in changed])
+            for i in changed:
+                self._versions[i] = self._pairs[i][0]._version
 
     @torch.no_grad()
     def give_back(self) -> None:
@@ -103,8 +106,6 @@ class Masters:
 
     def release(self) -> None:
         """Give the optimizer its parameters back, with what it remembers of the masters."""
-        self.gather()  # follows weights loaded since
-        self.give_back()
         back = {id(master): parameter for parameter, master in self._pairs}
         for group in self._optimizer.param_groups:
             held = group["params"]

@@ -22,6 +22,7 @@ from ..errors import StepError
 from ..records import AutocastKwargs
 from .autocast import as_asked
 
+NOBODYS = "ipu"
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -76,6 +77,18 @@ class ListedCasts(TorchFunctionMode):
         super().__init__()
         self.table = cast_table() if table is None else table
         self.half = half
+        self._before: list[bool] = []
+
+    def __enter__(self) -> ListedCasts:
+        # torch's RNN layers compare the types of input and weights, unless they see autocast somewhere: for a device that nobody has.
+        self._before.append(torch.is_autocast_enabled(NOBODYS))
+        torch.set_autocast_enabled(NOBODYS, True)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_autocast_enabled(NOBODYS, self._before.pop())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
