@@ -59,7 +59,7 @@ class Accelerator(Collectives):
     ``print(accelerator)`` shows each decision with its reason.
 
     Args:
-        mixed_precision: "auto", "no" or "fp32", "tf32", "bf16", "fp16".
+        mixed_precision: "auto", "no" or "fp32", "tf32", "bf16", "fp16", "fp8", "O0", "O1", "O2", "O3".
         strategy: "auto", "single", "ddp", "fsdp", "tensor_parallel".
         strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs`) or a dict of the fields.
         gradient_accumulation_steps: micro-batches an update; use `accumulate`.
@@ -201,7 +201,7 @@ class Accelerator(Collectives):
 
     @property
     def mixed_precision(self) -> str:
-        """ "no", "tf32", "bf16" or "fp16"; "auto" until the first training step has been timed."""
+        """ "no", "tf32", "bf16", "fp16", "fp8", "O0" to "O3"; "auto" until the first training step has been timed."""
         return "no" if self._precision.name == "fp32" else self._precision.name
 
     @property
