@@ -36,10 +36,11 @@ _HOMES = {
     "protocols": ("Choice", "Source"),
     "records": (
         *("AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradScalerKwargs"),
-        *("FSDPOptions", "GradientAccumulationPlugin", "InitProcessGroupKwargs"),
+        *("DDPCommunicationHookType", "FSDPOptions", "GradientAccumulationPlugin", "InitProcessGroupKwargs"),
     ),
     "rng": ("set_seed",),
     "settings": ("Settings", "resolve"),
+    "strategies.data_parallel": ("DataParallelOptions",),
     "state": ("AcceleratorState", "GradientState", "PartialState"),
     "strategies.batchnorm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "strategies.tensor_parallel": ("TensorParallelOptions",),

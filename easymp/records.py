@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum, StrEnum
 from typing import Any
 
 import torch
 
-from .errors import SettingError
+from .errors import SettingError, nearest
 
 
 def _yes_or_no(name: str, value: Any) -> None:
@@ -121,11 +123,55 @@ class GradScalerKwargs:
     dynamic: bool = True
 
 
+class DDPCommunicationHookType(StrEnum):
+    """How gradients travel under strategy "ddp": the words that `comm_hook` takes, as members."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP32 = "fp32"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# What torch's PowerSGDState takes beside the process group, with what each may be.
+POWER_SGD: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "matrix_approximation_rank": (lambda v: _whole(v, 1), "a whole number of at least 1"),
+    "start_powerSGD_iter": (lambda v: _whole(v, 0), "a whole number"),
+    "min_compression_rate": (lambda v: _number(v) and v > 0, "a number above 0"),
+    "use_error_feedback": (lambda v: isinstance(v, bool), "True or False"),
+    "warm_start": (lambda v: isinstance(v, bool), "True or False"),
+    "orthogonalization_epsilon": (lambda v: _number(v) and v >= 0, "a number of at least 0"),
+    "random_seed": (lambda v: _whole(v, 0), "a whole number"),
+    "compression_stats_logging_frequency": (lambda v: _whole(v, 1), "a whole number of at least 1"),
+    "batch_tensors_with_same_shape": (lambda v: isinstance(v, bool), "True or False"),
+}
+
+
 @dataclass(frozen=True)
 class DistributedDataParallelKwargs:
-    """Options of DistributedDataParallel, by torch's names and with torch's defaults (sizes in MB).
+    """Options of DistributedDataParallel, by torch's names and with torch's defaults, and how gradients travel.
 
-    `gradient_as_bucket_view` is True here: gradients live in the buckets, which saves one copy of them.
+    Attributes:
+        dim, broadcast_buffers, find_unused_parameters, static_graph: as in torch.
+        bucket_cap_mb: MB of gradients that are reduced at a time.
+        gradient_as_bucket_view: gradients live in the buckets, which saves one copy of them; True here, unlike in torch.
+        comm_hook: "no": in the gradients' own type; "fp16", "bf16": cast for the journey; "fp32": low-precision gradients are
+            summed in fp32 (Apex's allreduce_always_fp32); "power_sgd": as products of two thin matrices, one pair a parameter;
+            "batched_power_sgd": one pair a bucket, faster and less accurate. Or a `DDPCommunicationHookType`.
+        comm_wrapper: "fp16" or "bf16": type of PowerSGD's matrices.
+        comm_state_option: options of torch's PowerSGDState, above all ``matrix_approximation_rank`` (1) and
+            ``start_powerSGD_iter`` (1000: until then gradients travel whole).
+        gradient_predivide_factor: f divides gradients before they are summed over n ranks, n/f afterwards. None divides by n
+            before, which cannot overflow; 1.0 (Apex's default) by n afterwards, which loses no small ones.
     """
 
     dim: int = 0
@@ -134,6 +180,72 @@ class DistributedDataParallelKwargs:
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
+    comm_hook: str = "no"
+    comm_wrapper: str = "no"
+    comm_state_option: Mapping[str, Any] = field(default_factory=dict)
+    gradient_predivide_factor: float | None = None
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether gradients travel as products of thin matrices."""
+        return self.comm_hook in ("power_sgd", "batched_power_sgd")
+
+    @property
+    def remembers(self) -> bool:
+        """Whether PowerSGD carries something over from one step to the next."""
+        state = self.comm_state_option
+        return self.low_rank and (state.get("use_error_feedback", True) or state.get("warm_start", True))
+
+    def __post_init__(self) -> None:
+        for name in ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"):
+            _yes_or_no(name, getattr(self, name))
+        if not _number(self.bucket_cap_mb) or self.bucket_cap_mb <= 0:
+            raise SettingError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of MB above 0")
+        for name, known in (("comm_hook", list(DDPCommunicationHookType)), ("comm_wrapper", ["no", "fp16", "bf16"])):
+            given = getattr(self, name)
+            word = given.value if isinstance(given, Enum) else given
+            if word not in known:
+                words = ", ".join(repr(str(k)) for k in known)
+                raise SettingError(f"{name}={given!r} is none of {words}{nearest(word, known)}")
+            object.__setattr__(self, name, str(word))
+        if self.comm_wrapper != DDPCommunicationHookType.NO and not self.low_rank:
+            raise SettingError(
+                f"comm_wrapper={self.comm_wrapper!r} is the type of PowerSGD's matrices, but comm_hook={self.comm_hook!r}: pass "
+                f"comm_hook={self.comm_wrapper!r} alone, or comm_hook='power_sgd' with it"
+            )
+        self._check_power_sgd()
+        factor = self.gradient_predivide_factor
+        if factor is not None:
+            if not _number(factor) or not 0 < factor < float("inf"):
+                raise SettingError(f"gradient_predivide_factor={factor!r} is not a finite number above 0")
+            if self.low_rank:
+                raise SettingError(
+                    f"gradient_predivide_factor={factor} has no effect under comm_hook={self.comm_hook!r}, which sums factors of "
+                    "gradients and not gradients: leave one of them out"
+                )
+
+    def _check_power_sgd(self) -> None:
+        given = self.comm_state_option
+        if not isinstance(given, Mapping):
+            raise SettingError(f"comm_state_option is a {type(given).__name__}, not a dict of PowerSGDState's options")
+        if given and not self.low_rank:
+            raise SettingError(
+                f"comm_state_option holds options of PowerSGD, but comm_hook={self.comm_hook!r}: pass comm_hook='power_sgd', or leave "
+                "them out"
+            )
+        for name, value in given.items():
+            if name not in POWER_SGD:
+                raise SettingError(
+                    f"comm_state_option has no {name!r}{nearest(name, POWER_SGD) or '.'} Known: {', '.join(POWER_SGD)}"
+                )
+            good, words = POWER_SGD[name]
+            if not good(value):
+                raise SettingError(f"{name}={value!r} in comm_state_option is not {words}")
+        if self.remembers and given.get("start_powerSGD_iter", 1000) < 2:
+            raise SettingError(
+                f"start_powerSGD_iter={given['start_powerSGD_iter']} is too early: torch orders the buckets anew after the first step, and "
+                "what PowerSGD remembers of one would belong to another. Pass at least 2, or use_error_feedback=False and warm_start=False"
+            )
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
@@ -12,9 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from ..errors import PrepareError, RefusedError, StepError
 from ..protocols import Facts, Layout, Manner, Refusal
 from ..records import DistributedDataParallelKwargs
 from ..world import World
+from .hooks import make_hook
+
+# Options that torch takes as they are.
+TORCHS = ("dim", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
 class DDP:
@@ -22,21 +27,19 @@ class DDP:
 
     In place, by torch: parameters and buffers take rank 0's values when wrapped. A model without trainable parameters is
     left unwrapped, for there is nothing to average.
+
+    How gradients travel (`comm_hook`) changes what arrives, not when. An overflow is seen on arrival: under fp16 with a loss scale,
+    ``comm_hook="fp16"`` overflows once the scaled gradients do, and the scale falls until they fit.
     """
 
     name: ClassVar[str] = "ddp"
     Options: ClassVar[type] = DistributedDataParallelKwargs
-    whole: ClassVar[bool] = True
-    masters: ClassVar[bool] = True
-    sums = True
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self.data_rank, self.data_size = world.rank, world.size
         self.data_group = None
         self._world = world
-        self._device = world.device
         self._options = options
-        self._reduced: set[int] = set()  # models whose gradients have been reduced once
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:
@@ -53,15 +56,21 @@ class DDP:
         return Layout(reducing=0 if options.gradient_as_bucket_view else buckets)
 
     def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+        _check(model, self._options, manner)
+        device = self._world.device
         if manner.place:
-            model.to(self._device)
-        module = manner.policy.forward(manner.policy.convert(model), self._device)
+            model.to(device)
+        module = manner.policy.forward(manner.policy.convert(model), device)
         if any(p.requires_grad for p in model.parameters()):
-            on_gpu = manner.place and self._device.type in ("cuda", "xpu")
-            options = asdict(self._options)
-            if options["broadcast_buffers"]:
-                del options["broadcast_buffers"]  # torch's default; naming it warns from 2.13 on
-            module = DistributedDataParallel(module, device_ids=[self._device] if on_gpu else None, **options)
+            options = {name: getattr(self._options, name) for name in TORCHS}
+            if not self._options.broadcast_buffers:
+                options["broadcast_buffers"] = False  # naming torch's default warns from 2.13 on
+            if manner.place and device.type in ("cuda", "xpu"):
+                options["device_ids"] = [device]
+            module = Replica(module, model, options)
+            hook = make_hook(self._options, self._world.size)
+            if hook is not None:
+                module.register_comm_hook(*hook)
         manner.compile(module)
         return module
 
@@ -69,14 +78,7 @@ class DDP:
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        if not isinstance(model, DistributedDataParallel):
-            return nullcontext()
-        if self._options.static_graph and id(model) not in self._reduced:
-            # torch's reducer needs one reduced iteration before it may skip one. Reducing early changes no result:
-            # the average over ranks of an average is that average.
-            self._reduced.add(id(model))
-            return nullcontext()
-        return model.no_sync()
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     @contextmanager
     def force_sync(self, model: nn.Module) -> Iterator[None]:
@@ -91,12 +93,6 @@ class DDP:
         finally:
             model.require_backward_grad_sync = before
 
-    def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
-        self._world.average_(gradients)
-        for model in models:
-            if isinstance(model, DistributedDataParallel):
-                model.require_forward_param_sync = True  # buffers: what forward does when it expects a reduction
-
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         return Join([m for m in models if isinstance(m, DistributedDataParallel)])
 
@@ -105,3 +101,88 @@ class DDP:
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         return alone
+
+
+class Replica(DistributedDataParallel):
+    """DistributedDataParallel that knows its parameters by the user's names, and says them when it waits for some.
+
+    Args:
+        module: what is called: `root`, or `root` under autocast.
+        root: the user's module.
+        options: for torch.
+    """
+
+    def __init__(self, module: nn.Module, root: nn.Module, options: dict[str, Any]) -> None:
+        super().__init__(module, **options)
+        self._names = [name for name, p in root.named_parameters() if p.requires_grad]  # as the reducer counts them
+        self._begun = False  # whether gradients have been reduced once
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if not self._begun and torch.is_grad_enabled():
+                self._begun = True
+                if self.static_graph and not self.require_backward_grad_sync:
+                    return self._reduced(*args, **kwargs)
+            return super().forward(*args, **kwargs)
+        except RuntimeError as error:
+            if UNFINISHED in str(error):
+                raise StepError(self._unused(str(error))) from error
+            raise
+
+    def _reduced(self, *args: Any, **kwargs: Any) -> Any:
+        # Of a static graph, torch's reducer needs one reduced iteration before it may skip one. Reducing early changes no
+        # result: the average over ranks of an average is that average.
+        self.require_backward_grad_sync = True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.require_backward_grad_sync = False
+
+    def _unused(self, said: str) -> str:
+        """torch's sentence about parameters that it waits for, with their names and the way out for these options."""
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
+        names = [repr(self._names[int(i)]) for i in found[1].split()] if found else []
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        who = f"no gradient came for {', '.join(names[:5])}{more}" if names else "not every parameter got a gradient"
+        if self.static_graph:
+            cure = (
+                "With static_graph=True each step must use the same parameters: pass "
+                "DistributedDataParallelKwargs(find_unused_parameters=True) without static_graph"
+            )
+        elif self.find_unused_parameters:
+            cure = (
+                "find_unused_parameters=True looks from forward's outputs: use all of them in the loss, and return them as tensors in "
+                "tuples, lists, dicts or dataclasses, where torch finds them"
+            )
+        else:
+            cure = (
+                "If the loss does not depend on them at each step, pass DistributedDataParallelKwargs(find_unused_parameters=True) (in "
+                "strategy_options or kwargs_handlers); if it never does, freeze them before prepare: requires_grad_(False)"
+            )
+        return f"in the last backward {who}, and ddp averages gradients only when it has them all. {cure}"
+
+
+UNFINISHED = "Expected to have finished reduction in the prior iteration"
+
+
+def _check(model: nn.Module, options: DistributedDataParallelKwargs, manner: Manner) -> None:
+    """What gradients cannot travel as, before anything is changed.
+
+    Raises:
+        PrepareError: such a model.
+        RefusedError: such a precision.
+    """
+    if options.comm_hook == "no":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise PrepareError(
+                f"{name!r} has sparse gradients, and comm_hook={options.comm_hook!r} packs dense ones: make it with sparse=False, or leave "
+                "comm_hook at 'no'"
+            )
+    if options.remembers and manner.policy.scaled:
+        raise RefusedError(
+            f"comm_hook={options.comm_hook!r} remembers what it did not send, so the overflow that {manner.policy.name} with a loss scale "
+            "is meant to skip would stay in it for good: use bf16, or comm_state_option={'use_error_feedback': False, 'warm_start': "
+            "False}"
+        )

@@ -1,0 +1,449 @@
+"""ddp on real processes: how gradients travel, what is asked of torch, and what it says."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from easymp import Accelerator, DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
+from easymp.errors import RefusedError, SettingError, StepError
+from easymp.records import POWER_SGD
+
+from .models import make, train, whole
+
+
+def trained(
+    strategy: str, kind: str, steps: int, clip: float | None, options: Any = None, precision: str = "no"
+) -> dict[str, Any]:
+    with Accelerator(
+        mixed_precision=precision, strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps
+    ) as acc:
+        return train(acc, kind, clip)
+
+
+def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
+    assert a["losses"] == pytest.approx(b["losses"], rel=rel)
+    assert a["norms"] == pytest.approx(b["norms"], rel=rel)
+
+
+# -- options that change no number -------------------------------------------------------------------------------------
+
+
+UNCHANGED = [
+    {"bucket_cap_mb": 0.001},
+    {"gradient_as_bucket_view": False},
+    {"static_graph": True},
+    {"static_graph": True, "gradient_as_bucket_view": False, "bucket_cap_mb": 0.001},
+    {"broadcast_buffers": False},
+    {"find_unused_parameters": True},
+    {"comm_hook": "fp32"},
+    {"gradient_predivide_factor": 1.0},
+    {"gradient_predivide_factor": 0.5},
+    {"gradient_predivide_factor": 1.5, "bucket_cap_mb": 0.001, "static_graph": True},
+]
+
+
+@pytest.mark.parametrize("options", UNCHANGED, ids=str)
+def test_it_trains_as_one_process(ranks, options: dict[str, Any]) -> None:
+    kind = "idle" if "find_unused_parameters" in options else "tied"
+    one = trained("single", kind, 3, 0.1, options)  # which takes the same record
+    for got in ranks(trained, "ddp", kind, 3, 0.1, options):
+        agree(got, one)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_predivide_factor": 2.0}, {"static_graph": True}], ids=str)
+def test_four_processes(ranks, options: dict[str, Any]) -> None:
+    agree(ranks(trained, "ddp", "mlp", 1, 0.1, options, processes=4)[0], trained("single", "mlp", 1, 0.1))
+
+
+def cleared(strategy: str, options: Any, how: str) -> list[torch.Tensor]:
+    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=2) as acc:
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(6):
+            x = torch.randn(8, 12, generator=generator).chunk(acc.num_processes)[acc.process_index]
+            with acc.accumulate(model):
+                acc.backward(model(x).square().mean())
+                optimizer.step()
+                if how == "model":
+                    if acc.sync_gradients:
+                        model.zero_grad()
+                else:
+                    optimizer.zero_grad(set_to_none=how == "none")
+        return [whole(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("how", ["none", "zeros", "model"])
+def test_gradients_in_buckets_are_cleared_every_way(ranks, view: bool, how: str) -> None:
+    one = cleared("single", None, how)
+    for got in ranks(cleared, "ddp", {"gradient_as_bucket_view": view}, how):
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, one))
+
+
+# -- casting hooks -----------------------------------------------------------------------------------------------------
+
+
+def gradients(options: Any, dtype: torch.dtype = torch.float32, steps: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What arrives, and what this rank alone would have had."""
+    with Accelerator(mixed_precision="no", strategy_options=options) as acc:
+        plain = make("mlp").to(dtype)
+        model = acc.prepare(make("mlp").to(dtype))
+        generator = torch.Generator().manual_seed(acc.process_index)
+        for _ in range(steps):
+            x = torch.randn(8, 12, generator=generator).to(dtype)
+            model.zero_grad()
+            acc.backward(model(x).square().mean())
+        plain(x).square().mean().backward()
+        arrived, own = [p.grad.clone() for p in model.parameters()], [p.grad for p in plain.parameters()]
+        assert all(g.dtype == dtype for g in arrived)
+        return arrived, own
+
+
+TRAVEL = {
+    "no": None,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
+
+
+JOURNEYS = [
+    *(
+        (hook, factor, dtype, 2)
+        for hook in TRAVEL
+        for factor in (None, 1.0, 3.0, 0.25)
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
+    *((hook, factor, torch.float32, 4) for hook in TRAVEL for factor in (None, 1.0)),
+    *((hook, None, torch.float64, 2) for hook in TRAVEL),
+]
+
+
+@pytest.mark.parametrize(("hook", "factor", "dtype", "size"), JOURNEYS)
+def test_what_arrives_is_the_average_in_the_type_of_the_journey(ranks, hook: str, factor: float | None, dtype, size: int) -> None:
+    for view in [True, False] if size == 2 else [True]:
+        options = {
+            "comm_hook": hook,
+            "gradient_predivide_factor": factor,
+            "gradient_as_bucket_view": view,
+            "bucket_cap_mb": 0.002,
+        }
+        results = ranks(gradients, options, dtype, processes=size)
+        before = factor or size
+        moved = TRAVEL[hook] or dtype
+        if hook == "fp32" and dtype == torch.float64:
+            moved = dtype
+        for i, _ in enumerate(results[0][0]):
+            parts = [(own[i] / before).to(moved) for _, own in results]
+            by_hand = (torch.stack(parts).sum(0).to(dtype) / (size / before)).double()
+            slack = torch.finfo(moved).eps * (0 if size == 2 and factor != 3.0 else 4)  # a sum of two has one order
+            scale = torch.stack([p.abs().double() for p in parts]).sum(0) * (before / size)
+            for arrived, _ in results:
+                wrong = (arrived[i].double() - by_hand).abs() - slack * scale - 4 * torch.finfo(dtype).eps * by_hand.abs()
+                assert wrong.max() <= 1e-12
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+def test_half_of_the_bytes_train_alike(ranks, precision: str, hook: str) -> None:
+    ours = ranks(trained, "ddp", "tied", 2, 1.0, {"comm_hook": hook}, precision)
+    theirs = ranks(trained, "ddp", "tied", 2, 1.0, None, precision)
+    assert ours[0]["losses"] == ours[1]["losses"]
+    assert ours[0]["losses"][-1] == pytest.approx(theirs[0]["losses"][-1], rel=0.1)
+    assert ours[0]["skipped"] == ours[1]["skipped"]
+    assert not ours[0]["skipped"][-1]
+
+
+def overflow(hook: str) -> tuple[bool, float, float]:
+    with Accelerator(mixed_precision="fp16", strategy_options={"comm_hook": hook}) as acc:
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        before = [whole(p) for p in model.parameters()]
+        scale = float("inf") if acc.process_index == 1 else 1.0
+        acc.backward(model(torch.ones(2, 12)).sum() * scale)
+        optimizer.step()
+        moved = sum(float((whole(p) - b).abs().sum()) for p, b in zip(model.parameters(), before))
+        return acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved
+
+
+@pytest.mark.parametrize("hook", ["no", "fp16", "bf16", "fp32"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, hook: str) -> None:
+    assert ranks(overflow, hook) == [(True, 32768.0, 0.0)] * 2
+
+
+def sparse(options: Any) -> torch.Tensor:
+    with Accelerator(mixed_precision="no", strategy_options=options) as acc:
+        model = acc.prepare(nn.Sequential(nn.Embedding(6, 3, sparse=True, _weight=torch.ones(6, 3))))
+        acc.backward(model(torch.tensor([acc.process_index, 5])).sum())
+        return model[0].weight.grad.to_dense()
+
+
+def test_sparse_gradients_travel_as_they_are_or_not_at_all(ranks) -> None:
+    by_hand = torch.tensor([0.5, 0.5, 0, 0, 0, 1])[:, None].expand(6, 3)
+    for options in (None, {"gradient_predivide_factor": 1.0}):
+        assert all(torch.equal(got, by_hand) for got in ranks(sparse, options))
+    for failure in ranks.fails(sparse, {"comm_hook": "fp16"}):
+        assert failure.type == "PrepareError"
+        assert "'0' has sparse gradients" in failure.message
+
+
+# -- PowerSGD ----------------------------------------------------------------------------------------------------------
+
+
+class Thin(nn.Module):
+    """Gradients of a rank that is known: one sample a process makes products of two vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.first, self.last = nn.Linear(24, 20), nn.Linear(20, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) * self.scale).square().sum() + self.empty.sum()
+
+
+def thin(options: Any, steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    with Accelerator(mixed_precision="no", strategy_options=options) as acc:
+        plain, model = Thin(), acc.prepare(Thin())
+        generator = torch.Generator().manual_seed(acc.process_index)
+        for _ in range(steps):
+            x = torch.randn(1, 24, generator=generator)
+            model.zero_grad()
+            acc.backward(model(x))
+        plain(x).backward()
+        return [p.grad.clone() for p in model.parameters()], [p.grad for p in plain.parameters()]
+
+
+EXACT = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "use_error_feedback": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "rel"),
+    [
+        ({"comm_hook": "power_sgd", "comm_state_option": EXACT}, 1e-4),
+        ({"comm_hook": "power_sgd", "comm_state_option": EXACT, "static_graph": True}, 1e-4),
+        ({"comm_hook": "power_sgd", "comm_state_option": EXACT, "find_unused_parameters": True}, 1e-4),
+        ({"comm_hook": "power_sgd", "comm_state_option": EXACT, "gradient_as_bucket_view": False}, 1e-4),
+        ({"comm_hook": "power_sgd", "comm_state_option": {**EXACT, "batch_tensors_with_same_shape": True}}, 1e-4),
+        ({"comm_hook": "power_sgd", "comm_state_option": EXACT, "comm_wrapper": "fp16"}, 2e-2),
+        ({"comm_hook": "power_sgd", "comm_state_option": EXACT, "comm_wrapper": "bf16"}, 1e-1),
+    ],
+    ids=str,
+)
+def test_gradients_of_low_rank_arrive_whole(ranks, options: dict[str, Any], rel: float) -> None:
+    """The average of two processes' products of vectors has rank 2."""
+    (a, own_a), (b, own_b) = ranks(thin, options, 5)
+    for x, y, p, q in zip(a, b, own_a, own_b):
+        assert torch.equal(x, y)
+        assert float((x - (p + q) / 2).norm()) <= rel * float((p + q).norm())
+
+
+def test_a_square_of_full_rank_arrives_whole(ranks) -> None:
+    state = {"matrix_approximation_rank": 40, "start_powerSGD_iter": 2, "min_compression_rate": 0.1}
+    options = {"comm_hook": DDPCommunicationHookType.BATCHED_POWER_SGD, "comm_state_option": state}
+    (a, own_a), (b, own_b) = ranks(thin, options, 5)
+    error = torch.cat([(x - (p + q) / 2).flatten() for x, p, q in zip(a, own_a, own_b)])
+    total = torch.cat([((p + q) / 2).flatten() for p, q in zip(own_a, own_b)])
+    assert all(torch.equal(x, y) for x, y in zip(a, b))
+    assert float(error.norm()) <= 1e-4 * float(total.norm())
+
+
+@pytest.mark.parametrize("hook", ["power_sgd", "batched_power_sgd"])
+def test_until_powersgd_starts_gradients_are_ddps(ranks, hook: str) -> None:
+    state = {"start_powerSGD_iter": 3}
+    there = ranks(thin, {"comm_hook": hook, "comm_state_option": state}, 3)[0][0]
+    assert all(torch.allclose(x, y, rtol=1e-5) for x, y in zip(there, ranks(thin, None, 3)[0][0]))
+    later = ranks(thin, {"comm_hook": hook, "comm_state_option": state}, 4)[0][0]
+    assert not all(torch.allclose(x, y, rtol=1e-3) for x, y in zip(later, ranks(thin, None, 4)[0][0]))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("hook", "wrapper"), [("power_sgd", "no"), ("batched_power_sgd", "no"), ("batched_power_sgd", "bf16")])
+def test_it_learns_with_a_part_of_the_gradient(ranks, hook: str, wrapper: str, size: int) -> None:
+    """In many buckets, and with a reduction of torch's own for unused parameters: in one order on all ranks."""
+    options = {
+        "comm_hook": hook,
+        "comm_wrapper": wrapper,
+        "bucket_cap_mb": 0.001,
+        "comm_state_option": {"start_powerSGD_iter": 2, "min_compression_rate": 0.5},
+        "find_unused_parameters": True,
+    }
+    results = ranks(trained, "ddp", "idle", 2, 1.0, options, "bf16", processes=size)
+    assert all(got["losses"] == results[0]["losses"] for got in results)
+    assert all(torch.isfinite(p).all() for p in results[0]["parameters"].values())
+    assert results[0]["losses"] == pytest.approx(trained("single", "idle", 2, 1.0, None, "bf16")["losses"], rel=0.2)
+
+
+def late() -> list[float]:
+    state = {"start_powerSGD_iter": 2, "min_compression_rate": 0.1}
+    options = {"comm_hook": "power_sgd", "comm_state_option": state, "find_unused_parameters": True}
+    with Accelerator(mixed_precision="no", strategy_options=options) as acc:
+        model = acc.prepare(Late())
+        for step in range(8):
+            model.zero_grad()
+            acc.backward(model(torch.ones(2, 12), step > 4).sum())
+        return [float(p.grad.sum()) for p in model.parameters()]
+
+
+class Late(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.later = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.later(self.always(x)) if both else self.always(x)
+
+
+def test_a_parameter_that_comes_into_use_late_is_a_number(ranks) -> None:
+    """A gradient of zeros has no direction: torch's default would have made NaN of it, for good."""
+    for sums in ranks(late):
+        assert all(torch.isfinite(torch.tensor(sums)))
+
+
+def test_a_loss_scale_and_a_memory_do_not_go_together(ranks) -> None:
+    for failure in ranks.fails(trained, "ddp", "mlp", 1, None, {"comm_hook": "power_sgd"}, "fp16"):
+        assert failure.type == "RefusedError"
+        assert "the overflow that fp16 with a loss scale is meant to skip would stay in it" in failure.message
+    forgetful = {"start_powerSGD_iter": 1, "use_error_feedback": False, "warm_start": False, "min_compression_rate": 0.1}
+    options = {"comm_hook": "power_sgd", "comm_state_option": forgetful}
+    got = ranks(trained, "ddp", "mlp", 1, None, options, "fp16")[0]
+    assert not got["skipped"][-1]
+    assert all(torch.isfinite(p).all() for p in got["parameters"].values())
+
+
+# -- the record --------------------------------------------------------------------------------------------------------
+
+
+def test_options_of_powersgd_are_torchs() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+    assert list(POWER_SGD) == [name for name in inspect.signature(PowerSGDState).parameters if name != "process_group"]
+
+
+def test_hooks_by_word_and_by_member() -> None:
+    for member in DDPCommunicationHookType:
+        assert DistributedDataParallelKwargs(comm_hook=member) == DistributedDataParallelKwargs(comm_hook=member.value)
+    assert {m.name for m in DDPCommunicationHookType} >= {"NO", "FP16", "BF16", "POWER_SGD", "BATCHED_POWER_SGD"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"comm_hook": "fp8"}, r"comm_hook='fp8' is none of 'no', 'fp16', .*, did you mean 'fp(16|32)'\?"),
+        ({"comm_hook": None}, "comm_hook=None is none of"),
+        ({"comm_hook": "power_sgd", "comm_wrapper": "fp32"}, "comm_wrapper='fp32' is none of 'no', 'fp16', 'bf16'"),
+        (
+            {"comm_wrapper": "fp16"},
+            "comm_wrapper='fp16' is the type of PowerSGD's matrices, but comm_hook='no': pass comm_hook='fp16'",
+        ),
+        ({"comm_state_option": {"warm_start": False}}, "holds options of PowerSGD, but comm_hook='no'"),
+        ({"comm_hook": "power_sgd", "comm_state_option": {"rank": 2}}, "comm_state_option has no 'rank'"),
+        (
+            {"comm_hook": "power_sgd", "comm_state_option": {"start_powersgd_it": 2}},
+            r"no 'start_powersgd_it', did you mean 'start_powerSGD_iter'\?",
+        ),
+        ({"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 1}}, "start_powerSGD_iter=1 is too early"),
+        (
+            {"comm_hook": "power_sgd", "comm_state_option": {"matrix_approximation_rank": 0}},
+            "is not a whole number of at least 1",
+        ),
+        ({"comm_hook": "power_sgd", "comm_state_option": [2]}, "comm_state_option is a list"),
+        ({"comm_hook": "power_sgd", "gradient_predivide_factor": 2.0}, "has no effect under comm_hook='power_sgd'"),
+        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor=0 is not a finite number above 0"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not a number of MB above 0"),
+        ({"static_graph": "yes"}, "static_graph='yes' is neither True nor False"),
+    ],
+    ids=str,
+)
+def test_wrong_options(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        DistributedDataParallelKwargs(**options)
+
+
+def test_one_process_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"'ddp' averages gradients over processes, and there is one; start several"):
+        Accelerator(strategy="ddp")
+
+
+# -- what torch says of parameters that it waits for -------------------------------------------------------------------
+
+
+def unused(options: Any, kind: str) -> str:
+    with Accelerator(mixed_precision="bf16", strategy_options=options) as acc:
+        model = acc.prepare(make("idle") if kind == "idle" else Late())
+
+        def step(number: int) -> None:
+            x = torch.ones(2, 12)
+            acc.backward((model(x) if kind == "idle" else model(x, number < 2)).sum())
+
+        good = 1 if kind == "idle" else 3
+        for number in range(good):
+            step(number)
+        with pytest.raises(StepError) as caught:
+            step(good)
+        return str(caught.value)
+
+
+def test_unused_parameters_have_names(ranks) -> None:
+    for words in ranks(unused, None, "idle"):
+        assert "no gradient came for 'unused.weight', 'unused.bias', 'blocks.2.0.weight', 'blocks.2.0.bias', and ddp" in words
+        assert "DistributedDataParallelKwargs(find_unused_parameters=True)" in words
+
+
+def test_a_static_graph_that_changes(ranks) -> None:
+    for words in ranks(unused, {"static_graph": True}, "late"):
+        assert "'later.weight', 'later.bias'" in words
+        assert "With static_graph=True each step must use the same parameters" in words
+
+
+# -- uneven inputs, and the end ----------------------------------------------------------------------------------------
+
+
+def uneven(options: Any) -> tuple[int, float]:
+    config = DataLoaderConfiguration(even_batches=False)
+    with Accelerator(mixed_precision="no", dataloader_config=config, strategy_options=options) as acc:
+        model = make("mlp")
+        data = torch.utils.data.TensorDataset(torch.randn(44, 12, generator=torch.Generator().manual_seed(1)))
+        model, optimizer, loader = acc.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(data, batch_size=4)
+        )
+        seen = 0
+        with acc.join_uneven_inputs([model]):
+            for (x,) in loader:
+                acc.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                seen += 1
+        return seen, float(sum(p.detach().double().sum() for p in model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"comm_hook": "bf16"},
+        {"gradient_predivide_factor": 1.0},
+        {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 2, "min_compression_rate": 0.1}},
+    ],
+    ids=str,
+)
+def test_ranks_that_are_done_go_along(ranks, options: Any) -> None:
+    (n0, sum0), (n1, sum1) = ranks(uneven, options)
+    assert (n0, n1) == (6, 5)
+    assert sum0 == sum1
+
+
+def twice() -> list[float]:
+    return [trained("ddp", "mlp", 2, 0.1, {"comm_hook": hook})["losses"][-1] for hook in ("fp16", "bf16", "fp32")]
+
+
+def test_one_run_after_another(ranks) -> None:
+    zero, one = ranks(twice)
+    assert zero == one
