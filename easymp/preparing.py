@@ -152,7 +152,9 @@ class Preparation:
         if self._run.plan.settings.convert_sync_batchnorm and self.strategy.data_size > 1:
             self.converted += [(module, type(module)) for module in batchnorms(model)]
             convert_sync_batchnorm(model, self.strategy.data_group)
-        view, route = make_view(model, self.strategy.wrap(model, plain, Manner(self._precision, place)), self._run.world.blame)
+        wrapped = self.strategy.wrap(model, plain, Manner(self._precision, place))
+        self._run.world.hurry_groups()
+        view, route = make_view(model, wrapped, self._run.world.blame)
         self.models.append(Prepared(view, route))
         self.owner.update((id(p), name) for name, p in model.named_parameters())
         return view

@@ -306,6 +306,24 @@ def test_a_timeout_says_where_the_late_rank_is(ranks):
     assert "in late_here" in failure.message
 
 
+def one_is_late_in_a_group():
+    with joined(timeout=1.0) as world:
+        group = dist.new_group()
+        world.hurry_groups()
+        if world.rank == 1:
+            late_here()
+            return
+        with world.explained("a group's reduce"):
+            dist.all_reduce(torch.ones(3), group=group)
+
+
+@pytest.mark.timeout(60)
+def test_groups_made_later_have_the_worlds_timeout(ranks):
+    failure, _ = ranks.fails(one_is_late_in_a_group)
+    assert "rank 0 gave up in a group's reduce" in failure.message
+    assert "in late_here" in failure.message
+
+
 def one_dies():
     with joined(timeout=5.0) as world:
         world.barrier()

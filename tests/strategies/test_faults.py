@@ -1,0 +1,97 @@
+"""What goes wrong on one rank, in every strategy: an overflow skips the step on all, a rank that is killed is named by the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from easymp import Accelerator
+from easymp.shards import local
+
+from .models import make, whole
+from .ways import WAYS, Way
+
+SEVERAL = [label for label, way in WAYS.items() if way.sizes[0] > 1]
+
+
+def accelerator(way: Way, **more: Any) -> Accelerator:
+    return Accelerator(strategy=way.strategy, strategy_options=dict(way.options), **more)
+
+
+def overflow(way: Way, where: str) -> list[tuple[bool, float, bool]]:
+    """Of three steps, in the second of which the last rank overflows: whether it was skipped, the scale after it, and whether
+    parameters moved."""
+    found = []
+    with accelerator(way, mixed_precision="fp16") as acc:
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(3):
+            outputs = model(torch.randn(8, 12))
+            here = [p for p in model.parameters() if not p.is_meta]
+            before = [whole(p) for p in here]
+            bad = step == 1 and acc.process_index == acc.num_processes - 1
+            acc.backward(outputs.sum() / 1000 * (torch.inf if bad and where == "loss" else 1))
+            if bad and where == "gradients":
+                for p in here:
+                    if p.grad is not None:
+                        local(p.grad).fill_(torch.inf)
+            optimizer.step()
+            optimizer.zero_grad()
+            moved = any(not torch.equal(whole(p), old) for p, old in zip(here, before))
+            found.append((acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved))
+    return found
+
+
+@pytest.mark.parametrize("where", ["loss", "gradients"])
+@pytest.mark.parametrize("label", WAYS)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, label: str, where: str) -> None:
+    for found in ranks(overflow, WAYS[label], where, processes=WAYS[label].sizes[0]):
+        assert found == [(False, 65536.0, True), (True, 32768.0, False), (False, 32768.0, True)]
+
+
+def killed(way: Way, victim: int, where: str) -> None:
+    with accelerator(way, mixed_precision="no", timeout=8) as acc:
+        model = make("tied")
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(4):
+            bad = step == 2 and acc.process_index == victim
+            if bad and where == "forward":
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = model(torch.randn(8, 12)).square().mean()
+            if bad and where == "backward":
+                os.kill(os.getpid(), signal.SIGKILL)
+            acc.backward(loss)
+            acc.clip_grad_norm_(model.parameters(), 1.0)
+            if bad and where == "step":
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def check_killed(ranks: Any, label: str, where: str, victim: int) -> None:
+    size = WAYS[label].sizes[0]
+    victim %= size
+    found = ranks.fails(killed, WAYS[label], victim, where, processes=size)
+    assert found[victim] == ("SIGKILL", "killed by signal 9")
+    for rank, failure in enumerate(found):
+        if rank != victim:
+            assert failure.type == "WorldError", failure
+            named = f"rank {victim}: no answer: it has ended, was killed, or is stopped"
+            assert named in failure.message or (victim == 0 and "rank 0, which holds the store" in failure.message), failure
+
+
+@pytest.mark.parametrize("label", SEVERAL)
+def test_a_rank_that_is_killed_in_backward_is_named(ranks: Any, label: str) -> None:
+    check_killed(ranks, label, "backward", -1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, -1])
+@pytest.mark.parametrize("where", ["forward", "step"])
+@pytest.mark.parametrize("label", SEVERAL)
+def test_a_rank_that_is_killed_anywhere_is_named(ranks: Any, label: str, where: str, victim: int) -> None:
+    check_killed(ranks, label, where, victim)

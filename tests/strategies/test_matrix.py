@@ -1,0 +1,180 @@
+"""The matrix: strategy × precision × processes × accumulation × clip × model, one training a row.
+
+In fp32 the losses and gradient norms of each row equal those of one process; in half precision the strategies agree within `HALF`;
+what does not run says why, and what to do. `make test` runs a cross-section, `make test-slow` all rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+
+from easymp import Accelerator, GradScalerKwargs
+from easymp.errors import EasympError, PrepareError, RefusedError, SettingError
+from easymp.precision import PRECISIONS
+from easymp.strategies import STRATEGIES
+
+from .models import train
+from .ways import WAYS, Way
+
+# Numbers of processes that a strategy is not for: what it says there.
+ELSEWHERE = {
+    ("single", 2): r"'single' is for one process, and 2 were started.*use strategy='ddp' or 'auto'",
+    ("data_parallel", 2): r"'data_parallel' .*use",
+    ("ddp", 1): r"'ddp' averages gradients over processes, and there is one; start several",
+    ("zero1", 1): r"'zero1' shards optimizer states over processes, and there is one; start several",
+    ("fsdp", 1): r"'fsdp' shards a model over processes, and there is one; start several",
+    ("hsdp", 1): r"'hsdp' shards a model over processes, and there is one; start several",
+    (
+        "hsdp",
+        2,
+    ): r"'hsdp' .* all 2 ranks are on one: pass strategy_options=HSDPOptions\(shard_size=\.\.\.\), or use strategy='fsdp'",
+    ("tensor_parallel", 1): r"'tensor_parallel' .*there is one; start several",
+    ("pipeline", 1): r"'pipeline' gives each process a stage of the model, and there is one process; start several",
+    ("local_sgd", 1): r"'local_sgd' .*there is one; start several",
+}
+
+EXACT = ("fp32",)
+# Precisions in which a row's losses may differ from one process's by so much, relatively, and its norms by four times that.
+HALF = {"bf16": 0.05, "fp16": 0.02}
+# What no strategy can run on a CPU.
+NOT_HERE = {"tf32": r"TF32 is a mode of GPU Tensor Cores and training runs on the CPU; use fp32 or bf16"}
+# Pairs that are refused: pattern.
+REFUSED: dict[tuple[str, str], str] = {}
+
+
+# Small enough that no step overflows: whether one does depends on how many samples a rank's gradient is of.
+SCALE = GradScalerKwargs(init_scale=1024.0)
+
+
+class Row(NamedTuple):
+    kind: str
+    steps: int
+    clip: float | None
+
+
+ROWS = [Row(*values) for values in product(("mlp", "conv", "tied", "idle"), (1, 3), (None, 0.1))]
+
+
+def trainings(way: Way, precision: str, rows: Sequence[Row]) -> list[dict[str, Any] | str]:
+    """Losses, norms and skipped steps of each row; or the words of its refusal."""
+    found: list[dict[str, Any] | str] = []
+    for row in rows:
+        try:
+            with Accelerator(
+                mixed_precision=precision,
+                strategy=way.strategy,
+                strategy_options={**way.options, **way.more.get(row.kind, {})},
+                gradient_accumulation_steps=row.steps,
+                convert_sync_batchnorm=True,
+                kwargs_handlers=[SCALE],
+                timeout=30,
+            ) as acc:
+                got = train(acc, row.kind, row.clip, way.adam)
+                found.append({name: got[name] for name in ("losses", "norms", "skipped")})
+        except (RefusedError, SettingError, PrepareError) as error:
+            found.append(str(error))
+    return found
+
+
+_alone: dict[tuple[bool, str, Row], Any] = {}
+
+
+def alone(ranks: Any, way: Way, precision: str, rows: Sequence[Row]) -> list[Any]:
+    """The same rows on one process, each trained once a session."""
+    missing = [row for row in rows if (way.adam, precision, row) not in _alone]
+    if missing:  # in a worker, which has one thread: the optimum for models of this size
+        (found,) = ranks(trainings, Way("single", adam=way.adam), precision, missing, processes=1, timeout=500)
+        _alone.update(((way.adam, precision, row), got) for row, got in zip(missing, found))
+    return [_alone[way.adam, precision, row] for row in rows]
+
+
+def differences(way: Way, precision: str, row: Row, got: dict[str, Any] | str, one: Any) -> str | None:
+    """What is wrong with a row, in words."""
+    pattern = REFUSED.get((way.strategy, precision))
+    if isinstance(got, str):
+        return None if pattern and re.search(pattern, got) else f"{row}: refused: {got}"
+    if pattern:
+        return f"{row}: runs, and is said to be refused"
+    bound = 1e-5 if precision in EXACT else HALF[precision]
+    if any(got["skipped"]) or any(one["skipped"]):
+        return f"{row}: skipped {got['skipped']}, one process {one['skipped']}"
+    if got["losses"] != pytest.approx(one["losses"], rel=bound):
+        return f"{row}: losses {got['losses']}, of one process {one['losses']}"
+    if way.norms and got["norms"] != pytest.approx(one["norms"], rel=bound if precision in EXACT else 4 * bound):
+        return f"{row}: norms {got['norms']}, of one process {one['norms']}"
+    return None
+
+
+def check(ranks: Any, label: str, size: int, precision: str, rows: Sequence[Row]) -> None:
+    way = WAYS[label]
+    rows = [row for row in rows if way.norms or row.clip is None]
+    several = ranks(trainings, way, precision, rows, processes=size, timeout=500)
+    ones = alone(ranks, way, precision, rows)
+    wrong = [
+        f"rank {rank}: {said}"
+        for rank, found in enumerate(several)
+        for row, got, one in zip(rows, found, ones)
+        if (said := differences(way, precision, row, got, one))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_strategy_and_precision_has_rows() -> None:
+    assert {way.strategy for way in WAYS.values()} == set(STRATEGIES)
+    assert {*EXACT, *HALF, *NOT_HERE} == set(PRECISIONS)
+    for strategy in STRATEGIES:
+        sizes = {size for way in WAYS.values() if way.strategy == strategy for size in way.sizes}
+        assert sizes | {size for name, size in ELSEWHERE if name == strategy} >= {1, 2}, strategy
+
+
+@pytest.mark.parametrize("label", WAYS)
+def test_cross_section(ranks: Any, label: str) -> None:
+    """Two models in fp32 and a third in half precision; over the ways, everything comes up."""
+    number, size = list(WAYS).index(label), WAYS[label].sizes[0]
+    check(ranks, label, size, "fp32", [ROWS[(5 * number + i) % len(ROWS)] for i in (0, 9)])
+    check(ranks, label, size, list(HALF)[number % len(HALF)], [ROWS[(5 * number + 6) % len(ROWS)]])
+
+
+ALL = [(label, size) for label, way in WAYS.items() for size in way.sizes]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("label", "size"), ALL)
+def test_fp32_is_that_of_one_process(ranks: Any, label: str, size: int) -> None:
+    for precision in EXACT:
+        check(ranks, label, size, precision, ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("precision", HALF)
+@pytest.mark.parametrize(("label", "size"), ALL)
+def test_half_precision_agrees(ranks: Any, label: str, size: int, precision: str) -> None:
+    check(ranks, label, size, precision, [row for row in ROWS if (row.steps > 1) == bool(row.clip)])
+
+
+# -- what does not run -------------------------------------------------------------------------------------------------
+
+
+def words(strategy: str, precision: str) -> str:
+    with pytest.raises(EasympError) as caught:
+        Accelerator(strategy=strategy, mixed_precision=precision)
+    assert isinstance(caught.value, (RefusedError, SettingError))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("strategy", "size"), ELSEWHERE)
+def test_a_strategy_that_is_not_for_this_number_of_processes_says_so(ranks: Any, strategy: str, size: int) -> None:
+    for said in [words(strategy, "fp32")] if size == 1 else ranks(words, strategy, "fp32", processes=size):
+        assert re.search(ELSEWHERE[strategy, size], said), said
+
+
+@pytest.mark.parametrize("precision", NOT_HERE)
+def test_a_precision_that_a_cpu_lacks_says_so(precision: str) -> None:
+    assert re.search(NOT_HERE[precision], words("single", precision))
