@@ -10,7 +10,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class Accelerator(Collectives):
     ``print(accelerator)`` shows each decision with its reason.
 
     Args:
-        mixed_precision: "auto", "no" or "fp32", "tf32", "bf16", "fp16".
+        mixed_precision: "auto", "no" or "fp32", "tf32", "bf16", "fp16", "fp8", "O0", "O1", "O2", "O3".
         strategy: "auto", "single", "ddp", "fsdp", "tensor_parallel".
         strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs`) or a dict of the fields.
         gradient_accumulation_steps: micro-batches an update; use `accumulate`.
@@ -201,7 +201,7 @@ class Accelerator(Collectives):
 
     @property
     def mixed_precision(self) -> str:
-        """ "no", "tf32", "bf16" or "fp16"; "auto" until the first training step has been timed."""
+        """ "no", "tf32", "bf16", "fp16", "fp8", "O0" to "O3"; "auto" until the first training step has been timed."""
         return "no" if self._precision.name == "fp32" else self._precision.name
 
     @property
@@ -317,12 +317,26 @@ class Accelerator(Collectives):
         if scaler.enabled:
             scaler.settle()
             loss = scaler.scale(loss)
+        summed = self._prepared.sums.on and clock.accumulation != 1
+        if summed:
+            self._prepared.sums.begin()
         if self._world.size == 1:
             loss.backward(**kwargs)
         else:
             self._backward_among_ranks(loss, kwargs)
+        if summed:
+            self._prepared.sums.add()
+            if clock.sync:
+                self._average_sums()
         if self._items.open and clock.sync:
-            self._items.finish(p for model in self._prepared.models for p in model.route.original.parameters())
+            self._items.finish(self._prepared.gradients())
+        if summed and clock.sync:
+            self._prepared.sums.hand_over()
+
+    def _average_sums(self) -> None:
+        if self._world.size > 1 and not self._sync_each_batch:
+            modules = [model.route.module for model in self._prepared.models]
+            self._prepared.sums.average(lambda gradients: self._prepared.strategy.average(modules, gradients))
 
     def _backward_among_ranks(self, loss: Tensor, kwargs: dict[str, Any]) -> None:
         if self._clock.sync:
@@ -352,7 +366,7 @@ class Accelerator(Collectives):
         if self._foreign is None and self._clock.accumulation != 1:
             self._foreign = self._undo.enter_context(ForeignSteps(self._clock, self._prepared.owner, self._prepared.stepped_by))
         modules = () if self._sync_each_batch or self._world.size == 1 else [r.module for r in self._prepared.routes(models)]
-        return MicroStep(self._clock, self._prepared.strategy, modules)
+        return MicroStep(self._clock, self._prepared.strategy, modules, self._prepared.sums.on and self._clock.accumulation != 1)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -379,12 +393,17 @@ class Accelerator(Collectives):
             even_batches: over the loaders' setting, while inside.
 
         Raises:
-            RefusedError: the strategy, or a synchronised batch-norm, needs every rank in every forward.
+            RefusedError: the strategy, a synchronised batch-norm, or sums that are averaged apart from backward need every rank.
         """
         if self._prepared.converted:
             raise RefusedError(
                 "join_uneven_inputs with convert_sync_batchnorm: every forward needs the statistics of all ranks, those that are done "
                 "included. Leave convert_sync_batchnorm out, or keep even_batches=True and do not join"
+            )
+        if self._prepared.sums.on and self._clock.accumulation != 1 and self._world.size > 1:
+            raise RefusedError(
+                "join_uneven_inputs with fp32 sums of low-precision gradients: ranks that are done would miss the averaging at the "
+                "window's end. Keep even_batches=True, use fp32 parameters (mixed_precision='bf16' casts in autocast), or do not accumulate"
             )
         before = [(loader, loader.even_batches) for loader in self._prepared.loaders] if even_batches is not None else []
         for loader, _ in before:
@@ -400,11 +419,7 @@ class Accelerator(Collectives):
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The run's autocast, for what is computed outside of a prepared model."""
-        options = autocast_handler or self._autocast
-        compute = self._precision.compute
-        if not options.enabled or compute == self._precision.param:
-            return nullcontext()
-        return torch.autocast(self.device.type, compute, True, options.cache_enabled)
+        return self._precision.casting(self.device, autocast_handler or self._autocast)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale, to look at them or change them before the step; acts once a window."""
@@ -414,6 +429,8 @@ class Accelerator(Collectives):
             self._prepared.optimizers if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         )
         for item in chosen:
+            if isinstance(item, PreparedOptimizer):
+                item.gather()
             self._scaler.ensure_unscaled(item.optimizer if isinstance(item, PreparedOptimizer) else item)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
@@ -437,6 +454,8 @@ class Accelerator(Collectives):
         if self._clock.accumulation != 1 and not self._clock.sync:
             return None
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._prepared.masters:
+            chosen = self._prepared.stepped(chosen)
         if self._scaler.enabled:
             for optimizer in self._prepared.optimizers_of(chosen):
                 self._scaler.ensure_unscaled(optimizer.optimizer)

@@ -169,7 +169,8 @@ def estimate(
             optimizer whose class is not in `STATES`, two are taken.
         options: of the strategy: its record or a dict of its fields.
         sample: one rank's micro-batch: positional arguments in a tuple, keyword arguments in a dict, or one tensor. With it, activations
-            are counted as in `easymp.activations.bytes_saved`; what a loss outside of the model saves is not among them.
+            are counted as in `easymp.activations.bytes_saved`; what a loss outside of the model saves is not among them. They
+            are those of the whole model: where a strategy splits layers or stages over ranks, a rank keeps fewer.
         activations: their bytes, where they are known already.
 
     Raises:

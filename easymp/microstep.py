@@ -16,19 +16,20 @@ from .protocols import Strategy
 
 
 class MicroStep:
-    """Ticks the clock, and keeps gradients to this rank unless the window ends."""
+    """Ticks the clock, and keeps gradients to this rank unless the window ends; with `local`, also then."""
 
-    __slots__ = ("_clock", "_modules", "_open", "_strategy")
+    __slots__ = ("_clock", "_local", "_modules", "_open", "_strategy")
 
-    def __init__(self, clock: StepClock, strategy: Strategy, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, clock: StepClock, strategy: Strategy, modules: Sequence[nn.Module], local: bool = False) -> None:
         self._clock = clock
         self._strategy = strategy
         self._modules = modules
+        self._local = local
         self._open: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
         self._clock.inside = True
-        if not self._clock.tick():
+        if not self._clock.tick() or self._local:
             for module in self._modules:
                 quiet = self._strategy.no_sync(module)
                 quiet.__enter__()

@@ -16,7 +16,7 @@ from .errors import RefusedError
 from .hardware import Hardware
 from .memory import Memory, size
 from .precision import ALIASES, PRECISIONS, Measured
-from .protocols import Choice, Facts, Source
+from .protocols import Choice, Facts, Precision, Refusal, Source, Strategy
 from .settings import Settings
 from .strategies import STRATEGIES
 from .world import Ranks
@@ -86,10 +86,14 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
     """
     device = _device(settings, hardware, ranks)
     facts = _facts(hardware, ranks, device.value)
+    precision, strategy = _precision(settings, facts), _strategy(settings, facts)
+    refusal = together(PRECISIONS.get(precision.value, Measured), STRATEGIES[strategy.value])
+    if refusal is not None:
+        raise RefusedError(f"precision {precision.value} and strategy {strategy.value} do not go together: {refusal}")
     return Plan(
         device=device,
-        precision=_precision(settings, facts),
-        strategy=_strategy(settings, facts),
+        precision=precision,
+        strategy=strategy,
         accumulation=_accumulation(settings),
         optimizer=_optimizer(settings),
         settings=settings,
@@ -173,10 +177,10 @@ def _candidates(facts: Facts) -> list[tuple[str, str]]:
 
 
 def _caveat(name: str, facts: Facts) -> str:
-    cpu = facts.hardware.cpu
-    slow: Mapping[str, bool] = {"fp16": not cpu.fp16, "bf16": not cpu.bf16}
-    if facts.device == "cpu" and slow.get(name):
-        return f"; this CPU has no {name} instructions, so it is slower than fp32"
+    needs: Mapping[str, str] = {"bf16": "bf16", **dict.fromkeys(("fp16", "O1", "O2", "O3"), "fp16")}
+    kind = needs.get(name)
+    if facts.device == "cpu" and kind and not {"bf16": facts.hardware.cpu.bf16, "fp16": facts.hardware.cpu.fp16}[kind]:
+        return f"; this CPU has no {kind} instructions, so it is slower than fp32"
     return ""
 
 
@@ -197,7 +201,9 @@ def _strategy(settings: Settings, facts: Facts) -> Choice[str]:
 def candidates(plan: Plan) -> list[str]:
     """Of what strategy "auto" chooses from, what this world takes, best first."""
     facts = _facts(plan.hardware, plan.ranks, plan.device.value)
-    return [name for name in AUTOMATIC if STRATEGIES[name].refuse(facts) is None]
+    precision = PRECISIONS.get(plan.precision.value, Measured)
+    fit = (name for name in AUTOMATIC if STRATEGIES[name].refuse(facts) is None)
+    return [name for name in fit if together(precision, STRATEGIES[name]) is None]
 
 
 def room(plan: Plan) -> int:
@@ -236,6 +242,21 @@ def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
             f"{size(need.total - most)} too much: training may run out of memory, so use more processes or a smaller model"
         )
     return Choice(name, "; ".join(said), Source.DETECTED)
+
+
+def together(precision: type[Precision], strategy: type[Strategy]) -> Refusal | None:
+    """Why a precision cannot be had under a strategy."""
+    if precision.masters and not strategy.masters:
+        return Refusal(
+            f"{precision.name} steps fp32 masters of its parameters, for which {strategy.name} has no place",
+            "use bf16, or fp16, which keeps the parameters themselves in fp32",
+        )
+    if precision.swaps and not strategy.whole:
+        return Refusal(
+            f"the layers of {precision.name} take whole tensors, and {strategy.name} gives them parts",
+            "use bf16, or strategy='fsdp'",
+        )
+    return None
 
 
 def _optimizer(settings: Settings) -> Choice[str]:

@@ -6,7 +6,7 @@ Models come first, since optimizers are checked against them; then optimizers, l
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from .data import PreparedLoader, SkippedLoader, prepare_loader
 from .errors import PrepareError, StepError, WorldError
 from .fitting import Fitting
 from .log import get_logger
-from .optim import PreparedOptimizer, PreparedScheduler, fuse
+from .optim import Masters, PreparedOptimizer, PreparedScheduler, Sums, fuse
 from .precision import Scaler
 from .prepared import Route, make_view
 from .protocols import Choice, Manner, Precision, Strategy
@@ -67,6 +67,8 @@ class Preparation:
         models, optimizers, schedulers, loaders: in the order they came.
         owner: id of a prepared parameter → its name.
         stepped_by: id of a parameter → its optimizer.
+        masters: id of a low-precision parameter → its fp32 master, where the precision has some.
+        sums: fp32 sums of low-precision gradients over a window.
         batch: how the global batch comes about, in words.
         converted: batch-norms that became synchronised ones, and the classes they had.
     """
@@ -81,6 +83,8 @@ class Preparation:
         self.loaders: list[PreparedLoader] = []
         self.owner: dict[int, str] = {}
         self.stepped_by: dict[int, PreparedOptimizer] = {}
+        self.masters: dict[int, torch.Tensor] = {}
+        self.sums = Sums(self.masters)
         self.batch = ""
         self.converted: list[tuple[nn.Module, type]] = []
         self._steps: dict[str, list[str]] = {"fused": [], "as given": []}  # which optimizer step runs → why, one an optimizer
@@ -157,6 +161,8 @@ class Preparation:
         view, route = make_view(model, wrapped, self._run.world.blame)
         self.models.append(Prepared(view, route))
         self.owner.update((id(p), name) for name, p in model.named_parameters())
+        if self.strategy.sums and self.sums.watch(model):
+            self._say_sums()
         return view
 
     def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
@@ -176,8 +182,11 @@ class Preparation:
                         f"{kind} holds parameter {self.owner[id(parameter)]!r}, which another prepared optimizer steps already: give "
                         "each parameter to one optimizer (free_memory() lets go of the old ones)"
                     )
-        prepared = PreparedOptimizer(self.strategy.spread(optimizer), self._run.clock, self._scaler, optimizer)
-        self.stepped_by.update((id(p), prepared) for group in optimizer.param_groups for p in group["params"])
+        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        masters = Masters(optimizer, self.masters) if self._precision.masters else None
+        stepped = self.strategy.spread(optimizer)
+        prepared = PreparedOptimizer(stepped, self._run.clock, self._scaler, optimizer, masters, self.sums)
+        self.stepped_by.update((p, prepared) for p in held)
         self.optimizers.append(prepared)
         if self._run.plan.settings.fused:
             why_not = fuse(optimizer, [model.route.original for model in self.models])
@@ -242,6 +251,12 @@ class Preparation:
                 f"the ranks prepare different things: {odd_one_out(there)}. All ranks must build and prepare the same objects"
             )
 
+    def _say_sums(self) -> None:
+        choice = self._run.plan.accumulation
+        words = ", their low-precision gradients summed in fp32"
+        if choice.value > 1 and not choice.reason.endswith(words):
+            self._run.plan = self._run.plan.replace(accumulation=Choice(choice.value, choice.reason + words, choice.source))
+
     def _say_batch(self) -> None:
         for loader in self.loaders[:1]:
             steps = f" × {self._run.clock.accumulation} accumulation" if self._run.clock.accumulation > 1 else ""
@@ -260,13 +275,28 @@ class Preparation:
             routes += found
         return routes
 
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """All there are of prepared models' parameters, fp32 sums among them."""
+        for model in self.models:
+            yield from (p.grad for p in model.route.original.parameters() if p.grad is not None)
+        yield from self.sums.gradients()
+
+    def stepped(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What optimizers hold of `parameters`: their masters, with the gradients, where they have some."""
+        for optimizer in self.optimizers_of([self.masters.get(id(p), p) for p in parameters]):
+            optimizer.gather()
+        return [self.masters.get(id(p), p) for p in parameters]
+
     def optimizers_of(self, parameters: Sequence[torch.Tensor]) -> list[PreparedOptimizer]:
-        """The prepared optimizers that step any of `parameters`, groups that were added later included."""
+        """The prepared optimizers that hold any of `parameters`, groups that were added later included."""
         wanted = {id(p) for p in parameters}
         return [o for o in self.optimizers if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
 
     def release(self) -> None:
-        """Let go of everything. Views stay callable, each rank for itself."""
+        """Let go of everything. Views stay callable, each rank for itself; optimizers hold their parameters again."""
+        for optimizer in self.optimizers:
+            optimizer.release()
+        self.sums.clear()
         for model in self.models:
             alone = self._precision.forward(model.route.original, self._run.world.device)
             model.route.module = self.strategy.release(model.route.module, alone)

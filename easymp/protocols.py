@@ -133,6 +133,11 @@ class Strategy(Protocol):
     data_rank: int  # which slice of the data this process sees (under tensor parallelism: 0 of 1)
     data_size: int
     data_group: dist.ProcessGroup | None  # one rank of each slice, this one among them; None for all ranks
+    whole: ClassVar[bool]  # whether layers see whole tensors in forward and backward
+    masters: ClassVar[bool]  # whether optimizers can step fp32 copies in place of low-precision parameters
+    sums: (
+        bool  # whether fp32 sums of gradients are kept outside: under no_sync `.grad` is this rank's, and `average` does the rest
+    )
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None: ...
@@ -166,6 +171,13 @@ class Strategy(Protocol):
         """Inside: backward reduces gradients, although `model` was called under `no_sync`."""
         ...
 
+    def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
+        """End a window for which all backwards of `models` ran under `no_sync`: `gradients` become the mean over the data ranks.
+
+        In place, and again the mean where they are it already.
+        """
+        ...
+
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Inside: ranks may run out of batches at different times; `models` are what `wrap` returned."""
         ...
@@ -188,6 +200,8 @@ class Precision(Protocol):
     reduce: torch.dtype  # what gradients are reduced in
     output: torch.dtype | None  # what a prepared model returns; None leaves it as it is
     scaled: bool  # whether the loss is scaled
+    masters: bool  # whether optimizers step fp32 copies of the low-precision parameters
+    swaps: bool  # whether layers are given a forward of their own, which takes whole tensors
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None: ...
@@ -202,6 +216,10 @@ class Precision(Protocol):
 
     def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
         """The module to call in place of `model`: under autocast, or `model` itself."""
+        ...
+
+    def casting(self, device: torch.device, options: Any) -> AbstractContextManager[Any]:
+        """Inside: what is computed outside of a prepared model follows this precision; `options` are an `AutocastKwargs`."""
         ...
 
 

@@ -34,7 +34,7 @@ class Settings:
     mixed_precision: str = setting(
         "auto",
         "what matrix products run in; auto decides by the hardware",
-        ("auto", "no", "fp32", "tf32", "bf16", "fp16", "float32", "bfloat16", "float16", "half"),
+        ("auto", "no", "fp32", "tf32", "bf16", "fp16", "fp8", "O0", "O1", "O2", "O3", "float32", "bfloat16", "float16", "half"),
     )
     strategy: str = setting(
         "auto",
@@ -132,10 +132,10 @@ def _checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
         return value
     if not isinstance(value, str):
         raise SettingError(f"{where}{value!r} is a {type(value).__name__}, but a word is needed: one of {', '.join(choices)}")
-    word = value.lower()
-    if word not in choices:
-        raise SettingError(f"{where}{value!r} is not one of {', '.join(choices)}{nearest(word, choices)}")
-    return word
+    words = {choice.lower(): choice for choice in choices}
+    if value.lower() not in words:
+        raise SettingError(f"{where}{value!r} is not one of {', '.join(choices)}{nearest(value, choices)}")
+    return words[value.lower()]
 
 
 def _bytes(value: Any, where: str) -> int:

@@ -171,14 +171,14 @@ def test_what_a_rank_has() -> None:
 # -- asked for ---------------------------------------------------------------------------------------------------------
 
 # Which precisions each machine takes when asked by name.
+LEVELS = {"O0", "O1", "O2", "O3"}
 TAKES = {
-    "P100": {"fp32", "fp16"},
-    "V100": {"fp32", "fp16"},
-    "T4": {"fp32", "fp16"},
-    "GTX 1660": {"fp32"},
-    "MI300X": {"fp32", "bf16", "fp16"},
-    "M-series Mac": {"fp32", "bf16", "fp16"},
-    **{cpu: {"fp32", "bf16", "fp16"} for cpu in ("laptop CPU", "Zen 4 server", "Sapphire Rapids", "Graviton 4")},
+    **{name: {"fp32", "fp16", *LEVELS} for name in ("P100", "V100", "T4")},
+    "GTX 1660": {"fp32", "O0"},
+    **{name: {*PRECISIONS} - {"fp8"} for name in ("A100", "2xA100 NVLink", "2xRTX 3090")},
+    "Intel XPU": {*PRECISIONS} - {"fp8"},
+    **{name: {"fp32", "bf16", "fp16", *LEVELS} for name in ("MI300X", "M-series Mac")},
+    **{name: {"fp32", "bf16", "fp16", *LEVELS} for name in ("laptop CPU", "Zen 4 server", "Sapphire Rapids", "Graviton 4")},
 }
 
 
@@ -194,7 +194,8 @@ def test_a_precision_by_name_is_honoured_or_refused(machine: str, precision: str
 
 
 @pytest.mark.parametrize(
-    ("word", "name"), [("no", "fp32"), ("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("half", "fp16")]
+    ("word", "name"),
+    [("no", "fp32"), ("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("half", "fp16"), ("o1", "O1")],
 )
 def test_other_words_for_a_precision(word: str, name: str) -> None:
     assert plan("A100", mixed_precision=word).precision.value == name
@@ -214,6 +215,10 @@ def test_refusals_say_who_asked_why_not_and_what_would() -> None:
         plan("V100", mixed_precision="tf32")
     with pytest.raises(RefusedError, match="GTX 1660 Ti has no Tensor Cores and its fp16 gives NaN"):
         plan("GTX 1660", mixed_precision="fp16")
+    with pytest.raises(RefusedError, match=r"fp8 needs .* of sm_89 .* or newer, and training runs on the CPU; use bf16"):
+        plan("laptop CPU", mixed_precision="fp8")
+    with pytest.raises(RefusedError, match=r"fp8 needs .* and AMD Instinct MI300X.* \(gfx942\) is none"):
+        plan("MI300X", mixed_precision="fp8")
     with pytest.raises(RefusedError, match=r"'single' is for one process, and 2 were started.*use strategy='ddp'"):
         plan("laptop CPU", several(2), strategy="single")
     with pytest.raises(RefusedError, match=r"'ddp' averages gradients over processes, and there is one.*easymp launch"):
@@ -229,6 +234,7 @@ def test_tf32_runs_on_a_gpu_but_not_on_its_host() -> None:
 def test_what_is_slow_on_a_cpu_is_said() -> None:
     assert "no bf16 instructions, so it is slower than fp32" in plan("laptop CPU", mixed_precision="bf16").precision.reason
     assert "no fp16 instructions, so it is slower than fp32" in plan("Zen 4 server", mixed_precision="fp16").precision.reason
+    assert "no fp16 instructions, so it is slower than fp32" in plan("Zen 4 server", mixed_precision="O2").precision.reason
     assert "slower" not in plan("Zen 4 server", mixed_precision="bf16").precision.reason
     assert "slower" not in plan("Sapphire Rapids", mixed_precision="fp16").precision.reason
     assert "slower" not in plan("T4", mixed_precision="fp16").precision.reason

@@ -56,11 +56,11 @@ class ItemWindow:
         self._count += here
         return loss * (self._world.size / self._stand_in)
 
-    def finish(self, parameters: Iterable[Tensor]) -> None:
+    def finish(self, gradients: Iterable[Tensor]) -> None:
         """Correct the gradients of a window that has ended, after the last backward."""
         assert self._count is not None
         factor = self._stand_in / self._world.reduce(self._count).clamp(min=1.0)
-        grads = [local(p.grad) for p in parameters if p.grad is not None]
+        grads = [local(g) for g in gradients]
         if grads:
             torch._foreach_mul_(grads, factor)
         self.open = False

@@ -11,6 +11,8 @@ from ..clock import StepClock
 from ..errors import StepError
 from ..precision import Scaler
 from .fused import fill_momentum, keep_implementation
+from .masters import Masters
+from .sums import Sums
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -20,14 +22,24 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     Args:
         given: what the user passed, where the strategy steps another one in its place.
+        masters: what `given` holds in place of low-precision parameters; None where it holds the parameters.
+        sums: of gradients over the window, to be forgotten with the gradients.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, clock: StepClock, scaler: Scaler, given: torch.optim.Optimizer | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        clock: StepClock,
+        scaler: Scaler,
+        given: torch.optim.Optimizer | None = None,
+        masters: Masters | None = None,
+        sums: Sums | None = None,
     ) -> None:
         # torch's own __init__ would build param groups and state a second time.
         self.optimizer = optimizer
         self.given = given or optimizer
+        self._masters = masters
+        self._sums = sums
         self._clock = clock
         self._scaler = scaler
         self.updates = 0  # steps that ended a window, skipped ones included
@@ -54,7 +66,41 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._spent, self._waiting = True, False
         self.updates += 1
         given = () if closure is None else (closure,)
-        return self._scaler.step(self.optimizer, *given) if self._scaler.enabled else self.optimizer.step(*given)
+        if self._masters is None and (self._sums is None or not self._sums.on):
+            return self._scaler.step(self.optimizer, *given) if self._scaler.enabled else self.optimizer.step(*given)
+        return self._step_low(*given)
+
+    def _step_low(self, *given: Any) -> Any:
+        """`step` where parameters are low-precision."""
+        if self._masters is not None:
+            if given:
+                raise StepError(
+                    f"a closure cannot be used with fp32 masters: {type(self.optimizer).__name__} would evaluate the model at weights "
+                    "that the model does not have yet. Use an optimizer without one, or another precision"
+                )
+            self._masters.gather()
+        result = self._scaler.step(self.optimizer, *given)
+        if self._masters is not None:
+            self._masters.give_back()
+        if self._sums is not None and self._sums.on:
+            self._forget()
+        return result
+
+    def gather(self) -> None:
+        """Put gradients where the step looks for them, before they are unscaled or clipped."""
+        if self._masters is not None:
+            self._masters.gather()
+
+    def release(self) -> None:
+        """Give the optimizer its own parameters back."""
+        if self._masters is not None:
+            self._masters.release()
+
+    def _forget(self) -> None:
+        assert self._sums is not None
+        self._sums.drop(p for group in self.param_groups for p in group["params"])
+        if self._masters is not None:
+            self._sums.drop(self._masters.parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, unless they hold part of a window that is not finished.
@@ -69,6 +115,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 return
         self._spent = False
         self.optimizer.zero_grad(set_to_none)
+        if self._masters is not None:
+            self._masters.clear()
+        if self._sums is not None and self._sums.on:
+            self._forget()
 
     @property
     def step_was_skipped(self) -> bool:
@@ -97,6 +147,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
+        if self._masters is not None:
+            self._masters.take(self.optimizer.param_groups[-1:])
         fill_momentum(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
@@ -108,7 +160,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return f"Prepared({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("optimizer", "_clock", "_scaler", "_spent", "_waiting")
+        names = ("optimizer", "_clock", "_scaler", "_spent", "_waiting", "_masters", "_sums")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

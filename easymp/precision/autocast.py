@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,24 +31,39 @@ class Autocast(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self.device_type, self.compute, True, self.options.cache_enabled):
             outputs = self.module(*args, **kwargs)
-        if self.options.output_dtype is None:
-            return outputs
-        if type(outputs) is Tensor:
-            return self._out(outputs)
-        try:
-            return map_leaves(self._out, outputs)
-        except BatchError as error:
-            raise BatchError(
-                f"the model's output cannot be given back in {self.options.output_dtype}: {error.__cause__}. Return plain tensors, "
-                "tuples, lists or dicts from forward(), or leave outputs as computed with AutocastKwargs(output_dtype=None)"
-            ) from error
+        return as_asked(outputs, self.options.output_dtype)
 
-    def _out(self, leaf: Any) -> Any:
-        if isinstance(leaf, PackedSequence):
-            return leaf._replace(data=self._out(leaf.data))
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
-            return leaf.to(self.options.output_dtype)
-        return leaf
+
+def as_asked(outputs: Any, dtype: torch.dtype | None) -> Any:
+    """A model's outputs with their floating-point tensors in `dtype`; None leaves them as computed.
+
+    Raises:
+        BatchError: a container that cannot be rebuilt.
+    """
+    if dtype is None:
+        return outputs
+    if type(outputs) is Tensor:
+        return _cast(outputs, dtype)
+    try:
+        return map_leaves(lambda leaf: _cast(leaf, dtype), outputs)
+    except BatchError as error:
+        raise BatchError(
+            f"the model's output cannot be given back in {dtype}: {error.__cause__}. Return plain tensors, tuples, lists or dicts from "
+            "forward(), or leave outputs as computed with AutocastKwargs(output_dtype=None)"
+        ) from error
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    if isinstance(leaf, PackedSequence):
+        return leaf._replace(data=_cast(leaf.data, dtype))
+    if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
+        return leaf.to(dtype)
+    return leaf
+
+
+def autocast(device: torch.device, compute: torch.dtype, options: AutocastKwargs) -> AbstractContextManager[Any]:
+    """torch's autocast, or nothing where the caller turned it off."""
+    return torch.autocast(device.type, compute, True, options.cache_enabled) if options.enabled else nullcontext()
 
 
 def under_autocast(module: nn.Module, device: torch.device, compute: torch.dtype, options: AutocastKwargs) -> nn.Module:

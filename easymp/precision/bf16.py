@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ..protocols import Facts, Refusal
 from ..records import AutocastKwargs
-from .autocast import under_autocast
+from .autocast import autocast, under_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +21,8 @@ class BF16:
     compute: ClassVar[torch.dtype] = torch.bfloat16
     reduce: ClassVar[torch.dtype] = torch.float32
     scaled: ClassVar[bool] = False
+    masters: ClassVar[bool] = False
+    swaps: ClassVar[bool] = False
     tf32: ClassVar[bool] = True  # for what autocast leaves in fp32
 
     options: AutocastKwargs = AutocastKwargs()
@@ -44,3 +47,6 @@ class BF16:
 
     def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
         return under_autocast(model, device, self.compute, self.options)
+
+    def casting(self, device: torch.device, options: AutocastKwargs) -> AbstractContextManager[Any]:
+        return autocast(device, self.compute, options)

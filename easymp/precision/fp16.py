@@ -5,8 +5,9 @@ On a CPU it is really fp16, and slower than fp32 unless the CPU has fp16 arithme
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 from ..errors import PrepareError
 from ..protocols import Facts, Refusal
 from ..records import AutocastKwargs
-from .autocast import under_autocast
+from .autocast import autocast, under_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +25,8 @@ class FP16:
     compute: ClassVar[torch.dtype] = torch.float16
     reduce: ClassVar[torch.dtype] = torch.float32
     scaled: ClassVar[bool] = True
+    masters: ClassVar[bool] = False
+    swaps: ClassVar[bool] = False
     tf32: ClassVar[bool] = True
 
     options: AutocastKwargs = AutocastKwargs()
@@ -53,3 +56,6 @@ class FP16:
 
     def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
         return under_autocast(model, device, self.compute, self.options)
+
+    def casting(self, device: torch.device, options: AutocastKwargs) -> AbstractContextManager[Any]:
+        return autocast(device, self.compute, options)

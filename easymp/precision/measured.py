@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +45,8 @@ class Measured:
     param: ClassVar[torch.dtype] = torch.float32
     reduce: ClassVar[torch.dtype] = torch.float32
     scaled: ClassVar[bool] = False
+    masters: ClassVar[bool] = False
+    swaps: ClassVar[bool] = False
     tf32: ClassVar[bool] = False
 
     def __init__(
@@ -87,6 +89,9 @@ class Measured:
 
     def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
         return self._current.forward(model, device) if self.choice else Undecided(self, model, device)
+
+    def casting(self, device: torch.device, options: AutocastKwargs) -> AbstractContextManager[Any]:
+        return self._current.casting(device, options)
 
     def settle(self, choice: Choice[str]) -> None:
         self.choice = choice

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ class TF32:
     compute: ClassVar[torch.dtype] = torch.float32
     reduce: ClassVar[torch.dtype] = torch.float32
     scaled: ClassVar[bool] = False
+    masters: ClassVar[bool] = False
+    swaps: ClassVar[bool] = False
     tf32: ClassVar[bool] = True
 
     options: AutocastKwargs = AutocastKwargs()
@@ -44,3 +47,6 @@ class TF32:
 
     def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
         return model
+
+    def casting(self, device: torch.device, options: AutocastKwargs) -> AbstractContextManager[Any]:
+        return nullcontext()

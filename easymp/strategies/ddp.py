@@ -34,6 +34,9 @@ class DDP:
 
     name: ClassVar[str] = "ddp"
     Options: ClassVar[type] = DistributedDataParallelKwargs
+    whole: ClassVar[bool] = True
+    masters: ClassVar[bool] = True
+    sums = True
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self.data_rank, self.data_size = world.rank, world.size
@@ -92,6 +95,12 @@ class DDP:
             yield
         finally:
             model.require_backward_grad_sync = before
+
+    def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
+        self._world.average_(gradients)
+        for model in models:
+            if isinstance(model, DistributedDataParallel):
+                model.require_forward_param_sync = True  # buffers: what forward does when it expects a reduction
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         return Join([m for m in models if isinstance(m, DistributedDataParallel)])

@@ -43,6 +43,9 @@ class FSDP:
 
     name: ClassVar[str] = "fsdp"
     Options: ClassVar[type] = FSDPOptions
+    whole: ClassVar[bool] = True  # in forward and backward each part is gathered
+    masters: ClassVar[bool] = True
+    sums = False  # torch keeps its own, in the type that gradients are reduced in
 
     def __init__(self, world: World, options: FSDPOptions) -> None:
         self.data_rank, self.data_size = world.rank, world.size
@@ -102,6 +105,9 @@ class FSDP:
     def force_sync(self, model: nn.Module) -> Iterator[None]:
         with _of(model).reducing(True):
             yield
+
+    def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
+        raise AssertionError("torch reduces the sums that it keeps")
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         raise RefusedError(

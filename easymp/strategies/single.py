@@ -22,6 +22,9 @@ class Single:
     data_rank = 0
     data_size = 1
     data_group = None
+    whole: ClassVar[bool] = True
+    masters: ClassVar[bool] = True
+    sums = True
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self._device = world.device
@@ -54,6 +57,9 @@ class Single:
 
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
+        pass
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -101,6 +101,8 @@ class TensorParallel:
 
     name: ClassVar[str] = "tensor_parallel"
     Options: ClassVar[type] = TensorParallelOptions
+    whole: ClassVar[bool] = False
+    masters: ClassVar[bool] = True
 
     def __init__(self, world: World, options: TensorParallelOptions) -> None:
         self._size = world.size if options.size is None else options.size
@@ -110,6 +112,7 @@ class TensorParallel:
                 f"size={self._size} does not divide {world.size} processes into groups of tensor parallelism: use one of {fit}"
             )
         self.data_rank, self.data_size = world.rank // self._size, world.size // self._size
+        self.sums = self.data_size == 1  # where groups share the data, fsdp keeps its own
         self._world = world
         self._options = options
         self._grid: Any = None
@@ -259,6 +262,9 @@ class TensorParallel:
     def force_sync(self, model: nn.Module) -> Iterator[None]:
         with _reducing(model, True):
             yield
+
+    def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
+        pass  # all ranks of the one group have seen the same data
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         raise RefusedError(

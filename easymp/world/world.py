@@ -13,7 +13,7 @@ import importlib
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -41,6 +41,7 @@ MOVABLE = {
 }  # fmt: skip
 
 
+BUCKET = 2**24  # elements averaged at a time: 64 MiB of fp32
 FAREWELL = 10.0  # seconds to wait for the others before leaving
 
 
@@ -227,6 +228,28 @@ class World:
         if op == "mean":
             moved = moved / self.size if moved.is_floating_point() else moved.div(self.size, rounding_mode="trunc")
         return moved.to(tensor.dtype)
+
+    def average_(self, tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+        """Replace floating-point tensors by their mean over the ranks (of `group`), in place, in a few flat collectives."""
+        size = dist.get_world_size(group) if self.size > 1 else 1
+        if size == 1:
+            return
+        waiting: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in tensors:
+            bucket = waiting.setdefault((tensor.device, tensor.dtype), [])
+            bucket.append(tensor)
+            if sum(t.numel() for t in bucket) >= BUCKET:
+                self._average_flat(waiting.pop((tensor.device, tensor.dtype)), size, group)
+        for bucket in waiting.values():
+            self._average_flat(bucket, size, group)
+
+    def _average_flat(self, tensors: list[Tensor], size: int, group: dist.ProcessGroup | None) -> None:
+        flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+        with self.explained("averaging of gradients"):
+            dist.all_reduce(flat, group=group)
+        flat /= size
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+            tensor.detach().copy_(part.view(tensor.shape))
 
     def gather(self, tensor: Tensor, every: int = 1) -> Tensor:
         """All ranks' tensors, one after the other along dimension 0, on every rank; scalars become one element each.

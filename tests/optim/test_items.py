@@ -46,7 +46,7 @@ def windowed(counts: list[int], accumulation: int) -> list[list[Tensor]]:
         window.divide(model(x).pow(2).sum(), len(x), clock).backward()
         clock.backwards += 1
         if window.open and clock.sync:
-            window.finish(model.parameters())
+            window.finish(p.grad for p in model.parameters() if p.grad is not None)
         if clock.sync:
             seen.append([p.grad for p in model.parameters()])
             model.zero_grad()
@@ -158,5 +158,5 @@ def test_a_window_that_was_never_finished_is_forgotten() -> None:
     for x in tokens([2, 3, 4]):
         clock.tick()
         window.divide(model(x).pow(2).sum(), len(x), clock).backward()
-    window.finish(model.parameters())
+    window.finish(p.grad for p in model.parameters() if p.grad is not None)
     torch.testing.assert_close([p.grad for p in model.parameters()], one_big_batch(tokens([2, 3, 4])), rtol=1e-5, atol=1e-6)

@@ -180,4 +180,6 @@ def test_training_leaves_parameters_in_fp32() -> None:
 def test_the_registry() -> None:
     assert {name: kind.name for name, kind in PRECISIONS.items()} == {name: name for name in PRECISIONS}
     assert set(ALIASES.values()) <= set(PRECISIONS)
-    assert [kind().scaled for kind in PRECISIONS.values()] == [False, False, False, True]
+    assert {name for name, kind in PRECISIONS.items() if kind().scaled} == {"fp16", "O1", "O2"}
+    assert {name for name, kind in PRECISIONS.items() if kind.masters} == {"O2"}
+    assert {name for name, kind in PRECISIONS.items() if kind.swaps} == {"fp8"}

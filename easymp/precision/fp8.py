@@ -1,0 +1,137 @@
+"""fp8: the products of wide enough linear layers in 8 bits, the rest as under bf16.
+
+Inputs and weights are rounded to e4m3 (3 bits of mantissa, up to 448), gradients to e5m2 (2 bits, up to 57344), as in "FP8 Formats for
+Deep Learning" (Micikevicius et al., arXiv:2209.05433). Each tensor is first divided by one scale that brings its largest element of
+now to the format's largest number (dynamic, tensorwise), and the products, ``torch._scaled_mm``, are multiplied by both scales.
+Parameters and their gradients stay fp32, so the optimizer and checkpoints know nothing of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..errors import PrepareError
+from ..log import get_logger
+from ..protocols import Facts, Refusal
+from .bf16 import BF16
+
+logger = get_logger(__name__)
+
+MULTIPLE = 16  # what torch._scaled_mm wants the inner and the last dimension to be multiples of
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@dataclass(frozen=True, eq=False)
+class FP8(BF16):
+    """bf16 autocast, with `Float8Linear` in the place of each `nn.Linear` whose two sizes are multiples of 16.
+
+    In place: such a layer changes its class, and nothing else. Layers of other classes, subclasses of `nn.Linear` too, stay.
+    """
+
+    name: ClassVar[str] = "fp8"
+    swaps: ClassVar[bool] = True
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None:
+        remedy = "use bf16, fp32 or auto"
+        needs = "fp8 needs the fp8 Tensor Cores of an NVIDIA GPU of sm_89 (Ada, Hopper) or newer"
+        if facts.device == "cpu":
+            return Refusal(f"{needs}, and training runs on the CPU", remedy)
+        without = [d for d in facts.hardware.devices if not d.fp8 or d.capability is None]
+        if without:
+            return Refusal(f"{needs}, and {without[0].name} ({without[0].architecture or without[0].kind}) is none", remedy)
+        return None
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Swap layers; see the class.
+
+        Raises:
+            PrepareError: there is no layer to swap.
+        """
+        layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
+        fit = {
+            name: layer for name, layer in layers.items() if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+        }
+        already = any(type(layer) is Float8Linear for layer in model.modules())  # by an earlier run
+        if not fit and not already:
+            raise PrepareError(
+                f"fp8 finds nothing to do in this {type(model).__name__}: it has {len(layers)} plain nn.Linear, none of which has "
+                f"in_features and out_features that are both multiples of {MULTIPLE}. Use mixed_precision='bf16', or other sizes"
+            )
+        for layer in fit.values():
+            layer.__class__ = Float8Linear
+        left = sorted(layers.keys() - fit.keys())
+        logger.info(
+            "fp8 by torch._scaled_mm in %d of %d linear layers%s",
+            len(fit),
+            len(layers),
+            f"; in bf16: {', '.join(left)}" if left else "",
+        )
+        return model
+
+
+class Float8Linear(nn.Linear):
+    """`nn.Linear` whose three products, one of forward and two of backward, run in fp8. Any leading shape of inputs."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
+        out = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        product: Tensor = _Product.apply(input.reshape(-1, self.in_features), self.weight, out)  # type: ignore[no-untyped-call]
+        product = product.view(*input.shape[:-1], self.out_features)
+        return product if self.bias is None else product + self.bias.to(out)
+
+
+class _Product(torch.autograd.Function):
+    """``input @ weight.T``: (rows, in) and (out, in) to (rows, out)."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, out: torch.dtype) -> Tensor:
+        x, x_scale = rounded(input, FORWARD)
+        # The weight itself is kept, not its rounded copy: it is there anyway, or will be gathered again.
+        ctx.save_for_backward(x, x_scale, weight)
+        ctx.input_dtype = input.dtype
+        w, w_scale = rounded(weight, FORWARD)
+        return _multiply(x, w.t(), x_scale, w_scale, out, fast=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, x_scale, weight = ctx.saved_tensors
+        g, g_scale = rounded(grad, BACKWARD)
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            w, w_scale = rounded(weight, FORWARD)
+            of_input = _multiply(g, _columns(w), g_scale, w_scale, grad.dtype).to(ctx.input_dtype)
+        if ctx.needs_input_grad[1]:
+            more = -x.shape[0] % MULTIPLE  # rows are summed over here; those of zeros add nothing
+            if more:
+                g, x = (
+                    torch.cat([t.view(torch.uint8), t.new_zeros(more, t.shape[1]).view(torch.uint8)]).view(t.dtype)
+                    for t in (g, x)
+                )
+            of_weight = _multiply(g.t().contiguous(), _columns(x), g_scale, x_scale, grad.dtype).to(weight.dtype)
+        return of_input, of_weight, None
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`tensor` in fp8, contiguous, and the fp32 scale (0-dim) that it must be multiplied by to be what it was."""
+    largest = torch.finfo(dtype).max
+    wide = tensor.detach().float()
+    scale = (wide.abs().amax() if wide.numel() else wide.new_zeros(())).clamp(min=1e-12) / largest
+    return (wide / scale).clamp(-largest, largest).to(dtype).contiguous(), scale
+
+
+def _columns(tensor: Tensor) -> Tensor:
+    """The same matrix, column after column in memory, as the second one of a product must be."""
+    return tensor.t().contiguous().t()
+
+
+def _multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: torch.dtype, fast: bool = False) -> Tensor:
+    if not a.shape[0]:
+        return torch.zeros(a.shape[0], b.shape[1], dtype=out, device=a.device)
+    return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=out, use_fast_accum=fast)

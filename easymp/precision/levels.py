@@ -1,0 +1,124 @@
+"""O0 to O3: Apex's optimization levels, as precisions.
+
+|    | parameters | products | masters | loss scale |
+|----|------------|----------|---------|------------|
+| O0 | fp32       | fp32     | –       | –          |
+| O1 | fp32       | fp16 where Apex's lists say so | – | dynamic |
+| O2 | fp16, batch-norm fp32 | fp16 | fp32 | dynamic |
+| O3 | fp16       | fp16     | –       | –          |
+
+Source: https://nvidia.github.io/apex/amp.html#opt-levels. Outputs come back in fp32 at every level, unless ``AutocastKwargs.output_dtype``
+says otherwise.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..protocols import Facts, Refusal
+from ..records import AutocastKwargs
+from ..tree import map_leaves
+from .autocast import as_asked
+from .cast_lists import Listed, ListedCasts
+from .fp16 import FP16
+from .fp32 import FP32
+
+
+@dataclass(frozen=True, eq=False)
+class O0(FP32):
+    """fp32 under Apex's name."""
+
+    name: ClassVar[str] = "O0"
+
+
+@dataclass(frozen=True, eq=False)
+class O1(FP16):
+    """fp16 by Apex's lists: torch's autocast on accelerators, whose lists they are; on CPUs, whose list is another, a function mode."""
+
+    name: ClassVar[str] = "O1"
+
+    def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
+        if device.type == "cpu" and self.options.enabled:
+            return Listed(model, self.options)
+        return super().forward(model, device)
+
+    def casting(self, device: torch.device, options: AutocastKwargs) -> AbstractContextManager[Any]:
+        if device.type == "cpu" and options.enabled:
+            return ListedCasts()
+        return super().casting(device, options)
+
+
+@dataclass(frozen=True, eq=False)
+class O2:
+    """An fp16 model whose optimizer steps fp32 masters.
+
+    In place: parameters and buffers become fp16, but for batch-norm layers with parameters of their own.
+    """
+
+    name: ClassVar[str] = "O2"
+    param: ClassVar[torch.dtype] = torch.float16
+    compute: ClassVar[torch.dtype] = torch.float16
+    reduce: ClassVar[torch.dtype] = torch.float16
+    scaled: ClassVar[bool] = True
+    masters: ClassVar[bool] = True
+    swaps: ClassVar[bool] = False
+    tf32: ClassVar[bool] = True
+    keeps_batch_norm: ClassVar[bool] = True
+
+    options: AutocastKwargs = AutocastKwargs()
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None:
+        return FP16.refuse(facts)
+
+    @property
+    def output(self) -> torch.dtype | None:
+        return self.options.output_dtype
+
+    def decide(self, model: nn.Module) -> None:
+        pass
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            kept = self.keeps_batch_norm and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
+            if not kept:
+                module._apply(_half, recurse=False)
+        return model
+
+    def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
+        return HalfModel(model, self.options)
+
+    def casting(self, device: torch.device, options: AutocastKwargs) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class O3(O2):
+    """An fp16 model, and nothing else: the gradients that vanish, vanish."""
+
+    name: ClassVar[str] = "O3"
+    scaled: ClassVar[bool] = False
+    masters: ClassVar[bool] = False
+    keeps_batch_norm: ClassVar[bool] = False
+
+
+class HalfModel(nn.Module):
+    """Calls an fp16 `module`: floating-point inputs are cast to fp16, and outputs to ``options.output_dtype``."""
+
+    def __init__(self, module: nn.Module, options: AutocastKwargs) -> None:
+        super().__init__()
+        self.module = module
+        self.options = options
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self.module(*map_leaves(_half, args), **map_leaves(_half, kwargs))
+        return as_asked(outputs, self.options.output_dtype)
+
+
+def _half(leaf: Any) -> Any:
+    return leaf.to(torch.float16) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -1,0 +1,227 @@
+"""fp32 masters: what the optimizer steps, and that a script that knows nothing of them works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from easymp import Accelerator, GradScalerKwargs
+from easymp.errors import StepError
+from easymp.optim import Masters
+
+from ..strategies.models import make, whole
+
+FP16, FP32 = torch.float16, torch.float32
+SCALE = GradScalerKwargs(init_scale=1024.0)  # gradients of 1 times 2^16 overflow in fp16
+
+
+def half(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(FP16))
+
+
+def test_masters_take_the_place_and_the_memory_and_give_them_back() -> None:
+    a, b, plain = half(3), half(2), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([{"params": [a, plain], "lr": 0.1}, {"params": [b]}])
+    for p in (a, b, plain):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    of: dict[int, Tensor] = {}
+    masters = Masters(optimizer, of)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert [p.dtype for p in held] == [FP32] * 3
+    assert held[1] is plain
+    assert (of[id(a)], of[id(b)]) == (held[0], held[2])
+    assert {p.dtype for p in optimizer.state} == {FP32}
+    assert optimizer.state[held[0]]["exp_avg"].dtype == FP32
+    a.grad = torch.full_like(a, 2.0)
+    masters.gather()
+    assert a.grad is None
+    assert held[0].grad.tolist() == [2.0] * 3
+    a.grad = torch.full_like(a, 2.0)
+    masters.gather()
+    assert held[0].grad.tolist() == [4.0] * 3  # what is gathered twice adds up
+    before = a.detach().clone()
+    optimizer.step()
+    masters.give_back()
+    assert not torch.equal(a, before)
+    assert torch.equal(a, held[0].to(FP16))
+    assert held[0].grad is None
+    masters.release()
+    assert [p for group in optimizer.param_groups for p in group["params"]] == [a, plain, b]
+    assert set(optimizer.state) == {a, b, plain}
+    assert not of
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "copy_", "add_"])
+def test_weights_written_from_outside_reach_the_masters(how: str) -> None:
+    with Accelerator(mixed_precision="O2", cpu=True, kwargs_handlers=[SCALE]) as acc:
+        model = nn.Linear(2, 1, bias=False)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for _ in range(2):
+            with torch.no_grad():
+                if how == "load_state_dict":
+                    model.load_state_dict({"weight": torch.tensor([[5.0, 6.0]])})
+                elif how == "copy_":
+                    model.weight.copy_(torch.tensor([[5.0, 6.0]]))
+                else:
+                    model.weight.zero_().add_(torch.tensor([[5.0, 6.0]]))
+            acc.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            assert model.weight.tolist() == [[4.0, 5.0]]
+            assert optimizer.param_groups[0]["params"][0].tolist() == [[4.0, 5.0]]
+
+
+def test_the_tools_of_the_step_take_the_models_own_parameters() -> None:
+    with Accelerator(mixed_precision="O2", cpu=True, kwargs_handlers=[SCALE]) as acc:
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.ones_(model.weight)
+        model = acc.prepare(model)
+        optimizer = acc.prepare(torch.optim.SGD(model.parameters(), lr=1.0))  # in a later call
+        (master,) = optimizer.param_groups[0]["params"]
+
+        def back() -> None:
+            acc.backward(model(torch.full((1, 4), 3.0)).sum())
+
+        back()
+        assert model.weight.grad.dtype == FP16
+        assert float(acc.clip_grad_norm_(model.parameters(), 1.0)) == pytest.approx(6.0, rel=1e-3)
+        assert model.weight.grad is None
+        assert master.grad.norm().item() == pytest.approx(1.0, rel=1e-3)
+        optimizer.step()
+        assert model.weight[0].tolist() == pytest.approx([0.5] * 4, abs=1e-2)
+        optimizer.zero_grad()
+        back()
+        acc.clip_grad_value_(model.weight, 0.25)
+        assert master.grad.flatten().tolist() == [0.25] * 4
+        back()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert master.grad is None
+        back()
+        acc.unscale_gradients(optimizer)
+        assert master.grad.flatten().tolist() == [3.0] * 4
+        optimizer.step()
+        model.zero_grad()  # of the model instead of the optimizer: nothing of the last step comes again
+        back()
+        acc.unscale_gradients()
+        assert master.grad.flatten().tolist() == [3.0] * 4
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        back()
+        acc.unscale_gradients()
+        assert master.grad.flatten().tolist() == [3.0] * 4
+        optimizer.step()
+        assert acc._prepared.optimizers_of([master]) == [optimizer]
+        later = nn.Linear(2, 2)
+        later = acc.prepare(later)
+        optimizer.add_param_group({"params": list(later.parameters()), "lr": 0.1})
+        assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {FP32}
+        kept = optimizer.optimizer
+    assert [p.dtype for group in kept.param_groups for p in group["params"]] == [FP16] * 3
+
+
+def test_closures_are_refused() -> None:
+    with Accelerator(mixed_precision="O2", cpu=True, kwargs_handlers=[SCALE]) as acc:
+        model = nn.Linear(2, 1)
+        model, optimizer = acc.prepare(model, torch.optim.LBFGS(model.parameters()))
+        with pytest.raises(StepError, match="a closure cannot be used with fp32 masters"):
+            optimizer.step(lambda: 1.0)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    with Accelerator(mixed_precision="O2", cpu=True, kwargs_handlers=[SCALE]) as acc:
+        model = nn.Embedding(4, 2, sparse=True)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        acc.backward(model(torch.tensor([1])).sum())
+        with pytest.raises(StepError, match=r"sparse gradient .* use Embedding\(sparse=False\)"):
+            optimizer.step()
+
+
+def train(strategy: str, kind: str, steps: int, precision: str = "O2", updates: int = 5) -> dict[str, Any]:
+    """Losses, norms and masters of a training whose micro-batches the ranks share, with num_items and clipping."""
+    with Accelerator(
+        mixed_precision=precision, strategy=strategy, gradient_accumulation_steps=steps, kwargs_handlers=[SCALE], cpu=True
+    ) as acc:
+        model = make(kind)
+        decays = [p for p in model.parameters() if p.ndim > 1]
+        rest = [p for p in model.parameters() if p.ndim <= 1]
+        optimizer: Any = torch.optim.AdamW([{"params": decays, "weight_decay": 0.1}, {"params": rest, "lr": 0.005}], lr=0.01)
+        model, optimizer = acc.prepare(model, optimizer)
+        spread, generator = acc._prepared.strategy, torch.Generator().manual_seed(7)
+        losses, norms = [], []
+        for _ in range(updates):
+            for _ in range(steps):
+                x, y = torch.randn(12, 12, generator=generator), torch.randint(0, 5, (12,), generator=generator)
+                x, y = (t.chunk(spread.data_size)[spread.data_rank] for t in (x, y))
+                with acc.accumulate(model):
+                    loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
+                    acc.backward(loss, num_items=len(y))
+                    norm = acc.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            losses.append(float(acc.reduce(loss.detach(), "sum")))
+            norms.append(float(norm))
+        return {
+            "losses": losses,
+            "norms": norms,
+            "skipped": acc.optimizer_step_was_skipped,
+            "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
+            "parameters": [whole(p).float() for p in model.parameters()],
+        }
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "steps"),
+    [("ddp", "tied", 1), ("ddp", "mlp", 3), ("fsdp", "tied", 1), ("fsdp", "mlp", 3), ("fsdp", "idle", 1)],
+)
+def test_ranks_train_as_one_process(ranks, strategy: str, kind: str, steps: int) -> None:
+    one = train("single", kind, steps)
+    if kind != "tied":  # whose words are made of the inputs' digits
+        assert one["losses"] == pytest.approx(train("single", kind, steps, "no")["losses"], rel=0.02)
+    for got in ranks(train, strategy, kind, steps):
+        assert got["losses"] == pytest.approx(one["losses"], rel=0.02)
+        assert got["norms"] == pytest.approx(one["norms"], rel=0.05)
+        assert not got["skipped"]
+        assert got["dtypes"] == ["torch.float16"]
+
+
+def overflow(strategy: str, steps: int) -> tuple[bool, float, float]:
+    with Accelerator(mixed_precision="O2", strategy=strategy, gradient_accumulation_steps=steps) as acc:
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        before = [whole(p) for p in model.parameters()]
+        for step in range(steps):
+            with acc.accumulate(model):
+                x = torch.randn(4, 12)
+                if acc.process_index == 1 and step == 0:
+                    x[0, 0] = float("inf")
+                acc.backward(model(x).sum() / 1000)
+                optimizer.step()
+                optimizer.zero_grad()
+        moved = sum(float((whole(p) - b).abs().sum()) for p, b in zip(model.parameters(), before))
+        return acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved
+
+
+@pytest.mark.parametrize(("strategy", "steps"), [("ddp", 1), ("ddp", 2), ("fsdp", 1)])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, strategy: str, steps: int) -> None:
+    assert ranks(overflow, strategy, steps) == [(True, 32768.0, 0.0)] * 2
+
+
+def loads(strategy: str) -> list[float]:
+    with Accelerator(mixed_precision="O2", strategy=strategy, kwargs_handlers=[SCALE]) as acc:
+        model = nn.Linear(2, 4, bias=False)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        with torch.no_grad():
+            model.weight.fill_(5.0)
+        acc.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        return whole(model.weight).flatten().tolist()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_weights_written_on_ranks(ranks, strategy: str) -> None:
+    assert ranks(loads, strategy) == [[4.0] * 8] * 2

@@ -1,0 +1,206 @@
+"""fp32 sums of low-precision gradients: what bf16 alone would lose, and that every rank ends with the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from easymp import Accelerator
+from easymp.errors import RefusedError, StepError
+
+from ..strategies.models import make, whole
+
+BF16 = torch.bfloat16
+
+
+def window(
+    strategy: str, kind: str, dtype: torch.dtype, steps: int, items: bool = False, options: Any = None
+) -> list[Tensor | None]:
+    """Gradients after one window of micro-batches that the ranks share."""
+    with Accelerator(
+        mixed_precision="no", strategy=strategy, gradient_accumulation_steps=steps, strategy_options=options, cpu=True
+    ) as acc:
+        model = acc.prepare(make(kind).to(dtype))
+        spread, generator = acc._prepared.strategy, torch.Generator().manual_seed(1)
+        for _ in range(steps):
+            x = torch.randn(4, 12, generator=generator).chunk(spread.data_size)[spread.data_rank].to(dtype)
+            with acc.accumulate(model):
+                y = model(x).float()
+                if items:
+                    acc.backward(y.square().sum(), num_items=y.numel())
+                else:
+                    acc.backward(y.square().mean())
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
+        return [None if p.grad is None else whole(p.grad).float() for p in model.parameters()]
+
+
+def off(got: list[Tensor | None], wanted: list[Tensor | None]) -> float:
+    assert [g is None for g in got] == [w is None for w in wanted]
+    pairs = [(g, w) for g, w in zip(got, wanted) if g is not None and w is not None]
+    return float(torch.cat([(g - w).flatten() for g, w in pairs]).norm() / torch.cat([w.flatten() for _, w in pairs]).norm())
+
+
+def test_many_micro_batches_in_bf16_add_up() -> None:
+    """Of 512 equal gradients: in bf16 the sum stops at 256, where one more is half of its last bit."""
+
+    def gradient(ours: bool) -> float:
+        with Accelerator(mixed_precision="no", gradient_accumulation_steps=512, cpu=True) as acc:
+            model = acc.prepare(nn.Linear(1, 1, bias=False).to(BF16))
+            for _ in range(512):
+                with acc.accumulate(model):
+                    loss = model(torch.ones(1, 1, dtype=BF16)).sum() * 512
+                    acc.backward(loss) if ours else (loss / 512).backward()
+            return model.weight.grad.item()
+
+    assert gradient(ours=True) == 512.0
+    assert gradient(ours=False) == 256.0
+
+
+def test_the_plan_says_so() -> None:
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=4, cpu=True) as acc:
+        acc.prepare(nn.Linear(1, 1))
+        assert acc.plan.accumulation.reason == "4 micro-batches an update"
+        assert not acc._prepared.sums.on
+        acc.prepare(nn.Linear(1, 1).to(BF16))
+        assert acc.plan.accumulation.reason == "4 micro-batches an update, their low-precision gradients summed in fp32"
+        acc.free_memory()
+        assert not acc._prepared.sums.on
+
+
+def test_nothing_is_summed_for_frozen_half_weights() -> None:
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=4, cpu=True) as acc:
+        acc.prepare(nn.Sequential(nn.Linear(1, 1).to(BF16).requires_grad_(False), nn.Linear(1, 1)))
+        assert not acc._prepared.sums.on
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("kind", "items"), [("mlp", False), ("mlp", True), ("tied", False)])
+def test_ranks_sum_in_fp32(ranks, strategy: str, kind: str, items: bool) -> None:
+    one = window("single", kind, BF16, 12, items)
+    if kind != "tied":  # whose words are made of the inputs' digits
+        assert off(one, window("single", kind, torch.float32, 12, items)) < 0.03
+    got = ranks(window, strategy, kind, BF16, 12, items)
+    assert off(got[0], one) < 0.01  # less than the sums' own rounding to bf16
+    assert all(torch.equal(a, b) for a, b in zip(*got) if a is not None)
+
+
+def unlike() -> list[Any]:
+    """Rank 1 uses a branch that rank 0 does not, nobody uses the third, a norm is fp32, and there are buffers."""
+    options = {"find_unused_parameters": True}
+    with Accelerator(mixed_precision="no", strategy="ddp", gradient_accumulation_steps=2, strategy_options=options) as acc:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(2, 2).to(BF16) for _ in range(3)] + [nn.BatchNorm1d(2)])
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.parts = model
+
+            def forward(self, x: Tensor, branch: bool) -> Tensor:
+                x = self.parts[3](self.parts[0](x).float()).to(BF16)
+                return self.parts[1](x) if branch else x
+
+        net = Net()
+        net, optimizer = acc.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        torch.manual_seed(acc.process_index)
+        for step in range(4):
+            with acc.accumulate(net):
+                acc.backward(net(torch.randn(4, 2).to(BF16), branch=acc.process_index == 1).float().square().mean())
+                seen = [None if p.grad is None else p.grad.float().clone() for p in net.parameters()] if step == 3 else []
+                optimizer.step()
+                optimizer.zero_grad()
+        with acc.no_sync(net):
+            net(torch.zeros(4, 2, dtype=BF16), branch=False)  # buffers are shared as it begins
+        return [seen, [p.detach().float() for p in net.parameters()], model[3].running_mean.clone()]
+
+
+def test_ranks_that_use_different_parameters_agree(ranks) -> None:
+    a, b = ranks(unlike)
+    assert [g is None for g in a[0]] == [False] * 4 + [True] * 2 + [False] * 2
+    for one, other in zip(a[0], b[0]):
+        assert (one is None and other is None) or torch.equal(one, other)
+    assert all(torch.equal(p, q) for p, q in zip(a[1], b[1]))
+    torch.testing.assert_close(a[2], b[2])
+
+
+def two_losses(strategy: str, again: bool) -> list[Tensor]:
+    with Accelerator(mixed_precision="no", strategy=strategy, gradient_accumulation_steps=2, cpu=True) as acc:
+        model = acc.prepare(make("mlp").to(BF16))
+        x = torch.randn(4, 12, generator=torch.Generator().manual_seed(1)).to(BF16).chunk(acc.num_processes)[acc.process_index]
+        for _ in range(2):
+            with acc.accumulate(model):
+                acc.backward(model(x).float().square().mean())
+                if again:
+                    acc.backward(model(x).float().square().mean())
+        return [whole(p.grad).float() for p in model.parameters()]
+
+
+def test_two_backwards_a_micro_step(ranks) -> None:
+    once = two_losses("single", again=False)
+    for got in (two_losses("single", again=True), ranks(two_losses, "ddp", True)[0]):
+        assert off(got, [2 * g for g in once]) < 0.01
+
+
+def test_gradients_that_are_cleared_or_kept() -> None:
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=2, cpu=True) as acc:
+        model = nn.Linear(1, 1, bias=False).to(BF16)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+        def one(step: bool = True, clear: str = "") -> float | None:
+            with acc.accumulate(model):
+                acc.backward(model(torch.ones(1, 1, dtype=BF16)).float().sum())
+                grad = None if model.weight.grad is None else model.weight.grad.item()
+                if step:
+                    optimizer.step()
+                {"": lambda: None, "optimizer": optimizer.zero_grad, "model": model.zero_grad}[clear]()
+            return grad
+
+        assert [one(clear="optimizer"), one(clear="optimizer")] == [None, 1.0]
+        assert [one(), one()] == [None, 1.0]  # kept: as in torch, the next window adds to it
+        assert [one(), one(clear="model")] == [None, 2.0]
+        assert [one(), one(step=False, clear="model")] == [None, 1.0]
+        assert [one(), one(clear="optimizer")] == [None, 1.0]
+        assert model.weight.grad is None
+
+
+def test_accumulation_can_change_on_the_way(ranks) -> None:
+    for a, b in (ranks(changes), ranks(changes)):
+        assert torch.equal(a, b)
+
+
+def changes() -> Tensor:
+    with Accelerator(mixed_precision="no", strategy="ddp") as acc:
+        model = nn.Linear(2, 2).to(BF16)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        torch.manual_seed(acc.process_index)
+        for steps in (1, 2, 1, 3):
+            acc.gradient_accumulation_steps = steps
+            for _ in range(steps):
+                with acc.accumulate(model):
+                    acc.backward(model(torch.randn(4, 2).to(BF16)).float().square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return model.weight.detach().float()
+
+
+def joins() -> str:
+    with Accelerator(mixed_precision="no", strategy="ddp", gradient_accumulation_steps=2) as acc:
+        model = acc.prepare(nn.Linear(2, 2).to(BF16))
+        with pytest.raises(RefusedError) as caught:
+            with acc.join_uneven_inputs([model]):
+                pass
+        return str(caught.value)
+
+
+def test_uneven_inputs_are_refused(ranks) -> None:
+    assert "fp32 sums of low-precision gradients" in ranks(joins)[0]
+
+
+def test_sparse_gradients_are_refused() -> None:
+    with Accelerator(mixed_precision="no", gradient_accumulation_steps=2, cpu=True) as acc:
+        model = acc.prepare(nn.Embedding(4, 2, sparse=True).to(BF16))
+        with acc.accumulate(model), pytest.raises(StepError, match="sparse gradient"):
+            acc.backward(model(torch.tensor([1])).float().sum())

@@ -1,0 +1,173 @@
+"""O0 to O3: what each does to a model, and that each trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from easymp import Accelerator, AutocastKwargs, GradScalerKwargs
+from easymp.errors import PrepareError, RefusedError
+from easymp.precision import O0, O1, O2, O3, PRECISIONS
+from easymp.precision.cast_lists import ListedCasts
+
+FP16, FP32 = torch.float16, torch.float32
+CPU = torch.device("cpu")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 3, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)
+    )
+
+
+def batch(n: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(n, 12, generator=generator), torch.randint(0, 3, (n,), generator=generator)
+
+
+# level: parameters, batch-norm, scaled, masters
+TABLE = {
+    "O0": (FP32, FP32, False, False),
+    "O1": (FP32, FP32, True, False),
+    "O2": (FP16, FP32, True, True),
+    "O3": (FP16, FP16, False, False),
+}
+
+
+@pytest.mark.parametrize("level", TABLE)
+def test_the_table_of_levels(level: str) -> None:
+    param, norm, scaled, masters = TABLE[level]
+    with Accelerator(mixed_precision=level, cpu=True) as acc:
+        assert (acc.mixed_precision, acc.plan.precision.value) == (level, level)
+        assert acc.scaler.enabled == scaled
+        assert acc.scaler.get_scale() == (65536.0 if scaled else 1.0)
+        model = net()
+        given = list(model.parameters())
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert all(a is b for a, b in zip(given, model.parameters()))
+        assert {p.dtype for m in (model[1], model[5]) for p in m.parameters()} == {param}
+        assert {t.dtype for t in (*model[2].parameters(), *model[2].buffers()) if t.is_floating_point()} == {norm}
+        assert model[2].num_batches_tracked.dtype == torch.int64
+        held = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+        assert held == ({FP32} if masters else {param, norm})
+        seen: list[Any] = []
+        model[5].register_forward_hook(lambda _, inputs, output: seen.append((inputs[0].dtype, output.dtype)))
+        assert model(batch()[0]).dtype == FP32
+        assert seen[0][1] == (FP32 if level == "O0" else FP16)
+
+
+@pytest.mark.parametrize(("level", "steps"), [("O0", 1), ("O1", 2), ("O2", 1), ("O2", 2), ("O3", 1), ("O3", 2)])
+def test_it_trains_as_fp32_does(level: str, steps: int) -> None:
+    def losses(precision: str) -> list[float]:
+        with Accelerator(mixed_precision=precision, cpu=True, gradient_accumulation_steps=steps) as acc:
+            model = net()
+            model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+            (x, y), found = batch(), []
+            for _ in range(6 * steps):
+                with acc.accumulate(model):
+                    loss = nn.functional.cross_entropy(model(x), y)
+                    acc.backward(loss)
+                    acc.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found.append(loss.item())
+            assert not acc.optimizer_step_was_skipped
+            return found
+
+    wanted, got = losses("no"), losses(level)
+    assert got == pytest.approx(wanted, rel=0.03, abs=0.01)
+    assert got[-1] < 0.85 * got[0]
+
+
+def test_buffers_and_tied_parameters_are_cast_once() -> None:
+    model = nn.Module()
+    model.embed, model.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    model.head.weight = model.embed.weight
+    model.register_buffer("table", torch.ones(3))
+    model.register_buffer("index", torch.arange(3))
+    model.frozen = nn.Linear(2, 2).requires_grad_(False)
+    model.plain = nn.BatchNorm1d(4, affine=False)
+    O2().convert(model)
+    assert model.head.weight is model.embed.weight
+    assert {name: t.dtype for name, t in model.state_dict().items()} == {
+        "embed.weight": FP16,
+        "head.weight": FP16,
+        "table": FP16,
+        "index": torch.int64,
+        "frozen.weight": FP16,
+        "frozen.bias": FP16,
+        "plain.running_mean": FP16,
+        "plain.running_var": FP16,
+        "plain.num_batches_tracked": torch.int64,
+    }
+
+
+def test_nested_inputs_are_cast_in() -> None:
+    class Reads(nn.Module):
+        def forward(self, batch: dict[str, Any], scale: Tensor) -> Any:
+            return batch["x"].dtype, batch["n"].dtype, scale.dtype
+
+    for kind in (O2, O3):
+        seen = kind().forward(Reads(), CPU)({"x": torch.ones(2), "n": torch.arange(2)}, scale=torch.ones((), dtype=torch.float64))
+        assert seen == (FP16, torch.int64, FP16)
+
+
+@pytest.mark.parametrize("kind", [O1, O2, O3])
+def test_outputs_as_asked(kind: Any) -> None:
+    for asked, wanted in ((FP32, FP32), (None, FP16), (torch.bfloat16, torch.bfloat16)):
+        policy = kind(AutocastKwargs(output_dtype=asked))
+        model = policy.forward(policy.convert(nn.Linear(4, 4)), CPU)
+        assert model(torch.ones(2, 4)).dtype == wanted
+
+
+def test_o1_outside_of_the_model() -> None:
+    with Accelerator(mixed_precision="O1", cpu=True) as acc:
+        with acc.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == FP16
+            assert torch.ones(2, dtype=FP16).sum().dtype == FP32
+        with acc.autocast(AutocastKwargs(enabled=False)):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == FP32
+    for level in ("O0", "O2", "O3"):
+        with Accelerator(mixed_precision=level, cpu=True) as acc, acc.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == FP32
+
+
+def test_o1_is_autocast_where_that_has_the_lists() -> None:
+    called = O1().forward(nn.Linear(2, 2), torch.device("cuda"))
+    assert type(called).__name__ == "Autocast"
+    assert isinstance(O1().casting(CPU, AutocastKwargs()), ListedCasts)
+
+
+def test_what_levels_refuse() -> None:
+    with pytest.raises(PrepareError, match="parameter 'weight' is float16, but"):
+        O1().convert(nn.Linear(2, 2).half())
+    with pytest.raises(RefusedError, match="fp8 needs"):
+        Accelerator(mixed_precision="fp8", cpu=True)
+    assert PRECISIONS["O0"] is O0
+
+
+def test_another_scale() -> None:
+    with Accelerator(mixed_precision="O2", cpu=True, kwargs_handlers=[GradScalerKwargs(init_scale=8.0, dynamic=False)]) as acc:
+        assert acc.scaler.get_scale() == 8.0
+
+
+def test_small_updates_survive_in_masters_alone() -> None:
+    """1 + 1e-4 is 1 in fp16: without masters nothing moves."""
+
+    def weight(level: str) -> float:
+        with Accelerator(mixed_precision=level, cpu=True) as acc:
+            model = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(model.weight)
+            model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+            for _ in range(100):
+                acc.backward(-model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            return model.weight.item()
+
+    assert weight("O3") == 1.0
+    assert weight("O2") == pytest.approx(1.01, abs=1e-3)
