@@ -32,7 +32,7 @@ def find_blocks(model: nn.Module, wrap: str | tuple[str, ...] | int) -> list[nn.
     if isinstance(wrap, int):
         return _by_size(inside, model, wrap)
     if isinstance(wrap, str):
-        chosen = {id(m) for m in _repeated(model)}
+        chosen = {id(m) for m in find_repeated(model)}
     else:
         found = {type(m).__name__ for m in inside}
         for name in wrap:
@@ -55,7 +55,7 @@ def _bottom_up(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.M
     yield module
 
 
-def _repeated(model: nn.Module) -> Iterator[nn.Module]:
+def find_repeated(model: nn.Module) -> Iterator[nn.Module]:
     for container in model.modules():
         if isinstance(container, CONTAINERS):
             children = list(container.children())
