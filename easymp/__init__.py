@@ -43,6 +43,7 @@ _HOMES = {
     "strategies.data_parallel": ("DataParallelOptions",),
     "state": ("AcceleratorState", "GradientState", "PartialState"),
     "strategies.batchnorm": ("SyncBatchNorm", "convert_sync_batchnorm"),
+    "strategies.pipeline": ("PipelineOptions",),
     "strategies.tensor_parallel": ("TensorParallelOptions",),
     "tree": ("concatenate", "find_batch_size", "recursively_apply", "send_to_device"),
 }

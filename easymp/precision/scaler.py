@@ -24,6 +24,8 @@ from ..shards import local
 from ..tree import map_leaves
 from ..world import World
 
+NO_GRADIENTS = "unscale_ or step() before any backward(): this optimizer has no gradients yet"
+
 
 @dataclass(frozen=True)
 class LossScale:
@@ -173,9 +175,10 @@ class Scaler:
                     grad = grad._values()
                 grad = local(grad)  # the flag is reduced over the ranks below
                 by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-        if not by_kind:
-            raise StepError("unscale_ or step() before any backward(): this optimizer has no gradients yet")
-        home = self._on(next(iter(by_kind))[0])
+        shared = self._world is not None and self._world.size > 1 and self.agree
+        if not by_kind and not (shared and self._scale is not None):
+            raise StepError(NO_GRADIENTS)
+        home = self._on(next(iter(by_kind))[0] if by_kind else self._world.device)  # type: ignore[union-attr]
         inverse = home.reciprocal() if home.device.type == "mps" else home.double().reciprocal().float()  # no float64 on mps
         found = torch.zeros_like(home)
         for (device, _), grads in by_kind.items():
@@ -184,7 +187,10 @@ class Scaler:
             if here is not found:
                 found = torch.maximum(found, here.to(found.device, non_blocking=True))
         if self._world is not None and self.agree:
-            found = self._world.reduce(found, "max")
+            # This rank may hold none of the parameters that got gradients (a stage, a shard); below zero: nor does any other.
+            found = self._world.reduce(found if by_kind else found - 1, "max")
+            if not by_kind and found.item() < 0:
+                raise StepError(NO_GRADIENTS)
         turn.found_inf = found
         turn.phase = Phase.UNSCALED
 

@@ -114,9 +114,13 @@ def candidates(model: nn.Module, splits: Sequence[str]) -> dict[str, nn.Module]:
     named.pop("", None)
     for name in splits:
         if name not in named:
-            raise PrepareError(f"splits holds {name!r}, and no module of this {type(model).__name__} has that name{nearest(name, named)}")
+            raise PrepareError(
+                f"splits holds {name!r}, and no module of this {type(model).__name__} has that name{nearest(name, named)}"
+            )
         if type(named[name]) in (nn.ModuleList, nn.ModuleDict):
-            raise PrepareError(f"splits holds {name!r}, a {type(named[name]).__name__}, which is never called: name a module inside of it")
+            raise PrepareError(
+                f"splits holds {name!r}, a {type(named[name]).__name__}, which is never called: name a module inside of it"
+            )
     opened = {id(model)}
     held = {id(m) for m in find_repeated(model)} | {id(named[name]) for name in splits}
     for module in named.values():
@@ -159,16 +163,21 @@ class Survey(Blanks):
     def segment(self) -> int:
         return len(self.order)
 
-    def call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        name = self._places[module]
-        if name not in self.order:
-            self.order.append(name)
-            passed = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self._passed.append({id(t) for t in passed})
-            self._kept.append(passed)
-        if holds_tensors(module):
-            args, kwargs = map_leaves(blank, args), map_leaves(blank, kwargs)
-        return call(*args, **kwargs)
+    def door(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called in place of `module`, of which `call` is the call."""
+
+        def through(*args: Any, **kwargs: Any) -> Any:
+            name = self._places[module]
+            if name not in self.order:
+                self.order.append(name)
+                passed = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                self._passed.append({id(t) for t in passed})
+                self._kept.append(passed)
+            if holds_tensors(module):
+                args, kwargs = map_leaves(blank, args), map_leaves(blank, kwargs)
+            return call(*args, **kwargs)
+
+        return through
 
     def seen(self, given: Sequence[Tensor], results: Any) -> None:
         now = self.segment
@@ -199,13 +208,7 @@ def survey(model: nn.Module, called: nn.Module, places: Mapping[str, nn.Module],
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     blanks = {name: blank(t.detach()) for name, t in state.items()}
     watch = Survey({id(t): name for name, t in blanks.items()}, {module: name for name, module in places.items()})
-    doors: dict[nn.Module, Callable[..., Any]] = {}
-    for module in places.values():
-
-        def door(*args: Any, module: nn.Module = module, call: Callable[..., Any] = call_of(module), **kwargs: Any) -> Any:
-            return watch.call(module, call, args, kwargs)
-
-        doors[module] = door
+    doors = {module: watch.door(module, call_of(module)) for module in places.values()}
     prefix = next(name for name, module in called.named_modules() if module is model)
     dotted = f"{prefix}." if prefix else ""
     try:
@@ -268,7 +271,8 @@ def choose(model: nn.Module, watch: Survey, splits: Sequence[str] | None, stages
                     f"{name!r}. Possible: {', '.join(n for i, n in enumerate(watch.order, 1) if i not in watch.torn)}"
                 )
         if at != sorted(at):
-            raise PrepareError(f"splits={tuple(splits)} are not in the order in which forward calls them: {', '.join(n for n in watch.order if n in splits)}")
+            called = ", ".join(name for name in watch.order if name in splits)
+            raise PrepareError(f"splits={tuple(splits)} are not in the order in which forward calls them: {called}")
     else:
         allowed = [i for i in range(1, len(watch.order) + 1) if i not in watch.torn]
         if len(allowed) < stages - 1:

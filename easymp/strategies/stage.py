@@ -91,7 +91,9 @@ class Stage:
             if self._waits:
                 self._blanks.__exit__(None, None, None)
         if self._at != self.last:
-            raise StepError(f"the forward ended in {self.where} before it called {self.names[self._at]!r}, where the next stage begins")
+            raise StepError(
+                f"the forward ended in {self.where} before it called {self.names[self._at]!r}, where the next stage begins"
+            )
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves(outputs)):
             raise StepError(
                 f"an output of the model is computed before {self.names[-1]!r}, where the last stage begins, and not passed to it: split "
@@ -115,7 +117,9 @@ class Stage:
 
     def _begin(self, values: Any) -> Any:
         """`values`, which the stage begins with, all with values."""
-        if _get_current_dispatch_mode() is self._blanks:  # else a mode that the model entered lies above, and ours stays until the end
+        if (
+            _get_current_dispatch_mode() is self._blanks
+        ):  # else a mode that the model entered lies above, and ours stays until the end
             self._waits = False
             self._blanks.__exit__(None, None, None)
         tensors = [leaf for leaf in leaves(values) if isinstance(leaf, Tensor)]

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from easymp import Accelerator
+from easymp import Accelerator, PipelineOptions
+from easymp.errors import BatchError, EasympError, PrepareError, RefusedError, SettingError, StepError
+from easymp.strategies.cuts import balance, candidates, choose, survey
+from easymp.strategies.pipeline import Pipeline
+from easymp.strategies.schedule import split
+from easymp.strategies.stage import form_of, own_stream
 
-from .models import make, train
+from .models import WIDTH, Tied, make, train
 
 
 def trained(
@@ -34,15 +43,520 @@ def agree(ours: list[dict[str, Any]], one: dict[str, Any], rel: float = 1e-5) ->
             if not values.is_meta:
                 seen.add(name)
                 # A key's bias has no gradient but rounding, which Adam makes a step of.
-                assert name.endswith("in_proj_bias") or torch.allclose(values, one["parameters"][name], rtol=1e-3, atol=1e-4), name
+                assert name.endswith("in_proj_bias") or torch.allclose(values, one["parameters"][name], rtol=1e-3, atol=1e-4), (
+                    name
+                )
     assert seen == set(one["parameters"])
 
 
-TABLE = [(kind, steps, clip, 2) for kind in ("mlp", "tied", "idle") for steps in (1, 3) for clip in (None, 0.1)]
+# -- the numbers -------------------------------------------------------------------------------------------------------
+
+ROWS = [
+    ("mlp", "gpipe", 1, None, 2),
+    ("mlp", "1f1b", 3, 0.1, 2),
+    ("tied", "gpipe", 3, 0.1, 2),
+    ("tied", "1f1b", 1, None, 2),
+    ("idle", "gpipe", 1, 0.1, 2),
+    ("tied", "1f1b", 3, 0.1, 4),
+    ("idle", "1f1b", 1, None, 4),
+]
+MORE = [
+    (kind, schedule, steps, clip, size)
+    for kind in ("mlp", "tied", "idle")
+    for schedule in ("gpipe", "1f1b")
+    for steps in (1, 3)
+    for clip in (None, 0.1)
+    for size in (2, 4)
+]
+TABLE = [*ROWS, *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE if row not in ROWS)]
+
+
+@pytest.mark.parametrize(("kind", "schedule", "steps", "clip", "size"), TABLE)
+def test_it_trains_as_one_process(ranks, kind: str, schedule: str, steps: int, clip: float | None, size: int) -> None:
+    ours = ranks(trained, "pipeline", kind, steps, clip, "no", {"schedule": schedule}, processes=size)
+    agree(ours, trained("single", kind, steps, clip))
+
+
+@pytest.mark.parametrize(
+    ("options", "adam"),
+    [
+        ({"splits": ("blocks.0",), "microbatches": 1}, True),
+        ({"splits": ["head"], "microbatches": 5, "schedule": "1f1b"}, False),  # 24 samples in parts of 5, 5, 5, 5 and 4
+    ],
+)
+def test_options_change_no_number(ranks, options: Any, adam: bool) -> None:
+    agree(ranks(trained, "pipeline", "tied", 1, 0.1, "no", options, adam), trained("single", "tied", 1, 0.1, adam=adam))
+
+
+@pytest.mark.parametrize(("precision", "rel"), [("bf16", 0.05), ("fp16", 0.02)])
+def test_in_half_precision_as_one_process(ranks, precision: str, rel: float) -> None:
+    """Activations travel in the type they have."""
+    one = trained("single", "tied", 1, 0.1, precision)
+    for got in ranks(trained, "pipeline", "tied", 1, 0.1, precision):
+        assert got["losses"] == pytest.approx(one["losses"], rel=rel)
+        assert got["norms"] == pytest.approx(one["norms"], rel=4 * rel)
+        assert got["skipped"] == one["skipped"]
+
+
+def batch_norm(strategy: str, schedule: str) -> dict[str, Any]:
+    options = {"schedule": schedule} if strategy == "pipeline" else None
+    parts = 2 if strategy == "single" else 1
+    losses, generator = [], torch.Generator().manual_seed(7)
+    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=parts) as acc:
+        model = make("conv")
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        for _ in range(6):
+            x, y = torch.randn(24, 12, generator=generator), torch.randint(0, 5, (24,), generator=generator)
+            total = 0.0
+            for xs, ys in zip(x.chunk(parts), y.chunk(parts)):
+                with acc.accumulate(model):
+                    loss = nn.functional.cross_entropy(model(xs), ys)
+                    acc.backward(loss)
+                    total += loss.item() / parts
+                    optimizer.step()
+                    optimizer.zero_grad()
+            losses.append(total)
+        model.eval()
+        with torch.no_grad():
+            losses.append(float(model(x).square().mean()))
+        return {"losses": losses, "buffers": {k: b.clone() for k, b in model.named_buffers()}}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("kind", "steps", "clip", "size"), [*TABLE, ("tied", 3, 0.1, 4), ("mlp", 1, None, 4), ("idle", 1, 0.1, 4)])
-def test_it_trains_as_one_process(ranks, schedule: str, kind: str, steps: int, clip: float | None, size: int) -> None:
-    ours = ranks(trained, "pipeline", kind, steps, clip, "no", {"schedule": schedule}, processes=size)
-    agree(ours, trained("single", kind, steps, clip))
+def test_batch_norm_sees_a_microbatch_at_a_time_and_once(ranks, schedule: str) -> None:
+    one = batch_norm("single", schedule)
+    found = set()
+    for got in ranks(batch_norm, "pipeline", schedule):
+        assert got["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        for name, values in got["buffers"].items():
+            if not values.is_meta:
+                found.add(name)
+                assert torch.allclose(values, one["buffers"][name], rtol=1e-4, atol=1e-5), name
+    assert found == set(one["buffers"])
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+class Tower(nn.Module):
+    """Takes and gives dictionaries; a value that only the first stage computes is passed to every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(-1, 1, 12))
+        self.bias = nn.Linear(12, WIDTH)
+        self.enter = nn.Linear(12, WIDTH)
+        self.blocks = nn.ModuleList(nn.Bilinear(WIDTH, WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, 5))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, batch: dict[str, Tensor], scale: float = 1.0, mask: Tensor | None = None) -> dict[str, Any]:
+        x = batch["x"] + self.shift
+        extra = self.bias(x)
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x, extra).tanh() * scale + x
+            if mask is not None:
+                x = x * mask[:, None]  # from the inputs alone: there on every rank
+        self.calls += 1
+        return {"logits": self.last(x), "mask": mask, "top": x.argmax(1)}
+
+
+def loops(strategy: str, schedule: str) -> list[Any]:
+    """Ways to call a model that are no plain loop; what comes out of each."""
+    options = {"schedule": schedule, "splits": ("blocks.1",)} if strategy == "pipeline" else None
+    found: list[Any] = []
+    draw = torch.Generator().manual_seed(1)
+
+    def batch(rows: int) -> Tensor:
+        return torch.randn(rows, 12, generator=draw)
+
+    def grads() -> dict[str, Tensor]:
+        got = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return got
+
+    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options) as acc:
+        torch.manual_seed(0)
+        model = acc.prepare(Tower())
+        out = model({"x": batch(6)}, mask=torch.arange(6) % 2)  # a dictionary, a keyword
+        found.append((out["logits"].detach(), out["mask"], out["top"]))
+        acc.backward(out["logits"].square().mean())
+        found.append(grads())
+        acc.backward(sum(model({"x": batch(n)}, 0.5)["logits"].square().mean() for n in (5, 1)))  # two forwards, odd sizes
+        found.append(grads())
+        with acc.no_sync(model):
+            acc.backward(model({"x": batch(4)})["logits"].square().mean())
+            model({"x": batch(4)})  # its output is not used
+            with torch.no_grad():
+                model.eval()
+                found.append(model({"x": batch(3)})["logits"])
+                model.train()
+        acc.backward(model({"x": batch(4)})["logits"][1:].square().mean())
+        found.append(grads())
+        model.shift.requires_grad_(False)
+        out = model({"x": batch(4)})["logits"].relu_()
+        acc.backward(out.square().sum(), num_items=4)
+        found.append(grads())
+        loss = model({"x": batch(2)})["logits"].sum()
+        acc.backward(loss, retain_graph=True)
+        if strategy == "pipeline":
+            with pytest.raises(StepError, match="a second backward through one forward"):
+                acc.backward(loss)
+        found.append([float(acc.clip_grad_norm_(model.parameters(), 0.5, kind)) for kind in (1.0, 2.0, float("inf"))])
+        acc.clip_grad_value_(model.parameters(), 1e-3)
+        found.append(grads())
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether `a` is `b`, as far as it is here."""
+    if isinstance(a, dict):
+        return all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-6) if isinstance(a, Tensor) else a == pytest.approx(b, rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_loops_of_other_shapes(ranks, schedule: str) -> None:
+    one = loops("single", schedule)
+    ours = ranks(loops, "pipeline", schedule)
+    for got in ours:
+        for i, (a, b) in enumerate(zip(got, one, strict=True)):
+            assert same(a, b), i
+    for first, second, whole in zip(*ours, one):
+        if isinstance(whole, dict):
+            assert first.keys() | second.keys() == whole.keys()
+
+
+def dropout(schedule: str) -> tuple[Any, int, int]:
+    with Accelerator(mixed_precision="no", strategy="pipeline", strategy_options={"schedule": schedule}, seed=3) as acc:
+        layers = [layer for _ in range(2) for layer in (nn.Linear(12, 12), nn.Dropout(0.5), nn.Linear(12, 12))]
+        model = acc.prepare(nn.Sequential(*layers))
+        out = model(torch.ones(8, 12))
+        acc.backward(out.square().mean())
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        model(torch.ones(8, 12))
+        return (out.detach(), grads), int(torch.randint(1 << 40, ())), torch.initial_seed()
+
+
+def test_the_second_forward_has_the_first_ones_random_numbers(ranks) -> None:
+    once, twice = ranks(dropout, "gpipe"), ranks(dropout, "1f1b")
+    assert all(same(a[0], b[0]) for a, b in zip(once, twice))
+    assert len({a[1:] for a in [*once, *twice]}) == 1  # streams outside stay alike
+    assert once[0][0][0].unique(dim=0).shape[0] > 2  # no two micro-batches have the same mask
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+def overflow(fused: bool) -> tuple[list[bool], float, bool]:
+    """Two optimizers, so that each has parameters in one stage only; the gradient of one overflows."""
+    with Accelerator(
+        mixed_precision="fp16", strategy="pipeline", strategy_options=PipelineOptions(splits=("2",)), fused=fused
+    ) as acc:
+        model = make("mlp")
+        one, two = (torch.optim.SGD(model[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 4))
+        model, one, two = acc.prepare(model, one, two)
+        acc.backward(model(torch.randn(4, 12)).sum() / 1000)
+        before = {n: p.detach().clone() for n, p in model.named_parameters() if not p.is_meta}
+        if acc.process_index == 1:
+            model[4].weight.grad[0, 0] = float("inf")
+        one.step()
+        two.step()
+        moved = {n.split(".")[0] for n, p in model.named_parameters() if n in before and not torch.equal(p, before[n])}
+        skipped = [o.step_was_skipped for o in (one, two)]
+        states = [p for o in (one, two) for p in o.state]
+        return skipped, acc.scaler.get_scale(), "4" not in moved and not any(p.is_meta for p in states)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_overflow_in_one_stage_skips_the_step_on_all(ranks, fused: bool) -> None:
+    assert ranks(overflow, fused) == [([False, True], 32768.0, True)] * 2
+
+
+def no_gradients() -> str:
+    with Accelerator(mixed_precision="fp16", strategy="pipeline") as acc:
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        acc.backward(model(torch.randn(4, 12)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        _ = acc.scaler
+        with pytest.raises(StepError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+
+def test_a_step_without_any_gradient_is_still_an_error(ranks) -> None:
+    assert all("this optimizer has no gradients yet" in said for said in ranks(no_gradients))
+
+
+def held() -> dict[str, Any]:
+    with Accelerator(mixed_precision="no", strategy="pipeline") as acc:
+        model = make("tied")
+        whole = {name: t.clone() for name, t in make("tied").state_dict().items()}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        objects = list(model.parameters())
+        prepared, optimizer = acc.prepare(model, optimizer)
+        acc.backward(prepared(torch.randn(4, 12)).sum())
+        optimizer.step()
+        state = prepared.state_dict()
+        here = [n for n, p in model.named_parameters() if not p.is_meta]
+        with pytest.warns(UserWarning, match="no-op") if len(here) < len(objects) else pytest.warns():
+            prepared.load_state_dict(whole)
+        return {
+            "names": list(state) == list(whole),
+            "here": here,
+            "objects": all(a is b for a, b in zip(objects, model.parameters())),
+            "tied": model.head.weight is model.embed.weight,
+            "meta": all(state[n].is_meta == (n not in here) for n in dict(model.named_parameters())),
+            "states": sorted(n for n, p in model.named_parameters() if p in optimizer.state),
+            "loaded": all(torch.equal(p, whole[n]) for n, p in model.named_parameters() if n in here),
+            "grads": sorted(n for n, p in model.named_parameters() if p.grad is not None),
+            "instance": isinstance(prepared, Tied),
+        }
+
+
+def test_each_rank_keeps_its_stage_under_the_names_of_the_model(ranks) -> None:
+    first, second = ranks(held)
+    names = {n for n, _ in make("tied").named_parameters()}
+    assert set(first["here"]) | set(second["here"]) == names
+    assert set(first["here"]) & set(second["here"]) == {"embed.weight"}
+    for got in (first, second):
+        assert all(got[key] for key in ("names", "objects", "tied", "meta", "loaded", "instance"))
+        assert got["states"] == got["grads"] == sorted(got["here"])
+
+
+# -- where a model is cut ----------------------------------------------------------------------------------------------
+
+
+def cut(model: nn.Module, x: Any, stages: int, splits: tuple[str, ...] | None = None) -> Any:
+    places = candidates(model, splits or ())
+    return choose(model, survey(model, model, places, (x,), {}), splits, stages)
+
+
+def test_cuts_balance_parameters_and_leave_the_model_alone() -> None:
+    model = make("conv").train()
+    before, drawn = {k: t.clone() for k, t in model.state_dict().items()}, torch.get_rng_state()
+    found = cut(model, torch.randn(2, 12, generator=torch.Generator()), 2)
+    assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert not any("_compiled_call_impl" in vars(m) and vars(m)["_compiled_call_impl"] for m in model.modules())
+    assert found.begins == ("2.1",)
+    assert found.users["2.1.running_mean"] == (1,)
+    tied = cut(make("tied"), torch.randn(2, 12), 2)
+    assert tied.begins == ("blocks.1",)
+    assert tied.users["embed.weight"] == (0, 1)
+    idle = cut(make("idle"), torch.randn(2, 12), 3)
+    assert set(idle.users) == {n for n, _ in make("idle").named_parameters()}
+    assert all(len(stages) == 1 for stages in idle.users.values())
+
+
+def test_balance() -> None:
+    assert balance([4, 4, 4, 4], [1, 2, 3], 2) == [2]
+    assert balance([1, 1, 1, 9, 1], [1, 2, 3, 4], 3) == [3, 4]
+    assert balance([5, 5, 5], [1, 2], 3) == [1, 2]
+    assert balance([9, 1, 1], [2], 2) == [2]
+
+
+class Skip(nn.Module):
+    """What `a` computes is passed to `b`, used after it, and not passed to `c`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(12, 12) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(self.b(x)) + x
+
+
+class Looking(Skip):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(x) if x.sum() > 0 else self.b(x)
+
+
+class Writing(Skip):
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(x.shape[0], 12)
+        total += self.a(x)
+        return self.c(self.b(total))
+
+
+@pytest.mark.parametrize(("model", "splits"), [(Skip(), ("b",)), (nn.Sequential(Skip(), nn.Linear(12, 2)), ("0.b", "1"))])
+def test_a_stage_begins_where_it_is_told(model: nn.Module, splits: tuple[str, ...]) -> None:
+    assert cut(model, torch.ones(2, 12), len(splits) + 1, splits).begins == splits
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "splits", "words"),
+    [
+        (
+            Skip(),
+            3,
+            ("b", "c"),
+            "at 'c': something computed before is used at or after 'c' without being passed to 'c'. Possible: a, b",
+        ),
+        (
+            Skip(),
+            4,
+            None,
+            "would need 4 stages, one a process, but there are 2 modules at which one can begin: a, b. Start fewer",
+        ),
+        (Skip(), 2, ("d",), "splits holds 'd', and no module of this Skip has that name"),
+        (Tied(), 2, ("block.1",), r"splits holds 'block.1', and no module of this Tied has that name, did you mean 'blocks.1'\?"),
+        (Tied(), 2, ("blocks",), "a ModuleList, which is never called"),
+        (Tied(), 3, ("blocks.2", "blocks.1"), "not in the order in which forward calls them: blocks.1, blocks.2"),
+        (make("idle"), 2, ("blocks.2",), "the forward of this Idle does not call that module"),
+        (nn.Linear(12, 2), 2, None, "would need 2 stages, one a process, but there are 0 modules at which one can begin"),
+        (Looking(), 2, None, "could not be followed without values"),
+    ],
+)
+def test_where_stages_cannot_begin(model: nn.Module, stages: int, splits: tuple[str, ...] | None, words: str) -> None:
+    with pytest.raises(PrepareError, match=words):
+        cut(model, torch.ones(2, 12), stages, splits)
+
+
+def test_values_written_in_place_into_what_every_rank_has_are_refused() -> None:
+    with pytest.raises(StepError, match="writes in place"):
+        cut(Writing(), torch.ones(2, 12), 2)
+
+
+def test_memory_goes_by_the_fullest_stage() -> None:
+    model = make("tied")
+    total = sum(p.numel() for p in model.parameters())
+    there = Pipeline.layout(model, PipelineOptions(), 2, 2)
+    held_here = sum(there.weights(name, p) for name, p in model.named_parameters())
+    assert total / 2 <= held_here < 0.75 * total
+
+
+# -- small parts -------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_in_parts() -> None:
+    x = torch.arange(10).view(5, 2)
+    parts = split((x,), {"y": [x[:, 0], 3]}, 2)
+    assert [args[0].shape[0] for args, _ in parts] == [3, 2]
+    assert torch.equal(torch.cat([kwargs["y"][0] for _, kwargs in parts]), x[:, 0])
+    assert len(split((x,), {}, 9)) == 5
+    for args in ((3,), (x, x[:3]), (x[:0],)):
+        with pytest.raises(BatchError, match="cuts a batch into micro-batches along dimension 0"):
+            split(args, {}, 2)
+
+
+def test_forms_tell_calls_apart() -> None:
+    x = torch.ones(2, 3)
+    forms = [form_of(t) for t in (x, x.double(), x[:1], [x], (x,), {"x": x}, {"x": x, "y": 1}, {"x": x, "y": 1.0}, None)]
+    assert len(set(forms)) == len(forms)
+    assert form_of({"x": x, "y": None}) == form_of({"x": x + 1, "y": None})
+
+
+def test_a_stages_random_numbers_leave_the_others_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    drawn = []
+    for index in (0, 1, 0):
+        with own_stream(7, index, torch.device("cpu")):
+            drawn.append(float(torch.rand(())))
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert torch.equal(torch.rand(2), expected)
+    assert torch.initial_seed() == 5
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"splits": "blocks.1"}, "neither None nor a tuple of module names"),
+        ({"splits": ()}, "neither None nor a tuple of module names"),
+        ({"splits": ("a", "a")}, "names a module twice"),
+        ({"microbatches": 0}, "microbatches=0 is neither None nor a whole number"),
+        ({"microbatches": True}, "microbatches=True is neither"),
+        ({"schedule": "zb"}, "schedule='zb' is neither 'gpipe' nor '1f1b'"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        PipelineOptions(**options)
+
+
+def test_one_process_is_refused() -> None:
+    with pytest.raises(RefusedError, match="gives each process a stage of the model, and there is one process; start several"):
+        Accelerator(strategy="pipeline")
+
+
+class Scalar(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean()
+
+
+def refusals() -> dict[str, str]:
+    said: dict[str, str] = {}
+
+    def note(name: str, error: type[EasympError], action: Any) -> None:
+        with pytest.raises(error) as caught:
+            action()
+        said[name] = str(caught.value)
+
+    note("splits", SettingError, lambda: Accelerator(strategy="pipeline", strategy_options={"splits": ("a", "b", "c")}))
+    with Accelerator(mixed_precision="no", strategy="pipeline") as acc:
+        note("list", PrepareError, lambda: acc.prepare(nn.ModuleList([nn.Linear(1, 1)])))
+        model = acc.prepare(make("mlp"))
+
+        def join() -> None:
+            with acc.join_uneven_inputs([model]):
+                pass
+
+        note("join", RefusedError, join)
+        note("input", StepError, lambda: model(torch.ones(4, 12, requires_grad=True)))
+        scalar = acc.prepare(Scalar(nn.Linear(12, 3), nn.Linear(3, 1)))
+        note("scalar", BatchError, lambda: scalar(torch.ones(4, 12)))
+        untouched = acc.prepare(make("mlp"))
+    note("closed", StepError, lambda: model(torch.ones(4, 12)))
+    said["whole"] = str(tuple(untouched(torch.ones(4, 12)).shape))
+    with Accelerator(mixed_precision="no", strategy="pipeline") as acc:
+        note("again", PrepareError, lambda: acc.prepare(acc.unwrap_model(model)))
+    return said
+
+
+def test_refusals_have_sentences(ranks) -> None:
+    for said in ranks(refusals):
+        assert "make 4 stages, and there are 2 processes" in said["splits"]
+        assert "a ModuleList cannot be called" in said["list"]
+        assert "cannot join uneven inputs" in said["join"]
+        assert "an input of a pipelined model requires a gradient" in said["input"]
+        assert "returns a tensor of shape () for 2 samples" in said["scalar"]
+        assert "one stage of a run that has let go of it" in said["closed"]
+        assert said["whole"] == "(4, 5)"
+        assert re.search(r"parameter '\d\.(weight|bias)' is on the meta device", said["again"])
+
+
+# -- when a rank is gone -----------------------------------------------------------------------------------------------
+
+
+def gone(how: str) -> None:
+    with Accelerator(mixed_precision="no", strategy="pipeline", timeout=4) as acc:
+        model = acc.prepare(make("mlp"))
+        x = torch.ones(4, 12)
+        acc.backward(model(x).sum())
+        loss = model(x).sum()
+        if acc.process_index == 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(10)
+            return
+        acc.backward(loss)
+
+
+@pytest.mark.parametrize("how", ["killed", "away"])
+def test_a_rank_that_is_gone_is_named(ranks, how: str) -> None:
+    failure = ranks.fails(gone, how, timeout=40)[0]
+    assert failure.type == "WorldError"
+    assert "rank 0 gave up in receiving from rank 1" in failure.message
+    assert ("rank 1: no answer" if how == "killed" else "in gone") in failure.message
