@@ -88,13 +88,13 @@ def test_options_change_no_number(ranks, options: Any, adam: bool) -> None:
     agree(ranks(trained, "pipeline", "tied", 1, 0.1, "no", options, adam), trained("single", "tied", 1, 0.1, adam=adam))
 
 
-@pytest.mark.parametrize(("precision", "rel"), [("bf16", 0.05), ("fp16", 0.02)])
-def test_in_half_precision_as_one_process(ranks, precision: str, rel: float) -> None:
-    """Activations travel in the type they have."""
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_half_precision_as_one_process(ranks, precision: str) -> None:
+    """Activations travel in the type they have. In one micro-batch, for which sums overflow depends on how many samples they run over."""
     one = trained("single", "tied", 1, 0.1, precision)
-    for got in ranks(trained, "pipeline", "tied", 1, 0.1, precision):
-        assert got["losses"] == pytest.approx(one["losses"], rel=rel)
-        assert got["norms"] == pytest.approx(one["norms"], rel=4 * rel)
+    for got in ranks(trained, "pipeline", "tied", 1, 0.1, precision, {"microbatches": 1}):
+        assert got["losses"] == pytest.approx(one["losses"], rel=1e-3)
+        assert got["norms"] == pytest.approx(one["norms"], rel=1e-2)
         assert got["skipped"] == one["skipped"]
 
 
