@@ -13,7 +13,13 @@ from .errors import BatchError
 from .tree import map_leaves
 
 
-def bytes_saved(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], compute: torch.dtype | None = None) -> int:
+def bytes_saved(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    compute: torch.dtype | None = None,
+    stored: torch.dtype | None = None,
+) -> int:
     """Bytes of the distinct storages that autograd saves in ``model(*args, **kwargs)``, parameters and buffers not counted.
 
     What the kernels of a CPU save counts; a GPU's may save something else (fused attention, recurrent layers). Parts under
@@ -22,6 +28,7 @@ def bytes_saved(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 
     Args:
         compute: autocast's type, or None for no autocast. Its copies of weights are not counted.
+        stored: what floating-point parameters, buffers and inputs are converted to before; None leaves them as they are.
 
     Raises:
         BatchError: the forward cannot be followed by shapes alone.
@@ -33,7 +40,8 @@ def bytes_saved(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     def twin(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        fake = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="cpu")
+        dtype = stored if stored is not None and leaf.is_floating_point() else leaf.dtype
+        fake = torch.empty_strided(leaf.size(), leaf.stride(), dtype=dtype, device="cpu")
         if isinstance(leaf, nn.Parameter):
             return nn.Parameter(fake, leaf.requires_grad)
         return fake.requires_grad_(leaf.requires_grad)

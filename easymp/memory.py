@@ -47,6 +47,7 @@ STATES: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "sgd momentum": lambda group: 1,
 }
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
+FP32 = 4
 ROWS = ("weights", "buffers", "gradients", "states", "masters", "copies", "gathered", "reducing", "activations")
 
 Optimizer = str | int | type[torch.optim.Optimizer] | torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -59,7 +60,7 @@ class Memory:
     Attributes:
         weights: parameters, or this rank's shards of them.
         buffers: the model's buffers, whole.
-        gradients: in the type of the weights.
+        gradients: in the type of the weights, and once more in fp32 for masters.
         states: what the optimizer keeps.
         masters: fp32 master weights, where the precision keeps some beside low-precision weights.
         copies: autocast's low-precision copies of the weights of matrix layers, alive from forward to backward.
@@ -186,7 +187,7 @@ def estimate(
     module = model if isinstance(model, nn.Module) else Counted(model)
     layout: Layout = kind.layout(module, read_options(kind, options, {}), world, min(world, per_node or world))
     states = _states(optimizer, module)
-    half = _matrices(module) if policy.compute.itemsize < 4 and policy.param.itemsize == 4 else set()
+    half = _matrices(module) if policy.compute.itemsize < 4 and policy.param.itemsize == 4 and not policy.swaps else set()
     weights = gradients = kept = masters = copies = 0
     widest = 1
     for name, parameter in module.named_parameters():  # a tied one once
@@ -196,15 +197,22 @@ def estimate(
         if id(parameter) in half and size > policy.compute.itemsize:
             copies += layout.copies(name, parameter) * policy.compute.itemsize
         if parameter.requires_grad:
-            gradients += layout.gradients(name, parameter) * size
-            kept += layout.states(name, parameter) * states(parameter) * size
+            wide = FP32 if policy.masters and size < FP32 else 0
+            gradients += layout.gradients(name, parameter) * (size + wide)
+            masters += layout.states(name, parameter) * wide
+            kept += layout.states(name, parameter) * states(parameter) * (wide or size)
     notes = [layout.note] if layout.note else []
+    if policy.swaps:
+        notes.append(
+            f"layers that {policy.name} swaps keep no copies of their weights; activations are counted as under autocast, which is more"
+        )
     if not known:
         notes.append("from a count alone: what is gathered at a time is not known, and not counted")
     if activations is None and sample is not None:
         args, named = _arguments(sample)
-        cast = policy.compute if policy.compute != torch.float32 and policy.param == torch.float32 else None
-        activations = bytes_saved(module, args, named, cast)
+        autocast = policy.compute if policy.compute != torch.float32 and policy.param == torch.float32 else None
+        stored = policy.param if policy.param != torch.float32 else None
+        activations = bytes_saved(module, args, named, autocast, stored)
     if activations is None:
         notes.append("activations are not counted: pass a sample batch")
     return Memory(
@@ -280,7 +288,7 @@ def _named(known: Mapping[str, Any], name: str, what: str) -> Any:
 
 
 def _stored(parameter: Tensor, policy: Precision) -> int:
-    """Bytes of an element: fp32 precisions leave parameters as they are, others convert them."""
+    """Bytes of an element: fp32 precisions leave parameters as they are, others convert them (all, for batch-norm's are few)."""
     converts = policy.param != torch.float32 and parameter.is_floating_point()
     return policy.param.itemsize if converts else parameter.element_size()
 

@@ -105,6 +105,40 @@ def test_the_peak_of_fsdp_is_below_the_total_and_near(ranks: Ranks, options: dic
         assert total * (1 - slack) < seen <= total
 
 
+def train_with_masters(kind: str) -> dict[str, int]:
+    """Gradients are freed after a step, and are seen before it."""
+    with Accelerator(mixed_precision="O2", cpu=True) as acc:
+        model = models.make(kind)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = acc.prepare(model, optimizer)
+        acc.backward(model(torch.randn(8, 12)).square().mean())
+        half = held([p.grad for p in model.parameters() if p.grad is not None])
+        acc.clip_grad_norm_(model.parameters(), 1.0)
+        masters = [p for group in optimizer.param_groups for p in group["params"]]
+        full = held([p.grad for p in masters if p.grad is not None])
+        optimizer.step()
+        return {
+            "weights": held(list(model.parameters())),
+            "gradients": half + full,
+            "masters": held(masters),
+            "states": held([t for state in optimizer.state.values() for t in state.values() if t.ndim]),
+        }
+
+
+def test_masters_are_predicted(ranks: Ranks) -> None:
+    predicted = estimate(models.make("mlp"), precision="O2", world=2)
+    for seen in ranks(train_with_masters, "mlp"):
+        assert seen == {name: getattr(predicted, name) for name in seen}
+
+
+def test_stored_in_half_activations_are_half() -> None:
+    make, shape = FORWARDS["encoder"]
+    whole, half = (estimate(make(), precision=p, sample=torch.randn(*shape)).activations for p in ("fp32", "O3"))
+    model, x = make().half(), torch.randn(*shape, dtype=torch.float16)
+    assert half == saved_by_running(model, x, None)
+    assert half < whole
+
+
 # -- exact sums --------------------------------------------------------------------------------------------------------
 
 
