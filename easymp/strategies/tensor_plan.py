@@ -128,9 +128,11 @@ def _matched(model: nn.Module, plan: Mapping[str, Any], lenient: bool) -> list[P
     names: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     taken: dict[int, Part] = {}
     for pattern, how in plan.items():
-        word = _word(pattern, how)
         found = [n for n in names if fnmatchcase(n, pattern)]
-        if not found and not lenient:
+        if not found and lenient:
+            continue  # a model's own plan may speak of parts that its configuration left out, in words of its own
+        word = _word(pattern, how)
+        if not found:
             raise PrepareError(
                 f"the plan's {pattern!r} matches no module of this {type(model).__name__}{nearest(pattern, names)}: write names as in "
                 "model.named_modules(), with * for any part"
