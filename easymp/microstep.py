@@ -61,7 +61,9 @@ class ForeignSteps:
         if not self._clock.inside or self._clock.accumulation == 1:
             return
         held = (id(p) for group in optimizer.param_groups for p in group["params"])
-        if any(p in self._owner and p not in self._stepped_by for p in held):
+        unknown = any(p in self._owner and p not in self._stepped_by for p in held)
+        # A prepared one may hold more than it did when it was prepared: groups are added.
+        if unknown and not any(optimizer is known.optimizer or optimizer is known.given for known in self._stepped_by.values()):
             raise StepError(
                 f"{type(optimizer).__name__} stepped inside accumulate() but was not prepared: it would step at each of the "
                 f"{self._clock.accumulation} micro-batches. Pass it to prepare() and use what that returns"

@@ -184,12 +184,15 @@ class Preparation:
                     )
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
         masters = Masters(optimizer, self.masters) if self._precision.masters else None
+        why_not: str | None = None
+        fused = self._run.plan.settings.fused
+        if fused:  # before it is spread: an optimizer in its place has a class of its own
+            why_not = fuse(optimizer, [model.route.original for model in self.models])
         stepped = self.strategy.spread(optimizer)
         prepared = PreparedOptimizer(stepped, self._run.clock, self._scaler, optimizer, masters, self.sums)
         self.stepped_by.update((p, prepared) for p in held)
         self.optimizers.append(prepared)
-        if self._run.plan.settings.fused:
-            why_not = fuse(optimizer, [model.route.original for model in self.models])
+        if fused:
             self._steps["as given" if why_not else "fused"].append(why_not or f"torch's fused {kind}")
             value = ", ".join(v for v, reasons in self._steps.items() if reasons)
             reason = "; ".join(dict.fromkeys(r for reasons in self._steps.values() for r in reasons))

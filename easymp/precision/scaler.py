@@ -342,10 +342,12 @@ class Scaler:
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every group of this torch optimizer runs fused, and so reads `found_inf` on the device.
+    """Whether every group of this torch optimizer, or of one that stands in for it and says so, runs fused, and so reads `found_inf`
+    on the device.
 
     Not so SGD with momentum before its first step: torch leaves the momentum of a skipped first step uninitialised.
     """
-    if not type(optimizer).__module__.startswith("torch.optim") or not all(g.get("fused") for g in optimizer.param_groups):
+    reads = type(optimizer).__module__.startswith("torch.optim") or getattr(optimizer, "_step_supports_amp_scaling", False)
+    if not reads or not all(g.get("fused") for g in optimizer.param_groups):
         return False
-    return bool(optimizer.state) or not any(g.get("momentum") for g in optimizer.param_groups)
+    return not any(g.get("momentum") for g in optimizer.param_groups) or bool(optimizer.state)

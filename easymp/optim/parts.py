@@ -1,0 +1,123 @@
+"""Rows of tensors that the ranks share among them, and their way back into whole ones.
+
+Cut along dimension 0 as torch.chunk does (and FSDP2): ceil(length / ranks) rows each, the last ranks fewer or none. A tensor without
+dimensions is not cut: every rank has it whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..world import World
+
+ALONE = 2**20  # bytes from which a tensor is gathered where it lies; smaller ones are packed, for each collective has its cost
+AT_A_TIME = 2  # collectives under way while the next is packed
+
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns from torch 2.13 on
+
+
+def rows(length: int, rank: int, size: int) -> tuple[int, int]:
+    """First row of rank `rank`'s part of `length` rows, and how many it has."""
+    each = -(-length // size)
+    start = min(rank * each, length)
+    return start, min(each, length - start)
+
+
+def cut(tensor: Tensor, rank: int, size: int) -> Tensor:
+    """Rank `rank`'s rows, a view."""
+    return tensor.narrow(0, *rows(tensor.shape[0], rank, size)) if tensor.ndim else tensor
+
+
+def packed_at_once(tensors: Sequence[Tensor], cap: int) -> int:
+    """Elements in the buffers of a `Reunion` of `tensors`, at its peak."""
+    small = [t for t in tensors if not _alone(t)]
+    width = max((t.element_size() for t in small), default=1)
+    return min(sum(t.numel() for t in small), (AT_A_TIME + 1) * cap // width)
+
+
+def _alone(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() >= ALONE and tensor.is_contiguous()
+
+
+class Reunion:
+    """Makes tensors whole, in place, of which each rank has its own rows right. Calling it is a collective.
+
+    Args:
+        tensors: shapes and dtypes are the same on all ranks.
+        cap: bytes of whole tensors that are packed into one collective.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], world: World, cap: int) -> None:
+        self._world = world
+        self._transfers: list[tuple[Callable[..., Iterator[None]], Any]] = []
+        small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.ndim == 0 or tensor.numel() == 0:
+                continue
+            if tensor.is_complex():
+                tensor = torch.view_as_real(tensor)
+            if _alone(tensor):
+                even = tensor.shape[0] % world.size == 0
+                self._transfers.append((self._even if even else self._ragged, tensor))
+            else:
+                small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for alike in small.values():
+            bucket: list[Tensor] = []
+            held = 0
+            for tensor in alike:
+                held += tensor.numel() * tensor.element_size()
+                if bucket and held > cap:
+                    self._transfers.append((self._packed, bucket))
+                    bucket, held = [], tensor.numel() * tensor.element_size()
+                bucket.append(tensor)
+            self._transfers.append((self._packed, bucket))
+
+    def __call__(self) -> None:
+        under_way: deque[Iterator[None]] = deque()
+        with torch.no_grad(), self._world.explained("the gathering of parameters"):
+            for transfer, what in self._transfers:
+                running = transfer(what)
+                next(running)
+                under_way.append(running)
+                if len(under_way) > AT_A_TIME:
+                    next(under_way.popleft(), None)
+            for running in under_way:
+                next(running, None)
+
+    # Each starts its collective, and when it is asked again waits for the end. Bytes travel, so that any dtype can.
+
+    def _even(self, tensor: Tensor) -> Iterator[None]:
+        flat = tensor.view(-1).view(torch.uint8)
+        work = _gather(flat, flat.chunk(self._world.size)[self._world.rank], async_op=True)
+        yield
+        work.wait()
+
+    def _ragged(self, tensor: Tensor) -> Iterator[None]:
+        parts = [cut(tensor, rank, self._world.size) for rank in range(self._world.size)]
+        works = [
+            dist.broadcast(part.view(-1).view(torch.uint8), rank, async_op=True)
+            for rank, part in enumerate(parts)
+            if part.numel()
+        ]
+        yield
+        for work in works:
+            work.wait()
+
+    def _packed(self, tensors: list[Tensor]) -> Iterator[None]:
+        size, rank = self._world.size, self._world.rank
+        room = [-(-t.shape[0] // size) * t[0].numel() for t in tensors]  # elements of the largest part
+        whole = tensors[0].new_empty(size, sum(room))
+        parts = [cut(t, rank, size).reshape(-1) for t in tensors]
+        torch._foreach_copy_([here[: part.numel()] for here, part in zip(whole[rank].split(room), parts)], parts)
+        work = _gather(whole.view(-1).view(torch.uint8), whole[rank].view(torch.uint8), async_op=True)
+        yield
+        work.wait()
+        # Only the last parts fall short, so that all parts in a row begin with the whole tensor.
+        columns = zip(tensors, whole.split(room, dim=1))
+        torch._foreach_copy_(tensors, [c.reshape(-1)[: t.numel()].view(t.shape) for t, c in columns])

@@ -1,0 +1,407 @@
+"""An optimizer whose state is spread over the ranks (ZeRO-1); parameters and gradients stay whole on every rank.
+
+Each rank has a twin of the user's optimizer, which knows only this rank's rows of each parameter. They are views: the twin's step
+writes into the whole parameters, and what the other ranks have written is gathered afterwards.
+
+What torch's optimizers do element by element runs on plain tensors, in every implementation (fused, foreach). Any other class may
+look at whole matrices (Muon does), so its twin steps on DTensors, in which norms and products mean those of the whole matrix.
+From outside, the states are DTensors either way, so that a checkpoint of them can be read by another number of ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import RefusedError, StepError, WorldError
+from ..tree import map_leaves
+from ..world import World
+from .fused import fill_momentum
+from .parts import Reunion, cut
+
+ELEMENTWISE = {
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adadelta),
+    *(torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop),
+}
+HOOKS = (
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
+OWN = {"param_groups", "state", "defaults", "step", *HOOKS}  # what the scan for other references to parameters passes by
+
+_taken: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers that have a sharded one in their place
+
+
+class _Part:
+    """A parameter, and what the twin has of it.
+
+    Attributes:
+        whole: the parameter, outside of autograd.
+        shard: this rank's rows, as the twin's parameter.
+        place: where the whole one's memory began when it was cut.
+    """
+
+    __slots__ = ("parameter", "place", "shard", "whole")
+
+    def __init__(self, parameter: Tensor, shard: Tensor) -> None:
+        self.parameter, self.shard = parameter, shard
+        self.whole = parameter.detach()
+        self.place = parameter.data_ptr()
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Steps in place of `given`, whose param groups stay the ones to read and write; a step is a collective.
+
+    `given` can no longer step itself. What state it has, or is loaded into it, moves to the shards; its hooks fire here.
+
+    Args:
+        given: the user's optimizer, on whole parameters.
+        cap: bytes that are packed into one collective.
+        frozen: ids of the parameters whose gradients nobody averages.
+
+    Raises:
+        RefusedError: an optimizer that cannot do with parts of its parameters, or has been given to a run before.
+    """
+
+    def __init__(self, given: torch.optim.Optimizer, world: World, cap: int, frozen: Collection[int]) -> None:
+        _check(given)
+        self.given = given
+        self._world, self._cap, self._frozen = world, cap, frozen
+        self._plain = type(given) in ELEMENTWISE
+        self._parts: dict[int, _Part] = {}
+        self._meshes: dict[str, Any] = {}
+        self._stepped: list[int] = []  # ids of the parameters of the last step
+        self._reunion = Reunion((), world, cap)
+        for name in HOOKS:
+            setattr(self, name, vars(given)[name])  # the same ones: hooks that are registered later with either fire, too
+        self._patch_step_function()  # torch's own __init__ would build param groups and state a second time
+        self._twin = _twin(given)
+        self._follow()
+        given.register_step_pre_hook(_refuse_alone)
+        _taken.add(given)
+
+    # -- the twin -----------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Give the twin the param groups and the state that `given` has now."""
+        before = len(self._parts)
+        groups = self.given.param_groups
+        mine = self._twin.param_groups
+        mine += ({} for _ in groups[len(mine) :])
+        for theirs, own in zip(groups, mine):
+            own.update(theirs)
+            own["params"] = [self._part(p).shard for p in theirs["params"]]
+        if self.given.state:
+            for parameter, state in self.given.state.items():
+                if isinstance(parameter, Tensor):
+                    self._twin.state[self._part(parameter).shard] = map_leaves(lambda v, p=parameter: self._cut(p, v), state)
+                else:
+                    self._twin.state[parameter] = state
+            self.given.state.clear()
+        if len(self._parts) != before:
+            fill_momentum(self._twin)
+
+    def _lead(self) -> None:
+        """Show in `given`'s groups what the twin has written into its own."""
+        for theirs, own in zip(self.given.param_groups, self._twin.param_groups):
+            theirs.update((name, value) for name, value in own.items() if name != "params")
+
+    def _part(self, parameter: Tensor) -> _Part:
+        part = self._parts.get(id(parameter))
+        if part is not None and part.place == parameter.data_ptr():
+            return part
+        new = _Part(parameter, self._shard(parameter, parameter.detach()).requires_grad_(parameter.dtype.is_floating_point))
+        if part is not None:  # `p.data = …` and its like: other memory
+            if part.shard in self._twin.state:
+                self._twin.state[new.shard] = self._twin.state.pop(part.shard)
+            self._stepped = []
+        self._parts[id(parameter)] = new
+        return new
+
+    def _shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """This rank's rows of `whole` as the twin wants them, a view."""
+        here = cut(whole, self._world.rank, self._world.size)
+        return here if self._plain else self._distributed(here, parameter, whole)
+
+    def _cut(self, parameter: Tensor, value: Any) -> Any:
+        """This rank's part of an entry of a whole state, a copy."""
+        if not isinstance(value, Tensor):
+            return value
+        if hasattr(value, "full_tensor"):
+            value = value.full_tensor()
+        if value.ndim == 0 and (self._plain or parameter.ndim):
+            return value.clone()
+        value = value.to(parameter.device)
+        if self._plain:
+            return (cut(value, self._world.rank, self._world.size) if value.shape == parameter.shape else value).clone()
+        rowwise = value.ndim and parameter.ndim and value.shape[0] == parameter.shape[0]
+        here = cut(value, self._world.rank, self._world.size) if rowwise else value
+        return self._distributed(here.clone(), parameter, value, bool(rowwise))
+
+    def _distributed(self, here: Tensor, parameter: Tensor, whole: Tensor, rowwise: bool = True) -> Tensor:
+        from torch.distributed.device_mesh import init_device_mesh  # half a second that most runs have no use for
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        kind = parameter.device.type
+        if kind not in self._meshes:
+            self._meshes[kind] = init_device_mesh(kind, (self._world.size,))
+        placement = Shard(0) if rowwise and whole.ndim else Replicate()
+        return DTensor.from_local(
+            here, self._meshes[kind], [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update on all ranks together; `closure` is called once, before it.
+
+        Raises:
+            StepError: gradients that are sparse, or were not averaged; an optimizer that cannot run on DTensors; after the run.
+            WorldError: another rank is missing or elsewhere.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not dist.is_initialized():
+            raise StepError(
+                "this optimizer's state is in shards of a run that has ended: step before close(), or build a new one"
+            )
+        self._follow()
+        parts = self._take_gradients()
+        try:
+            self._step_twin()
+        finally:
+            for part in parts:
+                part.shard.grad = None
+        self._lead()
+        self._gather(parts)
+        if hasattr(vars(self.given).get("step"), "_wrapped_by_lr_sched"):
+            self.given._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look there for the order of calls
+        return loss
+
+    def _take_gradients(self) -> list[_Part]:
+        parts = []
+        for group in self.given.param_groups:
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                shape = tuple(parameter.shape)
+                if grad.is_sparse:
+                    raise StepError(
+                        f"the parameter of shape {shape} has a sparse gradient, and zero1 cuts dense ones only: make its embedding with "
+                        "sparse=False, or use strategy='ddp'"
+                    )
+                if id(parameter) in self._frozen:
+                    raise StepError(
+                        f"the parameter of shape {shape} has a gradient but had requires_grad=False when its model was prepared: no rank "
+                        "averages it. Switch it on before prepare() (free_memory() lets you prepare anew)"
+                    )
+                part = self._parts[id(parameter)]
+                part.shard.grad = self._shard(parameter, grad)
+                parts.append(part)
+        if self._world.debug:
+            count = self._world.gather_objects(len(parts))
+            if len(set(count)) > 1:
+                raise WorldError(f"the ranks step on different numbers of gradients ({count}): all must have the same ones")
+        return parts
+
+    def _step_twin(self) -> None:
+        # torch's own protocol for fused optimizers under a loss scale.
+        told = {name: vars(self)[name] for name in ("found_inf", "grad_scale") if name in vars(self)}
+        vars(self._twin).update(told)
+        step = type(self._twin).step
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__  # global hooks have been called with this optimizer
+        try:
+            step(self._twin)
+        except RuntimeError as error:  # NotImplementedError is one
+            if self._plain or not any(
+                sign in str(error).lower() for sign in ("dtensor", "sharding strategy", "sharding propagation")
+            ):
+                raise
+            raise StepError(
+                f"{type(self.given).__name__} cannot step on sharded parameters ({str(error).splitlines()[0]}): use strategy='ddp'"
+            ) from error
+        finally:
+            for name in told:
+                del vars(self._twin)[name]
+
+    def _gather(self, parts: list[_Part]) -> None:
+        stepped = [id(part.parameter) for part in parts]
+        if stepped != self._stepped:
+            self._reunion = Reunion([part.whole for part in parts], self._world, self._cap)
+            self._stepped = stepped
+        self._reunion()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch's word for an optimizer that reads `found_inf`."""
+        return type(self._twin).__module__.startswith("torch.optim")
+
+    # -- what an optimizer has ----------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.given.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.given.defaults
+
+    @property
+    def state(self) -> Mapping[Any, dict[str, Any]]:  # type: ignore[override]
+        """Whole parameter → its state; what is cut is a DTensor that shares the shard's memory. To be read, not filled."""
+        return States(self)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.given.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """On all ranks; the parameters are a prepared model's."""
+        self.given.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state in torch's layout, in host memory, on every rank: a plain optimizer can load it. A collective."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        self._follow()
+        packed = self._twin.state_dict()
+        order = [p for group in self.param_groups for p in group["params"]]
+        packed["state"] = {
+            i: map_leaves(lambda v, p=order[i]: self._whole(p, v), state) if isinstance(i, int) else state
+            for i, state in packed["state"].items()
+        }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            packed = after(self, packed) or packed
+        return packed
+
+    def _whole(self, parameter: Tensor, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if hasattr(value, "full_tensor"):
+            return value.full_tensor().cpu()
+        if self._is_cut(parameter, value):
+            whole = value.new_empty(parameter.shape)
+            cut(whole, self._world.rank, self._world.size).copy_(value)
+            Reunion([whole], self._world, self._cap)()
+            return whole.cpu()
+        return value.detach().cpu().clone()
+
+    def _is_cut(self, parameter: Tensor, value: Tensor) -> bool:
+        return bool(self._plain and value.ndim and parameter.ndim and value.shape == self._parts[id(parameter)].shard.shape)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's part of a whole state, as `state_dict` of this or of a plain optimizer gives it.
+
+        Raises:
+            ValueError: it has other param groups.
+        """
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        self._follow()
+        order = [p for group in self.param_groups for p in group["params"]]
+        named = dict(zip((i for group in state_dict["param_groups"] for i in group["params"]), order))
+        parts = {
+            i: map_leaves(lambda v, p=named[i]: self._cut(p, v), state) if i in named else state
+            for i, state in state_dict["state"].items()
+        }
+        self._twin.load_state_dict({**state_dict, "state": parts})
+        self._lead()
+        fill_momentum(self._twin)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_twin", "given") or name.startswith("__"):
+            raise AttributeError(name)
+        value = getattr(self._twin, name)
+        if callable(value):
+            raise AttributeError(
+                f"{type(self.given).__name__}.{name}() would act on this rank's shards only: it is not available under zero1"
+            )
+        return value
+
+    def __repr__(self) -> str:
+        return f"Sharded({self.given!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StepError("a sharded optimizer can be neither pickled nor copied: keep its state_dict()")
+
+
+class States(Mapping[Any, dict[str, Any]]):
+    """The states of a `ShardedOptimizer` by whole parameters."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, key: Any) -> dict[str, Any]:
+        it = self._optimizer
+        part = it._parts.get(id(key))
+        state = it._twin.state[key if part is None else part.shard] if key in self else {}
+        if part is None or not it._plain:
+            return state
+
+        def shown(value: Any) -> Any:
+            return it._distributed(value, key, key) if isinstance(value, Tensor) and it._is_cut(key, value) else value
+
+        return map_leaves(shown, state)
+
+    def __contains__(self, key: object) -> bool:
+        part = self._optimizer._parts.get(id(key))
+        return (key if part is None else part.shard) in self._optimizer._twin.state
+
+    def __iter__(self) -> Iterator[Any]:
+        wholes = {id(part.shard): part.parameter for part in self._optimizer._parts.values()}
+        return iter([wholes.get(id(key), key) for key in self._optimizer._twin.state])
+
+    def __len__(self) -> int:
+        return len(self._optimizer._twin.state)
+
+
+def _twin(given: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer like `given`, without parameters, state and hooks. Never by its constructor, which may want anything."""
+    twin: torch.optim.Optimizer = object.__new__(type(given))
+    vars(twin).update(vars(given))
+    vars(twin).pop("step", None)  # a scheduler's, that calls `given`
+    vars(twin).update((name, OrderedDict()) for name in HOOKS)
+    twin.param_groups = []
+    twin.state = defaultdict(dict)
+    return twin
+
+
+def _check(given: torch.optim.Optimizer) -> None:
+    kind = type(given).__name__
+    if given in _taken:
+        raise RefusedError(
+            f"this {kind} was prepared before, and its state went into shards: build a new one (load_state_dict takes the state_dict "
+            "of the one that prepare returned)"
+        )
+    if any(group.get("differentiable") for group in given.param_groups):
+        raise RefusedError(
+            f"{kind}(differentiable=True) keeps a graph through its step, which the gathering of shards cuts: use 'ddp'"
+        )
+    held = {id(p) for group in given.param_groups for p in group["params"]}
+    for name, value in vars(given).items():
+        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,)
+        if name not in OWN and any(isinstance(item, torch.optim.Optimizer) or id(item) in held for item in items):
+            raise RefusedError(
+                f"{kind} holds parameters or another optimizer in .{name}, beside its param groups, and under zero1 each rank steps on "
+                "a part of each parameter: use strategy='ddp'"
+            )
+
+
+def _refuse_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise StepError(
+            f"this {type(optimizer).__name__} was prepared under zero1, and its state is in shards: step what prepare() returned"
+        )

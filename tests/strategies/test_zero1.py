@@ -1,0 +1,539 @@
+"""zero1 on real processes: the numbers of one process, a part of the states on each rank, and what is in the way of them."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from easymp import Accelerator, DistributedDataParallelKwargs, memory
+from easymp.errors import RefusedError, StepError
+from easymp.optim import parts
+
+from .models import STEPS, make, train
+
+UNUSED = {"find_unused_parameters": True}
+
+
+class Normalised(torch.optim.Optimizer):
+    """Looks at whole parameters: a step of the gradient's direction, with momentum and in the parameter's own size (as LARS)."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["mean"] = torch.zeros_like(p)
+                    state["mean"].mul_(0.5).add_(p.grad)
+                    p.add_(state["mean"] * (p.norm() + 0.1) / (state["mean"].norm() + 1e-8), alpha=-group["lr"] / group["count"])
+
+    def look(self) -> int:
+        return self.calls
+
+
+class MyAdamW(torch.optim.AdamW):
+    """A subclass may do anything, so its states are DTensors."""
+
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw of two groups": lambda p: torch.optim.AdamW(
+        [{"params": [x for x in p if x.ndim > 1], "weight_decay": 0.1}, {"params": [x for x in p if x.ndim < 2], "lr": 0.003}],
+        lr=0.01,
+    ),
+    "adamw plain": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True),
+    "a subclass of adamw": lambda p: MyAdamW(p, lr=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.001),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.001),
+    "normalised": lambda p: Normalised(p, lr=0.1),
+    "muon": lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], lr=0.02),
+}
+
+
+def trained(strategy: str, kind: str, steps: int, clip: float | None, precision: str = "no", adam: bool = True) -> dict[str, Any]:
+    options = UNUSED if kind == "idle" else None
+    with Accelerator(
+        mixed_precision=precision, strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps
+    ) as acc:
+        return train(acc, kind, clip, adam)
+
+
+def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
+    assert a["losses"] == pytest.approx(b["losses"], rel=rel)
+    assert a["norms"] == pytest.approx(b["norms"], rel=rel)
+    assert a["lr"] == b["lr"]
+    assert a["skipped"] == b["skipped"]
+    assert a["parameters"].keys() == b["parameters"].keys()
+
+
+# -- the numbers -------------------------------------------------------------------------------------------------------
+
+
+TABLE = [(kind, steps, clip, 2) for kind in ("mlp", "tied", "idle") for steps in (1, 3) for clip in (None, 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "clip", "size"), [*TABLE, ("tied", 3, 0.1, 4), ("mlp", 1, None, 4), ("idle", 3, None, 4)]
+)
+def test_it_trains_as_one_process(ranks, kind: str, steps: int, clip: float | None, size: int) -> None:
+    one = trained("single", kind, steps, clip)
+    results = ranks(trained, "zero1", kind, steps, clip, processes=size)
+    for got in results:
+        agree(got, one)
+        assert got["kinds"] == ["Parameter"]
+        for name, values in one["parameters"].items():
+            # A key's bias has no gradient but rounding, which Adam makes a step of.
+            assert name.endswith("in_proj_bias") or torch.allclose(got["parameters"][name], values, rtol=1e-3, atol=1e-4), name
+            assert torch.equal(got["parameters"][name], results[0]["parameters"][name]), name
+
+
+@pytest.mark.parametrize("kind", ["mlp", "idle"])
+def test_with_momentum(ranks, kind: str) -> None:
+    agree(ranks(trained, "zero1", kind, 3, 0.1, "no", False)[0], trained("single", kind, 3, 0.1, adam=False))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_batch_norm_as_in_ddp(ranks, steps: int, clip: float | None) -> None:
+    """Each rank normalises by its own samples, so one process computes something else."""
+    ours, theirs = (ranks(trained, strategy, "conv", steps, clip) for strategy in ("zero1", "ddp"))
+    for a, b in zip(ours, theirs):
+        agree(a, b)
+        for name, values in b["buffers"].items():
+            assert torch.allclose(a["buffers"][name], values, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["mlp", "conv", "tied"])
+def test_in_half_precision_as_in_ddp(ranks, precision: str, kind: str) -> None:
+    ours, theirs = (ranks(trained, strategy, kind, 1, 0.1, precision)[0] for strategy in ("zero1", "ddp"))
+    agree(ours, theirs, rel=1e-3)
+
+
+def optimized(strategy: str, which: str, kind: str = "tied", steps: int = STEPS) -> dict[str, Any]:
+    with Accelerator(mixed_precision="no", strategy=strategy) as acc, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = make(kind)
+        if kind == "mlp":
+            model.gain = nn.Parameter(torch.ones(()))
+            model.register_forward_hook(lambda module, _, out: out * module.gain)
+        model, optimizer = acc.prepare(model, OPTIMIZERS[which](list(model.parameters())))
+        generator = torch.Generator().manual_seed(7)
+        losses = []
+        for _ in range(steps):
+            x, y = torch.randn(24, 12, generator=generator), torch.randint(0, 5, (24,), generator=generator)
+            x, y = (t.chunk(acc.num_processes)[acc.process_index] for t in (x, y))
+            loss = nn.functional.cross_entropy(model(x), y)
+            acc.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(acc.reduce(loss.detach(), "mean")))
+        state = optimizer.state_dict()
+        seen = [v for per in optimizer.state.values() for v in per.values() if isinstance(v, Tensor) and v.ndim]
+        return {
+            "losses": losses,
+            "state": state,
+            "parameters": [p.detach().clone() for p in model.parameters()],
+            "kinds": sorted({type(v).__name__ for v in seen}),
+            "reason": acc.plan.optimizer.reason,
+        }
+
+
+@pytest.mark.parametrize("which", OPTIMIZERS)
+def test_every_optimizer_steps_as_in_one_process(ranks, which: str) -> None:
+    rel = {"muon": 2e-3, "rprop": 1e-3}.get(which, 1e-5)  # Muon's products are in bf16; Rprop asks for signs of rounding
+    one = optimized("single", which)
+    for got in ranks(optimized, "zero1", which):
+        assert got["losses"] == pytest.approx(one["losses"], rel=rel)
+        assert got["kinds"] in ([], ["DTensor"])
+        assert got["reason"] == one["reason"]
+
+
+@pytest.mark.parametrize("which", ["adamw", "sgd with momentum", "adagrad", "a subclass of adamw", "normalised"])
+def test_shards_without_a_row_and_a_parameter_without_dimensions(ranks, which: str) -> None:
+    """The last of 4 ranks has no row of a bias of 5, nor of what lies in only 2 rows."""
+    one = optimized("single", which, "mlp")
+    for got in ranks(optimized, "zero1", which, "mlp", processes=4):
+        assert got["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        for a, b in zip(got["parameters"], one["parameters"]):
+            assert torch.allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+# -- the memory --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "size"), [("tied", 2), ("tied", 4), ("mlp", 2), ("conv", 4)])
+def test_a_rank_holds_its_part_of_the_states(ranks, kind: str, size: int) -> None:
+    model = make(kind)
+    total = sum(p.numel() for p in model.parameters())
+    results = ranks(trained, "zero1", kind, 1, None, processes=size)
+    held = [got["states"] for got in results]
+    assert sum(held) == 2 * total  # AdamW's two
+    assert [got["shards"] for got in results] == [total] * size
+    told = memory.estimate(model, strategy="zero1", world=size)
+    assert 4 * max(held) == pytest.approx(told.states, rel=0.1)
+    assert told.weights == told.gradients == 4 * total
+
+
+# -- gathering ---------------------------------------------------------------------------------------------------------
+
+
+def reunited(alone: int, cap: int) -> list[bool]:
+    parts.ALONE, before = alone, parts.ALONE
+    try:
+        with Accelerator(mixed_precision="no", strategy="ddp") as acc:
+            torch.manual_seed(0)
+            wholes = [
+                torch.randn(8, 3),
+                torch.randn(7, 2, 5),
+                torch.randn(6, 3, 4, 4).to(memory_format=torch.channels_last),
+                torch.randn(3).bfloat16(),
+                torch.randn(9, 4).double(),
+                torch.randn(5, 2, dtype=torch.complex64),
+                torch.randint(0, 9, (11, 3), dtype=torch.int16),
+                torch.randn(0, 3),
+                torch.randn(()),
+                torch.randn(1, 6),
+            ]
+            mine = [torch.full_like(w, 99) for w in wholes]
+            mine[8].copy_(wholes[8])
+            for own, whole in zip(mine, wholes):
+                parts.cut(own, acc.process_index, acc.num_processes).copy_(parts.cut(whole, acc.process_index, acc.num_processes))
+            parts.Reunion(mine, acc._world, cap)()
+            return [torch.equal(own, whole) for own, whole in zip(mine, wholes)]
+    finally:
+        parts.ALONE = before
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("alone", "cap"), [(2**20, 2**20), (2**20, 100), (2**20, 1), (1, 1), (100, 200)])
+def test_parts_come_together(ranks, alone: int, cap: int, size: int) -> None:
+    """In place, even and ragged, and packed in one bucket or several, whatever the dtype and the memory format."""
+    for got in ranks(reunited, alone, cap, processes=size):
+        assert got == [True] * 10
+
+
+def test_rows_are_cut_as_torch_does() -> None:
+    for length in range(1, 12):
+        for size in (1, 2, 3, 4, 8):
+            chunks = [*torch.arange(length).chunk(size), *[torch.arange(0)] * size][:size]
+            assert [parts.cut(torch.arange(length), r, size).tolist() for r in range(size)] == [c.tolist() for c in chunks]
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+def overflow(which: str, fused: bool) -> list[Any]:
+    with Accelerator(mixed_precision="fp16", strategy="zero1", fused=fused) as acc:
+        model = make("tied")
+        model, optimizer = acc.prepare(model, OPTIMIZERS[which](list(model.parameters())))
+        said = []
+        for bad in (True, False, True):
+            before = [p.detach().clone() for p in model.parameters()]
+            states = [v.to_local().clone() for per in optimizer.state.values() for v in per.values() if v.ndim]
+            acc.backward(model(torch.randn(4, 12)).sum() / 1000)
+            if bad and acc.process_index == 1:
+                model.embed.weight.grad.view(-1)[0] = float("inf")  # in rank 0's rows
+            optimizer.step()
+            optimizer.zero_grad()
+            moved = any(not torch.equal(p, b) for p, b in zip(model.parameters(), before))
+            after = [v.to_local() for per in optimizer.state.values() for v in per.values() if v.ndim]
+            kept = not states or all(torch.equal(a, b) for a, b in zip(after, states))
+            said.append((acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved, kept))
+        return said
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("which", ["adamw", "sgd with momentum", "adagrad", "a subclass of adamw"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, which: str, fused: bool) -> None:
+    for first, second, third in ranks(overflow, which, fused):
+        assert first == (True, 32768.0, False, True)
+        assert second[:3] == (False, 32768.0, True)
+        assert third == (True, 16384.0, False, True)
+
+
+def waits() -> bool:
+    """Whether a fused step under fp16 reads its flag on the device, as under ddp."""
+    from easymp.precision.scaler import takes_found_inf
+
+    with Accelerator(mixed_precision="fp16", strategy="zero1") as acc:
+        model = make("mlp")
+        _, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
+        return not takes_found_inf(optimizer.optimizer)
+
+
+def test_a_fused_step_does_not_wait_for_the_flag(ranks) -> None:
+    assert ranks(waits) == [False, False]
+
+
+def hooks() -> dict[str, Any]:
+    with Accelerator(mixed_precision="no", strategy="zero1") as acc, warnings.catch_warnings():
+        warnings.simplefilter("error")  # a scheduler that thinks the optimizer has not stepped
+        model = make("mlp")
+        given = torch.optim.AdamW(model.parameters(), lr=0.1)
+        seen: list[str] = []
+        wholes: list[bool] = []
+        given.register_step_pre_hook(lambda o, a, k: seen.append("pre"))
+        given.register_step_post_hook(lambda o, a, k: wholes.append(o.param_groups[0]["params"][0] is model[0].weight))
+        schedule = torch.optim.lr_scheduler.StepLR(given, 1, 0.5)
+        view, optimizer = acc.prepare(model, given)
+        optimizer.register_step_post_hook(lambda o, a, k: seen.append("post"))
+        given.register_state_dict_post_hook(lambda o, s: seen.append("state"))
+        optimizer.register_load_state_dict_pre_hook(lambda o, s: seen.append("load"))
+        moved = []
+        for _ in range(2):
+            acc.backward(view(torch.ones(2, 12)).sum())
+            before = model[0].bias.detach().clone()
+            optimizer.step()
+            moved.append(float((model[0].bias.detach() - before).abs().max()))
+            schedule.step()
+        given.param_groups[0]["lr"] = 0.0
+        before = model[0].bias.detach().clone()
+        given.param_groups[0]["weight_decay"] = 0.0
+        optimizer.step(lambda: seen.append("closure"))
+        still = torch.equal(before, model[0].bias)
+        optimizer.load_state_dict(optimizer.state_dict())
+        with pytest.raises(StepError) as alone:
+            given.step()
+        with pytest.raises(StepError) as copied:
+            copy.deepcopy(optimizer.optimizer)
+        return {
+            "seen": seen,
+            "wholes": wholes,
+            "moved": moved,
+            "still": still,
+            "alone": str(alone.value),
+            "copied": str(copied.value),
+        }
+
+
+def test_hooks_schedulers_and_closures(ranks) -> None:
+    for got in ranks(hooks):
+        assert got["seen"] == ["pre", "post", "pre", "post", "pre", "closure", "post", "state", "load", "pre"]
+        assert got["wholes"] == [True, True, True]
+        assert got["moved"][0] == pytest.approx(0.1, rel=0.05) and got["moved"][1] == pytest.approx(0.05, rel=0.05)
+        assert got["still"]
+        assert "step what prepare() returned" in got["alone"]
+        assert "keep its state_dict()" in got["copied"]
+
+
+def own_words() -> dict[str, Any]:
+    with Accelerator(mixed_precision="no", strategy="zero1") as acc:
+        model = make("mlp")
+        given = Normalised(model.parameters(), 0.1)
+        view, optimizer = acc.prepare(model, given)
+        for _ in range(2):
+            acc.backward(view(torch.ones(2, 12)).sum())
+            optimizer.step()
+        with pytest.raises(AttributeError) as caught:
+            optimizer.look()
+        return {"count": given.param_groups[0]["count"], "calls": optimizer.calls, "method": str(caught.value)}
+
+
+def test_what_an_optimizer_notes_in_its_groups_and_on_itself(ranks) -> None:
+    for got in ranks(own_words):
+        assert got["count"] == got["calls"] == 2
+        assert "Normalised.look() would act on this rank's shards only" in got["method"]
+
+
+def many(strategy: str) -> list[Tensor]:
+    """Two models; an optimizer over parts of both, one prepared later; a group added; a parameter whose memory is exchanged."""
+    with Accelerator(mixed_precision="no", strategy=strategy, gradient_accumulation_steps=2) as acc:
+        first, second = make("tied"), nn.Linear(5, 3)
+        bodies = [p for n, p in first.named_parameters() if not n.startswith("blocks.2")]
+        late = [p for n, p in first.named_parameters() if n.startswith("blocks.2")]
+        one = torch.optim.SGD(bodies, lr=0.1, momentum=0.9)
+        two = torch.optim.AdamW([second.weight], lr=0.01)
+        a, b, one = acc.prepare(first, second, one)
+        two = acc.prepare(two)
+        one.add_param_group({"params": late, "lr": 0.05})
+        two.param_groups[0]["params"].append(second.bias)  # behind everyone's back
+        generator = torch.Generator().manual_seed(1)
+        for step in range(8):
+            x = torch.randn(8, 12, generator=generator).chunk(acc.num_processes)[acc.process_index]
+            with acc.accumulate():
+                acc.backward(b(a(x)).square().mean())
+                acc.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.5)
+                for optimizer in (one, two):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if step == 3:
+                first.embed.weight.data = first.embed.weight.data.clone()
+        return [p.detach().clone() for p in [*first.parameters(), *second.parameters()]]
+
+
+def test_two_models_two_optimizers_and_groups_that_come_later(ranks) -> None:
+    one = many("single")
+    for got in ranks(many, "zero1"):
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(got, one))
+
+
+# -- states that come and go -------------------------------------------------------------------------------------------
+
+
+def steps_of(acc: Accelerator, model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+    for i in range(first, last):
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(i)).chunk(acc.num_processes)[acc.process_index]
+        acc.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def handed_on(strategy: str, which: str, how: str, saved: Any = None) -> tuple[Any, list[Tensor]]:
+    """Three steps, then the state goes through `how`, then three more."""
+    with Accelerator(mixed_precision="no", strategy=strategy) as acc:
+        model = make("mlp")
+        given = OPTIMIZERS[which](list(model.parameters()))
+        if how == "had state":  # on whole parameters, before prepare
+            for i in range(3):
+                model(torch.randn(8, 12, generator=torch.Generator().manual_seed(i))).square().mean().backward()
+                given.step()
+                given.zero_grad()
+            view, optimizer = acc.prepare(model, given)
+        elif how == "loads":
+            model.load_state_dict(saved["model"])
+            view, optimizer = acc.prepare(model, given)
+            optimizer.load_state_dict(saved["optimizer"])
+        else:
+            view, optimizer = acc.prepare(model, given)
+            steps_of(acc, view, optimizer, 0, 3)
+        state = {
+            "model": {k: v.clone() for k, v in model.state_dict().items()},
+            "optimizer": copy.deepcopy(optimizer.state_dict()),
+        }
+        steps_of(acc, view, optimizer, 3, 6)
+        return state, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("which", ["adamw", "sgd with momentum", "adagrad", "a subclass of adamw", "normalised"])
+def test_state_moves_between_plain_and_sharded(ranks, which: str) -> None:
+    saved, end = handed_on("single", which, "steps")
+    sharded = ranks(handed_on, "zero1", which, "steps", processes=4)
+    for state, values in sharded:
+        assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(values, end))
+        for i, per in saved["optimizer"]["state"].items():
+            assert state["optimizer"]["state"][i].keys() == per.keys()
+            for key, value in per.items():
+                ours = state["optimizer"]["state"][i][key]
+                assert type(ours) is type(value)
+                assert not isinstance(value, Tensor) or torch.allclose(ours, value, rtol=1e-3, atol=1e-5), (i, key)
+        assert state["optimizer"]["param_groups"] == saved["optimizer"]["param_groups"]
+    loads = [*ranks(handed_on, "zero1", which, "loads", saved), handed_on("single", which, "loads", sharded[0][0])]
+    loads += ranks(handed_on, "zero1", which, "had state")
+    for _, values in loads:
+        assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(values, end))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"'zero1' shards optimizer states over processes, and there is one; start several"):
+        Accelerator(strategy="zero1")
+
+
+def refusals() -> dict[str, str]:
+    said = {}
+    with Accelerator(mixed_precision="no", strategy="zero1", kwargs_handlers=[DistributedDataParallelKwargs()]) as acc:
+        model = make("mlp")
+        model[0].late = nn.Linear(2, 2).requires_grad_(False)
+        square, sparse = nn.Linear(4, 4, bias=False), nn.Embedding(5, 3, sparse=True)
+        view, square, lookup = acc.prepare(model, square, sparse)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapping = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapping.base = inner  # type: ignore[attr-defined]
+        for name, optimizer in {
+            "lbfgs": torch.optim.LBFGS(model.parameters()),
+            "wrapping": wrapping,
+            "differentiable": torch.optim.SGD(model.parameters(), lr=0.1, differentiable=True),
+        }.items():
+            with pytest.raises(RefusedError) as caught:
+                acc.prepare(optimizer)
+            said[name] = str(caught.value)
+        optimizer = acc.prepare(inner)
+        with pytest.raises(RefusedError) as caught:
+            with acc.join_uneven_inputs([view]):
+                pass
+        said["join"] = str(caught.value)
+        model[0].late.requires_grad_(True)
+        (view(torch.ones(2, 12)).sum() + model[0].late(torch.ones(2)).sum()).backward()
+        cases = {"late": optimizer}
+        lookup(torch.tensor([1, 2])).sum().backward()
+        cases["sparse"] = acc.prepare(torch.optim.SGD(sparse.parameters(), lr=0.1))
+        square(torch.ones(1, 4)).sum().backward()
+        cases["no rule"] = acc.prepare(torch.optim.Adafactor(square.parameters()))
+        for name, one in cases.items():
+            with pytest.raises(StepError) as failed:
+                one.step()
+            said[name] = str(failed.value)
+    with pytest.raises(StepError) as failed:
+        optimizer.step()
+    said["closed"] = str(failed.value)
+    with Accelerator(mixed_precision="no", strategy="zero1") as acc, pytest.raises(RefusedError) as caught:
+        acc.prepare(model, inner)
+    said["again"] = str(caught.value)
+    return said
+
+
+def test_refusals_have_sentences(ranks) -> None:
+    words = {
+        "lbfgs": r"LBFGS holds parameters or another optimizer in \._params",
+        "wrapping": r"SGD holds parameters or another optimizer in \.base",
+        "differentiable": r"differentiable=True\) keeps a graph",
+        "join": "'zero1' cannot join uneven inputs",
+        "late": r"shape \(2, 2\) has a gradient but had requires_grad=False",
+        "sparse": r"shape \(5, 3\) has a sparse gradient",
+        "no rule": "Adafactor cannot step on sharded parameters",
+        "closed": "shards of a run that has ended",
+        "again": "was prepared before, and its state went into shards",
+    }
+    for said in ranks(refusals):
+        assert said.keys() == words.keys()
+        for name, pattern in words.items():
+            assert re.search(pattern, said[name]), said[name]
+
+
+def unlike_gradients() -> None:
+    with Accelerator(mixed_precision="no", strategy="zero1", debug=True) as acc:
+        model = make("mlp")
+        view, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        acc.backward(view(torch.ones(2, 12)).sum())
+        if acc.process_index:
+            model[0].weight.grad = None
+        optimizer.step()
+
+
+def test_ranks_with_other_gradients_are_told_in_debug_mode(ranks) -> None:
+    for failure in ranks.fails(unlike_gradients):
+        assert "the ranks step on different numbers of gradients ([6, 5])" in failure.message
+
+
+def twice() -> list[dict[str, Any]]:
+    return [trained("zero1", "tied", 1, 0.1), optimized("zero1", "normalised"), trained("zero1", "tied", 1, 0.1)]
+
+
+def test_another_accelerator_afterwards(ranks) -> None:
+    for first, _, second in ranks(twice):
+        agree(first, second)
