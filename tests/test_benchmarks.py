@@ -42,3 +42,11 @@ def test_import_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_call_path(monkeypatch: pytest.MonkeyPatch) -> None:
     told = run("call_path", monkeypatch=monkeypatch)
     assert "easymp, backward" in told
+
+
+@pytest.mark.parametrize("only", ["single", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_strategies(only: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "strategies.md"
+    told = run("strategies", "--size", "tiny", "--rounds", "2", "--only", only, "--out", str(out), monkeypatch=monkeypatch)
+    assert f"| {only}, " in told
+    assert out.read_text() == told

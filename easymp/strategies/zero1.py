@@ -29,8 +29,9 @@ class ZeRO1(DDP):
     that is packed into one gathering of small parameters.
 
     In place, beside what ddp does: the state of the user's optimizer moves into shards, and the optimizer takes a hook that
-    refuses to step by itself. `step` and `state_dict` of the prepared optimizer are collectives: all ranks call them. Optimizers that keep parameters beside their param groups (LBFGS) are refused. Optimizers that are not torch's run on
-    DTensors.
+    refuses to step by itself. `step` and `state_dict` of the prepared optimizer are collectives: all ranks call them. Optimizers
+    that keep parameters beside their param groups (LBFGS) are refused. Optimizers that are not torch's, Muon and Adafactor run on
+    DTensors; one that DTensor has no rules for (Adafactor) is refused at its first step.
     """
 
     name: ClassVar[str] = "zero1"
@@ -38,7 +39,6 @@ class ZeRO1(DDP):
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         super().__init__(world, options)
-        self._ranks = world
         self._cap = int(options.bucket_cap_mb * 2**20)
         self._frozen: set[int] = set()  # ids of parameters whose gradients, should there be some, nobody averages
 
@@ -62,7 +62,7 @@ class ZeRO1(DDP):
         return module
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return ShardedOptimizer(optimizer, self._ranks, self._cap, self._frozen)
+        return ShardedOptimizer(optimizer, self._world, self._cap, self._frozen)
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         raise RefusedError(
