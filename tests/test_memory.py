@@ -193,6 +193,7 @@ def test_offloaded_shards_are_not_on_the_device() -> None:
 
 def test_ddp_with_buckets_of_its_own() -> None:
     assert estimate(Odd(), world=2, options={"gradient_as_bucket_view": False}).reducing == TRAINED * F32
+    assert estimate(Odd(), world=2, options={"comm_hook": "power_sgd"}).reducing == TRAINED * F32  # the errors it feeds back
 
 
 def test_autocast_copies_the_weights_of_matrix_layers() -> None:

@@ -56,7 +56,8 @@ class DDP:
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         buckets = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return Layout(reducing=0 if options.gradient_as_bucket_view else buckets)
+        errors = options.low_rank and options.comm_state_option.get("use_error_feedback", True)  # PowerSGD's, of each element
+        return Layout(reducing=buckets * ((not options.gradient_as_bucket_view) + errors))
 
     def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
         _check(model, self._options, manner)
