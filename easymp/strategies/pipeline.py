@@ -76,11 +76,17 @@ class Pipeline:
     Weights that several stages use (a tied embedding) lie on each of these, and get the sum of the gradients: by a hook on the parameter,
     and an average over these ranks after each backward that is not under `no_sync`.
 
+    Gradients of low-precision parameters add up in their own type under accumulation, without fp32 sums; precisions with fp32 masters are
+    refused.
+
     A stage draws random numbers from a stream of its own, seeded at each call from the one that all ranks share.
     """
 
     name: ClassVar[str] = "pipeline"
     Options: ClassVar[type] = PipelineOptions
+    whole: ClassVar[bool] = True
+    masters: ClassVar[bool] = False  # optimizers take them before it shows which parameters are here
+    sums = False  # likewise
     data_rank = 0
     data_size = 1
     data_group = None
@@ -209,6 +215,9 @@ class Pipeline:
     def force_sync(self, model: nn.Module) -> Iterator[None]:
         with _of(model).summing(True):
             yield
+
+    def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
+        raise AssertionError("no sums are kept for it")
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         raise RefusedError(
