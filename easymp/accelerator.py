@@ -342,7 +342,7 @@ class Accelerator(Collectives):
         if self._clock.sync:
             called = not self._prepared.models
             for model in self._prepared.models:
-                called |= model.route.called
+                called |= model.route.called or model.route.local
                 model.route.called = False
             if not called:
                 warnings.warn(

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from .strategies.local_sgd import Alone
+
 
 class Route:
     """How a prepared model is called.
@@ -24,14 +26,16 @@ class Route:
         original: the user's module.
         module: what the strategy made of it.
         called: whether it has been called since the last reduced backward.
+        local: whether its gradients stay with this rank, however it is called.
     """
 
-    __slots__ = ("called", "module", "original")
+    __slots__ = ("called", "local", "module", "original")
 
     def __init__(self, original: nn.Module, module: nn.Module) -> None:
         self.original = original
         self.module = module
         self.called = False
+        self.local = isinstance(module, Alone)
 
 
 def make_view(

@@ -97,7 +97,8 @@ class Processes:
         )
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has come here."""
+        """Return when every process has come here. What ranks did alone (strategy "local_sgd") is made one."""
+        self._world.settle()
         self._world.barrier()
 
     def print(self, *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ shuffle, unless `set_epoch` said otherwise. Inside a pass, `state_dict` says whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,7 @@ class PreparedLoader:
         differ: bool,
         device: torch.device | None,
         non_blocking: bool = True,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.loader = source.loader
         self.batch_size = batch_size
@@ -54,6 +55,7 @@ class PreparedLoader:
         self._given, self._source, self._clock, self._rank = given, source, clock, rank
         self._differ = differ  # batches have no common size
         self._device, self._non_blocking = device, non_blocking
+        self._at_end = at_end  # called when a pass has come to its end, and was not left before
         self._surplus = 0
         self._pass: object | None = None  # the running pass
         self._next_epoch: int | None = None  # set_epoch, while a pass runs
@@ -157,6 +159,7 @@ class PreparedLoader:
                 if mark is not None:
                     source.passed(mark)
                 yield batch
+            self._at_end()
         finally:
             self._clock.leave(self)
             if self._pass is me:

@@ -78,6 +78,7 @@ def prepare_loader(
         differ=differ,
         device=placed,
         non_blocking=config.non_blocking,
+        at_end=world.settle,
     )
 
 

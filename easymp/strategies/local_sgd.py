@@ -1,25 +1,197 @@
-"""local_sgd: being built."""
+"""local_sgd: every rank trains alone; models are averaged after every k-th update (Stich, 2018, arXiv:1805.09767).
+
+Gradients are not communicated, which pays off where the connection is slow. Clipping is by this rank's own norm, and what an
+optimizer remembers (momentum, Adam's moments) stays this rank's. Under a loss scale all ranks skip a step if one overflowed, so
+that their counts stay the same. With ``every=1`` and plain SGD it is ddp.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from ..protocols import Facts, Refusal
-from .single import Single
+import torch
+from torch import Tensor, nn
+
+from ..errors import EasympWarning, RefusedError, SettingError
+from ..protocols import Facts, Layout, Manner, Refusal
+from ..world import World
 
 
 @dataclass(frozen=True)
 class LocalSGDOptions:
-    """Options of strategy "local_sgd"."""
+    """Options of strategy "local_sgd".
+
+    Attributes:
+        every: updates of an optimizer from one averaging to the next.
+    """
+
+    every: int = 8
+
+    def __post_init__(self) -> None:
+        check_every("every", self.every)
 
 
-class LocalSGD(Single):
-    """Being built."""
+def check_every(name: str, every: Any) -> None:
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise SettingError(f"{name}={every!r} is not a whole number of updates of at least 1")
+
+
+class LocalTraining:
+    """The model, under autocast, on every rank for itself.
+
+    Averaged are the parameters of a prepared optimizer and the floating-point buffers of the models that they are of: after every
+    `every`-th of its updates (skipped ones do not count), when a pass over a prepared loader has come to its end, and in
+    `wait_for_everyone`. So models are equal on all ranks after a pass; where training ends in the middle of one, call
+    `wait_for_everyone` before using the model. Every rank must make as many updates as the others.
+
+    In place: parameters and buffers take rank 0's values when wrapped; each optimizer gets a hook (``register_step_post_hook``), which
+    is removed when the run lets go of it.
+    """
 
     name: ClassVar[str] = "local_sgd"
     Options: ClassVar[type] = LocalSGDOptions
+    data_group = None
+    whole: ClassVar[bool] = True
+    masters: ClassVar[bool] = False  # parameters are averaged, and masters would not know
+    sums = True
+
+    def __init__(self, world: World, options: LocalSGDOptions) -> None:
+        self.data_rank, self.data_size = world.rank, world.size
+        self._world = world
+        self._every = options.every
+        self._models: list[nn.Module] = []
+        self._turns: list[Turn] = []
+        world.settling.append(self._settle)
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:
-        return Refusal("strategy 'local_sgd' is being built", "use 'auto'")
+        if facts.world_size == 1:
+            return Refusal(
+                "strategy 'local_sgd' averages models over processes, and there is one",
+                "start several (`easymp launch --processes N script.py`), or use 'auto'",
+            )
+        return None
+
+    @staticmethod
+    def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
+        return Layout()
+
+    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+        if manner.place:
+            model.to(self._world.device)
+        model = manner.policy.convert(model)
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                if tensor.numel():
+                    tensor.copy_(self._world.broadcast(tensor))
+        self._models.append(model)
+        module = manner.policy.forward(model, self._world.device)
+        manner.compile(module)
+        return Alone(module)
+
+    def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        self._turns.append(Turn(optimizer, self))
+        return optimizer
+
+    def stepped(self, turn: Turn) -> None:
+        """An optimizer has updated its parameters on this rank; on the others, too."""
+        turn.updates += 1
+        if turn.updates == self._every:
+            self._average(turn)
+
+    def _average(self, turn: Turn) -> None:
+        turn.updates = 0
+        held = [p for group in turn.optimizer.param_groups for p in group["params"]]
+        mine = {id(p) for p in held}
+        models = [m for m in self._models if any(id(p) in mine for p in m.parameters())]
+        average([*held, *(b for m in models for b in m.buffers())], self._world)
+
+    def _settle(self) -> None:
+        for turn in self._turns:
+            if turn.updates:
+                self._average(turn)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
+        pass
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        raise RefusedError(
+            "strategy 'local_sgd' cannot join uneven inputs: models are averaged after as many updates on every rank. Keep "
+            "even_batches=True, or use strategy='ddp'"
+        )
+
+    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
+        left = max((turn.updates for turn in self._turns), default=0)
+        for turn in self._turns:
+            turn.hook.remove()
+        self._turns.clear()
+        self._models.clear()
+        if left:
+            warnings.warn(
+                f"the run lets go of models that are not the same on all ranks: they were trained for {left} updates since they were last "
+                "averaged. Call wait_for_everyone() after the last update, or read a prepared loader to its end",
+                EasympWarning,
+                stacklevel=2,
+            )
+        return alone
+
+
+class Turn:
+    """An optimizer, and how many updates it has made since its parameters were averaged."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, strategy: LocalTraining) -> None:
+        self.optimizer = optimizer
+        self.updates = 0
+        self._strategy = strategy
+        self.hook = optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # A fused optimizer is told of an overflow on the device, and its step runs all the same; any other one does not step at all.
+        found = getattr(optimizer, "found_inf", None)
+        if found is None or not found.item():
+            self._strategy.stepped(self)
+
+
+class Alone(nn.Module):
+    """Calls a module whose gradients no other rank waits for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+@torch.no_grad()
+def average(tensors: Iterable[Tensor], world: World) -> None:
+    """Replace floating-point and complex tensors by their mean over the ranks, in place; half-precision ones are summed in fp32.
+
+    Others, such as counters, stay as they are.
+    """
+    summed: list[Tensor] = []
+    narrow: list[tuple[Tensor, Tensor]] = []
+    for tensor in {id(t): t for t in tensors}.values():
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if not values.is_floating_point() or not values.numel():
+            continue
+        if values.element_size() < 4:
+            narrow.append((values, values.float()))
+            values = narrow[-1][1]
+        summed.append(values)
+    world.average_(summed)
+    for values, mean in narrow:
+        values.copy_(mean)

@@ -21,7 +21,7 @@ class Registry(Mapping[str, type[Strategy]]):
         "hsdp": ("hsdp", "HSDP"),
         "tensor_parallel": ("tensor_parallel", "TensorParallel"),
         "pipeline": ("pipeline", "Pipeline"),
-        "local_sgd": ("local_sgd", "LocalSGD"),
+        "local_sgd": ("local_sgd", "LocalTraining"),
     }
 
     def __getitem__(self, name: str) -> type[Strategy]:

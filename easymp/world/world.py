@@ -13,7 +13,7 @@ import importlib
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -63,6 +63,7 @@ class World:
         self.timeout = timeout
         self.debug = debug
         self.backend: str | None = None
+        self.settling: list[Callable[[], None]] = []  # see `settle`
         self.owned = False  # whether we started the process group, and so end it
         self._store: dist.Store | None = None
         self._watch: Watch | None = None
@@ -197,6 +198,11 @@ class World:
         self._connect(self._store)
 
     # -- collectives --------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """All ranks are at one point of the program: make one what each did alone since the last time."""
+        for act in self.settling:
+            act()
 
     def barrier(self) -> None:
         """Wait until every rank is here. On gloo a missing rank is named."""

@@ -1,0 +1,259 @@
+"""local_sgd and LocalSGD on real processes: models that go their own ways, and are averaged when they should be."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from easymp import Accelerator, LocalSGD, LocalSGDOptions
+from easymp.errors import EasympWarning, RefusedError, SettingError
+
+from .models import make, train, whole
+
+
+def same(acc: Accelerator, tensors: Any) -> bool:
+    """Whether these are the same on all ranks."""
+    rows = acc.gather(torch.cat([t.detach().flatten() for t in tensors])[None])
+    return bool((rows == rows[0]).all())
+
+
+def trained(strategy: str, kind: str, steps: int = 1, precision: str = "no", options: Any = None) -> dict[str, Any]:
+    with Accelerator(
+        mixed_precision=precision, strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps
+    ) as acc:
+        return train(acc, kind, None, adam=False)
+
+
+@pytest.mark.parametrize(("kind", "steps", "size"), [("mlp", 1, 2), ("tied", 3, 2), ("idle", 1, 2), ("mlp", 2, 4)])
+def test_averaged_after_each_update_it_is_one_process(ranks, kind: str, steps: int, size: int) -> None:
+    """A mean of parameters is linear in the gradients, momenta included."""
+    one = trained("single", kind, steps)
+    for got in ranks(trained, "local_sgd", kind, steps, "no", {"every": 1}, processes=size):
+        assert got["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        for name, values in one["parameters"].items():
+            assert torch.allclose(got["parameters"][name], values, rtol=1e-4, atol=1e-6), name
+
+
+# -- when models are averaged ------------------------------------------------------------------------------------------
+
+
+def spreads(every: int, precision: str, fused: bool | None = None) -> list[list[bool]]:
+    """After each of 7 updates, and after a meeting: whether parameters, and buffers, are the same on all ranks."""
+    found = []
+    with Accelerator(mixed_precision=precision, strategy="local_sgd", strategy_options={"every": every}, fused=fused) as acc:
+        model = nn.Sequential(make("mlp"), nn.BatchNorm1d(5))
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        generator = torch.Generator().manual_seed(acc.process_index)
+        for step in range(8):
+            if step == 7:
+                acc.wait_for_everyone()
+            else:
+                acc.backward(model(torch.randn(4, 12, generator=generator)).square().mean() / 100)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([same(acc, model.parameters()), same(acc, [model[1].running_mean])])
+    return found
+
+
+@pytest.mark.parametrize(("precision", "fused"), [("no", None), ("bf16", None), ("fp16", True), ("fp16", False)])
+def test_models_are_averaged_after_every_third_update(ranks, precision: str, fused: bool | None) -> None:
+    for found in ranks(spreads, 3, precision, fused):
+        assert found == [[(i % 3 == 2) or i == 7] * 2 for i in range(8)]
+
+
+def two_rates() -> tuple[list[bool], list[bool]]:
+    """Two optimizers, the second of which steps every other time."""
+    with Accelerator(mixed_precision="no", strategy="local_sgd", strategy_options=LocalSGDOptions(every=2)) as acc:
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        first, second, fast, slow = acc.prepare(
+            first, second, torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.SGD(second.parameters(), lr=0.1)
+        )
+        alike: tuple[list[bool], list[bool]] = [], []
+        for step in range(8):
+            acc.backward(second(first(torch.full((2, 4), acc.process_index + step + 1.0))).square().mean())
+            fast.step()
+            if step % 2:
+                slow.step()
+            for model, list_ in zip((first, second), alike):
+                list_.append(same(acc, [model.weight]))
+            fast.zero_grad()
+            slow.zero_grad()
+        return alike
+
+
+def test_each_optimizer_counts_its_own_updates(ranks) -> None:
+    for first, second in ranks(two_rates):
+        assert first == [False, True] * 4
+        assert second == [True, False, False, True, True, False, False, True]
+
+
+def passes(leave: bool) -> tuple[bool, str]:
+    data = TensorDataset(torch.randn(40, 12, generator=torch.Generator().manual_seed(1)))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with Accelerator(mixed_precision="bf16", strategy="local_sgd", strategy_options={"every": 100}) as acc:
+            model = make("mlp")
+            model, optimizer, loader = acc.prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=4)
+            )
+            for i, (x,) in enumerate(loader):
+                acc.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if leave and i == 2:
+                    break
+            alike = same(acc, model.parameters())
+        optimizer.optimizer.step()  # the run is over: this rank's own business
+    return alike, " ".join(str(w.message) for w in seen if w.category is EasympWarning)
+
+
+def test_a_pass_ends_with_an_averaging(ranks) -> None:
+    assert ranks(passes, False) == [(True, "")] * 2
+
+
+def test_a_run_that_ends_between_two_averagings_says_so(ranks) -> None:
+    for alike, words in ranks(passes, True):
+        assert not alike
+        assert "they were trained for 3 updates since they were last averaged. Call wait_for_everyone()" in words
+
+
+def overflow(fused: bool | None) -> list[bool]:
+    """Of four steps, the second overflows on rank 1; averaged after every second update."""
+    with Accelerator(mixed_precision="fp16", strategy="local_sgd", strategy_options={"every": 2}) as acc:
+        model = make("mlp")
+        mine = acc.is_main_process if fused is None else fused
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=mine, foreach=False))
+        found = []
+        for step in range(5):
+            loss = model(torch.full((2, 12), 1.0 + acc.process_index)).square().mean() / 100
+            acc.backward(loss * (torch.inf if step == 1 and acc.process_index == 1 else 1))
+            optimizer.step()
+            found.append(acc.optimizer_step_was_skipped)
+            optimizer.zero_grad()
+            found.append(same(acc, model.parameters()))
+        return found
+
+
+@pytest.mark.parametrize("fused", [True, False, None])
+def test_skipped_steps_do_not_count_on_any_rank(ranks, fused: bool | None) -> None:
+    """Also where one rank's optimizer is fused, and so steps without an effect, and another's is not."""
+    for found in ranks(overflow, fused):
+        assert found == [False, False, True, False, False, True, False, False, False, True]
+
+
+def starts() -> tuple[list[float], list[float], str]:
+    with Accelerator(mixed_precision="no", strategy="local_sgd") as acc:
+        torch.manual_seed(acc.process_index)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model[1].running_mean.fill_(acc.process_index + 1.0)
+        model.register_buffer("low", torch.full((2,), 1.0 + acc.process_index, dtype=torch.bfloat16))
+        model = acc.prepare(model)
+        return model[0].weight.flatten().tolist(), [float(model[1].running_mean[0]), float(model.low[0])], repr(type(model))
+
+
+def test_all_start_from_rank_0s_values(ranks) -> None:
+    zero, one = ranks(starts)
+    assert zero == one
+    assert zero[1] == [1.0, 1.0]
+
+
+def detour() -> int:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for precision in ("no", "bf16"):
+            with Accelerator(mixed_precision=precision, strategy="local_sgd") as acc:
+                model = acc.prepare(make("mlp"))
+                acc.backward(model(torch.ones(1, 12)).sum())
+                acc.backward(model.forward(torch.ones(1, 12)).sum())
+        return len([w for w in seen if w.category is EasympWarning])
+
+
+def test_gradients_that_nobody_averages_are_no_news(ranks) -> None:
+    assert ranks(detour) == [0, 0]
+
+
+def uneven() -> None:
+    with Accelerator(strategy="local_sgd", mixed_precision="no") as acc:
+        model = acc.prepare(make("mlp"))
+        with acc.join_uneven_inputs([model]):
+            pass
+
+
+def test_refusals(ranks) -> None:
+    with pytest.raises(RefusedError, match=r"'local_sgd' averages models over processes, and there is one; start several"):
+        Accelerator(strategy="local_sgd")
+    for every in (0, 1.5, True, "8"):
+        with pytest.raises(SettingError, match="is not a whole number of updates of at least 1"):
+            LocalSGDOptions(every)
+    for failure in ranks.fails(uneven):
+        assert failure.type == "RefusedError"
+        assert "cannot join uneven inputs" in failure.message
+
+
+# -- the peer's block --------------------------------------------------------------------------------------------------
+
+
+def block(every: int, enabled: bool, steps: int, strategy: str | None = None, precision: str = "no") -> tuple[list[bool], Any]:
+    with Accelerator(mixed_precision=precision, gradient_accumulation_steps=steps, strategy=strategy) as acc:
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        generator = torch.Generator().manual_seed(5)
+        alike = []
+
+        def look() -> None:
+            alike.append(same(acc, model.parameters()))
+
+        def update() -> None:
+            x = torch.randn(8, 12, generator=generator).chunk(acc.num_processes)[acc.process_index]
+            with acc.accumulate(model):
+                acc.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+        with LocalSGD(accelerator=acc, model=model, local_sgd_steps=every, enabled=enabled) as local_sgd:
+            for _ in range(5):
+                update()
+                local_sgd.step()
+                look()
+            assert local_sgd.num_steps == 5
+        look()
+        if steps == 1:
+            update()  # ddp again
+        look()
+        return alike, [whole(p) for p in model.parameters()]
+
+
+def test_the_block_averages_every_second_step_and_at_its_end(ranks) -> None:
+    for precision in ("no", "bf16"):
+        for alike, _ in ranks(block, 2, True, 1, None, precision):
+            assert alike == [False, True, False, True, False, True, True]
+
+
+def test_a_disabled_block_is_ddp(ranks) -> None:
+    for alike, parameters in ranks(block, 2, False, 1):
+        assert all(alike)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(parameters, block(2, True, 1)[1]))
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_averaged_after_each_step_the_block_is_ddp(ranks, steps: int) -> None:
+    one = block(1, True, steps)[1]
+    for alike, parameters in ranks(block, 1, True, steps):
+        assert all(alike)
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(parameters, one))
+
+
+def test_where_the_block_has_no_place(ranks) -> None:
+    assert ranks.fails(refused_block, "local_sgd")[0].type == "RefusedError"
+    assert "strategy='ddp'" in ranks.fails(refused_block, "fsdp")[0].message
+    with pytest.raises(SettingError, match="local_sgd_steps=0 is not a whole number"):
+        block(0, True, 1)
+
+
+def refused_block(strategy: str) -> None:
+    block(2, True, 1, strategy)
