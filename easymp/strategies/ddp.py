@@ -36,11 +36,12 @@ class DDP:
     Options: ClassVar[type] = DistributedDataParallelKwargs
     whole: ClassVar[bool] = True
     masters: ClassVar[bool] = True
-    sums = True
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self.data_rank, self.data_size = world.rank, world.size
         self.data_group = None
+        # Compressed gradients travel by hooks of backward, so under accumulation they are summed where they are, in their own type.
+        self.sums = options.comm_hook in ("no", "fp32")
         self._world = world
         self._options = options
 

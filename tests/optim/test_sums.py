@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator
+from easymp import Accelerator, DistributedDataParallelKwargs
 from easymp.errors import RefusedError, StepError
 
 from ..strategies.models import make, whole
@@ -204,3 +204,19 @@ def test_sparse_gradients_are_refused() -> None:
         model = acc.prepare(nn.Embedding(4, 2, sparse=True).to(BF16))
         with acc.accumulate(model), pytest.raises(StepError, match="sparse gradient"):
             acc.backward(model(torch.tensor([1])).float().sum())
+
+
+def hooked(hook: str) -> tuple[bool, list[Tensor | None]]:
+    options = DistributedDataParallelKwargs(comm_hook=hook)
+    with Accelerator(strategy="ddp", strategy_options=options, gradient_accumulation_steps=2, mixed_precision="no") as acc:
+        acc.prepare(make("mlp").to(BF16))
+        on = acc._prepared.sums.on
+    return on, window("ddp", "mlp", BF16, 3, options=options)
+
+
+def test_compressed_gradients_go_their_own_way(ranks) -> None:
+    one = window("single", "mlp", BF16, 3)
+    for hook, wanted in (("no", True), ("fp32", True), ("bf16", False)):
+        on, got = ranks(hooked, hook)[0]
+        assert on == wanted
+        assert off(got, one) < 0.02
