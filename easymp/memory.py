@@ -199,7 +199,7 @@ def estimate(
         if parameter.requires_grad:
             wide = FP32 if policy.masters and size < FP32 else 0
             gradients += layout.gradients(name, parameter) * (size + wide)
-            masters += layout.weights(name, parameter) * wide
+            masters += layout.weights(name, parameter) * wide  # whole where weights are: states alone are cut (zero1)
             kept += layout.states(name, parameter) * states(parameter) * (wide or size)
     notes = [layout.note] if layout.note else []
     if policy.swaps:
