@@ -3,6 +3,7 @@
     python examples/char_gpt.py                     one process
     python examples/char_gpt.py --processes 2       two; the same batch, divided
     python examples/char_gpt.py --accumulation 4    the same batch, in four parts
+    python examples/char_gpt.py --processes 2 --strategy fsdp    sharded; or zero1, tensor_parallel, pipeline ...
 
 Two optimizers: Muon for the matrices inside the blocks, AdamW for the rest, each with a scheduler. Windows end with their file, so
 batches hold different numbers of characters; `backward(loss_sum, num_items=n)` gives every character the same weight all the
@@ -12,6 +13,7 @@ same, whatever the number of processes and of accumulation steps.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Iterable
@@ -24,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from easymp import Accelerator, DataLoaderConfiguration, tqdm
+from easymp.strategies import STRATEGIES
 
 WINDOW, WIDTH, HEADS, BLOCKS = 128, 128, 4, 3
 SYMBOLS = 128  # ASCII; anything else becomes "?"
@@ -102,6 +105,8 @@ def unigram(training: Tensor, validation: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", choices=["auto", "fp32", "bf16", "fp16"], default="auto")
+    parser.add_argument("--strategy", choices=["auto", *STRATEGIES], default="auto", help="how the model is spread")
+    parser.add_argument("--options", type=json.loads, metavar="JSON", help="of the strategy, such as '{\"shard_size\": 2}'")
     parser.add_argument("--processes", type=int, default=1, help="on this machine")
     parser.add_argument("--steps", type=int, default=300, help="updates")
     parser.add_argument("--batch-size", type=int, default=32, help="windows in one update, over all processes")
@@ -113,6 +118,8 @@ def main() -> None:
     Accelerator.launch(processes=args.processes)  # starts this script on each process; does nothing for one
     acc = Accelerator(
         mixed_precision=args.precision,
+        strategy=args.strategy,
+        strategy_options=args.options,
         gradient_accumulation_steps=args.accumulation,
         seed=args.seed,
         dataloader_config=DataLoaderConfiguration(split_batches=True),  # a loader's batch is divided among the processes

@@ -1,4 +1,4 @@
-"""examples/char_gpt.py: it learns, and learns enough in its default number of steps."""
+"""examples/char_gpt.py: it learns, learns enough in its default number of steps, and learns the same in every strategy."""
 
 from __future__ import annotations
 
@@ -6,20 +6,53 @@ import re
 
 import pytest
 
+from easymp.strategies import STRATEGIES
+
 from ..conftest import Ranks
 from .run import number, run, within
 
 SCRIPT = "examples/char_gpt.py"
+FP32 = ("--precision", "fp32")
+SHORT = (*FP32, "--steps", "20", "--batch-size", "8", "--windows", "32")
+
+# Strategies for one process are not here. Processes, further arguments, and by how much the loss may differ from one process's.
+SPREAD: dict[str, tuple[int, tuple[str, ...], float]] = {
+    "ddp": (2, (), 1e-3),
+    "zero1": (2, (), 1e-3),
+    "fsdp": (2, (), 1e-3),
+    "hsdp": (4, ("--options", '{"shard_size": 2}'), 1e-3),
+    "tensor_parallel": (2, (), 1e-3),
+    "pipeline": (2, (), 1e-3),
+    "local_sgd": (2, ("--options", '{"every": 2}'), 0.05),
+}
 
 
 def test_a_few_updates_with_accumulation_on_two_processes(ranks: Ranks) -> None:
-    printed, silent = ranks(
-        within, SCRIPT, "--steps", "3", "--batch-size", "8", "--accumulation", "2", "--precision", "fp32", "--windows", "64"
-    )
+    printed, silent = ranks(within, SCRIPT, *FP32, "--steps", "3", "--batch-size", "8", "--accumulation", "2", "--windows", "64")
     assert "2 per device × 2 processes × 2 accumulation = 8" in printed
     assert silent == ""
     assert 2.5 < number("validation", printed) < 6
     assert "characters/s" in printed
+
+
+_alone: list[float] = []
+
+
+# One in `make test`: the one that shows most.
+@pytest.mark.parametrize("strategy", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in SPREAD])
+def test_a_strategy_changes_no_number(ranks: Ranks, strategy: str) -> None:
+    if not _alone:
+        _alone.append(number("validation", ranks(within, SCRIPT, *SHORT, processes=1)[0]))
+    processes, more, bound = SPREAD[strategy]
+    printed, *silent = ranks(within, SCRIPT, *SHORT, "--strategy", strategy, *more, processes=processes)
+    assert f"strategy      {strategy}" in printed
+    assert "= 8\n" in printed
+    assert set(silent) == {""}
+    assert number("validation", printed) == pytest.approx(_alone[0], abs=bound + 1e-9)
+
+
+def test_every_strategy_is_tried() -> None:
+    assert {*SPREAD, "single", "data_parallel"} == set(STRATEGIES)
 
 
 @pytest.mark.slow
