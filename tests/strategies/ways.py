@@ -28,11 +28,12 @@ class Way:
 
 
 # `test_matrix` sees to it that each strategy of the registry is here.
+UNUSED = {"idle": {"find_unused_parameters": True}}  # torch's reducer waits for every gradient, unless told otherwise
 WAYS = {
     "single": Way("single", (1,)),
     "data_parallel": Way("data_parallel", (1,)),
-    "ddp": Way("ddp"),
-    "zero1": Way("zero1"),
+    "ddp": Way("ddp", more=UNUSED),
+    "zero1": Way("zero1", more=UNUSED),
     "fsdp": Way("fsdp"),
     "hsdp": Way("hsdp", (4,), {"shard_size": 2}),
     "tensor_parallel": Way("tensor_parallel"),
