@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from ..errors import PrepareError, nearest
@@ -18,7 +19,8 @@ def find_blocks(model: nn.Module, wrap: str | tuple[str, ...] | int) -> list[nn.
     """The modules inside `model` to wrap on their own, inner ones before those that hold them.
 
     Modules that share a parameter with something outside of them (tied weights) are left to what holds both, and so are those
-    that cannot be called (containers) or hold no parameters.
+    that cannot be called (containers) or hold no parameters. Those with parameters of another dtype than most (batch-norm in a
+    half-precision model) are always among them: what is gathered together has one dtype.
 
     Args:
         wrap: "blocks": children of one class, with children of their own, of which a ModuleList, Sequential or ModuleDict holds
@@ -30,8 +32,8 @@ def find_blocks(model: nn.Module, wrap: str | tuple[str, ...] | int) -> list[nn.
     """
     inside = [m for m in _bottom_up(model) if m is not model]
     if isinstance(wrap, int):
-        return _by_size(inside, model, wrap)
-    if isinstance(wrap, str):
+        chosen = {id(m) for m in _by_size(inside, model, wrap)}
+    elif isinstance(wrap, str):
         chosen = {id(m) for m in find_repeated(model)}
     else:
         found = {type(m).__name__ for m in inside}
@@ -41,7 +43,18 @@ def find_blocks(model: nn.Module, wrap: str | tuple[str, ...] | int) -> list[nn.
                     f"no module in this {type(model).__name__} is a {name!r}{nearest(name, found)}: correct `wrap`"
                 )
         chosen = {id(m) for m in inside if type(m).__name__ in wrap}
+    chosen |= _of_another_dtype(model)
     return [m for m in inside if id(m) in chosen and _wrappable(m, model)]
+
+
+def _of_another_dtype(model: nn.Module) -> set[int]:
+    count: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        count[parameter.dtype] += parameter.numel()
+    if len(count) < 2:
+        return set()
+    usual = count.most_common(1)[0][0]
+    return {id(m) for m in model.modules() if any(p.dtype != usual for p in m.parameters(recurse=False))}
 
 
 def _bottom_up(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:

@@ -296,6 +296,12 @@ def test_parts_by_size_and_attention_left_whole() -> None:
     assert find_blocks(model, 10**6) == []
 
 
+def test_parts_of_another_dtype_are_on_their_own() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 8, 3).half(), nn.BatchNorm2d(8), nn.Sequential(nn.BatchNorm2d(8), nn.Linear(8, 8).half()))
+    for wrap in ("blocks", 10**6, ("BatchNorm2d",)):
+        assert find_blocks(model, wrap) == [model[1], model[2][0]]
+
+
 def test_a_class_that_no_module_has() -> None:
     with pytest.raises(PrepareError, match=r"no module in this Tied is a 'Blok', did you mean 'Block'\?"):
         find_blocks(Tied(), ("Blok",))
