@@ -44,14 +44,16 @@ def intercepted(doors: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
 
     Through the place where ``module.compile()`` keeps its function, which is asked before hooks and forward; what was there comes back.
     """
-    before = {module: vars(module).get("_compiled_call_impl") for module in doors}
+    before = {module: vars(module).pop("_compiled_call_impl", None) for module in doors}
     for module, door in doors.items():
         vars(module)["_compiled_call_impl"] = door
     try:
         yield
     finally:
         for module, call in before.items():
-            vars(module)["_compiled_call_impl"] = call
+            del vars(module)["_compiled_call_impl"]
+            if call is not None:
+                vars(module)["_compiled_call_impl"] = call
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:

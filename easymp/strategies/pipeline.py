@@ -140,6 +140,13 @@ class Pipeline:
         policy.decide(model)
         model = policy.convert(model)
         places = candidates(model, self._options.splits or ())
+        inside = {id(part) for place in places.values() for part in place.modules()}
+        for name, part in model.named_modules():
+            if id(part) not in inside and ("_orig_mod" in part._modules or vars(part).get("_compiled_call_impl") is not None):
+                raise PrepareError(
+                    f"{name or 'the model'} is compiled, as one function, and stages begin and end inside of it: pass it uncompiled, or "
+                    "compile its blocks"
+                )
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 if tensor.numel():

@@ -123,7 +123,7 @@ class Stage:
             self._waits = False
             self._blanks.__exit__(None, None, None)
         tensors = [leaf for leaf in leaves(values) if isinstance(leaf, Tensor)]
-        arrived = iter([_become(old, new) for old, new in zip(tensors, self._arrive(tensors), strict=True)])
+        arrived = iter([_become(old, new, self.where) for old, new in zip(tensors, self._arrive(tensors), strict=True)])
         return map_leaves(lambda leaf: next(arrived) if isinstance(leaf, Tensor) else leaf, values)
 
     def _stand_in(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -142,14 +142,20 @@ class Stage:
         return map_leaves(torch.empty_like, output)
 
 
-def _become(old: Tensor, new: Tensor) -> Tensor:
-    """`old`, with all that `new` is, so that whatever holds `old` holds it too; `new` where torch cannot do that."""
-    if old is new:
-        return old
-    try:
-        torch.utils.swap_tensors(old, new)
-    except RuntimeError:  # a view of it is alive
-        return new
+def _become(old: Tensor, new: Tensor, where: str) -> Tensor:
+    """`old`, with all that `new` is, so that whatever holds `old` holds it too.
+
+    Raises:
+        StepError: torch cannot do that, for something beside Python variables holds `old`.
+    """
+    if old is not new:
+        try:
+            torch.utils.swap_tensors(old, new)
+        except RuntimeError as error:
+            raise StepError(
+                f"{where} cannot have the values that it begins with, for something else keeps what is passed there: a view of it, or a "
+                "checkpoint around that module. Put checkpoints inside of modules, or split elsewhere"
+            ) from error
     return old
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from easymp import Accelerator, PipelineOptions
 from easymp.errors import BatchError, EasympError, PrepareError, RefusedError, SettingError, StepError
+from easymp.protocols import Manner
 from easymp.strategies.cuts import balance, candidates, choose, survey
 from easymp.strategies.pipeline import Pipeline
 from easymp.strategies.schedule import split
@@ -329,6 +330,71 @@ def test_each_rank_keeps_its_stage_under_the_names_of_the_model(ranks) -> None:
         assert got["states"] == got["grads"] == sorted(got["here"])
 
 
+class Layer(nn.Module):
+    """Recomputes its activations in backward."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.5), nn.Tanh())
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
+
+
+class Layers(nn.Module):
+    def __init__(self, again: bool, outside: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(again) for _ in range(4))
+        self.outside = outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = (torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.outside else block(x)) + x
+        return x
+
+
+def checkpointed(schedule: str, again: bool, outside: bool = False) -> Any:
+    options = PipelineOptions(splits=("blocks.2",), schedule=schedule)
+    with Accelerator(mixed_precision="no", strategy="pipeline", strategy_options=options, seed=3) as acc:
+        torch.manual_seed(0)
+        model = acc.prepare(Layers(again, outside))
+        acc.backward(model(torch.ones(8, 12)).square().mean())
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_models_own_checkpoints_change_nothing(ranks) -> None:
+    plain = ranks(checkpointed, "gpipe", False)
+    assert len(plain[0]) == len(plain[1]) == 4
+    for schedule in ("gpipe", "1f1b"):
+        assert all(same(a, b) for a, b in zip(ranks(checkpointed, schedule, True), plain))
+
+
+def test_a_checkpoint_around_the_first_module_of_a_stage_is_refused(ranks) -> None:
+    failure = ranks.fails(checkpointed, "gpipe", False, True)[1]
+    assert failure.type == "StepError"
+    assert "stage 1 of 2 (begins at 'blocks.2') cannot have the values that it begins with" in failure.message
+
+
+def compiled() -> tuple[list[str], str]:
+    with Accelerator(mixed_precision="no", strategy="pipeline") as acc:
+        model, seen = make("tied"), []
+        module = acc._prepared.strategy.wrap(model, (), Manner(acc._precision, True, seen.append))
+        module(torch.ones(4, 12))
+        whole = make("mlp")
+        whole.compile()
+        with pytest.raises(PrepareError) as caught:
+            acc.prepare(whole)
+        return [name for name, m in model.named_modules() if any(m is s for s in seen)], str(caught.value)
+
+
+def test_what_is_compiled_are_the_parts_of_a_stage(ranks) -> None:
+    (first, said), (second, _) = ranks(compiled)
+    assert first == ["embed", "blocks.0", "head"]  # the head's weight is the embedding's
+    assert second == ["embed", "blocks.1", "blocks.2", "head"]
+    assert "the model is compiled, as one function" in said
+
+
 # -- where a model is cut ----------------------------------------------------------------------------------------------
 
 
@@ -343,7 +409,7 @@ def test_cuts_balance_parameters_and_leave_the_model_alone() -> None:
     found = cut(model, torch.randn(2, 12, generator=torch.Generator()), 2)
     assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert not any("_compiled_call_impl" in vars(m) and vars(m)["_compiled_call_impl"] for m in model.modules())
+    assert not any("_compiled_call_impl" in vars(m) for m in model.modules())
     assert found.begins == ("2.1",)
     assert found.users["2.1.running_mean"] == (1,)
     tied = cut(make("tied"), torch.randn(2, 12), 2)
