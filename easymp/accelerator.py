@@ -165,6 +165,7 @@ class Accelerator(Collectives):
         self._prepared = Preparation(self._run, strategy, self._precision, self._scaler, wishes)
         self._items = ItemWindow(self._world)
         self._foreign: ForeignSteps | None = None
+        self._alone = False  # inside no_sync
         self._closed = False
         switch(self._precision.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
         if asked.seed is not None:
@@ -334,7 +335,7 @@ class Accelerator(Collectives):
             self._prepared.sums.hand_over()
 
     def _average_sums(self) -> None:
-        if self._world.size > 1 and not self._sync_each_batch:
+        if self._world.size > 1 and not self._sync_each_batch and not self._alone:
             modules = [model.route.module for model in self._prepared.models]
             self._prepared.sums.average(lambda gradients: self._prepared.strategy.average(modules, gradients))
 
@@ -374,6 +375,8 @@ class Accelerator(Collectives):
         with ExitStack() as stack:
             for route in self._prepared.routes((model,) if model is not None else ()):
                 stack.enter_context(self._prepared.strategy.no_sync(route.module))
+            stack.callback(setattr, self, "_alone", self._alone)
+            self._alone = True
             yield
 
     @contextmanager
@@ -381,8 +384,12 @@ class Accelerator(Collectives):
         """Inside, backward reduces gradients, although `model` was called under `no_sync`."""
         (route,) = self._prepared.routes((model,))
         route.called = True
-        with self._prepared.strategy.force_sync(route.module):
-            yield
+        alone, self._alone = self._alone, False
+        try:
+            with self._prepared.strategy.force_sync(route.module):
+                yield
+        finally:
+            self._alone = alone
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[nn.Module], even_batches: bool | None = None) -> Iterator[None]:

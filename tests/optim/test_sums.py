@@ -220,3 +220,22 @@ def test_compressed_gradients_go_their_own_way(ranks) -> None:
         on, got = ranks(hooked, hook)[0]
         assert on == wanted
         assert off(got, one) < 0.02
+
+
+def kept() -> list[Tensor]:
+    with Accelerator(mixed_precision="no", strategy="ddp", gradient_accumulation_steps=2) as acc:
+        model = acc.prepare(nn.Linear(1, 1, bias=False).to(BF16))
+
+        def window() -> Tensor:
+            for _ in range(2):
+                with acc.accumulate(model):
+                    acc.backward(model(torch.full((1, 1), 1.0 + acc.process_index, dtype=BF16)).float().sum())
+            return model.weight.grad.float().clone()
+
+        with acc.no_sync(model):
+            first = window()
+        return [first, window()]  # what was kept counts in the next one, as ever
+
+
+def test_no_sync_keeps_them_on_the_rank(ranks) -> None:
+    assert [[float(g) for g in got] for got in ranks(kept)] == [[1.0, 3.0], [2.0, 3.0]]
