@@ -36,7 +36,7 @@ _HOMES = {
     "protocols": ("Choice", "Source"),
     "records": (
         *("AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradScalerKwargs"),
-        *("DDPCommunicationHookType", "FSDPOptions", "GradientAccumulationPlugin", "InitProcessGroupKwargs"),
+        *("DDPCommunicationHookType", "GradientAccumulationPlugin", "InitProcessGroupKwargs"),
     ),
     "rng": ("set_seed",),
     "settings": ("Settings", "resolve"),
@@ -47,6 +47,9 @@ _HOMES = {
     "strategies.batchnorm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "strategies.pipeline": ("PipelineOptions",),
     "strategies.tensor_parallel": ("TensorParallelOptions",),
+    "strategies.compiling": ("CompileOptions",),
+    "strategies.fsdp": ("FSDPOptions",),
+    "strategies.hsdp": ("HSDPOptions",),
     "tree": ("concatenate", "find_batch_size", "recursively_apply", "send_to_device"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -9,7 +9,7 @@ import atexit
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -46,6 +46,8 @@ from .settings import Settings, resolve
 from .shards import local
 from .state import AcceleratorState, GradientState, Run, register, unregister
 from .strategies import STRATEGIES, read_options
+from .strategies.compiling import CompileOptions, read_compile
+from .strategies.recomputing import read_which
 from .switches import switch
 from .world import World, read_ranks
 
@@ -60,7 +62,7 @@ class Accelerator(Collectives):
 
     Args:
         mixed_precision: "auto", "no" or "fp32", "tf32", "bf16", "fp16", "fp8", "O0", "O1", "O2", "O3".
-        strategy: "auto", "single", "ddp", "fsdp", "tensor_parallel", "pipeline".
+        strategy: "auto", "single", "ddp", "fsdp", "hsdp", "tensor_parallel", "pipeline".
         strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs`) or a dict of the fields.
         gradient_accumulation_steps: micro-batches an update; use `accumulate`.
         cpu: train on the CPU although there is an accelerator.
@@ -70,6 +72,12 @@ class Accelerator(Collectives):
         step_scheduler_with_optimizer: prepared schedulers step once an optimizer update; False: at every call.
         scheduler_steps_per_process: they step as many times as there are processes (as Accelerate does).
         kwargs_handlers: records of `easymp` with options of autocast, the loss scale, DDP, the process group.
+        initialize: gives values to a module that was built on the meta device and has no `reset_parameters`; called with each module
+            that had tensors there.
+        activation_checkpointing: modules that keep their inputs only and are computed again in backward: True, the repeated blocks; or
+            a pattern of names or classes, or several.
+        compile: torch.compile: True or "model", "blocks" (each repeated one), or `CompileOptions`.
+        dynamo_backend: another spelling of ``compile=CompileOptions(backend=...)``; "no" for none.
         seed: seed of all random streams; see `set_seed`.
         deterministic: deterministic algorithms only.
         fused: let plain torch optimizers run their fused step.
@@ -100,6 +108,10 @@ class Accelerator(Collectives):
         step_scheduler_with_optimizer: bool = True,
         scheduler_steps_per_process: bool = False,
         kwargs_handlers: Sequence[Any] = (),
+        initialize: Callable[[nn.Module], None] | None = None,
+        activation_checkpointing: bool | str | Sequence[str] = False,
+        compile: bool | str | CompileOptions = False,
+        dynamo_backend: str | None = None,
         seed: int | None = None,
         deterministic: bool | None = None,
         fused: bool | None = None,
@@ -112,6 +124,7 @@ class Accelerator(Collectives):
         **others: Any,
     ) -> None:
         refuse_unknown(others)
+        recompute, compiled = read_which(activation_checkpointing), read_compile(compile, dynamo_backend)
         handlers = by_kind(kwargs_handlers)
         if gradient_accumulation_plugin is not None:
             if gradient_accumulation_steps not in (None, 1, gradient_accumulation_plugin.num_steps):
@@ -161,7 +174,9 @@ class Accelerator(Collectives):
         self._loading = dataloader_config or DataLoaderConfiguration()
         steps = self._world.size if scheduler_steps_per_process else 1
         given = strategy_options is not None or DistributedDataParallelKwargs in handlers
-        wishes = Wishes(device_placement, self._loading, step_scheduler_with_optimizer, steps, given)
+        wishes = Wishes(
+            device_placement, self._loading, step_scheduler_with_optimizer, steps, given, initialize, recompute, compiled
+        )
         self._prepared = Preparation(self._run, strategy, self._precision, self._scaler, wishes)
         self._items = ItemWindow(self._world)
         self._foreign: ForeignSteps | None = None
@@ -195,6 +210,10 @@ class Accelerator(Collectives):
     def plan(self) -> Plan:
         """What was decided, and why; refined as models and optimizers are prepared."""
         return self._run.plan
+
+    @property
+    def _sharded(self) -> bool:
+        return self._prepared.strategy.sharded
 
     @property
     def hardware(self) -> Hardware:

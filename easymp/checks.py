@@ -18,21 +18,28 @@ ELSEWHERE = {
     "project_dir": "checkpoints and trackers are not part of this version",
     "project_config": "checkpoints and trackers are not part of this version",
     "rng_types": "there is nothing to synchronise: data order is f(seed, epoch) on every rank. Leave it out",
-    "dynamo_backend": "call torch.compile(model) before prepare()",
-    "dynamo_plugin": "call torch.compile(model) before prepare()",
-    "compile": "call torch.compile(model) before prepare()",
+    "dynamo_plugin": "pass compile=CompileOptions(...)",
     "split_batches": "pass dataloader_config=DataLoaderConfiguration(split_batches=...)",
-    "deepspeed_plugin": "this version spreads models by 'single', 'ddp' and 'fsdp'",
-    "deepspeed_plugins": "this version spreads models by 'single', 'ddp' and 'fsdp'",
+    "deepspeed_plugin": "this version spreads models by 'single', 'ddp', 'fsdp' and 'hsdp'",
+    "deepspeed_plugins": "this version spreads models by 'single', 'ddp', 'fsdp' and 'hsdp'",
     "fsdp_plugin": "pass strategy='fsdp' and strategy_options=FSDPOptions(...)",
-    "torch_tp_plugin": "this version spreads models by 'single', 'ddp' and 'fsdp'",
-    "megatron_lm_plugin": "this version spreads models by 'single', 'ddp' and 'fsdp'",
-    "parallelism_config": "this version spreads models by 'single', 'ddp' and 'fsdp'",
+    "torch_tp_plugin": "this version spreads models by 'single', 'ddp', 'fsdp' and 'hsdp'",
+    "megatron_lm_plugin": "this version spreads models by 'single', 'ddp', 'fsdp' and 'hsdp'",
+    "parallelism_config": "this version spreads models by 'single', 'ddp', 'fsdp' and 'hsdp'",
 }
 # What the constructor takes beside the settings.
 KEYWORDS = (
     *("device_placement", "dataloader_config", "gradient_accumulation_plugin", "step_scheduler_with_optimizer", "settings"),
-    *("scheduler_steps_per_process", "kwargs_handlers", "strategy_options", *NAMES),
+    *(
+        "scheduler_steps_per_process",
+        "kwargs_handlers",
+        "strategy_options",
+        "initialize",
+        "activation_checkpointing",
+        "compile",
+        "dynamo_backend",
+        *NAMES,
+    ),
 )
 
 

@@ -6,8 +6,8 @@ Models come first, since optimizers are checked against them; then optimizers, l
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ from .records import DataLoaderConfiguration
 from .rng import diverge
 from .state import Run
 from .strategies.batchnorm import batchnorms, convert_sync_batchnorm
+from .strategies.compiling import CompileOptions, Compiling
+from .strategies.materialising import materialise, on_meta
+from .strategies.recomputing import Which, find_recomputed, recompute
 from .world import odd_one_out
 
 logger = get_logger(__name__)
@@ -50,6 +53,9 @@ class Wishes:
         with_optimizer: schedulers step once an optimizer update.
         scheduler_steps: steps of a scheduler an update.
         strategy_options: options of the strategy were given.
+        initialize: gives values to modules that were built on the meta device.
+        recompute: which modules are computed again in backward.
+        compile: what torch.compile is applied to, if anything.
     """
 
     place: bool
@@ -57,6 +63,9 @@ class Wishes:
     with_optimizer: bool
     scheduler_steps: int
     strategy_options: bool = False
+    initialize: Callable[[nn.Module], None] | None = None
+    recompute: Which = False
+    compile: CompileOptions | None = None
 
 
 class Preparation:
@@ -88,6 +97,8 @@ class Preparation:
         self.batch = ""
         self.converted: list[tuple[nn.Module, type]] = []
         self._steps: dict[str, list[str]] = {"fused": [], "as given": []}  # which optimizer step runs → why, one an optimizer
+        self._compiling = Compiling(wishes.compile) if wishes.compile else None
+        self._undo: list[Callable[[], None]] = []  # what is done to models in place, beside what a strategy does
         self._seed = run.plan.settings.seed
         self._alike = self._seed is not None  # whether all ranks still draw from one random stream
 
@@ -102,8 +113,9 @@ class Preparation:
         done: dict[int, Any] = {}
         models = [(i, o) for i, o in enumerate(objects) if isinstance(o, nn.Module)]
         optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
-        new = [m for _, m in models if not any(m is p.view or m is p.route.original for p in self.models)]
+        new = [m for _, m in models if self._known(m) is None]
         self.strategy = self._fitting.choose(list(dict.fromkeys(new)), [self._plain(o) for o in optimizers], self.strategy)
+        self._outfit(list(dict.fromkeys(new)))
         for i, model in models:
             done[i] = self._prepare_model(model, optimizers, place[i])
         for kind in (torch.optim.Optimizer, DataLoader, object):  # what follows the models; schedulers follow the optimizers
@@ -120,6 +132,22 @@ class Preparation:
     def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
 
+    def _known(self, model: nn.Module) -> Prepared | None:
+        return next((p for p in self.models if model is p.view or model is p.route.original), None)
+
+    def _outfit(self, models: Sequence[nn.Module]) -> None:
+        """What is done to `models` under any strategy, before it wraps them, in this order: what is recomputed is compiled, too."""
+        if self._run.plan.settings.convert_sync_batchnorm and self.strategy.data_size > 1:
+            for model in models:
+                self.converted += [(module, type(module)) for module in batchnorms(model)]
+                convert_sync_batchnorm(model, self.strategy.data_group)
+        if self._wishes.recompute:
+            self._undo.append(recompute(find_recomputed(models, self._wishes.recompute)))
+        if self._compiling:
+            for model in models:
+                self._precision.decide(model)  # timing would compile the model in both
+            self._compiling.blocks(models)
+
     def _prepare_other(self, item: Any, place: bool) -> Any:
         if item is None or isinstance(item, (PreparedOptimizer, PreparedScheduler, PreparedLoader, SkippedLoader)):
             return item
@@ -135,9 +163,9 @@ class Preparation:
         )
 
     def _prepare_model(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], place: bool) -> nn.Module:
-        for prepared in self.models:
-            if model is prepared.view or model is prepared.route.original:
-                return prepared.view
+        known = self._known(model)
+        if known is not None:
+            return known.view
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise PrepareError(
                 f"the model is already in a {type(model).__name__}: pass its .module, the strategy does the wrapping"
@@ -148,15 +176,13 @@ class Preparation:
                     f"parameter {name!r} of this {type(model).__name__} was prepared before, as {self.owner[id(parameter)]!r}: prepare "
                     "one module that holds both parts, once"
                 )
-            if parameter.is_meta:
-                raise PrepareError(
-                    f"parameter {name!r} is on the meta device, without values: use to_empty() and initialise it first"
-                )
         plain = [self._plain(o) for o in optimizers]
-        if self._run.plan.settings.convert_sync_batchnorm and self.strategy.data_size > 1:
-            self.converted += [(module, type(module)) for module in batchnorms(model)]
-            convert_sync_batchnorm(model, self.strategy.data_group)
-        wrapped = self.strategy.wrap(model, plain, Manner(self._precision, place))
+        if not self.strategy.sharded and on_meta(model):
+            materialise(model, self._run.world.device if place else torch.device("cpu"), self._wishes.initialize)
+        manner = Manner(self._precision, place, self._wishes.initialize)
+        if self._compiling:
+            manner = replace(manner, compile=self._compiling.whole)
+        wrapped = self.strategy.wrap(model, plain, manner)
         self._run.world.hurry_groups()
         view, route = make_view(model, wrapped, self._run.world.blame)
         self.models.append(Prepared(view, route))
@@ -303,6 +329,10 @@ class Preparation:
         for model in self.models:
             alone = self._precision.forward(model.route.original, self._run.world.device)
             model.route.module = self.strategy.release(model.route.module, alone)
+        if self._compiling:
+            self._compiling.undo()
+        while self._undo:
+            self._undo.pop()()
         for module, kind in self.converted:
             module.__class__ = kind  # a synchronised one waits for ranks that are gone
             module.process_group = None

@@ -92,6 +92,8 @@ class Processes:
     def distributed_type(self) -> DistributedType:
         if self._world.size == 1:
             return DistributedType.NO
+        if self._sharded:
+            return DistributedType.FSDP
         return {"cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}.get(
             self.device.type, DistributedType.MULTI_CPU
         )
@@ -105,6 +107,11 @@ class Processes:
         """`print`, on the first process of each node."""
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether the run's strategy shards models; without a run nothing does."""
+        return False
 
     # -- functions that run on some processes -------------------------------------------------------------------------
 

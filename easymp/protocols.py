@@ -67,12 +67,14 @@ class Manner:
     Attributes:
         policy: dtypes, and autocast.
         place: whether to move the model to the rank's device.
+        initialize: gives a module values whose tensors were on the meta device (see `materialise`).
         compile: compiles the call of a module in place; does nothing unless the user asked for it. Called by the strategy on
             the module that torch.compile should see whole.
     """
 
     policy: Precision
     place: bool = True
+    initialize: Callable[[nn.Module], None] | None = None
     compile: Callable[[nn.Module], None] = lambda module: None
 
 
@@ -130,6 +132,7 @@ class Strategy(Protocol):
 
     name: ClassVar[str]
     Options: ClassVar[type]  # the record of its options, which the constructor takes after the world
+    sharded: ClassVar[bool]  # no rank holds the whole model: `wrap` gives meta parameters values itself, part by part
     data_rank: int  # which slice of the data this process sees (under tensor parallelism: 0 of 1)
     data_size: int
     data_group: dist.ProcessGroup | None  # one rank of each slice, this one among them; None for all ranks

@@ -249,38 +249,6 @@ class DistributedDataParallelKwargs:
 
 
 @dataclass(frozen=True)
-class FSDPOptions:
-    """Options of strategy "fsdp".
-
-    Attributes:
-        reshard_after_forward: free a block's gathered parameters after its forward and gather them again for its backward
-            (ZeRO-3); False keeps them until backward is done: more memory, less communication (ZeRO-2).
-        wrap: what is gathered at a time, beside the model's rest: "blocks", the repeated ones found in the model; names of
-            module classes; or a number: modules with at least so many parameters.
-        cpu_offload: shards, their gradients and optimizer states lie in the host's memory (the identity on CPU).
-    """
-
-    reshard_after_forward: bool = True
-    wrap: str | tuple[str, ...] | int = "blocks"
-    cpu_offload: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("reshard_after_forward", "cpu_offload"):
-            _yes_or_no(name, getattr(self, name))
-        wrap = self.wrap
-        if isinstance(wrap, list):
-            wrap = tuple(wrap)
-            object.__setattr__(self, "wrap", wrap)
-        size = isinstance(wrap, int) and not isinstance(wrap, bool) and wrap >= 1
-        names = isinstance(wrap, tuple) and wrap and all(isinstance(name, str) for name in wrap)
-        if not (size or names or (isinstance(wrap, str) and wrap == "blocks")):
-            raise SettingError(
-                f"wrap={wrap!r} is neither 'blocks', nor a tuple of class names such as ('Block',), nor a number of parameters of at "
-                "least 1"
-            )
-
-
-@dataclass(frozen=True)
 class InitProcessGroupKwargs:
     """Options of the process group.
 

@@ -17,6 +17,7 @@ from .hardware import detect
 from .plan import Plan, make_plan
 from .processes import Processes
 from .settings import resolve
+from .strategies import STRATEGIES
 from .world import World, read_ranks
 
 
@@ -81,6 +82,10 @@ class AcceleratorState(Processes):
     @property
     def plan(self) -> Plan:
         return self._run.plan
+
+    @property
+    def _sharded(self) -> bool:
+        return STRATEGIES[self.plan.strategy.value].sharded
 
     @property
     def mixed_precision(self) -> str:

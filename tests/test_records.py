@@ -16,13 +16,14 @@ from easymp.records import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
-    FSDPOptions,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
 )
+from easymp.strategies.fsdp import FSDPOptions
+from easymp.strategies.hsdp import HSDPOptions
 
-RECORDS = (*HANDLERS, DataLoaderConfiguration, FSDPOptions, GradientAccumulationPlugin)
+RECORDS = (*HANDLERS, DataLoaderConfiguration, FSDPOptions, HSDPOptions, GradientAccumulationPlugin)
 
 
 @pytest.mark.parametrize("record", RECORDS)

@@ -57,6 +57,18 @@ def _of_another_dtype(model: nn.Module) -> set[int]:
     return {id(m) for m in model.modules() if any(p.dtype != usual for p in m.parameters(recurse=False))}
 
 
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Those of "blocks" above, whether parameters are tied or not; of blocks inside one another, the outermost."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for block in sorted(_repeated(model), key=lambda b: -sum(1 for _ in b.modules())):
+        if id(block) not in inside and type(block).forward is not nn.Module.forward:
+            found.append(block)
+            inside.update(id(m) for m in block.modules())
+    order = {id(m): i for i, m in enumerate(model.modules())}
+    return sorted(found, key=lambda b: order[id(b)])
+
+
 def _bottom_up(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
     seen = set() if seen is None else seen
     if id(module) in seen:
@@ -72,8 +84,13 @@ def find_repeated(model: nn.Module) -> Iterator[nn.Module]:
     for container in model.modules():
         if isinstance(container, CONTAINERS):
             children = list(container.children())
-            count = Counter(type(c) for c in children)
-            yield from (c for c in children if count[type(c)] > 1 and next(c.children(), None) is not None)
+            # By name: some may have a subclass of ours (recomputing) that goes by its base's name.
+            count = Counter(_name(c) for c in children)
+            yield from (c for c in children if count[_name(c)] > 1 and next(c.children(), None) is not None)
+
+
+def _name(module: nn.Module) -> tuple[str, str]:
+    return type(module).__module__, type(module).__qualname__
 
 
 def _by_size(inside: list[nn.Module], model: nn.Module, least: int) -> list[nn.Module]:

@@ -36,6 +36,7 @@ class DDP:
     Options: ClassVar[type] = DistributedDataParallelKwargs
     whole: ClassVar[bool] = True
     masters: ClassVar[bool] = True
+    sharded: ClassVar[bool] = False
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self.data_rank, self.data_size = world.rank, world.size

@@ -10,20 +10,62 @@ ddp's fp32 weights take: what is sharded in full are gradients and optimizer sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import PrepareError, RefusedError, StepError
+from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
 from ..protocols import Facts, Layout, Manner, Refusal, nowhere, pieces
 from ..rebind import names_of, rebind
-from ..records import FSDPOptions
-from ..shards import local
 from ..world import World
 from .blocks import find_blocks
+from .materialising import materialise, on_meta
+from .norms import clip_to_norm
+
+
+@dataclass(frozen=True)
+class FSDPOptions:
+    """Options of strategy "fsdp".
+
+    Attributes:
+        reshard_after_forward: free a block's gathered parameters after its forward and gather them again for its backward
+            (ZeRO-3); False keeps them until backward is done: more memory, less communication (ZeRO-2).
+        wrap: what is gathered at a time, beside the model's rest: "blocks", the repeated ones found in the model; names of
+            module classes; or a number: modules with at least so many parameters.
+        cpu_offload: shards, their gradients and optimizer states lie in the host's memory (the identity on CPU).
+        ignore: names of parameters or modules, or patterns of them (``"*.router"``), that stay whole on each rank; their gradients
+            are averaged when backward has ended.
+    """
+
+    reshard_after_forward: bool = True
+    wrap: str | tuple[str, ...] | int = "blocks"
+    cpu_offload: bool = False
+    ignore: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("reshard_after_forward", "cpu_offload"):
+            if not isinstance(getattr(self, name), bool):
+                raise SettingError(f"{name}={getattr(self, name)!r} is neither True nor False")
+        ignore = (self.ignore,) if isinstance(self.ignore, str) else self.ignore
+        if not isinstance(ignore, (list, tuple)) or not all(isinstance(name, str) for name in ignore):
+            raise SettingError(f"ignore={ignore!r} is no tuple of names of parameters or modules, or patterns of them")
+        object.__setattr__(self, "ignore", tuple(ignore))
+        wrap = self.wrap
+        if isinstance(wrap, list):
+            wrap = tuple(wrap)
+            object.__setattr__(self, "wrap", wrap)
+        size = isinstance(wrap, int) and not isinstance(wrap, bool) and wrap >= 1
+        names = isinstance(wrap, tuple) and wrap and all(isinstance(name, str) for name in wrap)
+        if not (size or names or (isinstance(wrap, str) and wrap == "blocks")):
+            raise SettingError(
+                f"wrap={wrap!r} is neither 'blocks', nor a tuple of class names such as ('Block',), nor a number of parameters of at "
+                "least 1"
+            )
 
 
 class FSDP:
@@ -38,11 +80,17 @@ class FSDP:
     Gradients that are not reduced yet (`no_sync`, accumulation) lie whole on each rank, out of sight: ``.grad`` is None and
     `zero_grad` does not clear them. Reducing at each micro-step (``sync_each_batch``) keeps shards only.
 
+    What is ignored stays whole, and so does its gradient, which is averaged at the end of a backward that reduces. torch's foreach and
+    fused optimizer steps do not take whole and sharded parameters in one param group: give each kind its own, or leave the choice open.
+
+    A model on the meta device gets its values block by block, each sharded before the next one has any: no rank holds the whole.
+
     Buffers are not sharded; before a forward that follows a synchronised one they take rank 0's values, as in ddp.
     """
 
     name: ClassVar[str] = "fsdp"
     Options: ClassVar[type] = FSDPOptions
+    sharded: ClassVar[bool] = True
     whole: ClassVar[bool] = True  # in forward and backward each part is gathered
     masters: ClassVar[bool] = True
     sums = False  # torch keeps its own, in the type that gradients are reduced in
@@ -52,6 +100,7 @@ class FSDP:
         self.data_group = None
         self._world = world
         self._options = options
+        self._shape: tuple[int, ...] = (world.size,)  # of the mesh
         self._mesh: Any = None
 
     @staticmethod
@@ -69,31 +118,55 @@ class FSDP:
 
     def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
         names = names_of(model, optimizers)
-        check_shardable(model)
+        ignored = matching(model, self._options.ignore)
+        check_shardable(model, ignored)
         policy = manner.policy
         policy.decide(model)
         model = policy.convert(model)
+        whole = [p for name, p in model.named_parameters() if name in ignored]
         blocks = find_blocks(model, self._options.wrap)
-        if manner.place:
-            model.to(self._world.device)
-            rebind(model, optimizers, names)  # where torch is told to swap parameters when they move
-            names = names_of(model, optimizers)
-        take_rank_0s(model, self._world)
-        parts = shard([*blocks, model], self._over(), self._options, self._world.device)
+        chosen = {id(part) for part in (*blocks, model)}
+        parts: list[Any] = []
+
+        def take(part: nn.Module) -> None:
+            if id(part) in chosen:
+                take_rank_0s(part, self._world, manner.place)
+                parts.extend(shard([part], self._over(), self._options, self._world.device, whole))
+
+        if on_meta(model):
+            # A block is drawn whole and then sharded: drawn as shards, all ranks would have the same numbers in different places.
+            materialise(model, self._world.device if manner.place else torch.device("cpu"), manner.initialize, take)
+        else:
+            for part in (*blocks, model):
+                take(part)
         rebind(model, optimizers, names)
         module = policy.forward(model, self._world.device)
         manner.compile(module)
-        return Sharded(module, model, parts, self._world, self._options)
+        return Sharded(module, model, parts, self._world, self._options, whole)
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        for g, group in enumerate(optimizer.param_groups):
+            if len({hasattr(p, "to_local") for p in group["params"]}) < 2:
+                continue
+            word = next((word for word in ("fused", "foreach") if group.get(word)), None)
+            if word:
+                raise PrepareError(
+                    f"{type(optimizer).__name__} has {word}=True for sharded and ignored parameters together (param group {g}), which "
+                    f"torch's {word} step does not take: leave {word} out, or give ignored parameters a param group of their own"
+                )
+            if "foreach" in group:
+                group["foreach"] = False  # else torch chooses it on accelerators
         return optimizer
 
     def _over(self) -> Any:
-        # Imported here: half a second that other strategies need not pay.
-        from torch.distributed.device_mesh import init_device_mesh
-
+        """The mesh over which parameters are sharded: of one dimension, or of two, replicated along the first."""
         if self._mesh is None:
-            self._mesh = init_device_mesh(self._world.device.type, (self._world.size,))
+            # Imported here: half a second that other strategies need not pay.
+            from torch.distributed.device_mesh import init_device_mesh
+
+            self._mesh = init_device_mesh(
+                self._world.device.type, self._shape, mesh_dim_names=("replicate", "shard")[-len(self._shape) :]
+            )
         return self._mesh
 
     @contextmanager
@@ -111,33 +184,16 @@ class FSDP:
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         raise RefusedError(
-            "strategy 'fsdp' cannot join uneven inputs: every rank's forward needs the other ranks' shards. Keep even_batches=True, or "
-            "use strategy='ddp'"
+            f"strategy {self.name!r} cannot join uneven inputs: every rank's forward needs the other ranks' shards. Keep "
+            "even_batches=True, or use strategy='ddp'"
         )
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        sharded = [p.grad for p in parameters if p.grad is not None and hasattr(p.grad, "to_local")]
-        whole = [p.grad for p in parameters if p.grad is not None and not hasattr(p.grad, "to_local")]
-        shards = [local(g) for g in sharded]
-        # A norm of norms is the norm of all. Computed on shards: plain tensors and DTensors do not mix in one list, and not every
-        # rank holds an element of each.
-        parts = [g for g in shards if g.numel()]
-        here = (
-            nn.utils.get_total_norm(parts, norm_type).to(self._world.device)
-            if parts
-            else torch.zeros((), device=self._world.device)
-        )
-        norms = self._world.gather(here)
-        if whole:
-            norms = torch.cat([norms, nn.utils.get_total_norm(whole, norm_type)[None].to(norms.device)])
-        total = torch.linalg.vector_norm(norms, norm_type)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        for grads in (parts, whole):
-            if grads:
-                torch._foreach_mul_(grads, factor.to(grads[0].device))
-        return total
+        return clip_to_norm(parameters, max_norm, norm_type, self._world)
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
+        if isinstance(model, Sharded):
+            model.forget()
         return Released()
 
 
@@ -148,7 +204,8 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
     gradients there are whole ones: those of what is in no block, which are reduced last, and those of one block, twice while they
     are reduced.
     """
-    taken: set[int] = set()
+    ignored = matching(model, options.ignore)
+    taken = {id(p) for name, p in model.named_parameters() if name in ignored}
     sizes: list[tuple[int, int]] = []  # of each block, then of the rest: elements, and those of trainable parameters
     for module in [*find_blocks(model, options.wrap), model]:
         own = {id(p): p for p in module.parameters() if id(p) not in taken}
@@ -157,7 +214,11 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
     *blocks, rest = sizes
     blocks.sort(reverse=True)
     block = max((trained for _, trained in blocks), default=0)
-    cut = nowhere if options.cpu_offload else pieces(ranks)
+    share = nowhere if options.cpu_offload else pieces(ranks)
+
+    def cut(name: str, parameter: Tensor) -> int:
+        return parameter.numel() if name in ignored else share(name, parameter)
+
     return Layout(
         weights=cut,
         gradients=cut,
@@ -168,16 +229,22 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
     )
 
 
-def take_rank_0s(model: nn.Module, world: World) -> None:
-    """Give `model`'s parameters and buffers the values of rank 0."""
+def take_rank_0s(model: nn.Module, world: World, place: bool = False) -> None:
+    """Give `model`'s parameters and buffers the values of rank 0, on the device if asked to `place` them; but what is sharded by now."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
+            if hasattr(tensor, "to_local"):
+                continue
+            if place and tensor.device != world.device:
+                tensor.data = tensor.data.to(world.device)
             if tensor.numel():
                 tensor.copy_(world.broadcast(tensor))
 
 
-def shard(modules: Sequence[nn.Module], mesh: Any, options: FSDPOptions, device: torch.device) -> list[Any]:
-    """`modules`, each with its parameters sharded over `mesh`; inner ones come first."""
+def shard(
+    modules: Sequence[nn.Module], mesh: Any, options: FSDPOptions, device: torch.device, whole: Sequence[nn.Parameter] = ()
+) -> list[Any]:
+    """`modules`, each with its parameters sharded over `mesh`, but those that stay `whole`; inner ones come first."""
     # Imported here: half a second that other strategies need not pay.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -189,6 +256,7 @@ def shard(modules: Sequence[nn.Module], mesh: Any, options: FSDPOptions, device:
             reshard_after_forward=options.reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+            ignored_params=set(whole),
         )
     return list(modules)
 
@@ -210,9 +278,18 @@ class Sharded(nn.Module):
         module: what is called: `root`, or `root` under autocast.
         root: the user's module, sharded.
         parts: all modules that gather their own parameters, `root` included.
+        whole: parameters that are not sharded, and whose gradients are averaged over all ranks.
     """
 
-    def __init__(self, module: nn.Module, root: nn.Module, parts: Sequence[Any], world: World, options: FSDPOptions) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        root: nn.Module,
+        parts: Sequence[Any],
+        world: World,
+        options: FSDPOptions,
+        whole: Sequence[nn.Parameter] = (),
+    ) -> None:
         super().__init__()
         self.module = module
         self.root: Any = root
@@ -222,6 +299,9 @@ class Sharded(nn.Module):
         self.reduces = True  # whether backward reduces gradients
         self.stale = True  # whether buffers may differ between the ranks
         self.gathered = False  # whether all parts have been gathered once
+        self._whole = tuple(whole)  # a tuple: they are parameters of `root`, and of nothing else
+        self._hooks = [_when_accumulated(p, self._expect_average) for p in self._whole]
+        self._expecting = False  # whether this backward ends with `_average`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.stale:
@@ -240,6 +320,28 @@ class Sharded(nn.Module):
             for part in self.parts:  # no backward will follow, which would have done it
                 part.reshard()
         return outputs
+
+    def _expect_average(self, _: Tensor) -> None:
+        if self.reduces and not self._expecting:
+            self._expecting = True
+            # torch's own way, in DDP and FSDP, to do something once a backward has ended.
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        """Gradients of what is not sharded: the mean over the ranks, which changes nothing in what had been averaged before."""
+        self._expecting = False
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in self._whole:
+            if parameter.grad is not None:
+                by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for grads in by_dtype.values():
+            flat = self.world.reduce(torch.cat([g.reshape(-1) for g in grads]).float(), "mean")
+            for grad, mean in zip(grads, flat.split([g.numel() for g in grads])):
+                grad.copy_(mean.view(grad.shape))
+
+    def forget(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _share_buffers(self) -> None:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -269,8 +371,39 @@ def _of(model: nn.Module) -> Sharded:
     return model
 
 
-def check_shardable(model: nn.Module) -> None:
-    """What torch cannot shard, by name, before anything is changed.
+def _when_accumulated(parameter: nn.Parameter, call: Any) -> Any:
+    """A hook on `parameter`'s gradient, which torch grants only where one is required: also on what may be unfrozen later."""
+    wanted = parameter.requires_grad
+    parameter.requires_grad_(True)
+    hook = parameter.register_post_accumulate_grad_hook(call)
+    parameter.requires_grad_(wanted)
+    return hook
+
+
+def matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+    """Names of the parameters that `patterns` mean, by their own name or that of a module that holds them.
+
+    Raises:
+        PrepareError: a pattern that means nothing.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    found: set[str] = set()
+    for pattern in patterns:
+        modules = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
+        these = {n for n in parameters if fnmatchcase(n, pattern) or any(n.startswith(f"{m}.") for m in modules)}
+        if not these:
+            known = [*parameters, *(name for name, _ in model.named_modules() if name)]
+            raise PrepareError(
+                f"no parameter or module of this {type(model).__name__} is named {pattern!r}{nearest(pattern, known)}: correct `ignore`"
+            )
+        found |= these
+    if found and found == parameters:
+        raise PrepareError(f"ignore={patterns!r} leaves no parameter to shard: use strategy='ddp'")
+    return found
+
+
+def check_shardable(model: nn.Module, ignored: Collection[str] = ()) -> None:
+    """What torch cannot shard, by name, before anything is changed; parameters in `ignored` may be anything.
 
     Raises:
         PrepareError: such a parameter or model.
@@ -281,19 +414,23 @@ def check_shardable(model: nn.Module) -> None:
         )
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
+        if name in ignored:
+            continue
         if hasattr(parameter, "to_local"):
             raise PrepareError(f"parameter {name!r} is sharded already, by an earlier run or by hand: build the model anew")
         if parameter.ndim == 0:
             raise PrepareError(
-                f"parameter {name!r} is 0-dim, and fsdp shards along dimension 0: make it one of shape (1,), or use strategy='ddp'"
+                f"parameter {name!r} is 0-dim, and fsdp shards along dimension 0: make it one of shape (1,), or `ignore` it"
             )
         if not parameter.is_contiguous():
             raise PrepareError(
                 f"parameter {name!r} is not contiguous (shape {tuple(parameter.shape)}, strides {parameter.stride()}), and fsdp shards "
-                "contiguous ones only: make it contiguous (no channels_last), or use strategy='ddp'"
+                "contiguous ones only: make it contiguous (no channels_last), or `ignore` it"
             )
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
         said = ", ".join(f"{name!r} is {dtype}" for dtype, name in dtypes.items())
-        raise PrepareError(f"fsdp gathers parameters of one dtype together, but {said}: convert them to one dtype, or use 'ddp'")
+        raise PrepareError(
+            f"fsdp gathers parameters of one dtype together, but {said}: convert them to one dtype, or `ignore` some"
+        )

@@ -19,6 +19,7 @@ class Single:
 
     name: ClassVar[str] = "single"
     Options: ClassVar[type] = DistributedDataParallelKwargs
+    sharded: ClassVar[bool] = False
     data_rank = 0
     data_size = 1
     data_group = None

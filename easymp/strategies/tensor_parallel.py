@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from ..errors import PrepareError, RefusedError, SettingError, StepError
 from ..protocols import Facts, Layout, Manner, Refusal
 from ..rebind import names_of, rebind
-from ..records import FSDPOptions
 from ..shards import local
 from ..world import World
 from .blocks import find_blocks
-from .fsdp import Released, Sharded, check_shardable, shard, shards_of, take_rank_0s
+from .fsdp import FSDPOptions, Released, Sharded, check_shardable, shard, shards_of, take_rank_0s
 from .norms import clip_to_norm, settle
 from .tensor_plan import apply, read_plan, split_dims
 
@@ -81,6 +80,11 @@ class TensorParallelOptions:
             object.__setattr__(self, "fsdp", FSDPOptions(**self.fsdp))
         if not isinstance(self.fsdp, FSDPOptions):
             raise SettingError(f"fsdp={self.fsdp!r} is neither an FSDPOptions nor a dict of its fields")
+        if self.fsdp.ignore:
+            raise SettingError(
+                f"fsdp.ignore={self.fsdp.ignore!r}: under tensor_parallel the groups shard all that a rank holds. Leave it out, or use "
+                "strategy='fsdp'"
+            )
 
 
 class TensorParallel:
@@ -103,6 +107,7 @@ class TensorParallel:
     Options: ClassVar[type] = TensorParallelOptions
     whole: ClassVar[bool] = False
     masters: ClassVar[bool] = True
+    sharded: ClassVar[bool] = False
 
     def __init__(self, world: World, options: TensorParallelOptions) -> None:
         self._size = world.size if options.size is None else options.size

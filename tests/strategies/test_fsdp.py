@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import easymp
-from easymp import Accelerator, DistributedDataParallelKwargs, FSDPOptions
+from easymp import Accelerator, DistributedDataParallelKwargs, FSDPOptions, GradientAccumulationPlugin, PartialState
 from easymp.errors import PrepareError, RefusedError, SettingError, StepError
+from easymp.strategies import STRATEGIES
 from easymp.strategies.blocks import find_blocks
 
 from .models import Tied, make, train, whole
@@ -123,8 +124,8 @@ def test_precision_auto_decides_without_timing(ranks) -> None:
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-def overflow(strategy: str, fused: bool) -> tuple[bool, float, float]:
-    with Accelerator(mixed_precision="fp16", strategy=strategy, fused=fused) as acc:
+def overflow(strategy: str, fused: bool, options: Any = None) -> tuple[bool, float, float]:
+    with Accelerator(mixed_precision="fp16", strategy=strategy, fused=fused, strategy_options=options) as acc:
         model = make("tied")
         model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
         before = [whole(p) for p in model.parameters()]
@@ -160,8 +161,8 @@ def test_a_token_weighted_loss_is_that_of_one_big_batch(ranks) -> None:
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def by_hand(strategy: str, how: str) -> list[torch.Tensor]:
-    with Accelerator(mixed_precision="no", strategy=strategy) as acc:
+def by_hand(strategy: str, how: str, options: Any = None) -> list[torch.Tensor]:
+    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options) as acc:
         model = acc.prepare(make("tied"))
         x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(acc.num_processes)[acc.process_index]
         if how == "no_sync":
@@ -470,3 +471,104 @@ def test_it_is_imported_at_first_use() -> None:
     code = f"from easymp import Accelerator\nimport sys\nprint([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+# -- what stays whole --------------------------------------------------------------------------------------------------
+
+IGNORED = [("embed",), ("blocks.*.norm",), ("*.bias", "embed.weight"), ("blocks.1",), "blocks.0.attend.in_proj_weight"]
+
+
+@pytest.mark.parametrize("ignore", IGNORED)
+@pytest.mark.parametrize(("steps", "clip"), [(1, None), (3, 0.1)])
+def test_ignored_parameters_stay_whole_and_train(ranks, ignore: Any, steps: int, clip: float | None) -> None:
+    one = trained("single", "tied", steps, clip)
+    results = ranks(trained, "fsdp", "tied", steps, clip, "no", {"ignore": ignore})
+    for got in results:
+        agree(got, one)
+        assert got["kinds"] == ["DTensor", "Parameter"]
+    for name, values in results[0]["parameters"].items():
+        assert torch.equal(values, results[1]["parameters"][name]), name
+
+
+@pytest.mark.parametrize("how", ["no_sync", "trigger"])
+def test_ignored_parameters_in_accumulation_by_hand(ranks, how: str) -> None:
+    one = by_hand("single", how)
+    for got in ranks(by_hand, "fsdp", how, {"ignore": ("embed", "blocks.1")}):
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, one))
+
+
+def each_micro_step(strategy: str) -> list[torch.Tensor]:
+    plugin = GradientAccumulationPlugin(3, sync_each_batch=True)
+    options = {"ignore": "blocks.0"} if strategy == "fsdp" else None
+    with Accelerator(
+        mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_plugin=plugin
+    ) as acc:
+        model = acc.prepare(make("tied"))
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(acc.num_processes)[acc.process_index]
+        for _ in range(3):
+            with acc.accumulate(model):
+                acc.backward(model(x).square().mean())
+        return [whole(p.grad) for p in model.parameters()]
+
+
+def test_what_is_averaged_stays_averaged(ranks) -> None:
+    for a, b in zip(ranks(each_micro_step, "fsdp")[1], each_micro_step("single")):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def thaw() -> tuple[torch.Tensor, int]:
+    with Accelerator(mixed_precision="no", strategy="fsdp", strategy_options={"ignore": "1"}) as acc:
+        model = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 4).requires_grad_(False))
+        model = acc.prepare(model)
+        assert not model[1].weight.requires_grad
+        model[1].requires_grad_(True)
+        acc.backward(model(torch.full((2, 12), 1.0 + acc.process_index)).sum())
+        grad = model[1].bias.grad.clone(), model[1].weight
+    return grad[0], len(grad[1]._post_accumulate_grad_hooks)
+
+
+def test_ignored_parameters_may_thaw_and_are_let_go(ranks) -> None:
+    for grad, hooks in ranks(thaw):
+        assert grad.tolist() == [2.0] * 4
+        assert hooks == 0
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_overflow_in_an_ignored_gradient(ranks, fused: bool) -> None:
+    assert ranks(overflow, "fsdp", fused, {"ignore": "blocks"}) == [(True, 32768.0, 0.0)] * 2
+
+
+def ignored_wrongly() -> list[str]:
+    said = []
+    for ignore in (("blocs",), ("*",)):
+        with Accelerator(mixed_precision="no", strategy="fsdp", strategy_options={"ignore": ignore}) as acc:
+            with pytest.raises(PrepareError) as caught:
+                acc.prepare(make("tied"))
+            said.append(str(caught.value))
+    with Accelerator(mixed_precision="no", strategy="fsdp", strategy_options={"ignore": "blocks"}) as acc:
+        model = make("tied")
+        with pytest.raises(PrepareError) as caught:
+            acc.prepare(model, torch.optim.AdamW(model.parameters(), foreach=True))
+        said.append(str(caught.value))
+    return said
+
+
+def test_wrong_names_are_refused(ranks) -> None:
+    for nothing, everything, mixed in ranks(ignored_wrongly):
+        assert "no parameter or module of this Tied is named 'blocs', did you mean 'blocks'?: correct `ignore`" in nothing
+        assert "leaves no parameter to shard" in everything
+        assert "AdamW has foreach=True for sharded and ignored parameters together (param group 0)" in mixed
+
+
+def kind_of_run(strategy: str) -> list[str]:
+    with Accelerator(strategy=strategy) as acc:
+        return [acc.distributed_type.value, acc.state.distributed_type.value, PartialState().distributed_type.value]
+
+
+def test_scripts_are_told_that_it_is_fsdp(ranks) -> None:
+    assert ranks(kind_of_run, "fsdp")[0] == ["FSDP", "FSDP", "MULTI_CPU"]
+    assert ranks(kind_of_run, "ddp")[0] == ["MULTI_CPU"] * 3
+
+
+def test_every_strategy_says_whether_it_shards() -> None:
+    assert {name for name, kind in STRATEGIES.items() if kind.sharded} >= {"fsdp", "hsdp"}

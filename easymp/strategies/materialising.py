@@ -1,0 +1,187 @@
+"""Values for a model that was built on the meta device, part by part, so that it need not be whole in one place.
+
+``with torch.device("meta"): model = GPT()`` takes no memory and draws no random number. Here each module gets storage for its own
+parameters and buffers and draws their values by its `reset_parameters`, as its constructor would have: children before what holds
+them, in the order they were registered. So the same seed gives the values of a model that was built normally, if all its modules
+are made in the order they are registered and draw numbers in `reset_parameters` only, as torch's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PrepareError
+
+OTHERS = ("_init_weights", "init_weights")  # how models name what we cannot call in their place: some take a module, some nothing
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Whether any parameter or buffer of `model` is on the meta device."""
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def materialise(
+    model: nn.Module,
+    device: torch.device,
+    initialize: Callable[[nn.Module], None] | None = None,
+    finished: Callable[[nn.Module], None] = lambda module: None,
+) -> None:
+    """Give each meta parameter and buffer of `model` storage on `device`, and values. Tensors stay the objects they are.
+
+    A tied parameter takes the values of the module that comes first. A module without tensors of its own but with a
+    `reset_parameters` has it called when its children are done, unless part of what it holds had values before.
+
+    Args:
+        initialize: called with each module that had meta tensors, after its `reset_parameters` if it has one.
+        finished: called with each module, children first, once nothing will change its values any more.
+
+    Raises:
+        PrepareError: a module whose tensors nothing here gives values.
+    """
+    holders = {id(m) for m in model.modules() if _resetter(m) and _only_holds(m)}
+    _check(model, initialize, holders)
+    origin: dict[int, Tensor] = {}  # those with values; kept alive, so that an id means one tensor
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, held: bool) -> Iterator[nn.Module]:
+        """Modules in order of completion; what a holder may still change is completed with it."""
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        inside: list[nn.Module] = []
+        holds = held or id(module) in holders
+        for child in module.children():
+            for done in visit(child, holds):
+                if holds and not held:
+                    inside.append(done)
+                else:
+                    yield done
+        _fill(module, device, initialize, origin)
+        if id(module) in holders:
+            with torch.no_grad(), device:
+                _resetter(module)()  # type: ignore[misc]
+        yield from inside
+        yield module
+
+    for module in visit(model, False):
+        finished(module)
+
+
+def _resetter(module: nn.Module) -> Callable[[], None] | None:
+    """`reset_parameters`, or what torch calls it in MultiheadAttention and Transformer."""
+    for name in ("reset_parameters", "_reset_parameters"):
+        found = getattr(module, name, None)
+        if callable(found):
+            return found
+    return None
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    return {name: t for table in (module._parameters, module._buffers) for name, t in table.items() if t is not None}
+
+
+def _only_holds(module: nn.Module) -> bool:
+    below = [*module.parameters(), *module.buffers()]
+    return not _own(module) and bool(below) and all(t.is_meta for t in below)
+
+
+def _check(model: nn.Module, initialize: Callable[[nn.Module], None] | None, holders: set[int]) -> None:
+    ways = (
+        "pass Accelerator(initialize=function), which is called with each such module and fills its tensors, or build it off meta"
+    )
+    for name, module in model.named_modules():
+        own, where = _own(module), f"{type(module).__name__} {name!r}" if name else f"this {type(module).__name__}"
+        there = [n for n, t in own.items() if t.is_meta]
+        if there and _resetter(module) is None and initialize is None:
+            raise PrepareError(f"{where} has {there[0]!r} on the meta device, without values, and no reset_parameters(): {ways}")
+        if there and len(there) < len(own):
+            real = next(n for n, t in own.items() if not t.is_meta)
+            raise PrepareError(
+                f"{where} has {there[0]!r} on the meta device and values in {real!r}: build it on meta as a whole, or not at all"
+            )
+        other = next((n for n in OTHERS if callable(getattr(module, n, None))), None)
+        if other and initialize is None and id(module) not in holders and any(t.is_meta for t in module.parameters()):
+            raise PrepareError(
+                f"{where} has {other}(), which did nothing on the meta device and is not called by us: {ways}. If it takes a module, "
+                f"initialize=model.{other} will do"
+            )
+        loose = next((n for n, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta), None)
+        if loose:
+            raise PrepareError(
+                f"{where} has a tensor {loose!r} on the meta device that is neither parameter nor buffer: register it as a buffer, or "
+                "build the model off meta"
+            )
+
+
+def _fill(
+    module: nn.Module, device: torch.device, initialize: Callable[[nn.Module], None] | None, origin: dict[int, Tensor]
+) -> None:
+    own = _own(module)
+    new = {name: t for name, t in own.items() if t.is_meta}
+    tied = {name: t for name, t in own.items() if id(t) in origin}
+    if not new and not tied:
+        return
+    _allocate(module, device)
+    # Drawn all the same, for the random stream goes on as if the model had been built normally, but not kept.
+    for name, tensor in tied.items():
+        _table(module, name)[name] = _like(tensor, device)
+    versions = {name: tensor._version for name, tensor in new.items()}
+    with torch.no_grad(), device:
+        reset = _resetter(module)
+        if reset is not None:
+            reset()
+        if initialize is not None:
+            initialize(module)
+    for name, tensor in tied.items():
+        _table(module, name)[name] = tensor
+    for name, tensor in new.items():
+        now = _table(module, name)[name]
+        if now.is_meta or (now is tensor and _unwritten(tensor, versions[name])):
+            raise PrepareError(
+                f"nothing gave {name!r} of {type(module).__name__} values after it was built on the meta device: let its "
+                "reset_parameters() do it, pass Accelerator(initialize=function), or build the model off meta"
+            )
+        origin[id(now)] = now
+
+
+def _table(module: nn.Module, name: str) -> dict[str, Tensor]:
+    return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    for buffer in module._buffers.values():
+        if buffer is not None and buffer.is_meta:
+            torch.utils.swap_tensors(buffer, _like(buffer, device))
+    with _swapping():  # `_apply`, for modules that keep weak references to their parameters (LSTM) let go of them in it
+        module._apply(lambda t: _like(t, device) if t.is_meta else t, recurse=False)
+
+
+@contextmanager
+def _swapping() -> Iterator[None]:
+    """Parameters that move stay the objects that optimizers and tied modules hold."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Storage for `tensor`; floats begin as NaN, which tells what has never been written."""
+    fresh = torch.empty_like(tensor, device=device, requires_grad=False)
+    if fresh.is_floating_point() or fresh.is_complex():
+        fresh.fill_(torch.nan)
+    return nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
+
+
+def _unwritten(tensor: Tensor, version: int) -> bool:
+    if not tensor.numel():
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.detach().reshape(-1)[0].isnan())
+    return tensor._version == version

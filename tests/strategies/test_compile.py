@@ -1,0 +1,207 @@
+"""torch.compile under every strategy: the same numbers, in as few graphs as it should be, and undone at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from easymp import Accelerator, CompileOptions
+from easymp.errors import PrepareError, SettingError
+from easymp.strategies.compiling import read_compile
+
+from .models import Block, Tied, make, train
+from .test_fsdp import agree
+
+GRAPHS: list[Any] = []
+
+
+def counting(graph: Any, inputs: Any) -> Any:
+    GRAPHS.append(graph)
+    return graph.forward
+
+
+def trained(
+    strategy: str,
+    kind: str,
+    compile: Any,
+    options: Any = None,
+    precision: str = "no",
+    which: Any = False,
+) -> dict[str, Any]:
+    GRAPHS.clear()
+    torch._dynamo.reset()
+    with Accelerator(
+        mixed_precision=precision,
+        strategy=strategy,
+        strategy_options=options,
+        gradient_accumulation_steps=2,
+        compile=compile,
+        activation_checkpointing=which,
+    ) as acc:
+        return {**train(acc, kind, 0.1), "graphs": len(GRAPHS)}
+
+
+EAGER = {what: CompileOptions(what=what, backend=counting) for what in ("model", "blocks")}
+AOT = {what: CompileOptions(what=what, backend="aot_eager") for what in ("model", "blocks")}
+
+
+@pytest.mark.parametrize("what", ["model", "blocks"])
+@pytest.mark.parametrize("which", [False, True])
+def test_alone(what: str, which: bool) -> None:
+    got = trained("single", "tied", AOT[what], which=which)
+    agree(got, trained("single", "tied", False))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what", "options", "which", "size"),
+    [
+        ("ddp", "model", None, False, 2),
+        ("ddp", "blocks", None, True, 2),
+        ("ddp", "model", {"static_graph": True}, True, 2),
+        ("fsdp", "model", None, False, 2),
+        ("fsdp", "model", None, True, 2),
+        ("fsdp", "blocks", None, False, 2),
+        ("fsdp", "blocks", {"ignore": "blocks.1"}, True, 2),
+        ("hsdp", "blocks", {"shard_size": 2}, True, 4),
+    ],
+)
+def test_on_ranks(ranks, strategy: str, what: str, options: Any, which: bool, size: int) -> None:
+    one = trained("single", "tied", False)
+    for got in ranks(trained, strategy, "tied", AOT[what], options, "no", which, processes=size, timeout=110):
+        agree(got, one)
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("conv", "no"), ("tied", "bf16")])
+@pytest.mark.parametrize("what", ["model"])
+def test_with_buffers_and_under_autocast(kind: str, precision: str, what: str) -> None:
+    got, plain = trained("single", kind, AOT[what], precision=precision), trained("single", kind, False, precision=precision)
+    assert got["losses"] == pytest.approx(plain["losses"], rel=1e-2 if precision == "bf16" else 1e-5)
+    for name, values in plain["buffers"].items():
+        assert torch.allclose(got["buffers"][name].float(), values.float(), rtol=1e-4, atol=1e-5), name
+
+
+def test_one_graph_for_the_model_and_one_for_all_blocks() -> None:
+    for precision in ("no", "bf16"):
+        assert trained("single", "tied", EAGER["model"], precision=precision)["graphs"] == 1
+        assert (
+            trained("single", "tied", EAGER["blocks"], precision=precision)["graphs"] <= 2
+        )  # inputs with and without a gradient
+
+
+def split() -> int:
+    GRAPHS.clear()
+    torch._dynamo.reset()
+    with Accelerator(
+        mixed_precision="no",
+        strategy="ddp",
+        strategy_options={"bucket_cap_mb": 0.01},
+        compile=CompileOptions(backend=counting),
+    ) as acc:
+        model = acc.prepare(make("tied"))
+        acc.backward(model(torch.ones(4, 12)).square().mean())
+        return len(GRAPHS)
+
+
+def test_ddps_buckets_split_the_graph(ranks) -> None:
+    assert ranks(split)[0] > 1
+
+
+def test_the_model_stays_the_users() -> None:
+    model = make("tied")
+    names = [list(model.state_dict()), [n for n, _ in model.named_modules()]]
+    for what in ("model", "blocks"):
+        with Accelerator(mixed_precision="no", compile=EAGER[what]) as acc:
+            view = acc.prepare(model)
+            assert isinstance(view, Tied) and [list(view.state_dict()), [n for n, _ in view.named_modules()]] == names
+            view(torch.ones(2, 12))
+        assert all(m._compiled_call_impl is None for m in model.modules())
+        assert all(type(b) is Block for b in model.blocks)
+
+
+def test_a_model_that_the_user_compiled() -> None:
+    torch._dynamo.reset()
+    GRAPHS.clear()
+    with Accelerator(mixed_precision="no") as acc:
+        model = acc.prepare(torch.compile(make("tied"), backend=counting))
+        acc.backward(model(torch.ones(2, 12)).sum())
+        assert GRAPHS
+    for build in (lambda: torch.compile(make("tied"), backend="eager"), compiled_inside):
+        with Accelerator(mixed_precision="no", compile=True) as acc:
+            with pytest.raises(PrepareError, match="is compiled already, and compile= asks for it again"):
+                acc.prepare(build())
+
+
+def compiled_inside() -> nn.Module:
+    model = make("tied")
+    model.blocks[0].compile(backend="eager")
+    return model
+
+
+def test_auto_is_settled_by_rule() -> None:
+    with Accelerator(compile=EAGER["model"]) as acc:
+        acc.prepare(make("mlp"))
+        assert acc.mixed_precision in ("no", "bf16")
+        assert "not measured" in acc.plan.precision.reason or "no bf16 instructions" in acc.plan.precision.reason
+
+
+def test_no_repeated_blocks() -> None:
+    with Accelerator(mixed_precision="no", compile="blocks") as acc:
+        with pytest.raises(
+            PrepareError, match="compile='blocks' means the repeated blocks of a model, and this Sequential has none"
+        ):
+            acc.prepare(make("mlp"))
+
+
+@pytest.mark.parametrize(
+    ("given", "backend", "options"),
+    [
+        (False, None, None),
+        (False, "no", None),
+        (True, None, CompileOptions()),
+        ("blocks", "NO", CompileOptions(what="blocks")),
+        (False, "AOT_EAGER", CompileOptions(backend="aot_eager")),
+        (CompileOptions(mode="max-autotune"), None, CompileOptions(mode="max-autotune")),
+    ],
+)
+def test_ways_to_ask(given: Any, backend: Any, options: Any) -> None:
+    assert read_compile(given, backend) == options
+
+
+@pytest.mark.parametrize(
+    ("given", "backend", "words"),
+    [
+        ("block", None, r"compile='block' is neither True nor False, .*did you mean 'blocks'\?"),
+        (1.5, None, "compile=1.5 is neither"),
+        (True, "inductor", "both compile and dynamo_backend"),
+        (False, "inducter", r"no backend 'inducter' here, did you mean 'inductor'\?"),
+    ],
+)
+def test_wrong_ways_to_ask(given: Any, backend: Any, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        Accelerator(compile=given, dynamo_backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"what": "block"}, "what='block' is neither"),
+        ({"backend": 3}, "backend=3 is neither"),
+        ({"mode": "default", "options": {}}, "exclude each other"),
+        ({"fullgraph": 1}, "True or False"),
+    ],
+)
+def test_options_are_checked(options: Any, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        CompileOptions(**options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_inductor(ranks) -> None:
+    one = trained("single", "tied", False)
+    for strategy in ("ddp", "fsdp"):
+        for got in ranks(trained, strategy, "tied", True, processes=2, timeout=500):
+            assert got["losses"] == pytest.approx(one["losses"], rel=1e-4)

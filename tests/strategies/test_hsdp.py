@@ -1,0 +1,111 @@
+"""hsdp on four real processes, which pretend to be two nodes of two or are told to shard in pairs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from easymp import Accelerator, HSDPOptions
+from easymp.errors import EasympError, SettingError
+
+from .models import make, whole
+from .test_fsdp import agree, by_hand, overflow, trained
+
+PAIRS = HSDPOptions(shard_size=2)
+
+
+@pytest.mark.parametrize(("kind", "steps", "clip"), [("tied", 3, 0.1), ("mlp", 1, None), ("idle", 1, 0.1)])
+def test_it_trains_as_one_process(ranks, kind: str, steps: int, clip: float | None) -> None:
+    one = trained("single", kind, steps, clip)
+    total = sum(p.numel() for p in make(kind).parameters())
+    results = ranks(trained, "hsdp", kind, steps, clip, "no", PAIRS, processes=4)
+    for got in results:
+        agree(got, one)
+        assert got["kinds"] == ["DTensor"]
+    held = [got["shards"] for got in results]
+    assert held[:2] == held[2:] and sum(held[:2]) == total
+
+
+def placements(options: Any) -> tuple[Any, ...]:
+    with Accelerator(mixed_precision="no", strategy="hsdp", strategy_options=options) as acc:
+        model = acc.prepare(make("mlp"))
+        weight: Any = next(model.parameters())
+        return (
+            [str(p) for p in weight.placements],
+            tuple(weight.device_mesh.shape),
+            acc.distributed_type,
+            acc.state.distributed_type,
+        )
+
+
+def test_a_node_is_a_group(ranks) -> None:
+    for found in ranks(placements, None, processes=4, env={"LOCAL_WORLD_SIZE": "2"}):
+        assert found == (["R", "S(0)"], (2, 2), "FSDP", "FSDP")
+
+
+@pytest.mark.parametrize("how", ["no_sync", "trigger"])
+def test_accumulation_by_hand(ranks, how: str) -> None:
+    one = by_hand("single", how)
+    for got in ranks(by_hand, "hsdp", how, processes=4, env={"LOCAL_WORLD_SIZE": "2"}):
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, one))
+
+
+def test_an_overflow_in_one_shard_skips_the_step_on_all(ranks) -> None:
+    assert ranks(overflow, "hsdp", True, processes=4, env={"LOCAL_WORLD_SIZE": "2"}) == [(True, 32768.0, 0.0)] * 4
+
+
+def norm_of_a_known_gradient() -> tuple[float, float]:
+    with Accelerator(mixed_precision="no", strategy="hsdp", strategy_options=PAIRS) as acc:
+        model = acc.prepare(make("mlp"))
+        acc.backward(model(torch.ones(4, 12)).square().mean())
+        expected = torch.linalg.vector_norm(torch.cat([whole(p.grad).flatten() for p in model.parameters()]))
+        return float(acc.clip_grad_norm_(model.parameters(), 1e9)), float(expected)
+
+
+def test_each_shard_counts_once(ranks) -> None:
+    for got, expected in ranks(norm_of_a_known_gradient, processes=4):
+        assert got == pytest.approx(expected, rel=1e-6)
+
+
+def refused(options: Any) -> str:
+    try:
+        with Accelerator(strategy="hsdp", strategy_options=options):
+            return ""
+    except EasympError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("options", "local", "words"),
+    [
+        (
+            None,
+            2,
+            r"RefusedError: .*all 2 ranks are on one: pass strategy_options=HSDPOptions\(shard_size=...\), or use strategy='fsdp'",
+        ),
+        (None, 1, "RefusedError: .*each has one rank"),
+        ({"shard_size": 2}, 2, "RefusedError: .*shard_size=2 leaves nothing to replicate among 2 ranks: use strategy='fsdp'"),
+        ({"shard_size": 1}, 2, "SettingError: shard_size=1 is not a whole number of at least 2"),
+        ({"shards": 2}, 2, "SettingError: strategy 'hsdp' has no option 'shards', did you mean 'shard_size'"),
+    ],
+)
+def test_refusals(ranks, options: Any, local: int, words: str) -> None:
+    for said in ranks(refused, options, env={"LOCAL_WORLD_SIZE": str(local)}):
+        assert re.search(words, said), said
+
+
+def test_groups_of_unequal_size_are_refused(ranks) -> None:
+    for said in ranks(refused, {"shard_size": 3}, processes=4):
+        assert (
+            "splits 4 ranks into groups of equal size, which shard_size=3 does not allow: pass a shard_size that divides 4"
+            in said
+        )
+
+
+@pytest.mark.parametrize("size", [0, 1, True, 2.0, "2"])
+def test_shard_size_is_checked(size: Any) -> None:
+    with pytest.raises(SettingError, match="shard_size="):
+        HSDPOptions(shard_size=size)

@@ -1,0 +1,247 @@
+"""Models built on the meta device: the values of a normal construction, in every strategy, and never whole where they are sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from easymp import Accelerator
+from easymp.errors import PrepareError
+from easymp.strategies.materialising import materialise
+
+from .models import Tied, conv, mlp, whole
+
+
+class Scaled(nn.Module):
+    """A parameter of its own, a buffer that resetting fills, and one made anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.empty(3))
+        self.register_buffer("mask", torch.empty(3, dtype=torch.bool))
+        self.register_buffer("places", torch.arange(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.scale)
+        self.mask.fill_(True)
+        self.places = torch.arange(3)
+
+
+class Rooted(nn.Module):
+    """Draws everything again at the end of its construction, as nn.Transformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+KINDS: dict[str, Any] = {
+    "mlp": mlp,
+    "conv": conv,
+    "tied": Tied,
+    "scaled": Scaled,
+    "rooted": Rooted,
+    "lstm": lambda: nn.LSTM(3, 4, 2, bidirectional=True),
+    "transformer": lambda: nn.Transformer(8, 2, 1, 1, 16),
+    "twice": lambda: nn.Sequential(*[nn.Linear(2, 2)] * 2, nn.BatchNorm1d(2, affine=False)),
+}
+
+
+def meta(kind: str) -> nn.Module:
+    with torch.device("meta"):
+        return KINDS[kind]()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_seeds_values(kind: str) -> None:
+    model = meta(kind)
+    names = {id(p): name for name, p in model.named_parameters()}
+    torch.manual_seed(3)
+    materialise(model, torch.device("cpu"))
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    normal = KINDS[kind]()
+    assert torch.equal(after, torch.rand(1))
+    ours, theirs = model.state_dict(), normal.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, values in theirs.items():
+        assert torch.equal(ours[name], values), name
+    assert {id(p): name for name, p in model.named_parameters()} == names  # the same objects, for optimizers and ties
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in normal.parameters()]
+
+
+def test_an_lstm_computes() -> None:
+    model = meta("lstm")
+    materialise(model, torch.device("cpu"))
+    model(torch.ones(2, 3))[0].sum().backward()
+    assert model.weight_ih_l0.grad is not None
+
+
+def test_frozen_and_tied_stay_so() -> None:
+    with torch.device("meta"):
+        model = Tied()
+        model.embed.requires_grad_(False)
+    materialise(model, torch.device("cpu"))
+    assert model.head.weight is model.embed.weight and not model.embed.weight.requires_grad
+
+
+class Loose(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(2, 2)
+        self.part.gain = nn.Parameter(torch.ones(2))
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 5.0)
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+
+
+class Attribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.table = torch.arange(4)
+
+
+def halfway() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.bias = nn.Parameter(torch.empty(2, device="meta"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (
+            lambda: nn.Sequential(Bare()),
+            r"Bare '0' has 'weight' on the meta device, .* no reset_parameters\(\): pass Accelerator\(init",
+        ),
+        (Loose, r"nothing gave 'gain' of Linear values after .*pass Accelerator\(initialize=function\)"),
+        (
+            Named,
+            r"this Named has _init_weights\(\), which did nothing on the meta device.*initialize=model._init_weights will do",
+        ),
+        (Attribute, r"this Attribute has a tensor 'table' on the meta device that is neither.*register it as a buffer"),
+    ],
+)
+def test_what_gets_no_values_is_named(build: Any, words: str) -> None:
+    with torch.device("meta"):
+        model = build()
+    with Accelerator(mixed_precision="no") as acc, pytest.raises(PrepareError, match=words):
+        acc.prepare(model)
+
+
+def test_half_on_meta() -> None:
+    with pytest.raises(PrepareError, match="this Linear has 'bias' on the meta device and values in 'weight'"):
+        materialise(halfway(), torch.device("cpu"))
+
+
+def test_what_had_values_keeps_them() -> None:
+    model = Rooted()
+    with torch.device("meta"):
+        model.blocks[1] = nn.Linear(12, 12)
+    before = model.blocks[0][0].weight.clone()
+    materialise(model, torch.device("cpu"))
+    assert torch.equal(model.blocks[0][0].weight, before) and not model.blocks[1].weight.isnan().any()
+
+
+def test_initialize_fills_what_resetting_does_not() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Bare(), nn.Linear(2, 2))
+    seen = []
+
+    def fill(module: nn.Module) -> None:
+        seen.append(type(module).__name__)
+        nn.init.constant_(module.weight, 2.0)
+
+    with Accelerator(mixed_precision="no", initialize=fill) as acc:
+        acc.prepare(model)
+    assert seen == ["Bare", "Linear"]
+    assert (
+        all(bool((p == 2.0).all()) for p in (model[0].weight, model[1].weight)) and float(model[1].bias.detach().abs().sum()) > 0
+    )
+
+
+# -- on ranks ----------------------------------------------------------------------------------------------------------
+
+
+def prepared(strategy: str, kind: str, on_meta: bool, alike: bool = True) -> dict[str, Tensor]:
+    with Accelerator(mixed_precision="no", strategy=strategy) as acc:
+        torch.manual_seed(3 if alike else acc.process_index)
+        model = meta(kind) if on_meta else KINDS[kind]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if on_meta:
+            torch.manual_seed(3 if alike else acc.process_index)
+        model, optimizer = acc.prepare(model, optimizer)
+        for _ in range(2):
+            acc.backward(model(torch.ones(4, 12)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: whole(t) for name, t in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["tied", "conv", "rooted"])
+def test_it_trains_as_if_built_normally(ranks, strategy: str, kind: str) -> None:
+    normal = ranks(prepared, strategy, kind, False)
+    for got in ranks(prepared, strategy, kind, True):
+        for name, values in normal[0].items():
+            assert torch.allclose(got[name], values, rtol=1e-6, atol=1e-6), name
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_unlike_seeds_take_rank_0s_values(ranks, strategy: str) -> None:
+    a, b = ranks(prepared, strategy, "tied", True, False)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def peak(kind: str) -> tuple[int, int, int]:
+    """Most whole elements with values at any time, those of the model, and of its largest block."""
+    with torch.device("meta"):
+        model = KINDS[kind]()
+    most = 0
+
+    def count(module: nn.Module) -> None:
+        nonlocal most
+        here = sum(p.numel() for p in model.parameters() if not p.is_meta and not hasattr(p, "to_local"))
+        most = max(most, here)
+
+    with Accelerator(mixed_precision="no", strategy="fsdp", initialize=count) as acc:
+        acc.prepare(model)
+        return most, sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.blocks[0].parameters())
+
+
+def test_no_rank_ever_holds_the_whole(ranks) -> None:
+    for most, total, block in ranks(peak, "tied"):
+        outside = total - 3 * block
+        assert most <= block + outside < total
+    for most, total, _ in ranks(peak, "rooted"):  # its root draws all values again, so that none may be sharded before
+        assert most == total

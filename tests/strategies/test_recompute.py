@@ -1,0 +1,253 @@
+"""Activation checkpointing in every strategy: the same numbers, less memory, and a model that stays the user's."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from abc import ABC
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from easymp import Accelerator
+from easymp.errors import PrepareError, SettingError
+from easymp.strategies.recomputing import find_recomputed, recompute
+
+from .models import Block, Tied, make, train
+from .test_fsdp import agree
+
+
+def trained(strategy: str, kind: str, which: Any, options: Any = None, precision: str = "no", steps: int = 2) -> dict[str, Any]:
+    with Accelerator(
+        mixed_precision=precision,
+        strategy=strategy,
+        strategy_options=options,
+        gradient_accumulation_steps=steps,
+        activation_checkpointing=which,
+    ) as acc:
+        return train(acc, kind, 0.1)
+
+
+# -- the numbers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "which"), [("tied", True), ("idle", True), ("conv", ("1", "2")), ("mlp", "Linear")])
+def test_alone(kind: str, which: Any) -> None:
+    ours, plain = trained("single", kind, which), trained("single", kind, False)
+    agree(ours, plain)
+    for name, values in plain["buffers"].items():
+        assert torch.equal(ours["buffers"][name], values), name  # batch-norm's are changed once
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "size"),
+    [
+        ("ddp", None, 2),
+        ("ddp", {"static_graph": True}, 2),
+        ("ddp", {"find_unused_parameters": True}, 2),
+        ("fsdp", None, 2),
+        ("fsdp", {"reshard_after_forward": False}, 2),
+        ("fsdp", {"wrap": ("LayerNorm", "Linear")}, 2),  # shards inside of what is computed again
+        ("fsdp", {"ignore": "blocks.1"}, 2),
+        ("hsdp", {"shard_size": 2}, 4),
+    ],
+)
+def test_on_ranks(ranks, strategy: str, options: Any, size: int) -> None:
+    one = trained("single", "tied", False)
+    for got in ranks(trained, strategy, "tied", True, options, processes=size):
+        agree(got, one)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_buffers_on_ranks(ranks, strategy: str) -> None:
+    ours, plain = (ranks(trained, strategy, "conv", which, None, "no", 1) for which in (("1", "2"), False))
+    for a, b in zip(ours, plain):
+        agree(a, b)
+        for name, values in b["buffers"].items():
+            assert torch.allclose(a["buffers"][name], values, rtol=1e-6, atol=1e-7), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_is_replayed(precision: str) -> None:
+    ours, plain = (trained("single", "tied", which, None, precision) for which in (True, False))
+    assert ours["losses"] == plain["losses"] and ours["norms"] == pytest.approx(plain["norms"], rel=1e-3)
+
+
+class Drop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, *, debug: Tensor) -> Tensor:
+        return self.drop(torch.tanh(self.layer(x))) + debug
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Drop() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, debug=x)  # a name that torch's checkpoint has, too
+        return x
+
+
+def dropped(which: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    with Accelerator(mixed_precision="no", activation_checkpointing=which) as acc:
+        model = acc.prepare(Drops())
+        torch.manual_seed(1)
+        x = torch.ones(3, 8, requires_grad=True)
+        acc.backward(model(x).square().mean())
+        return [x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def test_dropout_is_replayed_and_keywords_arrive() -> None:
+    assert all(torch.equal(a, b) for a, b in zip(dropped(True), dropped(False)))
+
+
+# -- the memory --------------------------------------------------------------------------------------------------------
+
+
+def kept(which: Any) -> int:
+    """Bytes that forward keeps for backward, parameters not counted."""
+    with Accelerator(mixed_precision="no", activation_checkpointing=which) as acc:
+        model = acc.prepare(make("tied"))
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        seen: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(torch.ones(24, 12)).sum()
+        del loss
+        return sum(seen.values())
+
+
+def test_forward_keeps_the_inputs_of_blocks_only() -> None:
+    inputs = 3 * 24 * 6 * 16 * 4  # blocks × (batch, length, width) in fp32
+    assert kept(True) < inputs + 30_000
+    assert kept(False) > 6 * kept(True)
+
+
+# -- what is chosen ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("which", "names"),
+    [
+        (True, ["blocks.0", "blocks.1", "blocks.2"]),
+        (("Block",), ["blocks.0", "blocks.1", "blocks.2"]),
+        (("blocks.*",), ["blocks.0", "blocks.1", "blocks.2"]),  # the outermost of those inside one another
+        (("blocks.[02]", "head"), ["blocks.0", "blocks.2", "head"]),
+        (("*.think",), ["blocks.0.think", "blocks.1.think", "blocks.2.think"]),
+    ],
+)
+def test_what_is_meant(which: Any, names: list[str]) -> None:
+    model = Tied()
+    by_id = {id(m): name for name, m in model.named_modules()}
+    assert [by_id[id(m)] for m in find_recomputed([model], which)] == names
+
+
+def test_a_pattern_may_mean_a_part_of_another_model() -> None:
+    assert len(find_recomputed([nn.Linear(1, 1), Tied()], ("Block",))) == 3
+
+
+def scripted() -> nn.Module:
+    return nn.Sequential(torch.jit.script(nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("which", "build", "words"),
+    [
+        (("Blok",), Tied, r"'Blok' is the name or class of no module inside this Tied, did you mean 'Block'\?"),
+        (True, lambda: make("mlp"), "the repeated blocks of a model, and this Sequential has none"),
+    ],
+)
+def test_what_means_nothing(which: Any, build: Any, words: str) -> None:
+    with Accelerator(mixed_precision="no", activation_checkpointing=which) as acc, pytest.raises(PrepareError, match=words):
+        acc.prepare(build())
+
+
+def test_a_forward_of_its_own() -> None:
+    model = Tied()
+    model.blocks[0].forward = lambda x: x
+    with pytest.raises(PrepareError, match="a Block has a forward of its own"):
+        find_recomputed([model], True)
+
+
+@pytest.mark.parametrize("wrong", [1, None, (), "", [1]])
+def test_neither_true_nor_a_pattern(wrong: Any) -> None:
+    with pytest.raises(SettingError, match=r"neither True .* nor False, nor a pattern"):
+        Accelerator(activation_checkpointing=wrong)
+
+
+# -- whose model it is -------------------------------------------------------------------------------------------------
+
+
+def test_the_model_stays_the_users() -> None:
+    model = make("tied")
+    names = [list(model.state_dict()), [n for n, _ in model.named_modules()], repr(model)]
+    with Accelerator(mixed_precision="no", activation_checkpointing=True) as acc:
+        view = acc.prepare(model)
+        assert [list(view.state_dict()), [n for n, _ in view.named_modules()], repr(model)] == names
+        assert all(isinstance(b, Block) and type(b) is not Block for b in model.blocks)
+        for copied in (copy.deepcopy(view), pickle.loads(pickle.dumps(model))):
+            assert all(type(b) is Block for b in copied.blocks)
+            copied(torch.ones(2, 12)).sum().backward()
+        assert model.embed.weight.grad is None
+        with torch.no_grad():
+            model(torch.ones(2, 12))
+    assert all(type(b) is Block for b in model.blocks)
+
+
+class Announced(nn.Module, ABC):
+    known: list[type] = []  # noqa: RUF012
+
+    def __init_subclass__(cls, *, word: str) -> None:
+        cls.known.append(cls)
+
+
+class Announcing(Announced, word="here"):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def test_classes_that_announce_their_subclasses() -> None:
+    module = Announcing()
+    undo = recompute([module])
+    x = torch.ones(1, requires_grad=True)
+    module(x).backward()
+    assert x.grad == 2 and Announced.known == [Announcing]
+    undo()
+    assert type(module) is Announcing
+
+
+class Momentum(nn.Module):
+    """Replaces a buffer, as some normalisations do, and changes another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        return torch.tanh(self.layer(x))
+
+
+def test_buffers_are_changed_once() -> None:
+    module = Momentum()
+    undo = recompute([module])
+    module(torch.ones(2, 4)).sum().backward()
+    undo()
+    assert float(module.seen) == 1.0 and module.mean.tolist() == [1.0] * 4
