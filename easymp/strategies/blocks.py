@@ -61,7 +61,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Those of "blocks" above, whether parameters are tied or not; of blocks inside one another, the outermost."""
     found: list[nn.Module] = []
     inside: set[int] = set()
-    for block in sorted(_repeated(model), key=lambda b: -sum(1 for _ in b.modules())):
+    for block in sorted(find_repeated(model), key=lambda b: -sum(1 for _ in b.modules())):
         if id(block) not in inside and type(block).forward is not nn.Module.forward:
             found.append(block)
             inside.update(id(m) for m in block.modules())

@@ -87,6 +87,7 @@ class Pipeline:
     whole: ClassVar[bool] = True
     masters: ClassVar[bool] = False  # optimizers take them before it shows which parameters are here
     sums = False  # likewise
+    sharded: ClassVar[bool] = False
     data_rank = 0
     data_size = 1
     data_group = None

@@ -91,6 +91,15 @@ def test_one_graph_for_the_model_and_one_for_all_blocks() -> None:
         )  # inputs with and without a gradient
 
 
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))  # a megabyte each
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
 def split() -> int:
     GRAPHS.clear()
     torch._dynamo.reset()
@@ -100,7 +109,7 @@ def split() -> int:
         strategy_options={"bucket_cap_mb": 1},
         compile=CompileOptions(backend=counting),
     ) as acc:
-        model = acc.prepare(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))))  # a megabyte each
+        model = acc.prepare(Wide())
         acc.backward(model(torch.ones(4, 512)).square().mean())
         return len(GRAPHS)
 
