@@ -54,6 +54,7 @@ class LocalTraining:
 
     name: ClassVar[str] = "local_sgd"
     Options: ClassVar[type] = LocalSGDOptions
+    sharded: ClassVar[bool] = False
     data_group = None
     whole: ClassVar[bool] = True
     masters: ClassVar[bool] = False  # parameters are averaged, and masters would not know
