@@ -163,7 +163,7 @@ def train(strategy: str, kind: str, steps: int, precision: str = "O2", updates: 
                     norm = acc.clip_grad_norm_(model.parameters(), 0.5)
                     optimizer.step()
                     optimizer.zero_grad()
-            losses.append(float(acc.reduce(loss.detach(), "sum")))
+            losses.append(float(acc.reduce(loss.detach(), "mean")) * spread.data_size)
             norms.append(float(norm))
         return {
             "losses": losses,
@@ -176,7 +176,15 @@ def train(strategy: str, kind: str, steps: int, precision: str = "O2", updates: 
 
 @pytest.mark.parametrize(
     ("strategy", "kind", "steps"),
-    [("ddp", "tied", 1), ("ddp", "mlp", 3), ("fsdp", "tied", 1), ("fsdp", "mlp", 3), ("fsdp", "idle", 1)],
+    [
+        ("ddp", "tied", 1),
+        ("ddp", "mlp", 3),
+        ("fsdp", "tied", 1),
+        ("fsdp", "mlp", 3),
+        ("fsdp", "idle", 1),
+        ("zero1", "mlp", 3),
+        ("tensor_parallel", "mlp", 3),
+    ],
 )
 def test_ranks_train_as_one_process(ranks, strategy: str, kind: str, steps: int) -> None:
     one = train("single", kind, steps)
@@ -206,7 +214,7 @@ def overflow(strategy: str, steps: int) -> tuple[bool, float, float]:
         return acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved
 
 
-@pytest.mark.parametrize(("strategy", "steps"), [("ddp", 1), ("ddp", 2), ("fsdp", 1)])
+@pytest.mark.parametrize(("strategy", "steps"), [("ddp", 1), ("ddp", 2), ("fsdp", 1), ("zero1", 2)])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, strategy: str, steps: int) -> None:
     assert ranks(overflow, strategy, steps) == [(True, 32768.0, 0.0)] * 2
 
@@ -222,6 +230,6 @@ def loads(strategy: str) -> list[float]:
         return whole(model.weight).flatten().tolist()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
 def test_weights_written_on_ranks(ranks, strategy: str) -> None:
     assert ranks(loads, strategy) == [[4.0] * 8] * 2

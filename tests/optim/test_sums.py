@@ -76,7 +76,7 @@ def test_nothing_is_summed_for_frozen_half_weights() -> None:
         assert not acc._prepared.sums.on
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "tensor_parallel"])
 @pytest.mark.parametrize(("kind", "items"), [("mlp", False), ("mlp", True), ("tied", False)])
 def test_ranks_sum_in_fp32(ranks, strategy: str, kind: str, items: bool) -> None:
     one = window("single", kind, BF16, 12, items)
