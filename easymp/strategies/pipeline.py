@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import PrepareError, RefusedError, SettingError, StepError
@@ -183,7 +182,7 @@ class Pipeline:
                     self._homes[id(tensor)] = users[0]
                     if len(users) > 1:
                         if users not in groups:
-                            groups[users] = dist.new_group(list(users))  # a collective of all ranks
+                            groups[users] = self._world.group(users)
                         if rank in users:
                             shared.append(Shared(tensor, len(users), groups[users]))
         for optimizer in self._optimizers:

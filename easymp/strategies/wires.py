@@ -50,7 +50,7 @@ class Wires:
     def connect(self) -> None:
         """A collective, before anything is sent."""
         if self._world.device.type != "cpu":
-            self._up = dist.new_group()
+            self._up = self._world.group(range(self._world.size))
 
     def send(self, tensors: Sequence[Tensor], step: int) -> None:
         """To the stage `step` (1 or -1) from here, without waiting."""

@@ -172,6 +172,11 @@ class World:
         except RuntimeError:
             pass  # the others are busy or gone, or rank 0 and its store are; nothing more is expected of them
 
+    def group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        """A group of these ranks, with the world's timeout; a collective of all ranks."""
+        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
+        return made
+
     def hurry_groups(self) -> None:
         """Give every group that this rank is in the world's timeout. torch gives those of a mesh 30 minutes, whatever the first had."""
         if self.size > 1:

@@ -23,7 +23,7 @@ SPREAD: dict[str, tuple[int, tuple[str, ...], float]] = {
     "hsdp": (4, ("--options", '{"shard_size": 2}'), 1e-3),
     "tensor_parallel": (2, (), 1e-3),
     "pipeline": (2, (), 1e-3),
-    "local_sgd": (2, ("--options", '{"every": 2}'), 0.05),
+    "local_sgd": (2, ("--options", '{"every": 2}'), 0.15),  # each rank steps by its own half of the batch
 }
 
 
