@@ -16,7 +16,7 @@ from easymp.strategies import STRATEGIES
 
 ON_CPU = ["no", "bf16", "fp16", "O0", "O1", "O2", "O3", "auto"]  # tf32 and fp8 need a GPU
 ALONE = {"single", "data_parallel"}
-OPTIONS: dict[str, Any] = {}
+OPTIONS: dict[str, Any] = {"hsdp": {"shard_size": 2}, "local_sgd": {"every": 1}}
 
 
 def net() -> nn.Module:
@@ -47,7 +47,7 @@ def outcome(strategy: str, precision: str) -> list[float] | str:
                 with acc.accumulate(model):
                     loss = nn.functional.cross_entropy(model(x), y)
                     acc.backward(loss)
-                    acc.clip_grad_norm_(model.parameters(), 1.0)
+                    acc.clip_grad_norm_(model.parameters(), 5.0)  # local_sgd's norms are each rank's own, so nothing is cut
                     optimizer.step()
                     assert not acc.optimizer_step_was_skipped
                     optimizer.zero_grad()
@@ -70,14 +70,15 @@ def alone() -> list[float]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_pair_trains_or_is_refused(ranks, alone: list[float], strategy: str) -> None:
-    found = [outcomes(strategy)] if strategy in ALONE else ranks(outcomes, strategy, timeout=110)
+    processes = 4 if strategy == "hsdp" else 2
+    found = [outcomes(strategy)] if strategy in ALONE else ranks(outcomes, strategy, processes=processes, timeout=110)
     for mine in found:
         for precision, got in mine.items():
             if isinstance(got, str):
                 assert "; use " in got or "; start " in got, (strategy, precision, got)
             else:
                 assert got == pytest.approx(alone, rel=0.05), (strategy, precision)
-    assert any(isinstance(got, list) or "being built" in got for got in found[0].values())
+    assert isinstance(found[0]["no"], list)
 
 
 def test_pairs_are_judged_by_what_they_need() -> None:
