@@ -52,6 +52,12 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         if dist.get_world_size(self.process_group) == 1:
             return super().forward(input)
+        return self._synchronised(input)
+
+    # The compiler goes around it: what is sent between the ranks and looked at on the way is nothing to trace. torch's own decorator,
+    # and not torch.compiler.disable, which imports the compiler at once.
+    @torch._disable_dynamo
+    def _synchronised(self, input: Tensor) -> Tensor:
         if input.is_cuda:
             return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
         self._check_input_dim(input)

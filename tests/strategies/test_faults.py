@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from easymp import Accelerator
 from easymp.shards import local
+from easymp.world import watch
 
 from .models import make, whole
 from .ways import WAYS, Way
@@ -54,6 +56,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, label: str, w
 
 
 def killed(way: Way, victim: int, where: str) -> None:
+    watch.PATIENCE = timedelta(seconds=1)  # for the answer of a rank that cannot give one; this process ends with the test
     with accelerator(way, mixed_precision="no", timeout=8) as acc:
         model = make("tied")
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
