@@ -47,7 +47,10 @@ NOT_HERE = {
     "fp8": "fp8 needs the fp8 Tensor Cores of an NVIDIA GPU .*, and training runs on the CPU; use bf16, fp32 or auto",
 }
 # Pairs that are refused: pattern.
-REFUSED: dict[tuple[str, str], str] = {}
+REFUSED: dict[tuple[str, str], str] = {
+    (strategy, "O2"): f"O2 steps fp32 masters of its parameters, for which {strategy} has no place; use bf16, or fp16"
+    for strategy in ("pipeline", "local_sgd")
+}
 
 
 # Small enough that no step overflows: whether one does depends on how many samples a rank's gradient is of.
