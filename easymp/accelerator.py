@@ -62,8 +62,8 @@ class Accelerator(Collectives):
 
     Args:
         mixed_precision: "auto", "no" or "fp32", "tf32", "bf16", "fp16", "fp8", "O0", "O1", "O2", "O3".
-        strategy: "auto", "single", "ddp", "fsdp", "hsdp", "tensor_parallel", "pipeline".
-        strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs`) or a dict of the fields.
+        strategy: "auto", "single", "data_parallel", "ddp", "zero1", "fsdp", "hsdp", "tensor_parallel", "pipeline", "local_sgd".
+        strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs` …) or a dict of the fields.
         gradient_accumulation_steps: micro-batches an update; use `accumulate`.
         cpu: train on the CPU although there is an accelerator.
         device_placement: move models and batches to the device.

@@ -20,12 +20,12 @@ ELSEWHERE = {
     "rng_types": "there is nothing to synchronise: data order is f(seed, epoch) on every rank. Leave it out",
     "dynamo_plugin": "pass compile=CompileOptions(...)",
     "split_batches": "pass dataloader_config=DataLoaderConfiguration(split_batches=...)",
-    "deepspeed_plugin": "this version spreads models by 'single', 'ddp', 'fsdp' and 'hsdp'",
-    "deepspeed_plugins": "this version spreads models by 'single', 'ddp', 'fsdp' and 'hsdp'",
+    "deepspeed_plugin": "pass strategy='zero1' (ZeRO-1) or 'fsdp' (ZeRO-2 and 3), and strategy_options",
+    "deepspeed_plugins": "pass strategy='zero1' (ZeRO-1) or 'fsdp' (ZeRO-2 and 3), and strategy_options",
     "fsdp_plugin": "pass strategy='fsdp' and strategy_options=FSDPOptions(...)",
-    "torch_tp_plugin": "this version spreads models by 'single', 'ddp', 'fsdp' and 'hsdp'",
-    "megatron_lm_plugin": "this version spreads models by 'single', 'ddp', 'fsdp' and 'hsdp'",
-    "parallelism_config": "this version spreads models by 'single', 'ddp', 'fsdp' and 'hsdp'",
+    "torch_tp_plugin": "pass strategy='tensor_parallel' and strategy_options=TensorParallelOptions(...)",
+    "megatron_lm_plugin": "pass strategy='tensor_parallel' or 'pipeline', and strategy_options",
+    "parallelism_config": "pass strategy='hsdp' or 'tensor_parallel', and strategy_options",
 }
 # What the constructor takes beside the settings.
 KEYWORDS = (

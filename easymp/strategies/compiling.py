@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import PrepareError, SettingError, nearest
@@ -121,16 +122,25 @@ class Compiling:
 
     def _compile(self, module: nn.Module) -> None:
         o = self._options
-        module.compile(
-            backend=o.backend,
-            mode=o.mode,
-            fullgraph=o.fullgraph,
-            dynamic=o.dynamic,
-            options=None if o.options is None else dict(o.options),
-        )
+        options: dict[str, Any] = {"backend": o.backend, "mode": o.mode, "fullgraph": o.fullgraph, "dynamic": o.dynamic}
+        options["options"] = None if o.options is None else dict(o.options)
+        if passed_over(module):
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return module._call_impl(*args, **kwargs)
+
+            module._compiled_call_impl = torch.compile(call, **options)
+        else:
+            module.compile(**options)
         self._compiled.append(module)
 
     def undo(self) -> None:
         for module in self._compiled:
             module._compiled_call_impl = None
         self._compiled.clear()
+
+
+def passed_over(module: nn.Module) -> bool:
+    """Whether torch.compile does nothing to `module` in place: its forward is torch's own code (a bare nn.Sequential), which is
+    compiled only where other code calls it."""
+    return type(module).forward.__module__.startswith("torch.nn.")

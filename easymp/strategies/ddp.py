@@ -16,6 +16,7 @@ from ..errors import PrepareError, RefusedError, StepError
 from ..protocols import Facts, Layout, Manner, Refusal
 from ..records import DistributedDataParallelKwargs
 from ..world import World
+from .compiling import passed_over
 from .hooks import make_hook
 
 # Options that torch takes as they are.
@@ -73,7 +74,7 @@ class DDP:
                 options["broadcast_buffers"] = False  # naming torch's default warns from 2.13 on
             if manner.place and device.type in ("cuda", "xpu"):
                 options["device_ids"] = [device]
-            module = Replica(module, model, options)
+            module = Replica(Framed(module) if passed_over(module) else module, model, options)
             hook = make_hook(self._options, self._world.size)
             if hook is not None:
                 module.register_comm_hook(*hook)
@@ -113,6 +114,17 @@ class DDP:
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         return alone
+
+
+class Framed(nn.Module):
+    """Calls a module of torch's own (a bare nn.Sequential), whose code torch.compile passes over when DDP calls it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
 
 
 class Replica(DistributedDataParallel):

@@ -214,3 +214,20 @@ def test_inductor(ranks) -> None:
     for strategy in ("ddp", "fsdp"):
         for got in ranks(trained, strategy, "tied", True, processes=2, timeout=500):
             assert got["losses"] == pytest.approx(one["losses"], rel=1e-4)
+
+
+def graphs_of_a_chain(strategy: str) -> int:
+    GRAPHS.clear()
+    torch._dynamo.reset()
+    with Accelerator(mixed_precision="no", strategy=strategy, compile=CompileOptions(backend=counting)) as acc:
+        model = acc.prepare(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+        for _ in range(2):
+            acc.backward(model(torch.ones(2, 4)).sum())
+    return len(GRAPHS)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "local_sgd"])
+def test_a_module_of_torchs_own_is_compiled_too(ranks, strategy: str) -> None:
+    """torch.compile passes over torch's own code where nothing of the user's calls it."""
+    assert min(ranks(graphs_of_a_chain, strategy)) >= 1
+    assert graphs_of_a_chain("single") == 1
