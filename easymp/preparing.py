@@ -146,7 +146,7 @@ class Preparation:
         if self._compiling:
             for model in models:
                 self._precision.decide(model)  # timing would compile the model in both
-            self._compiling.blocks(models)
+            self._compiling.blocks(models, self.strategy.sharded)
 
     def _prepare_other(self, item: Any, place: bool) -> Any:
         if item is None or isinstance(item, (PreparedOptimizer, PreparedScheduler, PreparedLoader, SkippedLoader)):

@@ -347,7 +347,10 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
     Not so SGD with momentum before its first step: torch leaves the momentum of a skipped first step uninitialised.
     """
-    reads = type(optimizer).__module__.startswith("torch.optim") or getattr(optimizer, "_step_supports_amp_scaling", False)
+    kind = type(optimizer)  # of a subclass of torch's, the instance says so, too, although its step may do more than torch's
+    reads = kind.__module__.startswith("torch.optim") or (
+        hasattr(kind, "_step_supports_amp_scaling") and getattr(optimizer, "_step_supports_amp_scaling")  # noqa: B009
+    )
     if not reads or not all(g.get("fused") for g in optimizer.param_groups):
         return False
     return not any(g.get("momentum") for g in optimizer.param_groups) or bool(optimizer.state)

@@ -97,11 +97,14 @@ class Compiling:
         if self._options.what == "model":
             self._compile(module)
 
-    def blocks(self, models: Sequence[nn.Module]) -> None:
+    def blocks(self, models: Sequence[nn.Module], sharded: bool) -> None:
         """The repeated blocks of `models`, before they are wrapped.
 
+        Args:
+            sharded: they will gather their parameters by hooks, which no graph holds.
+
         Raises:
-            PrepareError: there are none, or a model is compiled already.
+            PrepareError: there are none, a model is compiled already, or compiling it whole would do nothing.
         """
         for model in models:
             if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules()):
@@ -110,6 +113,12 @@ class Compiling:
                     "model, or leave compile out"
                 )
         if self._options.what != "blocks":
+            for model in models if sharded else ():
+                if passed_over(model):
+                    raise PrepareError(
+                        f"the forward of this {type(model).__name__} is torch's own, which torch.compile passes over behind the hooks that "
+                        "gather a sharded model's parameters: call it from a module of your own, or use compile='blocks'"
+                    )
             return
         found = [block for model in models for block in repeated_blocks(model)]
         if models and not found:

@@ -8,6 +8,7 @@ are made in the order they are registered and draw numbers in `reset_parameters`
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,10 @@ from torch import Tensor, nn
 from ..errors import PrepareError
 
 OTHERS = ("_init_weights", "init_weights")  # how models name what we cannot call in their place: some take a module, some nothing
+
+
+LEFT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models of which a run left parts to other ranks, on the meta device: values that were trained, not values to be made."""
 
 
 def on_meta(model: nn.Module) -> bool:
@@ -40,8 +45,12 @@ def materialise(
         finished: called with each module, children first, once nothing will change its values any more.
 
     Raises:
-        PrepareError: a module whose tensors nothing here gives values.
+        PrepareError: a module whose tensors nothing here gives values, or whose values an earlier run left to other ranks.
     """
+    if model in LEFT:
+        raise PrepareError(
+            f"an earlier run left parts of this {type(model).__name__} to other ranks, and they have no values here: build the model anew"
+        )
     holders = {id(m) for m in model.modules() if _resetter(m) and _only_holds(m)}
     _check(model, initialize, holders)
     origin: dict[int, Tensor] = {}  # those with values; kept alive, so that an id means one tensor

@@ -27,6 +27,7 @@ from ..errors import PrepareError, RefusedError, SettingError, StepError
 from ..protocols import Facts, Layout, Manner, Refusal
 from ..world import World
 from .cuts import Cuts, balance, candidates, choose, survey
+from .materialising import LEFT
 from .schedule import Pipelined, Shared
 
 SCHEDULES = ("gpipe", "1f1b")
@@ -185,6 +186,7 @@ class Pipeline:
                             groups[users] = self._world.group(users)
                         if rank in users:
                             shared.append(Shared(tensor, len(users), groups[users]))
+        LEFT.add(model)
         for optimizer in self._optimizers:
             for parameter, state in list(optimizer.state.items()):
                 if isinstance(parameter, Tensor) and parameter.is_meta:

@@ -226,8 +226,14 @@ def graphs_of_a_chain(strategy: str) -> int:
     return len(GRAPHS)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "local_sgd"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "local_sgd", "tensor_parallel"])
 def test_a_module_of_torchs_own_is_compiled_too(ranks, strategy: str) -> None:
     """torch.compile passes over torch's own code where nothing of the user's calls it."""
     assert min(ranks(graphs_of_a_chain, strategy)) >= 1
     assert graphs_of_a_chain("single") == 1
+
+
+def test_behind_the_hooks_of_fsdp_nothing_of_it_would_be(ranks) -> None:
+    for failure in ranks.fails(graphs_of_a_chain, "fsdp"):
+        assert failure.type == "PrepareError"
+        assert "torch.compile passes over behind the hooks" in failure.message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from typing import Any
@@ -379,7 +378,7 @@ def test_a_checkpoint_around_the_first_module_of_a_stage_is_refused(ranks) -> No
 def compiled() -> tuple[list[str], str]:
     with Accelerator(mixed_precision="no", strategy="pipeline") as acc:
         model, seen = make("tied"), []
-        module = acc._prepared.strategy.wrap(model, (), Manner(acc._precision, True, seen.append))
+        module = acc._prepared.strategy.wrap(model, (), Manner(acc._precision, True, compile=seen.append))
         module(torch.ones(4, 12))
         whole = make("mlp")
         whole.compile()
@@ -600,7 +599,7 @@ def test_refusals_have_sentences(ranks) -> None:
         assert "returns a tensor of shape () for 2 samples" in said["scalar"]
         assert "one stage of a run that has let go of it" in said["closed"]
         assert said["whole"] == "(4, 5)"
-        assert re.search(r"parameter '\d\.(weight|bias)' is on the meta device", said["again"])
+        assert "an earlier run left parts of this Sequential to other ranks" in said["again"]
 
 
 # -- when a rank is gone -----------------------------------------------------------------------------------------------
