@@ -371,7 +371,7 @@ class Alive(TorchDispatchMode):
             return NotImplemented  # it comes again, with the parts
         results = func(*args, **(kwargs or {}))
         for item in tree_leaves(results):
-            if isinstance(item, Tensor) and not hasattr(item, "__tensor_flatten__"):
+            if isinstance(item, Tensor) and not item.is_meta and not hasattr(item, "__tensor_flatten__"):
                 storage = item.untyped_storage()
                 key = storage._cdata
                 if key not in self._storages:
