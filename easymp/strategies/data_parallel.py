@@ -41,9 +41,8 @@ class DataParallel(Single):
     """torch's nn.DataParallel, around the model under autocast; with fewer than two accelerators the model itself, as in "single".
 
     The loader's batch is the whole: it is split along dimension 0, outputs are put together again. A forward that returns the loss
-    returns one a device: average them. Copies are dropped after each call, so what forward writes into buffers or attributes stays
-    only on the first device, and batch-norm takes each device's share by itself, also with `convert_sync_batchnorm`. ddp does the same
-    faster, without the copies and with a process a device.
+    returns one a device: average them. What forward writes stays only on the first device, and batch-norm takes each device's share
+    by itself, also with `convert_sync_batchnorm`. ddp does the same faster, without copies and with a process a device.
     """
 
     name: ClassVar[str] = "data_parallel"
