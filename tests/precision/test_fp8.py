@@ -121,8 +121,9 @@ def test_training_falls() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs sm_89")
+    found = torch.cuda.get_device_capability()
+    if found < (8, 9):
+        pytest.skip(f"needs an NVIDIA GPU with fp8 Tensor Cores (sm_89 or newer); this one is sm_{found[0]}{found[1]}")
     first, last = falls(FP8(), torch.device("cuda"))
     assert last < 0.5 * first
     with Accelerator(mixed_precision="fp8") as acc:

@@ -172,7 +172,7 @@ def test_which_devices(monkeypatch: pytest.MonkeyPatch, device: str, wanted: Any
 @pytest.mark.gpu
 def test_on_two_gpus() -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two NVIDIA GPUs")
+        pytest.skip(f"needs two NVIDIA GPUs; here is {torch.cuda.device_count()}")
     with Accelerator(mixed_precision="bf16", strategy="data_parallel") as acc:
         given = make("tied")
         model, optimizer = acc.prepare(given, torch.optim.AdamW(given.parameters(), lr=0.01))
