@@ -16,6 +16,7 @@ _HOMES = {
     "errors": (
         *(
             "BatchError",
+            "CheckpointError",
             "EasympError",
             "EasympWarning",
             "PrepareError",

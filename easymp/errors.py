@@ -38,6 +38,10 @@ class WorldError(EasympError, RuntimeError):
     """Ranks disagree, are missing, or stopped answering."""
 
 
+class CheckpointError(EasympError, RuntimeError):
+    """A checkpoint cannot be written, or is not what it should be; what is live has not changed."""
+
+
 class EasympWarning(UserWarning):
     """Something works, but probably not as meant."""
 

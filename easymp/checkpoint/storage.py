@@ -1,0 +1,96 @@
+"""Where checkpoints lie: a folder on this machine or behind a URL. Nothing else of this room touches files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+Part = bytes | memoryview
+Tick = Callable[[int], None]
+
+
+class Storage(Protocol):
+    """A folder, and what is done to the files below it. Names are relative to it, with ``/`` between folders.
+
+    Errors of the operating system (OSError) pass through; who called knows what they mean.
+
+    Attributes:
+        place: the folder, as a user would type it.
+        renames: whether a folder can be renamed, at once and whole. Elsewhere only COMMIT says whether a checkpoint exists.
+    """
+
+    place: str
+    renames: bool
+
+    def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = lambda n: None) -> tuple[int, ...]:
+        """Write a new file of `size` bytes, `parts` one after the other; it is on disk when this returns.
+
+        Returns the CRC-32 of each BLOCK. `tick` is told how many more bytes are written, now and then. A file that was there is
+        an error.
+        """
+        ...
+
+    def get(self, name: str, limit: int) -> bytes:
+        """A small file, whole; one of more than `limit` bytes is an error (CheckpointError)."""
+        ...
+
+    def head(self, name: str, count: int) -> bytes:
+        """The first `count` bytes of a file, or all where it has fewer."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """Bytes in a file; None where there is none (folders, links and devices are none)."""
+        ...
+
+    def fetch(
+        self,
+        name: str,
+        size: int,
+        checksums: Sequence[int],
+        wanted: Sequence[tuple[int, memoryview]],
+        tick: Tick = lambda n: None,
+    ) -> None:
+        """Fill each buffer of `wanted` with the bytes of the file from its first place on. Every BLOCK that is touched is verified.
+
+        `wanted` is sorted and does not overlap. An empty `wanted` reads nothing.
+
+        Raises:
+            CheckpointError: a file that is missing, of another size, or not what was written; which block.
+        """
+        ...
+
+    def verify(self, name: str, size: int, checksums: Sequence[int], tick: Tick = lambda n: None) -> None:
+        """Read and check the whole file; raises as `fetch`."""
+        ...
+
+    def list(self, folder: str = "") -> list[str]:
+        """Names of files and folders right in `folder`, sorted; none where there is no such folder."""
+        ...
+
+    def make(self, folder: str) -> None:
+        """A new folder, and what is missing above it; one that is there is an error (FileExistsError)."""
+        ...
+
+    def sync(self, folder: str = "") -> None:
+        """What happened to the names in `folder` is on disk when this returns."""
+        ...
+
+    def rename(self, old: str, new: str) -> None:
+        """`new` is not there. Only where `renames`."""
+        ...
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Two folders swap names, at once; False, and nothing done, where the file system cannot."""
+        ...
+
+    def replace(self, name: str, content: bytes) -> None:
+        """A small file has this content, at once, and on disk when this returns."""
+        ...
+
+    def remove(self, folder: str) -> None:
+        """A folder and what is in it, or a file; COMMIT goes first, so that half of one is none. One that is not there is no error."""
+        ...
+
+    def modified(self, name: str) -> float:
+        """When a file or folder was last written to, in seconds since the epoch."""
+        ...
