@@ -1,0 +1,143 @@
+"""Places: what the ranks hold, put together by its boxes, is the whole, under every strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from easymp import Accelerator
+from easymp.checkpoint.boxes import Box, fault, whole
+from easymp.checkpoint.places import place_of, runs_held
+from easymp.errors import CheckpointError
+
+from ..strategies.models import BATCH, MODELS, make
+from ..strategies.models import whole as full
+from ..strategies.ways import WAYS
+
+
+def held(label: str, kind: str) -> dict[str, Any]:
+    """Of each parameter, its momentum and each buffer: its shape, the boxes that are here with their values, and torch's whole."""
+    way = WAYS[label]
+    options = {**way.options, **way.more.get(kind, {})}
+    found: dict[str, Any] = {}
+    with Accelerator(mixed_precision="no", strategy=way.strategy, strategy_options=options, timeout=30) as acc:
+        model = make(kind)
+        given: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        model, optimizer = acc.prepare(model, given)
+        spread = acc._prepared.strategy
+        x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[spread.data_rank]
+        loss = model(x).square().mean()
+        acc.backward(loss)
+        optimizer.step()
+        named: dict[str, Tensor] = dict(model.named_parameters())
+        if way.strategy != "pipeline":
+            momenta = {f"momentum of {name}": given.state[p].get("momentum_buffer") for name, p in named.items()}
+            named.update((name, m) for name, m in momenta.items() if m is not None)
+        for name, tensor in (named | dict(model.named_buffers())).items():
+            place = place_of(tensor)
+            if place is None:
+                assert tensor.is_meta
+                continue
+            with torch.no_grad():
+                for _, view in place.parts:
+                    view += 1  # it shares the live tensor's memory
+            parts = [(box, view.clone()) for box, view in place.parts]
+            found[name] = place.shape, parts, full(tensor)
+    return found
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("label", "size"), [(label, size) for label, way in WAYS.items() for size in way.sizes])
+def test_what_ranks_hold_is_the_whole(ranks, label: str, size: int, kind: str) -> None:
+    several = ranks(held, label, kind, processes=size)
+    expected = {name: t.shape for name, t in [*make(kind).named_parameters(), *make(kind).named_buffers()]}
+    for name in {name for rank in several for name in rank} | set(expected):
+        holders = [rank[name] for rank in several if name in rank]
+        parts: dict[Box, Tensor] = {}
+        for shape, mine, truth in holders:
+            assert shape == tuple(truth.shape) == tuple(expected.get(name, truth.shape))
+            for box, view in mine:
+                assert tuple(view.shape) == box.shape
+                parts[box] = view
+                torch.testing.assert_close(view, truth[tuple(slice(o, o + n) for o, n in zip(*box))], rtol=0, atol=0)
+        assert fault(shape, list(parts)) is None
+
+
+def test_a_rank_may_hold_nothing(ranks) -> None:
+    """Five rows on four ranks: two, two, one, none."""
+    rows = [rank["4.bias"][1] for rank in ranks(held, "fsdp", "mlp", processes=4)]
+    assert [[box for box, _ in parts] for parts in rows] == [[Box((0,), (2,))], [Box((2,), (2,))], [Box((4,), (1,))], []]
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+def test_fsdp_over_tensor_parallel_cuts_the_parts_of_tensor_parallel() -> None:
+    """The same as torch.chunk on the ranks' own parts, which is what fsdp does, where torch's own arithmetic of layouts differs."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    for rows in (1, 5, 9, 33):
+        for data, tensor in ((2, 2), (4, 2), (2, 4), (3, 3)):
+            for d in range(data):
+                for t in range(tensor):
+                    parts = [*torch.arange(rows).chunk(tensor), *[torch.arange(0)] * tensor][t]
+                    piece = [*parts.chunk(data), *[torch.arange(0)] * data][d].tolist()
+                    (runs,) = runs_held((rows,), (data, tensor), (d, t), [_StridedShard(0, split_factor=tensor), Shard(0)])
+                    assert [i for first, n in runs for i in range(first, first + n)] == piece
+
+
+def test_a_strided_shard_by_itself_lies_in_several_places() -> None:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements = [_StridedShard(1, split_factor=2), Replicate()]
+    assert runs_held((3, 8), (2, 2), (0, 1), placements) == [[(0, 3)], [(0, 2), (4, 2)]]
+    assert runs_held((3, 8), (2, 2), (1, 0), placements) == [[(0, 3)], [(2, 2), (6, 2)]]
+
+
+def in_several_places() -> tuple[Any, ...]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    with Accelerator(mixed_precision="no", strategy="ddp"):
+        mesh = init_device_mesh("cpu", (2,))
+        truth = torch.arange(24.0).view(3, 8)
+        mine = [[0, 1, 4, 5], [2, 3, 6, 7]][mesh.get_rank()]
+        spread: Any = DTensor.from_local(truth[:, mine], mesh, [_StridedShard(1, split_factor=2)], shape=(3, 8), stride=(8, 1))
+        place = place_of(spread)
+        assert place is not None
+        with pytest.raises(CheckpointError, match=r"Partial.*redistribute"):
+            place_of(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
+        return [(box, view.clone()) for box, view in place.parts], truth
+
+
+def test_elements_that_are_no_neighbours_in_the_whole(ranks) -> None:
+    found = ranks(in_several_places)
+    assert [len(parts) for parts, _ in found] == [2, 2]
+    for parts, truth in found:
+        for box, view in parts:
+            assert torch.equal(view, truth[tuple(slice(o, o + n) for o, n in zip(*box))])
+
+
+# -- plain tensors -----------------------------------------------------------------------------------------------------
+
+
+def test_plain_tensors() -> None:
+    weight = nn.Linear(3, 2).weight
+    place = place_of(weight)
+    assert place is not None
+    ((box, view),) = place.parts
+    assert (place.shape, box) == ((2, 3), whole((2, 3)))
+    assert view.data_ptr() == weight.data_ptr() and not view.requires_grad
+    scalar = place_of(torch.tensor(3.0))
+    assert scalar is not None and [box for box, _ in scalar.parts] == [Box((), ())]
+    empty = place_of(torch.empty(0, 4))
+    assert empty is not None and [box for box, _ in empty.parts] == [Box((0, 0), (0, 4))]
+    assert place_of(torch.empty(2, device="meta")) is None
+    with pytest.raises(CheckpointError, match="to_dense"):
+        place_of(torch.eye(2).to_sparse())
