@@ -64,6 +64,15 @@ class Masters:
         """Those that have a master here."""
         return [parameter for parameter, _ in self._pairs]
 
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters, each with its master."""
+        return list(self._pairs)
+
+    def agree(self) -> None:
+        """Masters and parameters have just been given values that belong together: nothing is to be taken over."""
+        self._versions = [parameter._version for parameter, _ in self._pairs]
+
     @torch.no_grad()
     def gather(self) -> None:
         """Move the parameters' gradients to their masters, where they add up.

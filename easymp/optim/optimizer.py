@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..clock import StepClock
 from ..errors import StepError
 from ..precision import Scaler
 from .fused import fill_momentum, keep_implementation
 from .masters import Masters
+from .sharded import ShardedOptimizer
 from .sums import Sums
 
 
@@ -136,6 +138,28 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @property
     def defaults(self) -> dict[str, Any]:
         return self.optimizer.defaults
+
+    @property
+    def masters(self) -> list[tuple[Tensor, Tensor]]:
+        """Low-precision parameters, each with the fp32 master that is stepped in its place."""
+        return [] if self._masters is None else self._masters.pairs
+
+    def laid_out(self, parameter: Tensor) -> Tensor:
+        """`parameter` as its states lie: itself, or a DTensor where the states are sharded and it is not."""
+        there = self.optimizer
+        return there.laid_out(parameter) if isinstance(there, ShardedOptimizer) else parameter
+
+    def remember(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """These are the states of parameters from now on, and no others; as `state` shows them. Masters and parameters agree."""
+        there = self.optimizer
+        if isinstance(there, ShardedOptimizer):
+            there.remember(states)
+        else:
+            there.state.clear()
+            there.state.update(states)
+        if self._masters is not None:
+            self._masters.agree()
+        fill_momentum(there)
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RefusedError, StepError, WorldError
+from ..shards import local
 from ..tree import map_leaves
 from ..world import World
 from .fused import fill_momentum
@@ -261,6 +262,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state(self) -> Mapping[Any, dict[str, Any]]:  # type: ignore[override]
         """Whole parameter → its state; what is cut is a DTensor that shares the shard's memory. To be read, not filled."""
         return States(self)
+
+    def laid_out(self, parameter: Tensor) -> Tensor:
+        """`parameter` as a DTensor whose shards are those that states have."""
+        self._follow()
+        return self._distributed(self._part(parameter).shard.detach(), parameter, parameter) if self._plain else self._part(parameter).shard
+
+    def remember(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """These are the states of whole parameters from now on, as `state` shows them."""
+        self._follow()
+        self._twin.state.clear()
+        for parameter, state in states.items():
+            self._twin.state[self._part(parameter).shard] = map_leaves(local, state) if self._plain else state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.given.zero_grad(set_to_none)
