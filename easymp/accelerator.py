@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from . import launcher
+from .checkpointing import Checkpointing
 from .checks import by_kind, loss_trouble, refuse_unknown
 from .clock import StepClock
 from .data import PreparedLoader, skip_first_batches
@@ -54,7 +55,7 @@ from .world import World, read_ranks
 logger = get_logger(__name__)
 
 
-class Accelerator(Collectives):
+class Accelerator(Collectives, Checkpointing):
     """Trains one script on whatever is here.
 
     Settings come from these arguments, else from ``EASYMP_`` variables, else from ``easymp.toml``, else they are detected;

@@ -12,7 +12,9 @@ from .snapshot import Kept, Reading
 from .storage import Storage, Tick
 
 
-def load(world: World, storage: Storage, name: str, kept: Sequence[Kept], strict: bool = True, tick: Tick = lambda n: None) -> Manifest:
+def load(
+    world: World, storage: Storage, name: str, kept: Sequence[Kept], strict: bool = True, tick: Tick = lambda n: None
+) -> Manifest:
     """Put the checkpoint `name` of `storage` into what is live, on all ranks together.
 
     Raises:
@@ -30,7 +32,9 @@ def load(world: World, storage: Storage, name: str, kept: Sequence[Kept], strict
     everyones = world.gather_objects(said)
     wrong = {words: rank for rank, words in reversed(list(enumerate(everyones))) if words}
     if wrong:
-        words = "; ".join(f"rank {rank}: {words}" if world.size > 1 else words for words, rank in sorted(wrong.items(), key=lambda i: i[1]))
+        words = "; ".join(
+            f"rank {rank}: {words}" if world.size > 1 else words for words, rank in sorted(wrong.items(), key=lambda i: i[1])
+        )
         raise CheckpointError(f"{storage.place}/{name} was not loaded, and nothing has changed: {words}")
     for put in puts:
         put()

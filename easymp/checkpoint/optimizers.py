@@ -35,7 +35,7 @@ class OptimizerState:
             {**{k: v for k, v in group.items() if k != "params"}, "params": [self._names[id(p)] for p in group["params"]]}
             for group in inner.param_groups
         ]
-        state = {self._names[id(p)]: dict(inner.state[p]) for p in self._parameters() if p in inner.state and inner.state[p]}
+        state = {self._names[id(p)]: dict(inner.state[p]) for p in self._parameters() if inner.state.get(p)}
         masters = {self._names[id(master)]: master for _, master in self._masters}
         into.add(self._name, {"groups": groups, "updates": inner.updates})
         into.add(f"{self._name}/state", state, own=self._apart)

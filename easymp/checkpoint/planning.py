@@ -104,9 +104,7 @@ def divide(brought: Sequence[Sequence[Brought]]) -> Division:
         for number, rank in enumerate(ranks, 1):
             inside = tuple(contents[word, rank])
             name = f"{word}-{number:05d}-of-{len(ranks):05d}.safetensors"
-            header, slots = encode(
-                [(key(n, box, kinds[n][1]), kinds[n][0], box.shape) for n, box in inside], {"format": "pt"}
-            )
+            header, slots = encode([(key(n, box, kinds[n][1]), kinds[n][0], box.shape) for n, box in inside], {"format": "pt"})
             for (n, box), slot in zip(inside, slots):
                 pieces[n].append(Piece(box, name, slot.begin))
             files.append(FilePlan(name, rank, header, inside, slots[-1].end))

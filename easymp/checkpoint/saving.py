@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from torch import Tensor
@@ -105,7 +105,7 @@ class Save:
         manifest = Manifest(
             step=target.step,
             world_size=self._world.size,
-            written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            written=datetime.now(UTC).isoformat(timespec="seconds"),
             made_by=f"easymp {__version__}",
             plan=dict(target.plan),
             tensors=self._division.tensors,

@@ -266,7 +266,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def laid_out(self, parameter: Tensor) -> Tensor:
         """`parameter` as a DTensor whose shards are those that states have."""
         self._follow()
-        return self._distributed(self._part(parameter).shard.detach(), parameter, parameter) if self._plain else self._part(parameter).shard
+        return (
+            self._distributed(self._part(parameter).shard.detach(), parameter, parameter)
+            if self._plain
+            else self._part(parameter).shard
+        )
 
     def remember(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
         """These are the states of whole parameters from now on, as `state` shows them."""
