@@ -54,8 +54,8 @@ class Checkpointing:
         clock = self._run.clock
         if clock.accumulation != 1 and not clock.sync:
             raise StepError(
-                f"save_state() in micro-step {clock.micro} of {clock.accumulation}: gradients of an unfinished window are not kept. "
-                "Save where accelerator.sync_gradients is true, after the optimizer's step"
+                f"save_state() in micro-step {clock.micro} of {clock.accumulation}: gradients of an unfinished window are "
+                "not kept. Save where accelerator.sync_gradients is true, after the optimizer's step"
             )
         parent, name = os.path.split(os.path.abspath(path))
         step = max((o.updates for o in self._prepared.optimizers), default=0)
