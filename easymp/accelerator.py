@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from . import launcher
+from .checkpoint.saves import Saves
 from .checkpointing import Checkpointing
 from .checks import by_kind, loss_trouble, refuse_unknown
 from .clock import StepClock
@@ -180,6 +181,7 @@ class Accelerator(Collectives, Checkpointing):
         )
         self._prepared = Preparation(self._run, strategy, self._precision, self._scaler, wishes)
         self._items = ItemWindow(self._world)
+        self._saves = Saves(self._world)
         self._foreign: ForeignSteps | None = None
         self._alone = False  # inside no_sync
         self._closed = False

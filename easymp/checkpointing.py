@@ -10,7 +10,8 @@ from .checkpoint.local import LocalStorage
 from .checkpoint.models import ModelState
 from .checkpoint.objects import ObjectState
 from .checkpoint.optimizers import OptimizerState
-from .checkpoint.saving import Save, Target
+from .checkpoint.saves import Saves
+from .checkpoint.saving import Target
 from .checkpoint.snapshot import Kept
 from .errors import StepError
 from .precision import Scaler
@@ -29,7 +30,7 @@ class Checkpointing:
     _run: Run
     _prepared: Preparation
     _scaler: Scaler
-    _saves = 0
+    _saves: Saves
 
     def _kept(self) -> list[Kept]:
         """All that a checkpoint keeps, in the order in which it is put back."""
@@ -59,8 +60,7 @@ class Checkpointing:
             )
         parent, name = os.path.split(os.path.abspath(path))
         step = max((o.updates for o in self._prepared.optimizers), default=0)
-        self._saves += 1
-        Save(self._run.world, Target(LocalStorage(parent), name, step, self._run.plan.as_dict()), self._kept(), self._saves).run()
+        self._saves.save(Target(LocalStorage(parent), name, step, self._run.plan.as_dict()), self._kept())
         return str(path)
 
     def load_state(self, path: str | os.PathLike[str]) -> Any:
