@@ -46,13 +46,14 @@ class Storage(Protocol):
         self,
         name: str,
         size: int,
-        checksums: Sequence[int],
+        checksums: Sequence[int] | None,
         wanted: Sequence[tuple[int, memoryview]],
         tick: Tick = lambda n: None,
     ) -> None:
         """Fill each buffer of `wanted` with the bytes of the file from its first place on. Every BLOCK that is touched is verified.
 
-        `wanted` is sorted and does not overlap. An empty `wanted` reads nothing.
+        `wanted` is sorted and does not overlap. An empty `wanted` reads nothing. `checksums` are None for a file that somebody else
+        wrote, of which none are known: its size is checked, and only what is wanted is read.
 
         Raises:
             CheckpointError: a file that is missing, of another size, or not what was written; which block.
