@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..errors import CheckpointError
 from .manifest import COMMIT, MANIFEST, Manifest, decode, seal
 from .storage import Storage
+from .strict import LONGEST
 
-LONGEST = 2**28  # bytes of a manifest: it is held and parsed in memory, by every rank
 SEAL = 65  # bytes of COMMIT: a SHA-256 in hexadecimal and the end of its line
 
 

@@ -1,0 +1,230 @@
+"""Headers of safetensors files: the library reads ours, we read the library's, and nothing else passes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from easymp.checkpoint import header
+from easymp.checkpoint.header import DTYPES, NAMES, PAGE, PARTS, Slot, decode, encode, filed, nbytes
+from easymp.errors import CheckpointError
+
+# The library writes these, and its torch loader lacks their names (0.8); its `safe_open` reads them.
+NOT_BY_LOAD_FILE = {torch.float4_e2m1fn_x2, torch.float8_e8m0fnu}
+SHAPES = ((), (0,), (5,), (2, 0, 3), (1, 2, 6))
+
+
+def content(tensor: Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
+
+
+def some(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A tensor of bytes that any dtype takes as a number."""
+    count = nbytes(dtype, tuple(shape))
+    assert count is not None
+    memory = torch.arange(count, dtype=torch.uint8) % (2 if dtype is torch.bool else 61)
+    return memory.view(dtype).reshape(shape) if count else torch.empty(tuple(shape), dtype=dtype)
+
+
+def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> list[Slot]:
+    text, slots = encode([(name, t.dtype, t.shape) for name, t in tensors.items()], metadata)
+    path.write_bytes(text + b"".join(map(content, tensors.values())))
+    return slots
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
+def test_the_library_reads_what_we_write(tmp_path: Path, dtype: torch.dtype) -> None:
+    shapes = [shape for shape in SHAPES if shape or dtype is not torch.float4_e2m1fn_x2]
+    tensors = {f"block.{i}.weight[0:{len(s)}] é": some(dtype, s) for i, s in enumerate(shapes)}
+    path = tmp_path / "a.safetensors"
+    slots = write(path, tensors, {"format": "pt"})
+    assert slots[0].begin % PAGE == 0
+    whole = {} if dtype in NOT_BY_LOAD_FILE else safetensors.torch.load_file(path)
+    with safetensors.safe_open(path, "pt") as file:
+        assert set(file.keys()) == set(tensors) and file.metadata() == {"format": "pt"}
+        for name, tensor in tensors.items():
+            for found in (file.get_tensor(name), whole.get(name)):
+                if found is not None:
+                    assert (found.dtype, tuple(found.shape)) == filed(tensor.dtype, tensor.shape)
+                    assert content(found) == content(torch.view_as_real(tensor) if dtype in PARTS else tensor)
+    read = decode(path.read_bytes(), path.stat().st_size, "a")
+    assert read == {name: Slot(*filed(s.dtype, s.shape), s.begin, s.end) for name, s in zip(tensors, slots)}
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in NAMES if dtype not in PARTS], ids=str)
+def test_we_read_what_the_library_writes(tmp_path: Path, dtype: torch.dtype) -> None:
+    shapes = [shape for shape in SHAPES if shape or dtype is not torch.float4_e2m1fn_x2]
+    tensors = {str(i): some(dtype, s) for i, s in enumerate(shapes)} | {"odd": torch.ones(3, dtype=torch.uint8)}
+    path = tmp_path / "a.safetensors"
+    safetensors.torch.save_file(tensors, path, {"any": "word"})
+    text = path.read_bytes()
+    read = decode(text, len(text), "a")
+    assert set(read) == set(tensors)
+    for name, (found, shape, begin, end) in read.items():
+        assert (found, shape) == (tensors[name].dtype, tuple(tensors[name].shape))
+        assert text[begin:end] == content(tensors[name])
+
+
+def test_tensors_of_all_kinds_side_by_side(tmp_path: Path) -> None:
+    """Files are as the caller orders them, aligned or not; the library copes."""
+    tensors = {
+        "a": some(torch.uint8, (3,)),
+        "b": some(torch.float32, (5,)),
+        "c": some(torch.bool, (1,)),
+        "d": some(torch.int64, (2, 2)),
+    }
+    write(tmp_path / "a", tensors)
+    for name, found in safetensors.torch.load_file(tmp_path / "a").items():
+        assert torch.equal(found, tensors[name])
+
+
+def test_a_file_without_tensors(tmp_path: Path) -> None:
+    write(tmp_path / "ours", {})
+    assert safetensors.torch.load_file(tmp_path / "ours") == {}
+    safetensors.torch.save_file({}, tmp_path / "theirs")
+    for path in (tmp_path / "ours", tmp_path / "theirs"):
+        assert decode(path.read_bytes(), path.stat().st_size, "a") == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bits8, torch.quint8, torch.int4, torch.uint1], ids=str)
+def test_what_no_file_holds_says_what_to_do(dtype: torch.dtype) -> None:
+    with pytest.raises(CheckpointError, match=rf"^w: safetensors has no type for {dtype}: convert"):
+        encode([("w", dtype, (2,))])
+
+
+F4 = torch.float4_e2m1fn_x2
+UNWRITABLE = {
+    "twice": ([("w", torch.int8, (1,)), ("w", torch.int8, (1,))], None, "two tensors of a file have this name"),
+    "taken": ([("__metadata__", torch.int8, (1,))], None, "two tensors of a file have this name"),
+    "huge": ([("w", torch.int64, (2**31, 2**31))], None, "no file holds"),
+    "huge together": ([("v", torch.int8, (2**62,)), ("w", torch.int8, (2**62,))], None, "w: no file holds"),
+    "negative": ([("w", torch.int64, (-1,))], None, "no file holds"),
+    "half a byte": ([("w", F4, ())], None, "without a dimension"),
+    "no text": ([("\ud800", torch.int8, (1,))], None, "what is no JSON"),
+    "metadata": ([("w", torch.int8, (1,))], {"a": 1}, "words to words"),
+    "too many names": ([("n" * 50_100_000, torch.int8, (0,)), ("m" * 50_100_000, torch.int8, (0,))], None, "several files"),
+}
+
+
+@pytest.mark.parametrize("name", UNWRITABLE)
+def test_what_would_not_be_read_is_not_written(name: str) -> None:
+    tensors, metadata, words = UNWRITABLE[name]
+    with pytest.raises(CheckpointError, match=words):
+        encode(tensors, metadata)
+
+
+GOOD = {
+    "v": {"dtype": "I8", "shape": [2, 2], "data_offsets": [0, 4]},
+    "w": {"dtype": "F32", "shape": [3], "data_offsets": [4, 16]},
+}
+
+
+def put(table: object, data: int = 16) -> bytes:
+    text = table if isinstance(table, bytes) else json.dumps(table).encode()
+    return len(text).to_bytes(8, "little") + text + b"\0" * data
+
+
+def changed(**fields: object) -> bytes:
+    return put({**GOOD, "w": {**GOOD["w"], **fields}})
+
+
+HOSTILE = {
+    "nothing": (b"", "no safetensors file: 0 bytes"),
+    "7 bytes": (b"\2\0\0\0\0\0\0", "no safetensors file: 7 bytes"),
+    "length beyond the file": ((1000).to_bytes(8, "little") + b"{}", "no length of a header"),
+    "length without end": (b"\xff" * 8 + b"{}", "no length of a header"),
+    "no JSON": (put(b"{]"), "cannot be read as JSON"),
+    "a list": (put([]), "no object"),
+    "space first": (put(b" {}", 0), "no object"),
+    "a key twice": (put(b'{"w":{},"w":{}}'), "'w' stands twice"),
+    "metadata of numbers": (put({"__metadata__": {"a": 1}}, 0), "__metadata__"),
+    "metadata a list": (put({"__metadata__": []}, 0), "__metadata__"),
+    "entry a number": (put({"w": 1}, 0), "not described by"),
+    "entry without shape": (put({"w": {"dtype": "I8", "data_offsets": [0, 0]}}, 0), "not described by"),
+    "entry with more": (changed(more=1), "'w' is not described by"),
+    "dtype unknown": (changed(dtype="F31"), "the dtype 'F31', which this easymp does not know"),
+    "dtype of ours alone": (changed(dtype="C128", shape=[1]), "the dtype 'C128'"),
+    "dtype a list": (changed(dtype=["F32"]), "the dtype"),
+    "shape a number": (changed(shape=3), "the shape 3"),
+    "shape negative": (changed(shape=[-3]), "the shape"),
+    "shape twice negative": (changed(shape=[-3, -1]), "the shape"),
+    "shape of floats": (changed(shape=[3.0]), "the shape"),
+    "shape of truth": (changed(shape=[3, True]), "the shape"),
+    "shape that overflows": (changed(shape=[2**32, 2**32, 3]), "the shape"),
+    "shape that overflows to nothing": (changed(shape=[0, 2**40, 2**40], data_offsets=[4, 4]), "the shape"),
+    "shape of many dimensions": (changed(shape=[3] + [1] * 64), "the shape"),
+    "shape smaller than bytes": (changed(shape=[2]), "needs 8 bytes"),
+    "shape larger than bytes": (changed(shape=[4]), "needs 16 bytes"),
+    "half bytes odd": (put({"w": {"dtype": "F4", "shape": [3], "data_offsets": [0, 2]}}, 2), "the shape"),
+    "half bytes without dimension": (put({"w": {"dtype": "F4", "shape": [], "data_offsets": [0, 1]}}, 1), "the shape"),
+    "places: one": (changed(data_offsets=[4]), "not two places"),
+    "places: words": (changed(data_offsets="ab"), "not two places"),
+    "places: floats": (changed(data_offsets=[4.0, 16]), "not two places"),
+    "places: truth": (changed(data_offsets=[True, 16]), "not two places"),
+    "places: negative": (changed(data_offsets=[-8, 4]), "of the 16 after the header"),
+    "places: backwards": (changed(data_offsets=[16, 4]), "of the 16 after the header"),
+    "places: beyond": (changed(data_offsets=[8, 20]), "of the 16 after the header"),
+    "overlap": (changed(shape=[4], data_offsets=[0, 16]), "overlaps"),
+    "hole": (put({"w": {"dtype": "I8", "shape": [2], "data_offsets": [1, 3]}}, 3), "leaves 1 bytes"),
+    "more after": (put(GOOD, 17), "1 bytes after the last tensor"),
+    "less": (put(GOOD, 15), "of the 15 after the header"),
+    "data of nothing": (put({}, 1), "1 bytes after"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_no_such_file_is_refused(name: str) -> None:
+    text, words = HOSTILE[name]
+    with pytest.raises(CheckpointError, match=f"^some/file: .*{words}"):
+        decode(text, len(text), "some/file")
+
+
+def test_the_good_one_of_the_table_passes() -> None:
+    text = put(GOOD)
+    assert {name: slot.shape for name, slot in decode(text, len(text), "x").items()} == {"v": (2, 2), "w": (3,)}
+
+
+def test_a_header_bomb_is_refused_unread() -> None:
+    count = header.LONGEST + 1
+    with pytest.raises(CheckpointError, match="no length of a header"):
+        decode(count.to_bytes(8, "little"), 2**50, "x")
+    with pytest.raises(CheckpointError, match="cut short"):
+        decode((5000).to_bytes(8, "little") + b"{", 2**50, "x")
+
+
+def test_every_flipped_bit_is_seen_or_harmless() -> None:
+    """What is still a header after it tiles the same bytes: another name, or another dtype of the same width."""
+    text, _ = encode([("model.w", torch.float32, (2, 3)), ("b", torch.int64, ())])
+    text = text.rstrip(b" ")
+    text = (len(text) - 8).to_bytes(8, "little") + text[8:]
+    size = len(text) + 32
+    for at in range(len(text)):
+        for bit in range(8):
+            flipped = text[:at] + bytes([text[at] ^ (1 << bit)]) + text[at + 1 :]
+            try:
+                slots = decode(flipped, size, "x")
+            except CheckpointError:
+                continue
+            assert [end - begin for _, _, begin, end in slots.values()] == [24, 8]
+
+
+def test_every_truncation_is_seen() -> None:
+    text, slots = encode([("model.w", torch.float32, (2, 3))])
+    for size in (*range(100), len(text) - 1, len(text), slots[0].end - 1):
+        with pytest.raises(CheckpointError, match="safetensors|cut short"):
+            decode(text[:size], size, "x")
+
+
+def test_every_dtype_that_holds_whole_numbers_of_bytes_has_a_name() -> None:
+    assert len(DTYPES) == len(NAMES)
+    torches = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+    left = {str(d)[6:] for d in torches - set(NAMES)}
+    assert all(re.fullmatch("bits.*|q.*|u?int[1-7]", name) for name in left), left
