@@ -219,7 +219,7 @@ def test_every_flipped_bit_is_seen_or_harmless() -> None:
 def test_every_truncation_is_seen() -> None:
     text, slots = encode([("model.w", torch.float32, (2, 3))])
     for size in (*range(100), len(text) - 1, len(text), slots[0].end - 1):
-        with pytest.raises(CheckpointError, match="safetensors|cut short"):
+        with pytest.raises(CheckpointError, match=r"safetensors|cut short"):
             decode(text[:size], size, "x")
 
 
