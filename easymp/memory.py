@@ -27,6 +27,7 @@ from .errors import SettingError, nearest
 from .precision import ALIASES, PRECISIONS
 from .protocols import Layout, Precision
 from .strategies import STRATEGIES, read_options
+from .units import unit
 
 # Tensors of a parameter's own size that an optimizer keeps for it, by the options of its group; the names are of torch's classes.
 STATES: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
@@ -46,7 +47,6 @@ STATES: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "sgd": lambda group: int(bool(group.get("momentum"))),
     "sgd momentum": lambda group: 1,
 }
-UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 FP32 = 4
 ROWS = ("weights", "buffers", "gradients", "states", "masters", "copies", "gathered", "reducing", "activations")
 
@@ -107,9 +107,9 @@ class Memory:
 
     def __str__(self) -> str:
         many = f"{self.world} ranks" if self.world > 1 else "one rank"
-        name, unit = _unit(self.total)
+        name, scale = unit(self.total)
         rows = [*self.rows.items(), ("total", self.total)]
-        numbers = [f"{size / unit:,.2f}" for _, size in rows]
+        numbers = [f"{size / scale:,.2f}" for _, size in rows]
         widths = max(len(row) for row, _ in rows), max(map(len, numbers))
         lines = [f"{row:<{widths[0]}}  {number:>{widths[1]}} {name}" for (row, _), number in zip(rows, numbers)]
         return "\n".join([f"{self.strategy}, {self.precision}, {many}; a rank needs", *lines, *self.notes])
@@ -129,12 +129,12 @@ class Table:
         return next(line for line in self.lines if (line.strategy, line.precision) == key)
 
     def __str__(self) -> str:
-        name, unit = _unit(max(line.total for line in self.lines))
+        name, scale = unit(max(line.total for line in self.lines))
         columns = [row for row in ROWS if any(getattr(line, row) for line in self.lines)]
         cells = [["strategy", "precision", *columns, "total"]]
         for line in self.lines:
             sizes = [getattr(line, row) for row in columns] + [line.total]
-            cells.append([line.strategy, line.precision, *(f"{size / unit:,.2f}" if size else "–" for size in sizes)])
+            cells.append([line.strategy, line.precision, *(f"{size / scale:,.2f}" if size else "–" for size in sizes)])
         widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
         text = ["  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in cells]
         notes: dict[str, list[str]] = {}
@@ -269,16 +269,6 @@ class Counted(nn.Module):
         if isinstance(parameters, bool) or not isinstance(parameters, int) or parameters < 0:
             raise SettingError(f"model={parameters!r} is neither a module nor a number of parameters")
         self.all = nn.Parameter(torch.empty(parameters, device="meta"))
-
-
-def size(number: int) -> str:
-    """Bytes in words: ``"14.3 GiB"``."""
-    name, unit = _unit(number)
-    return f"{number / unit:,.1f} {name}" if unit > 1 else f"{number} B"
-
-
-def _unit(number: int) -> tuple[str, int]:
-    return next((pair for pair in UNITS if number >= pair[1]), UNITS[-1])
 
 
 def _named(known: Mapping[str, Any], name: str, what: str) -> Any:

@@ -14,11 +14,12 @@ from typing import Any
 
 from .errors import RefusedError
 from .hardware import Hardware
-from .memory import Memory, size
+from .memory import Memory
 from .precision import ALIASES, PRECISIONS, Measured
 from .protocols import Choice, Facts, Precision, Refusal, Source, Strategy
 from .settings import Settings
 from .strategies import STRATEGIES
+from .units import size
 from .world import Ranks
 
 AUTO = "auto"

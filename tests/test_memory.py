@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from easymp import Accelerator, memory
+from easymp import Accelerator
 from easymp.activations import bytes_saved
 from easymp.errors import BatchError, SettingError
 from easymp.memory import Memory, estimate, table
@@ -407,7 +407,3 @@ def test_every_strategy_and_precision_has_its_arithmetic() -> None:
             assert isinstance(it, Memory)
             assert 0 < it.lasting <= it.total
             assert it.weights <= estimate(models.make("tied"), precision="fp32").weights
-
-
-def test_a_size_in_words() -> None:
-    assert [memory.size(n) for n in (12, 2048, 3 << 20, 80 * 2**30)] == ["12 B", "2.0 KiB", "3.0 MiB", "80.0 GiB"]
