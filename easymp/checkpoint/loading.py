@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..errors import CheckpointError, EasympError
 from ..world import World
 from .committed import open_manifest
+from .folders import current
 from .manifest import Manifest
 from .snapshot import Kept, Reading
 from .storage import Storage, Tick
@@ -24,6 +25,7 @@ def load(
     reading = None
     said = ""
     try:
+        name = current(storage, name)
         reading = Reading(storage, name, open_manifest(storage, name), world.rank, strict)
         puts = [k.take(reading) for k in kept]
         reading.run(tick)

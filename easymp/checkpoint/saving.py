@@ -7,7 +7,6 @@ disk. A folder without a COMMIT that fits its manifest does not exist for anyone
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,15 +18,14 @@ from ..errors import CheckpointError, EasympError
 from ..version import __version__
 from ..world import World
 from .boxes import Box, whole
+from .contents import write
+from .folders import temporary
 from .manifest import COMMIT, MANIFEST, FileRecord, Manifest, seal
 from .meeting import Meeting
 from .planning import Division, divide
 from .snapshot import Kept, Snapshot
 from .storage import Storage, Tick
 from .strict import dumps
-from .writing import write
-
-TEMPORARY = ".tmp-"
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Save:
         self._aliases = {name: of for *_, aliases in together for name, of in aliases.items()}
         self._division: Division = divide([brought for _, brought, _, _ in together])
         self._meeting = Meeting(world, f"save/{number}")
-        folder = f"{TEMPORARY}{target.name}-{secrets.token_hex(4)}"
+        folder = temporary(target.name)
         self._folder, said = world.broadcast_objects(
             [folder, _trouble(lambda: target.storage.make(folder)) if world.rank == 0 else ""]
         )

@@ -1,0 +1,75 @@
+"""Names of folders: which is a checkpoint of which step, and which of several saves counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from easymp.checkpoint import folders
+from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.manifest import COMMIT, MANIFEST, seal
+
+
+@pytest.fixture
+def root(tmp_path):
+    return LocalStorage(tmp_path)
+
+
+def put(root, name, committed=True):
+    root.make(name)
+    root.put(f"{name}/{MANIFEST}", [b"{}"], 2)
+    if committed:
+        root.put(f"{name}/{COMMIT}", [seal(b"{}")], 65)
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "checkpoint", "save", "writing"),
+    [
+        ("step-00000100", 100, "step-00000100", 1, None),
+        ("step-123456789", 123456789, "step-123456789", 1, None),
+        ("step-00000100.save-12", 100, "step-00000100", 12, None),
+        ("best", None, "best", 1, None),
+        ("step-100", None, "step-100", 1, None),
+        ("step-00000100-old", None, "step-00000100-old", 1, None),
+        (".tmp-step-00000100-5f0c3a9e", None, ".tmp-step-00000100-5f0c3a9e", 1, "step-00000100"),
+        (".tmp-a-b-5f0c3a9e", None, ".tmp-a-b-5f0c3a9e", 1, "a-b"),
+        (".tmp-best.lock", None, ".tmp-best.lock", 1, "best"),
+        (".tmp-mine", None, ".tmp-mine", 1, None),
+    ],
+)
+def test_names(name, step, checkpoint, save, writing):
+    assert folders.step_of(name) == step
+    assert folders.checkpoint_of(name) == checkpoint
+    assert folders.save_of(name) == save
+    assert folders.writing(name) == writing
+
+
+def test_a_name_leads_there_and_back():
+    assert folders.step_of(folders.step_folder(7)) == 7
+    assert folders.writing(folders.temporary("best")) == "best"
+    assert folders.writing(folders.lock_of("best")) == "best"
+    assert folders.next_save([], "best") == "best"
+    assert folders.next_save(["best", "best.save-9", "best.save-10", "other.save-11"], "best") == "best.save-11"
+
+
+def test_the_newest_committed_save_counts(root):
+    assert folders.current(root, "best") == "best"
+    put(root, "best")
+    assert folders.current(root, "best") == "best"
+    put(root, "best.save-2")
+    put(root, "best.save-10")
+    put(root, "best.save-11", committed=False)
+    assert folders.current(root, "best") == "best.save-10"
+
+
+def test_latest_is_the_highest_committed_step(root):
+    assert folders.latest(root) is None
+    for name in ("step-00000002", "step-00000010", "step-100000000", "best", "step-00000010.save-2"):
+        put(root, name)
+    put(root, "step-200000000", committed=False)
+    put(root, ".tmp-step-300000000-5f0c3a9e")
+    assert list(folders.committed_steps(root)) == [
+        (100000000, "step-100000000"),
+        (10, "step-00000010.save-2"),
+        (2, "step-00000002"),
+    ]
+    assert folders.latest(root) == "step-100000000"
