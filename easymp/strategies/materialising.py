@@ -24,6 +24,12 @@ LEFT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models of which a run left parts to other ranks, on the meta device: values that were trained, not values to be made."""
 
 
+def left_to_others(model: nn.Module) -> bool:
+    """Whether `model` is one of `LEFT`, or a part or a view of it, which has its attributes."""
+    mine = id(vars(model))
+    return any(id(vars(module)) == mine for left in LEFT for module in left.modules())
+
+
 def on_meta(model: nn.Module) -> bool:
     """Whether any parameter or buffer of `model` is on the meta device."""
     return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
@@ -162,11 +168,19 @@ def _table(module: nn.Module, name: str) -> dict[str, Tensor]:
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:
+    swap_in(module, lambda t: _like(t, device) if t.is_meta else t)
+
+
+def swap_in(module: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
+    """Give the parameters and buffers of `module` itself the storage and values of what `fresh` makes of them.
+
+    They stay the objects they are; `fresh` returns what it was given where nothing shall change.
+    """
     for buffer in module._buffers.values():
-        if buffer is not None and buffer.is_meta:
-            torch.utils.swap_tensors(buffer, _like(buffer, device))
+        if buffer is not None and (new := fresh(buffer)) is not buffer:
+            torch.utils.swap_tensors(buffer, new)
     with _swapping():  # `_apply`, for modules that keep weak references to their parameters (LSTM) let go of them in it
-        module._apply(lambda t: _like(t, device) if t.is_meta else t, recurse=False)
+        module._apply(fresh, recurse=False)
 
 
 @contextmanager

@@ -1,0 +1,170 @@
+"""Where weights come from: one safetensors file, a Hugging Face folder, or a checkpoint of ours, all described in the same words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .boxes import whole
+from .committed import open_manifest
+from .header import LONGEST, decode
+from .local import LocalStorage
+from .manifest import COMMIT, MANIFEST, Piece, Stored
+from .storage import Storage
+from .strict import loads
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GROUP = "model/"  # what the first model's tensors are called in a checkpoint
+LARGEST_INDEX = 2**28  # bytes
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file with tensors; `checksums` of each BLOCK, or None where nobody wrote any down."""
+
+    storage: Storage
+    name: str
+    size: int
+    checksums: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.storage.place.rstrip('/')}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights, described and not read.
+
+    Attributes:
+        place: where, as the user said it.
+        tensors: by name, as their writer spelled it.
+        aliases: names of tensors that are other names of these.
+        files: by the name that the pieces of `tensors` have for them.
+    """
+
+    place: str
+    tensors: Mapping[str, Stored]
+    aliases: Mapping[str, str]
+    files: Mapping[str, SourceFile]
+
+    def find(self, name: str) -> Stored | None:
+        """The tensor of that name, its own or another one that it has."""
+        return self.tensors.get(self.aliases.get(name, name))
+
+
+def open_source(place: str | os.PathLike[str]) -> Source:
+    """What there is at `place`: a ``.safetensors`` file, an ``.index.json``, or a folder with either of them or of ours.
+
+    In a folder that holds both, the single file counts, as for Hugging Face's libraries.
+
+    Raises:
+        CheckpointError: nothing of that kind is there, or it is damaged.
+    """
+    said = os.fspath(place)
+    try:
+        if said.endswith(".json"):
+            return _indexed(said, *_parted(said))
+        if said.endswith(".safetensors") or ("://" not in said and os.path.isfile(said)):
+            return _single(said, *_parted(said))
+        folder = storage_of(said)
+        there = set(folder.list())
+        if there & {MANIFEST, COMMIT}:
+            return _committed(said, folder)
+        if SINGLE in there:
+            return _single(said, folder, SINGLE)
+        if INDEX in there:
+            return _indexed(said, folder, INDEX)
+    except OSError as error:
+        raise CheckpointError(f"{said}: cannot be read ({error})") from error
+    raise CheckpointError(f"{said}: {_what_else(there)}")
+
+
+def _what_else(there: set[str]) -> str:
+    steps = sorted(name for name in there if name.startswith("step-"))
+    if steps:
+        return f"a folder of checkpoints: pass that of one of them, such as {steps[-1]}"
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in there):
+        return (
+            "no safetensors, but files of torch.save, which can run code when they are read: convert them with safetensors.torch, or "
+            "read a folder of Accelerate's with read_accelerate(folder, allow_pickle=True)"
+        )
+    single = [name for name in sorted(there) if name.endswith(".safetensors")]
+    if single:
+        return f"neither {SINGLE} nor {INDEX} is there: pass a file, such as {single[0]}"
+    found = f"it holds {', '.join(sorted(there)[:5])}" if there else "it is empty or missing"
+    return f"no weights: neither {SINGLE}, nor {INDEX}, nor a checkpoint ({MANIFEST}), {found}"
+
+
+def storage_of(folder: str) -> Storage:
+    return LocalStorage(folder)
+
+
+def _parted(path: str) -> tuple[Storage, str]:
+    folder, _, name = path.rpartition("/") if "://" in path else (os.path.dirname(path) or ".", "", os.path.basename(path))
+    return storage_of(folder), name
+
+
+def _file(folder: Storage, name: str) -> SourceFile:
+    """A file that somebody else wrote; links are followed, for a cache of downloads is made of them."""
+    if isinstance(folder, LocalStorage):
+        real = Path(folder.place, name).resolve()
+        folder, name = LocalStorage(real.parent), real.name
+    size = folder.size(name)
+    if size is None:
+        raise CheckpointError(f"{folder.place}/{name}: there is no such file")
+    return SourceFile(folder, name, size)
+
+
+def _single(place: str, folder: Storage, name: str) -> Source:
+    file = _file(folder, name)
+    tensors, aliases = _described(file, name)
+    return Source(place, tensors, aliases, {name: file})
+
+
+def _described(file: SourceFile, known_as: str) -> tuple[dict[str, Stored], dict[str, str]]:
+    length = int.from_bytes(file.storage.head(file.name, 8), "little")
+    text = file.storage.head(file.name, 8 + min(length, LONGEST))
+    slots = decode(text, file.size, str(file))
+    tensors = {
+        name: Stored(slot.dtype, slot.shape, (Piece(whole(slot.shape), known_as, slot.begin),)) for name, slot in slots.items()
+    }
+    # What is written once for several names says so in the metadata: other name → the one that is there.
+    noted = loads(text[8 : 8 + length], str(file)).get("__metadata__") or {}
+    others = {name: of for name, of in noted.items() if isinstance(of, str) and name != "format"}
+    return tensors, {name: of for name, of in others.items() if of in tensors and name not in tensors}
+
+
+def _indexed(place: str, folder: Storage, name: str) -> Source:
+    index = _file(folder, name)
+    where = f"{folder.place.rstrip('/')}/{name}"
+    said = loads(index.storage.get(index.name, LARGEST_INDEX), where)
+    table = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+        raise CheckpointError(f"{where}: no index of weights: it has no weight_map from names to files")
+    tensors: dict[str, Stored] = {}
+    aliases: dict[str, str] = {}
+    files: dict[str, SourceFile] = {}
+    for shard in dict.fromkeys(table.values()):
+        if "/" in shard or "\\" in shard or shard in ("", ".", ".."):
+            raise CheckpointError(f"{where}: the weights shall be in {shard!r}, which is not a file beside the index")
+        files[shard] = _file(folder, shard)
+        inside, noted = _described(files[shard], shard)
+        absent = [name for name, file in table.items() if file == shard and name not in inside and name not in noted]
+        if absent:
+            raise CheckpointError(f"{where}: {absent[0]} shall be in {shard}, which has no such tensor: the folder is damaged")
+        tensors.update((name, stored) for name, stored in inside.items() if table.get(name) == shard)
+        aliases.update(noted)
+    return Source(place, tensors, {name: of for name, of in aliases.items() if of in tensors and name not in tensors}, files)
+
+
+def _committed(place: str, folder: Storage) -> Source:
+    manifest = open_manifest(folder, "")
+    n = len(GROUP)
+    tensors = {name[n:]: stored for name, stored in manifest.tensors.items() if name.startswith(GROUP)}
+    aliases = {name[n:]: of[n:] for name, of in manifest.aliases.items() if name.startswith(GROUP) and of.startswith(GROUP)}
+    used = {piece.file for stored in tensors.values() for piece in stored.pieces}
+    files = {name: SourceFile(folder, name, f.size, f.checksums) for name, f in manifest.files.items() if name in used}
+    return Source(place, tensors, aliases, files)
