@@ -1,1 +1,30 @@
-"""Checkpoints: sharded safetensors and JSON, committed at once, verified, read by any number of ranks. No pickle."""
+"""Checkpoints: sharded safetensors and JSON, committed at once, verified, read by any number of ranks. No pickle.
+
+Names are loaded at first use, so that the command line can list its commands without waiting for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "catalog": ("Entry", "list_checkpoints"),
+    "inspecting": ("Contents", "inspect"),
+    "verifying": ("Damage", "verify"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

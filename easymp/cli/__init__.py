@@ -18,6 +18,7 @@ from ..version import __version__
 COMMANDS = {
     "launch": "run a script on several processes",
     "env": "show what this machine has, and what would be decided on it",
+    "checkpoint": "list, inspect, verify, merge, compare and prune checkpoints",
 }
 
 

@@ -1,0 +1,104 @@
+"""Which checkpoints lie in a folder, and what became of the others that were begun there."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from ..errors import CheckpointError
+from .committed import inside, is_committed, open_manifest
+from .local import LocalStorage as open_storage
+from .manifest import COMMIT, MANIFEST, Manifest
+from .saving import TEMPORARY
+from .storage import Storage
+
+STEP = re.compile(r"step-\d+")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A folder that is a checkpoint, or was to become one.
+
+    Attributes:
+        name: of the folder.
+        size: bytes in its files.
+        written: when, in ISO 8601, UTC; None where nobody knows.
+        step: optimizer updates until then; None where no manifest says so.
+        world_size: ranks that wrote it; likewise.
+        committed: whether it counts.
+        why: what is wrong with it, in a sentence; "" where nothing is.
+        newest: whether it is the last one of those that can be loaded.
+    """
+
+    name: str
+    size: int
+    written: str | None
+    step: int | None = None
+    world_size: int | None = None
+    committed: bool = False
+    why: str = ""
+    newest: bool = False
+
+
+def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
+    """What is in the folder or URL `root`: by step, first what has none. Manifests are read, tensors are not.
+
+    Raises:
+        CheckpointError: `root` is itself a checkpoint.
+        OSError: it cannot be read.
+    """
+    storage = open_storage(root)
+    names = storage.list()
+    if MANIFEST in names:
+        raise CheckpointError(f"{storage.place} is itself a checkpoint: pass the folder above it, or inspect this one")
+    found = sorted((_entry(storage, name) for name in names if _is_one(storage, name)), key=_order)
+    newest = max((e for e in found if not e.why), key=_order, default=None)
+    return [replace(entry, newest=entry is newest) for entry in found]
+
+
+def _order(entry: Entry) -> tuple[int, str, str]:
+    return -1 if entry.step is None else entry.step, entry.written or "", entry.name
+
+
+def _is_one(storage: Storage, name: str) -> bool:
+    if name.startswith(TEMPORARY) or STEP.fullmatch(name):
+        return True
+    return any(storage.size(inside(name, file)) is not None for file in (MANIFEST, COMMIT))
+
+
+def _entry(storage: Storage, name: str) -> Entry:
+    place = inside(storage.place, name)
+    try:
+        manifest = open_manifest(storage, name)
+    except (CheckpointError, OSError) as error:
+        why = str(error).removeprefix(f"{place}: ")
+        if name.startswith(TEMPORARY):
+            why = f"being written, or left over from a save that did not end ({why})"
+        return Entry(name, _bytes_in(storage, name), _modified(storage, name), committed=_sealed(storage, name), why=why)
+    why = "left over: it was replaced, or not renamed" if name.startswith(TEMPORARY) else ""
+    return Entry(name, bytes_of(manifest), manifest.written, manifest.step, manifest.world_size, not why, why)
+
+
+def bytes_of(manifest: Manifest) -> int:
+    """Bytes of its files, beside the manifest."""
+    return sum(file.size for file in manifest.files.values())
+
+
+def _bytes_in(storage: Storage, folder: str) -> int:
+    return sum(storage.size(inside(folder, file)) or 0 for file in storage.list(folder))
+
+
+def _modified(storage: Storage, name: str) -> str | None:
+    try:
+        return datetime.fromtimestamp(storage.modified(name), UTC).isoformat(timespec="seconds")
+    except OSError:  # object stores have no folders
+        return None
+
+
+def _sealed(storage: Storage, name: str) -> bool:
+    try:
+        return is_committed(storage, name)
+    except OSError:
+        return False

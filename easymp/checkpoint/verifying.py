@@ -1,0 +1,116 @@
+"""Every byte of a checkpoint against its checksum, every header against the manifest; and what is lost where one is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..errors import CheckpointError
+from .committed import inside, open_manifest
+from .header import Slot, decode, filed, length
+from .local import LocalStorage as open_storage
+from .manifest import BLOCK, FileRecord, Manifest
+from .planning import key
+from .storage import Storage, Tick
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something that is not what was written.
+
+    Attributes:
+        file: its name in the checkpoint.
+        why: in words.
+        block: which `BLOCK` (16 MiB) of the file, from 0; None where it is the whole file, or its header.
+        tensors: full names of what lies there, whole or in part.
+    """
+
+    file: str
+    why: str
+    block: int | None = None
+    tensors: tuple[str, ...] = ()
+
+
+def verify(folder: str | os.PathLike[str], tick: Tick = lambda n: None) -> list[Damage]:
+    """All that is wrong with the committed checkpoint in `folder` (or at that URL); empty where it is as it was written.
+
+    Args:
+        tick: told how many more bytes were read, now and then.
+
+    Raises:
+        CheckpointError: no manifest that COMMIT seals, so nothing is known of the rest.
+        OSError: the folder cannot be read.
+    """
+    storage = open_storage(folder)
+    manifest = open_manifest(storage, "")
+    found: list[Damage] = []
+    for name, record in manifest.files.items():
+        damages = list(_bytes_of(storage, name, record, manifest, tick))
+        found += damages or _header_of(storage, name, record, manifest)
+    return found
+
+
+def _bytes_of(storage: Storage, name: str, record: FileRecord, manifest: Manifest, tick: Tick) -> Iterator[Damage]:
+    size = storage.size(name)
+    if size is None:
+        yield Damage(name, "is missing", None, _in_bytes(manifest, name, 0, record.size))
+        return
+    if size != record.size:
+        yield Damage(name, f"has {size} bytes, and {record.size} were written", None, _in_bytes(manifest, name, 0, record.size))
+        return
+    try:
+        storage.verify(name, record.size, record.checksums, tick)
+    except (CheckpointError, OSError) as error:
+        # The first fault ended it. Which blocks are wrong is found by touching each one.
+        blocks = [b for b in range(len(record.checksums)) if not _intact(storage, name, record, b)]
+        if not blocks:
+            yield Damage(name, str(error).removeprefix(f"{inside(storage.place, name)}: "))
+        for block in blocks:
+            yield Damage(name, "is not what was written", block, _in_bytes(manifest, name, block * BLOCK, (block + 1) * BLOCK))
+
+
+def _intact(storage: Storage, name: str, record: FileRecord, block: int) -> bool:
+    if block * BLOCK >= record.size:
+        return True
+    try:
+        storage.fetch(name, record.size, record.checksums, [(block * BLOCK, memoryview(bytearray(1)))])
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _in_bytes(manifest: Manifest, file: str, begin: int, end: int) -> tuple[str, ...]:
+    """The tensors that have a byte in ``[begin, end)`` of a file."""
+    return tuple(
+        name
+        for name, stored in manifest.tensors.items()
+        if any(p.file == file and p.begin < end and begin < p.begin + p.box.count * stored.dtype.itemsize for p in stored.pieces)
+    )
+
+
+def _header_of(storage: Storage, name: str, record: FileRecord, manifest: Manifest) -> list[Damage]:
+    """Where the header of a file says other than the manifest: other tools would read other tensors than we do."""
+    expected = {
+        key(tensor, piece.box, stored.shape): (tensor, *filed(stored.dtype, piece.box.shape), piece.begin)
+        for tensor, stored in manifest.tensors.items()
+        for piece in stored.pieces
+        if piece.file == name
+    }
+    if not expected and not name.endswith(".safetensors"):
+        return []
+    try:
+        slots = decode(storage.head(name, length(storage.head(name, 8), record.size, name)), record.size, name)
+    except CheckpointError as error:
+        return [Damage(name, str(error).removeprefix(f"{name}: "), None, tuple(tensor for tensor, *_ in expected.values()))]
+    return [
+        Damage(
+            name, f"its header says other than the manifest of {word!r}", None, (expected[word][0],) if word in expected else ()
+        )
+        for word in sorted(slots.keys() | expected.keys())
+        if not _same(slots.get(word), expected.get(word))
+    ]
+
+
+def _same(slot: Slot | None, expected: tuple[object, ...] | None) -> bool:
+    return slot is not None and expected is not None and (slot.dtype, slot.shape, slot.begin) == expected[1:]

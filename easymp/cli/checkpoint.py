@@ -1,0 +1,141 @@
+"""Look at checkpoints, check them, and put them in another form. PLACE is a folder or a URL.
+
+examples:
+  easymp checkpoint list runs/digits                   which there are, and which is the newest
+  easymp checkpoint inspect runs/digits/step-00000100  what is in one
+  easymp checkpoint verify runs/digits/step-00000100   every byte against its checksum
+
+`easymp checkpoint ACTION --help` says more about one. Exit codes: 0 good; 1 damaged, different, or an error; 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from .. import checkpoint
+from ..errors import CheckpointError
+from ..units import size
+
+FEW = 3  # names in a sentence before the rest is counted
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, words: str, *places: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.", allow_abbrev=False)
+        for place in places:
+            made.add_argument(place, metavar=place.upper())
+        made.add_argument("--json", action="store_true", help="for programs")
+        return made
+
+    action("list", "which checkpoints lie in a folder, and why others do not count", "place")
+    made = action("inspect", "what a checkpoint holds: the plan, tensors by groups, states", "place")
+    made.add_argument("--tensors", action="store_true", help="each tensor, too")
+    action("verify", "check every byte of a checkpoint against its checksum, and headers against the manifest", "place")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        return ACTIONS[args.action](args)
+    except BrokenPipeError:  # `| head` has seen enough; what Python flushes at its end goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def run_list(args: argparse.Namespace) -> int:
+    found = checkpoint.list_checkpoints(args.place)
+    if args.json:
+        return tell([dataclasses.asdict(entry) for entry in found])
+    if not found:
+        print(f"no checkpoint in {args.place}")
+        return 0
+    rows = [["name", "step", "written", "size", "ranks", ""]]
+    for e in found:
+        state = e.why or ("newest" if e.newest else "")
+        rows.append([e.name, known(e.step), known(e.written), size(e.size), known(e.world_size), state])
+    print(table(rows, right={1, 3, 4}))
+    return 0
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    it = checkpoint.inspect(args.place)
+    if args.json:
+        return tell(dataclasses.asdict(it))
+    facts = [
+        ("step", it.step),
+        ("written", it.written),
+        ("by", f"{it.made_by}, {it.world_size} rank(s)"),
+        ("size", size(it.size)),
+    ]
+    print(table([[name, str(value)] for name, value in facts]))
+    choices = [[n, str(c["value"]), str(c.get("reason", ""))] for n, c in it.plan.items() if isinstance(c, dict) and "value" in c]
+    if choices:
+        print(f"\nplan\n{table(choices)}")
+    rows = [["group", "tensors", "elements", "size", "dtypes", "files"]]
+    for g in it.groups:
+        dtypes = ", ".join(f"{name} {size(count)}" for name, count in g.dtypes.items())
+        rows.append([g.name, str(g.tensors), f"{g.elements:,}", size(g.size), dtypes, few(g.files)])
+    print(f"\n{table(rows, right={1, 2, 3})}")
+    if args.tensors:
+        rows = [["tensor", "dtype", "shape", "size", "pieces"]]
+        rows += [[t.name, t.dtype, str(list(t.shape)), size(t.size), str(t.pieces)] for t in it.tensors]
+        rows += [[name, "", f"= {of}", "", ""] for name, of in it.aliases.items()]
+        print(f"\n{table(rows, right={3, 4})}")
+    print(f"\nstates: {', '.join(map(plain, it.states)) or 'none'}")
+    if it.aliases and not args.tensors:
+        print(f"tied: {few([f'{name} = {of}' for name, of in it.aliases.items()])}")
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    damages = checkpoint.verify(args.place)
+    if args.json:
+        tell([dataclasses.asdict(damage) for damage in damages])
+        return int(bool(damages))
+    for d in damages:
+        where = d.file if d.block is None else f"{d.file}, block {d.block},"
+        print(f"{where} {d.why}: {f'it holds {few(d.tensors)}' if d.tensors else 'no tensor lies there'}")
+    print(f"{args.place}: {f'{len(damages)} fault(s); load another checkpoint' if damages else 'good, every byte'}")
+    return int(bool(damages))
+
+
+ACTIONS = {"list": run_list, "inspect": run_inspect, "verify": run_verify}
+
+
+def tell(value: Any) -> int:
+    json.dump(value, sys.stdout, indent=2)
+    print()
+    return 0
+
+
+def known(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def few(names: Sequence[str]) -> str:
+    more = len(names) - FEW
+    return ", ".join(map(plain, names[:FEW])) + (f" and {more} more" if more > 0 else "")
+
+
+def plain(text: str) -> str:
+    """A file's words as a terminal may have them: what would move its cursor, or worse, is escaped."""
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def table(rows: Sequence[Sequence[str]], right: frozenset[int] | set[int] = frozenset()) -> str:
+    """Columns under one another; those in `right` end together."""
+    rows = [list(map(plain, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join(cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,94 @@
+"""``easymp checkpoint``: what people and programs are told, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from easymp.checkpoint.manifest import COMMIT
+from easymp.cli import main
+
+from ..checkpoint.samples import flip
+
+OF_ONE, OF_TWO = "step-00000002", "step-00000003"
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
+    """What ``easymp checkpoint`` with these words prints; errors too."""
+    assert main(["checkpoint", *map(str, words)]) == code
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return out + err
+
+
+def test_help_lists_the_actions_without_torch() -> None:
+    code = "import sys; from easymp.cli import main; r = main(['checkpoint', '--help']); print('torch' in sys.modules, r)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert out.endswith("False 0\n")
+    for word in ("examples:", "list", "inspect", "verify"):
+        assert word in out
+
+
+@pytest.mark.parametrize("words", [[], ["lst", "x"], ["list"], ["verify", "--jsn", "x"], ["inspect", "a", "b"]])
+def test_wrong_usage_is_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "usage:" in told(capsys, *words, code=2)
+
+
+def test_list(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head, one, two = told(capsys, "list", root).splitlines()
+    assert head.split() == ["name", "step", "written", "size", "ranks"]
+    assert one.split()[:2] == [OF_ONE, "2"] and "KiB" in one
+    assert two.split()[:2] == [OF_TWO, "3"] and two.endswith("2  newest")
+    (root / OF_TWO / COMMIT).unlink()
+    assert f"{OF_TWO}  " in (text := told(capsys, "list", root)) and "not committed" in text
+    entries = json.loads(told(capsys, "list", root, "--json"))
+    assert [(e["name"], e["committed"], e["newest"]) for e in entries] == [(OF_TWO, False, False), (OF_ONE, True, True)]
+    assert told(capsys, "list", root / "none") == f"no checkpoint in {root / 'none'}\n"
+
+
+def test_inspect(samples: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, "inspect", samples / OF_TWO)
+    for word in ("step     3", "2 rank(s)", "strategy", "fsdp", "model ", "optimizer ", "float32", "state/scheduler_0"):
+        assert word in text
+    assert "tied: model/head.weight = model/embed.weight" in text
+    lines = told(capsys, "inspect", samples / OF_TWO, "--tensors").splitlines()
+    assert next(line for line in lines if line.startswith("model/embed.weight")).split()[1:] == (
+        ["float32", "[19,", "16]", "1.2", "KiB", "2"]
+    )
+    record = json.loads(told(capsys, "inspect", samples / OF_ONE, "--json"))
+    assert record["step"] == 2
+    assert {t["pieces"] for t in record["tensors"]} == {1}
+    assert record["size"] == sum(record["files"].values())
+    assert sum(g["size"] for g in record["groups"]) == sum(t["size"] for t in record["tensors"])
+
+
+def test_verify(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = root / OF_TWO
+    assert told(capsys, "verify", folder) == f"{folder}: good, every byte\n"
+    flip(folder / "model-00001-of-00002.safetensors", -1)
+    text = told(capsys, "verify", folder, code=1)
+    assert "model-00001-of-00002.safetensors, block 0, is not what was written: it holds model/embed.weight" in text
+    assert "1 fault(s); load another checkpoint" in text
+    (damage,) = json.loads(told(capsys, "verify", folder, "--json", code=1))
+    assert damage["block"] == 0 and damage["tensors"]
+
+
+@pytest.mark.parametrize("action", ["inspect", "verify"])
+def test_what_is_no_checkpoint_is_one_sentence(action: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place in (root, root / "none"):
+        assert told(capsys, action, place, code=1).startswith(f"easymp: {place}: no checkpoint")
+    (root / OF_ONE / COMMIT).unlink()
+    assert "not committed" in told(capsys, action, root / OF_ONE, code=1)
+
+
+def test_a_reader_that_stops_early_is_no_error(samples: Path) -> None:
+    command = [sys.executable, "-m", "easymp", "checkpoint", "inspect", str(samples / OF_ONE), "--tensors"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        process.wait(60)
