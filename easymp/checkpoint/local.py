@@ -1,68 +1,71 @@
-"""A folder on this machine, or on a file system that its ranks share."""
+"""A folder on this machine, or on a file system that its ranks share.
+
+Every call to the system goes through `calls.do`, which says what they are; tests fail them, shorten them, or die between them.
+
+No link is followed below the folder (above it the user's own are). File contents are `writing` and `reading`.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
-import shutil
+import secrets
 import stat
-import zlib
+import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from functools import partial
 
 from ..errors import CheckpointError
-from .manifest import BLOCK, COMMIT
-from .storage import Part, Tick
+from . import calls
+from .checksums import check_size
+from .cutting import rest
+from .manifest import COMMIT
+from .reading import Reader
+from .storage import Part, Tick, nothing
+from .writing import Writer
 
-
-def nothing(count: int) -> None:
-    pass
+HERE = -100  # AT_FDCWD
+NOREPLACE, EXCHANGE = 1, 2
+STALE = 3600.0  # seconds after which a half-written replacement belongs to no one
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe, opened so, does not wait for its other end
 
 
 class LocalStorage:
-    """As `Storage` says."""
+    """As `Storage` says. `direct`: files of more than one block by O_DIRECT, or not; None for what the disk does quicker."""
 
     renames = True
 
-    def __init__(self, place: str | os.PathLike[str]) -> None:
+    def __init__(self, place: str | os.PathLike[str], direct: bool | None = None) -> None:
         self.place = os.fspath(place)
-        self._root = Path(self.place)
+        self._direct = direct
+
+    # -- contents ------------------------------------------------------------------------------------------------------
 
     def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = nothing) -> tuple[int, ...]:
-        checksums, crc, left = [], 0, BLOCK
-        descriptor = os.open(self._root / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            for part in parts:
-                view = memoryview(part).cast("B")
-                while view:
-                    count = os.write(descriptor, view[:left])
-                    crc = zlib.crc32(view[:count], crc)
-                    left -= count
-                    view = view[count:]
-                    tick(count)
-                    if not left:
-                        checksums.append(crc)
-                        crc, left = 0, BLOCK
-            if left < BLOCK:
-                checksums.append(crc)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        return tuple(checksums)
+        return Writer(self._path(name), size, self._direct).write(parts, tick)
 
     def get(self, name: str, limit: int) -> bytes:
         content = self.head(name, limit + 1)
         if len(content) > limit:
-            raise CheckpointError(f"{self._root / name}: more than {limit} bytes")
+            raise CheckpointError(f"{self._path(name)}: more than {limit} bytes, and such a file has fewer: it is not ours")
         return content
 
     def head(self, name: str, count: int) -> bytes:
-        with open(self._root / name, "rb") as file:
-            return file.read(count)
+        path = self._path(name)
+        descriptor, found = self._open(path)
+        try:
+            memory = bytearray(min(count, found))
+            _fill(path, descriptor, [memoryview(memory)], 0)
+        finally:
+            calls.do("close", path, os.close, descriptor)
+        return bytes(memory)
 
     def size(self, name: str) -> int | None:
+        path = self._path(name)
         try:
-            found = os.lstat(self._root / name)
+            found = calls.do("stat", path, os.lstat, path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
@@ -75,88 +78,182 @@ class LocalStorage:
         wanted: Sequence[tuple[int, memoryview]],
         tick: Tick = nothing,
     ) -> None:
-        if self.size(name) != size:
-            raise CheckpointError(f"{self._root / name}: {self.size(name)} bytes, and {size} were written")
-        if checksums is None:
-            self._read(name, wanted, tick)
-            return
-        with open(self._root / name, "rb") as file:
-            number = -1
-            block = b""
-            for begin, view in wanted:
-                at, end = begin, begin + len(view)
-                while at < end:
-                    if at // BLOCK != number:
-                        number = at // BLOCK
-                        file.seek(number * BLOCK)
-                        block = file.read(min(BLOCK, size - number * BLOCK))
-                        if zlib.crc32(block) != checksums[number]:
-                            raise CheckpointError(f"{self._root / name}: block {number} is not what was written")
-                        tick(len(block))
-                    part = block[at % BLOCK : at % BLOCK + end - at]
-                    view[at - begin : at - begin + len(part)] = part
-                    at += len(part)
-
-    def _read(self, name: str, wanted: Sequence[tuple[int, memoryview]], tick: Tick) -> None:
-        with open(self._root / name, "rb", buffering=0) as file:
-            for begin, view in wanted:
-                file.seek(begin)
-                at = 0
-                while at < len(view):
-                    count = file.readinto(view[at : at + BLOCK])
-                    if not count:
-                        raise CheckpointError(f"{self._root / name}: ends at byte {begin + at}, while it is being read")
-                    at += count
-                    tick(count)
+        self._read(name, size, checksums, tick, wanted)
 
     def verify(self, name: str, size: int, checksums: Sequence[int], tick: Tick = nothing) -> None:
-        if self.size(name) != size:
-            raise CheckpointError(f"{self._root / name}: {self.size(name)} bytes, and {size} were written")
-        with open(self._root / name, "rb") as file:
-            for number, crc in enumerate(checksums):
-                if zlib.crc32(file.read(BLOCK)) != crc:
-                    raise CheckpointError(f"{self._root / name}: block {number} is not what was written")
+        self._read(name, size, checksums, tick, None)
+
+    def _read(
+        self,
+        name: str,
+        size: int,
+        checksums: Sequence[int] | None,
+        tick: Tick,
+        wanted: Sequence[tuple[int, memoryview]] | None,
+    ) -> None:
+        path = self._path(name)
+        try:
+            descriptor, found = self._open(path)
+        except (FileNotFoundError, NotADirectoryError):
+            descriptor, found = -1, None
+        try:
+            check_size(path, found, size, checksums)
+            reader = Reader(path, size, checksums, partial(_fill, path, descriptor))
+            if wanted is None:
+                reader.verify(tick)
+            else:
+                reader.fetch(wanted, tick)
+        finally:
+            if descriptor >= 0:
+                calls.do("close", path, os.close, descriptor)
+
+    def _open(self, path: str) -> tuple[int, int]:
+        """A descriptor and the size of a regular file."""
+        try:
+            descriptor = calls.do("open", path, os.open, path, FILE)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise CheckpointError(f"{path}: a link, and links are not followed: put the file itself there") from None
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            calls.do("close", path, os.close, descriptor)
+            raise CheckpointError(f"{path}: no regular file: put the file itself there")
+        return descriptor, found.st_size
+
+    # -- names ---------------------------------------------------------------------------------------------------------
 
     def list(self, folder: str = "") -> list[str]:
+        path = self._path(folder)
         try:
-            return sorted(os.listdir(self._root / folder))
+            return sorted(calls.do("list", path, os.listdir, path))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
+    def modified(self, name: str) -> float:
+        path = self._path(name)
+        return calls.do("stat", path, os.lstat, path).st_mtime
+
     def make(self, folder: str) -> None:
-        (self._root / folder).parent.mkdir(parents=True, exist_ok=True)
-        (self._root / folder).mkdir()
+        path = self._path(folder)
+        missing = []
+        above = os.path.dirname(path)
+        while above and not os.path.isdir(above):
+            missing.append(above)
+            above = os.path.dirname(above)
+        for above in reversed(missing):
+            try:
+                calls.do("mkdir", above, os.mkdir, above)
+            except FileExistsError:
+                pass  # another rank was quicker
+            _sync(os.path.dirname(above) or ".")
+        calls.do("mkdir", path, os.mkdir, path)
 
     def sync(self, folder: str = "") -> None:
-        descriptor = os.open(self._root / folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(self._path(folder))
 
     def rename(self, old: str, new: str) -> None:
-        os.rename(self._root / old, self._root / new)
+        paths = self._path(old), self._path(new)
+        calls.do("rename", paths[0], _rename, *paths)
 
     def exchange(self, one: str, other: str) -> bool:
-        call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-        names = [os.fsencode(self._root / n) for n in (one, other)]
-        return call is not None and call(-100, names[0], -100, names[1], 2) == 0  # AT_FDCWD, RENAME_EXCHANGE
+        paths = self._path(one), self._path(other)
+        return calls.do("exchange", paths[0], _renameat2, *paths, EXCHANGE)
 
     def replace(self, name: str, content: bytes) -> None:
-        fresh = f"{name}.{os.getpid()}.new"
-        self.put(fresh, [content], len(content))
-        os.replace(self._root / fresh, self._root / name)
-        self.sync(os.path.dirname(name))
+        folder, _, last = name.rpartition("/")
+        fresh = f"{folder}/.new-{last}-" if folder else f".new-{last}-"
+        for left in self.list(folder):
+            if left.startswith(f".new-{last}-") and time.time() - self.modified(f"{folder}/{left}" if folder else left) > STALE:
+                self.remove(f"{folder}/{left}" if folder else left)
+        fresh += secrets.token_hex(4)
+        paths = self._path(fresh), self._path(name)
+        try:
+            self.put(fresh, [content], len(content))
+            calls.do("replace", paths[1], os.replace, *paths)
+        except OSError:
+            self.remove(fresh)
+            raise
+        self.sync(folder)
 
     def remove(self, folder: str) -> None:
-        path = self._root / folder
+        path = self._path(folder)
+        if folder.strip("/") == "":
+            raise CheckpointError(f"{path}: the folder of all checkpoints is not removed")
         try:
-            (path / COMMIT).unlink(missing_ok=True)
-            shutil.rmtree(path)
-        except NotADirectoryError:
-            path.unlink()
+            if stat.S_ISDIR(calls.do("stat", path, os.lstat, path).st_mode):
+                commit = f"{path}/{COMMIT}"
+                try:
+                    calls.do("unlink", commit, os.unlink, commit)
+                    _sync(path)  # or a power failure could keep COMMIT, and not what it stands for
+                except FileNotFoundError:
+                    pass
+            _remove(path)
         except FileNotFoundError:
             pass
 
-    def modified(self, name: str) -> float:
-        return os.stat(self._root / name).st_mtime
+    def _path(self, name: str) -> str:
+        """Where `name` is. Names come from manifests, too: none leads out of the folder.
+
+        Raises:
+            CheckpointError: a name that does, or a link on the way.
+        """
+        folders = name.split("/") if name else []
+        if "\0" in name or any(part in ("", ".", "..") for part in folders):
+            raise CheckpointError(f"{name!r} is no name of a file below {self.place}: use words with / between them")
+        path = self.place
+        for folder in folders[:-1]:
+            path = os.path.join(path, folder)
+            if os.path.islink(path):
+                raise CheckpointError(f"{path}: a link, and links are not followed: put the folder itself there")
+        return os.path.join(path, folders[-1]) if folders else path
+
+
+def _fill(path: str, descriptor: int, views: list[memoryview], at: int) -> None:
+    while views := [view for view in views if view]:
+        count = calls.do("read", path, os.preadv, descriptor, views, at)
+        if not count:
+            raise CheckpointError(f"{path}: ends at byte {at} while it is read: someone else changes it; load another checkpoint")
+        at += count
+        views = rest(views, count)
+
+
+def _sync(path: str) -> None:
+    descriptor = calls.do("open", path, os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        calls.do("fsync directory", path, os.fsync, descriptor)
+    finally:
+        calls.do("close", path, os.close, descriptor)
+
+
+def _remove(path: str) -> None:
+    """A file, a link itself, or a folder with all that is in it."""
+    try:
+        if not stat.S_ISDIR(calls.do("stat", path, os.lstat, path).st_mode):
+            calls.do("unlink", path, os.unlink, path)
+            return
+        for name in sorted(calls.do("list", path, os.listdir, path)):
+            _remove(f"{path}/{name}")
+        calls.do("rmdir", path, os.rmdir, path)
+    except FileNotFoundError:
+        pass  # another rank was quicker
+
+
+def _renameat2(one: str, other: str, flag: int) -> bool:
+    """False where the system or the file system has no such call, or not this kind of it."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(HERE, os.fsencode(one), HERE, os.fsencode(other), flag) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), one, None, other)
+
+
+def _rename(old: str, new: str) -> None:
+    if not _renameat2(old, new, NOREPLACE):
+        if os.path.lexists(new):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+        os.rename(old, new)

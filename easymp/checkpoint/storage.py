@@ -9,6 +9,10 @@ Part = bytes | memoryview
 Tick = Callable[[int], None]
 
 
+def nothing(count: int) -> None:
+    """A tick that nobody hears."""
+
+
 class Storage(Protocol):
     """A folder, and what is done to the files below it. Names are relative to it, with ``/`` between folders.
 
@@ -22,7 +26,7 @@ class Storage(Protocol):
     place: str
     renames: bool
 
-    def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = lambda n: None) -> tuple[int, ...]:
+    def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = nothing) -> tuple[int, ...]:
         """Write a new file of `size` bytes, `parts` one after the other; it is on disk when this returns.
 
         Returns the CRC-32 of each BLOCK. `tick` is told how many more bytes are written, now and then. A file that was there is
@@ -48,7 +52,7 @@ class Storage(Protocol):
         size: int,
         checksums: Sequence[int] | None,
         wanted: Sequence[tuple[int, memoryview]],
-        tick: Tick = lambda n: None,
+        tick: Tick = nothing,
     ) -> None:
         """Fill each buffer of `wanted` with the bytes of the file from its first place on. Every BLOCK that is touched is verified.
 
@@ -60,7 +64,7 @@ class Storage(Protocol):
         """
         ...
 
-    def verify(self, name: str, size: int, checksums: Sequence[int], tick: Tick = lambda n: None) -> None:
+    def verify(self, name: str, size: int, checksums: Sequence[int], tick: Tick = nothing) -> None:
         """Read and check the whole file; raises as `fetch`."""
         ...
 

@@ -1,0 +1,189 @@
+"""What every storage does, whatever it is made of: one table of behaviours, run over all of them."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from easymp.checkpoint.buffers import aligned, as_bytes
+from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.manifest import BLOCK, COMMIT
+from easymp.checkpoint.storage import Storage
+from easymp.errors import CheckpointError
+
+MEGABYTE = random.Random(0).randbytes(2**20 - 1)  # no period that fits a page
+SIZES = [0, 1, 4096, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 12_345]
+
+
+def content(size: int) -> bytes:
+    return (MEGABYTE * (size // len(MEGABYTE) + 1))[:size]
+
+
+def crcs(data: bytes) -> tuple[int, ...]:
+    return tuple(zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
+
+
+@pytest.fixture(params=["buffered", "direct"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return LocalStorage(tmp_path / "root", direct=request.param == "direct")
+
+
+@pytest.fixture
+def folder(storage: Storage) -> str:
+    storage.make("step-1")
+    return "step-1"
+
+
+def one(data: bytes) -> list[bytes | memoryview]:
+    return [data]
+
+
+def writable(data: bytes) -> list[bytes | memoryview]:
+    return [memoryview(bytearray(data))]
+
+
+def staged(data: bytes) -> list[bytes | memoryview]:
+    view = as_bytes(aligned(len(data)))
+    view[:] = data
+    return [view[:4096], view[4096:]]
+
+
+def many(data: bytes) -> Iterator[bytes | memoryview]:
+    return (data[at : at + 7_777] for at in range(0, len(data), 7_777))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("parts", [one, writable, staged, many], ids=lambda f: f.__name__)
+def test_what_is_put_is_there_with_its_checksums(storage: Storage, folder: str, size: int, parts: Callable) -> None:
+    data, told = content(size), []
+    checksums = storage.put(f"{folder}/file", parts(data), size, told.append)
+    assert checksums == crcs(data) and sum(told) == size
+    assert storage.size(f"{folder}/file") == size and storage.head(f"{folder}/file", 100) == data[:100]
+    storage.verify(f"{folder}/file", size, checksums)
+    back = bytearray(size)
+    storage.fetch(f"{folder}/file", size, checksums, [(0, memoryview(back))])
+    assert back == data
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("longest", [100, 5_000, 3_000_000])
+def test_any_runs_are_fetched(storage: Storage, folder: str, longest: int, checked: bool) -> None:
+    data = content(2 * BLOCK + 12_345)
+    checksums = storage.put(f"{folder}/file", [data], len(data))
+    dice, wanted, at = random.Random(longest), [], max(50, BLOCK - 1000 * longest)
+    while at < len(data) and len(wanted) < 5_000:
+        count = min(dice.randint(0, longest), len(data) - at)
+        wanted.append((at, memoryview(bytearray(count))))
+        at += count + dice.choice([0, dice.randint(0, 4 * longest)])
+    told: list[int] = []
+    storage.fetch(f"{folder}/file", len(data), checksums if checked else None, wanted, told.append)
+    assert all(view == data[at : at + len(view)] for at, view in wanted)
+    touched = {place // BLOCK for at, view in wanted if view for place in (at, at + len(view) - 1)}
+    blocks = sum(min(BLOCK, len(data) - number * BLOCK) for number in touched)
+    assert sum(told) == (blocks if checked else sum(len(view) for _, view in wanted))
+
+
+def test_only_touched_blocks_are_read(storage: Storage, folder: str) -> None:
+    data = content(3 * BLOCK)
+    checksums = storage.put(f"{folder}/file", [data], len(data))
+    wrong = (checksums[0], checksums[1] ^ 1, checksums[2])
+    view, told = memoryview(bytearray(8)), []
+    storage.fetch(f"{folder}/file", len(data), wrong, [(BLOCK - 8, view)], told.append)
+    assert view == data[BLOCK - 8 : BLOCK] and sum(told) == BLOCK
+    storage.fetch(f"{folder}/file", len(data), wrong, [])
+    with pytest.raises(CheckpointError, match=r"file: block 1 \(from byte 16777216\) is not what was written.* load another"):
+        storage.fetch(f"{folder}/file", len(data), wrong, [(BLOCK - 4, view)])
+    with pytest.raises(CheckpointError, match="block 1 "):
+        storage.verify(f"{folder}/file", len(data), wrong)
+
+
+def test_a_file_that_is_missing_or_of_another_size_is_refused(storage: Storage, folder: str) -> None:
+    (crc,) = storage.put(f"{folder}/file", [b"abc"], 3)
+    for size, checksums, why in [
+        (4, (crc,), "3 bytes, and 4 were"),
+        (2, (crc,), "3 bytes, and 2 were"),
+        (3, (), "0 checksums for 1"),
+    ]:
+        with pytest.raises(CheckpointError, match=why):
+            storage.verify(f"{folder}/file", size, checksums)
+        with pytest.raises(CheckpointError, match=why):
+            storage.fetch(f"{folder}/file", size, checksums, [(0, memoryview(bytearray(1)))])
+    with pytest.raises(CheckpointError, match="other: no such file"):
+        storage.verify(f"{folder}/other", 3, (crc,))
+
+
+@pytest.mark.parametrize("wanted", [[(2, 2)], [(0, 2), (1, 1)], [(1, 1), (0, 1)]], ids=["outside", "overlap", "unsorted"])
+def test_runs_that_cannot_be_are_refused(storage: Storage, folder: str, wanted: list[tuple[int, int]]) -> None:
+    checksums = storage.put(f"{folder}/file", [b"abc"], 3)
+    with pytest.raises(CheckpointError, match="are asked for after byte"):
+        storage.fetch(f"{folder}/file", 3, checksums, [(at, memoryview(bytearray(count))) for at, count in wanted])
+
+
+def test_a_file_is_new(storage: Storage, folder: str) -> None:
+    storage.put(f"{folder}/file", [b"first"], 5)
+    with pytest.raises(FileExistsError):
+        storage.put(f"{folder}/file", [b"second"], 6)
+    assert storage.get(f"{folder}/file", 10) == b"first"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_another_size_are_refused(storage: Storage, folder: str, size: int) -> None:
+    with pytest.raises(CheckpointError, match=f"not the {size} bytes that were announced"):
+        storage.put(f"{folder}/file", [b"ab", b"c"], size)
+
+
+def test_small_files(storage: Storage, folder: str) -> None:
+    storage.put(f"{folder}/file", [b"ab", b"", memoryview(b"cd")], 4)
+    assert storage.get(f"{folder}/file", 4) == b"abcd" and storage.head(f"{folder}/file", 3) == b"abc"
+    with pytest.raises(CheckpointError, match="more than 3 bytes"):
+        storage.get(f"{folder}/file", 3)
+    with pytest.raises(FileNotFoundError):
+        storage.get(f"{folder}/other", 3)
+    assert storage.size(f"{folder}/other") is None and storage.size(f"{folder}/file/x") is None
+
+
+def test_folders(storage: Storage, folder: str) -> None:
+    assert storage.list("nowhere") == []
+    storage.put(f"{folder}/b", [b"1"], 1)
+    storage.put(f"{folder}/a", [b"1"], 1)
+    storage.sync(folder)
+    storage.sync()
+    assert storage.list(folder) == ["a", "b"] and storage.list() == [folder]
+    assert storage.modified(f"{folder}/a") > 1.7e9
+    assert storage.size(folder) is None
+
+
+def test_a_file_is_replaced_at_once(storage: Storage, folder: str) -> None:
+    for text in (b"one", b"another", b""):
+        storage.replace("latest", text)
+        assert storage.get("latest", 100) == text
+        storage.replace(f"{folder}/x", text)
+    assert storage.list() == ["latest", folder] and storage.list(folder) == ["x"]
+
+
+def test_a_folder_is_removed_with_what_is_in_it(storage: Storage, folder: str) -> None:
+    for name in (COMMIT, "a", "b"):
+        storage.put(f"{folder}/{name}", [b"1"], 1)
+    storage.put("step-10", [b"a file of which the folder's name is a prefix"], 45)
+    storage.remove(folder)
+    assert storage.list() == ["step-10"] and storage.list(folder) == []
+    storage.remove(folder)
+    storage.remove("step-10")
+    assert storage.list() == []
+    with pytest.raises(CheckpointError, match="is not removed"):
+        storage.remove("")
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "a//x", "./x", "a/.", "x\0y"])
+def test_no_name_leads_out_of_the_folder(storage: Storage, folder: str, name: str) -> None:
+    for call in (storage.size, storage.list, storage.remove, storage.modified, storage.make, storage.sync):
+        with pytest.raises(CheckpointError, match="is no name of a file below"):
+            call(name)
+    with pytest.raises(CheckpointError, match="is no name of a file below"):
+        storage.put(name, [b""], 0)
+    with pytest.raises(CheckpointError, match="is no name of a file below"):
+        storage.get(name, 1)
