@@ -17,7 +17,7 @@ EVERY = pytest.mark.parametrize("dtype", sorted(NAMES, key=str), ids=str)
 @EVERY
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 5), (3, 5)], ids=str)
 def test_the_bytes_of_a_tensor_are_its_value(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor, other = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    tensor, other = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
     view = as_bytes(tensor)
     assert (view.nbytes, view.format, view.ndim, view.readonly) == (tensor.nbytes, "B", 1, False)
     view[:] = bytes((i + 1) % 2 for i in range(len(view)))  # legal for a bool, too
