@@ -7,7 +7,7 @@ fail one, to shorten a write, or to record the order. It may be called from seve
 |---|---|---|
 | ``"mkdir"`` | path | a new folder |
 | ``"create"`` | path, flags, mode → descriptor | a new, empty file; one that is there fails |
-| ``"open"`` | path, flags → descriptor | an existing file or folder |
+| ``"open"`` | path, flags → descriptor | an existing file or folder; or a lock, which is made where it is not there |
 | ``"allocate"`` | descriptor, size | room for the whole file; its size is `size` from now on, its content zeros |
 | ``"write"`` | descriptor, buffers, offset → count | as ``os.pwritev``: may write less than all |
 | ``"fsync"`` | descriptor | the file's content and size are on disk |

@@ -20,9 +20,12 @@ from ..errors import CheckpointError
 from . import calls
 from .checksums import check_size
 from .cutting import rest
+from .folders import lock_of
+from .locks import NO_LOCKS, Lock
 from .manifest import COMMIT
+from .markers import Marker
 from .reading import Reader
-from .storage import Part, Tick, nothing
+from .storage import Claim, Part, Tick, nothing
 from .writing import Writer
 
 HERE = -100  # AT_FDCWD
@@ -136,18 +139,18 @@ class LocalStorage:
 
     def make(self, folder: str) -> None:
         path = self._path(folder)
-        missing = []
-        above = os.path.dirname(path)
-        while above and not os.path.isdir(above):
-            missing.append(above)
-            above = os.path.dirname(above)
-        for above in reversed(missing):
-            try:
-                calls.do("mkdir", above, os.mkdir, above)
-            except FileExistsError:
-                pass  # another rank was quicker
-            _sync(os.path.dirname(above) or ".")
+        _make_above(path)
         calls.do("mkdir", path, os.mkdir, path)
+
+    def claim(self, checkpoint: str, said: bytes) -> Claim:
+        path = self._path(lock_of(checkpoint))
+        _make_above(path)
+        try:
+            return Lock(path, self._path(checkpoint), said)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        return Marker(self, lock_of(checkpoint), self._path(checkpoint), said)
 
     def sync(self, folder: str = "") -> None:
         _sync(self._path(folder))
@@ -216,6 +219,21 @@ def _fill(path: str, descriptor: int, views: list[memoryview], at: int) -> None:
             raise CheckpointError(f"{path}: ends at byte {at} while it is read: someone else changes it; load another checkpoint")
         at += count
         views = rest(views, count)
+
+
+def _make_above(path: str) -> None:
+    """The folders that `path` needs above it, on disk."""
+    missing = []
+    above = os.path.dirname(path)
+    while above and not os.path.isdir(above):
+        missing.append(above)
+        above = os.path.dirname(above)
+    for above in reversed(missing):
+        try:
+            calls.do("mkdir", above, os.mkdir, above)
+        except FileExistsError:
+            pass  # another rank was quicker
+        _sync(os.path.dirname(above) or ".")
 
 
 def _sync(path: str) -> None:

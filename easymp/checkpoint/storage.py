@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 Part = bytes | memoryview
 Tick = Callable[[int], None]
@@ -11,6 +11,18 @@ Tick = Callable[[int], None]
 
 def nothing(count: int) -> None:
     """A tick that nobody hears."""
+
+
+class Claim(Protocol):
+    """A checkpoint is this process's to write, until `release`.
+
+    Attributes:
+        left: what the owner before said, if it died and its words are still there.
+    """
+
+    left: Mapping[str, Any]
+
+    def release(self) -> None: ...
 
 
 class Storage(Protocol):
@@ -94,6 +106,14 @@ class Storage(Protocol):
 
     def remove(self, folder: str) -> None:
         """A folder and what is in it, or a file; COMMIT goes first, so that half of one is none. One that is not there is no error."""
+        ...
+
+    def claim(self, checkpoint: str, said: bytes) -> Claim:
+        """Only this process writes `checkpoint` from now on; `said` tells the others who it is (`claims.words`).
+
+        Raises:
+            CheckpointError: another one does, and who that is.
+        """
         ...
 
     def modified(self, name: str) -> float:

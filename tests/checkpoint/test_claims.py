@@ -1,0 +1,145 @@
+"""Two writers of one checkpoint: the second is refused by name, and the dead own nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from easymp.checkpoint import locks, markers
+from easymp.checkpoint.claims import words
+from easymp.checkpoint.folders import lock_of
+from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.markers import Marker
+from easymp.errors import CheckpointError
+
+HOLD = """
+import sys
+from easymp.checkpoint.claims import words
+from easymp.checkpoint.folders import lock_of
+from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.markers import Marker
+storage = LocalStorage(sys.argv[1])
+said = words(folder="mine")
+claim = storage.claim("best", said) if sys.argv[2] == "lock" else Marker(storage, lock_of("best"), "best", said)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Starts another process that claims ``best`` and dies with the test."""
+    running = []
+
+    def start(kind):
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(tmp_path), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        running.append(process)
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(markers, "BEAT", 0.05)
+    monkeypatch.setattr(markers, "PATIENCE", 0.4)
+
+
+def take(storage, kind):
+    return storage.claim("best", words()) if kind == "lock" else Marker(storage, lock_of("best"), "best", words())
+
+
+@pytest.mark.parametrize("kind", ["lock", "marker"])
+def test_one_owner_within_a_process(tmp_path, kind, quick):
+    storage = LocalStorage(tmp_path / "new" / "root")  # made for the claim
+    storage.claim("other", words()).release()
+    first = take(storage, kind)
+    with pytest.raises(CheckpointError, match=rf"best is being written by process {os.getpid()} on {socket.gethostname()}"):
+        take(storage, kind)
+    first.release()
+    assert storage.list() == []
+    second = take(storage, kind)
+    assert second.left == {}
+    second.release()
+
+
+def test_another_process_is_refused_by_name_and_owns_nothing_once_killed(tmp_path, holder):
+    storage, other = LocalStorage(tmp_path), holder("lock")
+    with pytest.raises(CheckpointError, match=rf"process {other.pid} on {socket.gethostname()}, and two writers"):
+        take(storage, "lock")
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    claim = take(storage, "lock")
+    assert claim.left["folder"] == "mine"
+    claim.release()
+    assert storage.list() == []
+
+
+def test_a_marker_of_a_killed_process_is_known_at_once(tmp_path, holder):
+    other = holder("marker")
+    other.kill()
+    other.wait()
+    claim = take(LocalStorage(tmp_path), "marker")
+    assert claim.left["pid"] == other.pid
+    claim.release()
+
+
+def test_a_marker_of_another_machine_is_dead_when_it_stops_changing(tmp_path, quick):
+    storage = LocalStorage(tmp_path)
+    storage.replace(lock_of("best"), b'{"host":"elsewhere","pid":1,"folder":"best.save-2"}')
+    claim = take(storage, "marker")
+    assert claim.left["folder"] == "best.save-2"
+    claim.release()
+
+
+def test_forked_children_do_not_keep_the_claim(tmp_path):
+    storage = LocalStorage(tmp_path)
+    claim = storage.claim("best", words())
+    child = os.fork()
+    if not child:
+        signal.pause()
+    try:
+        claim.release()
+        storage.claim("best", words()).release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_of_many_at_once_one_has_it(tmp_path):
+    storage, got, refused = LocalStorage(tmp_path), [], []
+    start = threading.Barrier(8)
+
+    def claim():
+        start.wait()
+        try:
+            got.append(storage.claim("best", words()))
+        except CheckpointError:
+            refused.append(1)
+
+    threads = [threading.Thread(target=claim) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(got), len(refused)) == (1, 7)
+    got[0].release()
+
+
+def test_without_locks_a_marker_is_used(tmp_path, monkeypatch, quick):
+    monkeypatch.setattr(locks, "fcntl", None)
+    claim = LocalStorage(tmp_path).claim("best", words())
+    assert isinstance(claim, Marker)
+    claim.release()
