@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "comparing": ("Difference", "diff"),
     "catalog": ("Entry", "list_checkpoints"),
     "inspecting": ("Contents", "inspect"),
     "verifying": ("Damage", "verify"),

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from ..errors import CheckpointError
 from .committed import inside, is_committed, open_manifest
+from .folders import TEMPORARY, checkpoint_of, current, latest, step_of
 from .local import LocalStorage as open_storage
 from .manifest import COMMIT, MANIFEST, Manifest
-from .saving import TEMPORARY
 from .storage import Storage
-
-STEP = re.compile(r"step-\d+")
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Entry:
         world_size: ranks that wrote it; likewise.
         committed: whether it counts.
         why: what is wrong with it, in a sentence; "" where nothing is.
-        newest: whether it is the last one of those that can be loaded.
+        newest: whether `resume` takes it: committed, and of the highest step that a name says.
     """
 
     name: str
@@ -54,8 +51,8 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
     if MANIFEST in names:
         raise CheckpointError(f"{storage.place} is itself a checkpoint: pass the folder above it, or inspect this one")
     found = sorted((_entry(storage, name) for name in names if _is_one(storage, name)), key=_order)
-    newest = max((e for e in found if not e.why), key=_order, default=None)
-    return [replace(entry, newest=entry is newest) for entry in found]
+    newest = latest(storage)
+    return [replace(entry, newest=entry.name == newest) for entry in found]
 
 
 def _order(entry: Entry) -> tuple[int, str, str]:
@@ -63,7 +60,7 @@ def _order(entry: Entry) -> tuple[int, str, str]:
 
 
 def _is_one(storage: Storage, name: str) -> bool:
-    if name.startswith(TEMPORARY) or STEP.fullmatch(name):
+    if name.startswith(TEMPORARY) or step_of(name) is not None:
         return True
     return any(storage.size(inside(name, file)) is not None for file in (MANIFEST, COMMIT))
 
@@ -77,7 +74,11 @@ def _entry(storage: Storage, name: str) -> Entry:
         if name.startswith(TEMPORARY):
             why = f"being written, or left over from a save that did not end ({why})"
         return Entry(name, _bytes_in(storage, name), _modified(storage, name), committed=_sealed(storage, name), why=why)
-    why = "left over: it was replaced, or not renamed" if name.startswith(TEMPORARY) else ""
+    why = ""
+    if name.startswith(TEMPORARY):
+        why = "left over: it was replaced, or its save ended before its renaming"
+    elif (counts := current(storage, checkpoint_of(name))) != name:
+        why = f"replaced by {counts}"
     return Entry(name, bytes_of(manifest), manifest.written, manifest.step, manifest.world_size, not why, why)
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from .catalog import bytes_of
-from .committed import open_manifest
-from .local import LocalStorage as open_storage
 from .manifest import Manifest, Stored
+from .opening import open_checkpoint
 from .planning import group
 
 
@@ -68,14 +67,13 @@ def inspect(folder: str | os.PathLike[str]) -> Contents:
     """What the committed checkpoint in `folder` (or at that URL) holds; no tensor is read.
 
     Raises:
-        CheckpointError: it is none.
-        OSError: it cannot be read.
+        CheckpointError: it is none, or cannot be read.
     """
-    storage = open_storage(folder)
-    it = open_manifest(storage, "")
+    opened = open_checkpoint(folder)
+    it = opened.manifest
     words = dict.fromkeys(group(name) for name in it.tensors)
     return Contents(
-        place=storage.place,
+        place=opened.place,
         step=it.step,
         world_size=it.world_size,
         written=it.written,

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import CheckpointError
-from .committed import inside, open_manifest
+from .committed import inside
 from .header import Slot, decode, filed, length
-from .local import LocalStorage as open_storage
 from .manifest import BLOCK, FileRecord, Manifest
+from .opening import Opened, open_checkpoint
 from .planning import key
 from .storage import Storage, Tick
 
@@ -40,19 +40,17 @@ def verify(folder: str | os.PathLike[str], tick: Tick = lambda n: None) -> list[
 
     Raises:
         CheckpointError: no manifest that COMMIT seals, so nothing is known of the rest.
-        OSError: the folder cannot be read.
     """
-    storage = open_storage(folder)
-    manifest = open_manifest(storage, "")
+    opened = open_checkpoint(folder)
     found: list[Damage] = []
-    for name, record in manifest.files.items():
-        damages = list(_bytes_of(storage, name, record, manifest, tick))
-        found += damages or _header_of(storage, name, record, manifest)
+    for name, record in opened.manifest.files.items():
+        found += list(_bytes_of(opened, name, record, tick)) or _header_of(opened, name, record)
     return found
 
 
-def _bytes_of(storage: Storage, name: str, record: FileRecord, manifest: Manifest, tick: Tick) -> Iterator[Damage]:
-    size = storage.size(name)
+def _bytes_of(opened: Opened, name: str, record: FileRecord, tick: Tick) -> Iterator[Damage]:
+    storage, manifest, path = opened.storage, opened.manifest, inside(opened.folder, name)
+    size = storage.size(path)
     if size is None:
         yield Damage(name, "is missing", None, _in_bytes(manifest, name, 0, record.size))
         return
@@ -60,21 +58,21 @@ def _bytes_of(storage: Storage, name: str, record: FileRecord, manifest: Manifes
         yield Damage(name, f"has {size} bytes, and {record.size} were written", None, _in_bytes(manifest, name, 0, record.size))
         return
     try:
-        storage.verify(name, record.size, record.checksums, tick)
+        storage.verify(path, record.size, record.checksums, tick)
     except (CheckpointError, OSError) as error:
         # The first fault ended it. Which blocks are wrong is found by touching each one.
-        blocks = [b for b in range(len(record.checksums)) if not _intact(storage, name, record, b)]
+        blocks = [b for b in range(len(record.checksums)) if not _intact(storage, path, record, b)]
         if not blocks:
-            yield Damage(name, str(error).removeprefix(f"{inside(storage.place, name)}: "))
+            yield Damage(name, str(error).removeprefix(f"{inside(storage.place, path)}: "))
         for block in blocks:
             yield Damage(name, "is not what was written", block, _in_bytes(manifest, name, block * BLOCK, (block + 1) * BLOCK))
 
 
-def _intact(storage: Storage, name: str, record: FileRecord, block: int) -> bool:
+def _intact(storage: Storage, path: str, record: FileRecord, block: int) -> bool:
     if block * BLOCK >= record.size:
         return True
     try:
-        storage.fetch(name, record.size, record.checksums, [(block * BLOCK, memoryview(bytearray(1)))])
+        storage.fetch(path, record.size, record.checksums, [(block * BLOCK, memoryview(bytearray(1)))])
     except (CheckpointError, OSError):
         return False
     return True
@@ -89,18 +87,19 @@ def _in_bytes(manifest: Manifest, file: str, begin: int, end: int) -> tuple[str,
     )
 
 
-def _header_of(storage: Storage, name: str, record: FileRecord, manifest: Manifest) -> list[Damage]:
+def _header_of(opened: Opened, name: str, record: FileRecord) -> list[Damage]:
     """Where the header of a file says other than the manifest: other tools would read other tensors than we do."""
     expected = {
         key(tensor, piece.box, stored.shape): (tensor, *filed(stored.dtype, piece.box.shape), piece.begin)
-        for tensor, stored in manifest.tensors.items()
+        for tensor, stored in opened.manifest.tensors.items()
         for piece in stored.pieces
         if piece.file == name
     }
     if not expected and not name.endswith(".safetensors"):
         return []
     try:
-        slots = decode(storage.head(name, length(storage.head(name, 8), record.size, name)), record.size, name)
+        storage, path = opened.storage, inside(opened.folder, name)
+        slots = decode(storage.head(path, length(storage.head(path, 8), record.size, name)), record.size, name)
     except CheckpointError as error:
         return [Damage(name, str(error).removeprefix(f"{name}: "), None, tuple(tensor for tensor, *_ in expected.values()))]
     return [

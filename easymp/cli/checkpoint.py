@@ -4,6 +4,7 @@ examples:
   easymp checkpoint list runs/digits                   which there are, and which is the newest
   easymp checkpoint inspect runs/digits/step-00000100  what is in one
   easymp checkpoint verify runs/digits/step-00000100   every byte against its checksum
+  easymp checkpoint diff before after                  tensors and states that differ
 
 `easymp checkpoint ACTION --help` says more about one. Exit codes: 0 good; 1 damaged, different, or an error; 2 wrong usage.
 """
@@ -39,6 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     made = action("inspect", "what a checkpoint holds: the plan, tensors by groups, states", "place")
     made.add_argument("--tensors", action="store_true", help="each tensor, too")
     action("verify", "check every byte of a checkpoint against its checksum, and headers against the manifest", "place")
+    action("diff", "which tensors, values and states of two checkpoints differ", "one", "other")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,7 +110,26 @@ def run_verify(args: argparse.Namespace) -> int:
     return int(bool(damages))
 
 
-ACTIONS = {"list": run_list, "inspect": run_inspect, "verify": run_verify}
+def run_diff(args: argparse.Namespace) -> int:
+    found = checkpoint.diff(args.one, args.other)
+    if args.json:
+        tell({**dataclasses.asdict(found), "same": found.same})
+        return int(not found.same)
+    for name in found.missing:
+        print(f"- {plain(name)}")
+    for name in found.added:
+        print(f"+ {plain(name)}")
+    rows = [[u.path, u.one, u.other] for u in (*found.kinds, *found.states)]
+    rows += [[v.name, f"{v.count:,} of {v.of:,} elements", f"by {known(v.largest) or 'infinity, or NaN'}"] for v in found.values]
+    if rows:
+        print(table(rows))
+    print(
+        f"{found.equal} tensor(s) equal, bit for bit; {len(found.values) + len(found.kinds)} not{', nothing differs' * found.same}"
+    )
+    return int(not found.same)
+
+
+ACTIONS = {"list": run_list, "inspect": run_inspect, "verify": run_verify, "diff": run_diff}
 
 
 def tell(value: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,17 @@ def test_verify(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 fault(s); load another checkpoint" in text
     (damage,) = json.loads(told(capsys, "verify", folder, "--json", code=1))
     assert damage["block"] == 0 and damage["tensors"]
+
+
+def test_diff(samples: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    same = told(capsys, "diff", samples / OF_ONE, root / OF_ONE)
+    assert same.endswith("tensor(s) equal, bit for bit; 0 not, nothing differs\n")
+    text = told(capsys, "diff", samples / OF_ONE, root / OF_TWO, code=1)
+    assert re.search(r"^state/scheduler_0/last_epoch +2 +3$", text, re.MULTILINE)
+    assert re.search(r"^model/embed.weight +304 of 304 elements +by 0\.\d+$", text, re.MULTILINE)
+    record = json.loads(told(capsys, "diff", samples / OF_ONE, root / OF_TWO, "--json", code=1))
+    assert not record["same"] and "model/embed.weight" in {v["name"] for v in record["values"]}
+    assert "neither" in told(capsys, "diff", samples / OF_ONE, root / "none", code=1)
 
 
 @pytest.mark.parametrize("action", ["inspect", "verify"])

@@ -1,0 +1,58 @@
+"""From what a user says, a folder or a URL, to the checkpoint that is there."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from ..errors import CheckpointError
+from .committed import inside, open_manifest
+from .folders import current
+from .local import LocalStorage as open_storage
+from .manifest import Manifest
+from .sources import SourceFile
+from .storage import Storage
+
+
+class Opened(NamedTuple):
+    """A committed checkpoint: `folder` of `storage`, and what its manifest says."""
+
+    storage: Storage
+    folder: str
+    manifest: Manifest
+
+    @property
+    def place(self) -> str:
+        return inside(self.storage.place, self.folder)
+
+    @property
+    def files(self) -> dict[str, SourceFile]:
+        """For `streaming.stream`."""
+        return {
+            name: SourceFile(self.storage, inside(self.folder, name), file.size, file.checksums)
+            for name, file in self.manifest.files.items()
+        }
+
+
+def open_checkpoint(place: str | os.PathLike[str]) -> Opened:
+    """The committed checkpoint at `place`: of several saves of one name, the one that counts.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    root, name = parted(place)
+    try:
+        storage = open_storage(root)
+        folder = current(storage, name)
+        return Opened(storage, folder, open_manifest(storage, folder))
+    except OSError as error:
+        raise CheckpointError(f"{os.fspath(place)}: cannot be read ({error})") from error
+
+
+def parted(place: str | os.PathLike[str]) -> tuple[str, str]:
+    """The folder above a checkpoint, and the checkpoint's name in it."""
+    said = os.fspath(place)
+    if "://" not in said:
+        return os.path.split(os.path.abspath(said))
+    root, _, name = said.rstrip("/").rpartition("/")
+    return root, name

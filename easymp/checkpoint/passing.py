@@ -1,0 +1,65 @@
+"""The tensors of a checkpoint, one after the other, through little memory.
+
+A file is read and verified by blocks of 16 MiB, so tensors that are neighbours are read together: one at a time, each block would be
+read as often as there are tensors in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from .boxes import Box
+from .manifest import BLOCK, Stored
+from .sources import SourceFile
+from .storage import Tick
+from .streaming import Want, stream
+
+MOST = 2**30  # bytes read at once, however many files
+
+
+def room(files: int) -> int:
+    """Bytes to read at once of a checkpoint whose tensors lie in so many files: of each one a block, and a few at least."""
+    return min(max(files, 4) * BLOCK, MOST)
+
+
+def one_by_one(
+    files: Mapping[str, SourceFile], wanted: Iterable[tuple[Stored, Box]], together: int, tick: Tick = lambda n: None
+) -> Iterator[Tensor]:
+    """A new tensor of each box, in the order of `wanted`; as many are read at once as have `together` bytes, or one.
+
+    Raises:
+        CheckpointError: bytes that are missing or not what was written.
+        OSError: a file cannot be read.
+    """
+    batch: list[Want] = []
+    held = 0
+    for stored, box in wanted:
+        size = box.count * stored.dtype.itemsize
+        if batch and held + size > together:
+            yield from _read(files, batch, tick)
+            batch, held = [], 0
+        batch.append(Want(stored, box, torch.empty(box.shape, dtype=stored.dtype)))
+        held += size
+    yield from _read(files, batch, tick)
+
+
+def _read(files: Mapping[str, SourceFile], batch: list[Want], tick: Tick) -> Iterator[Tensor]:
+    stream(files, batch, tick)
+    while batch:
+        yield batch.pop(0).into  # who takes it may let it go before the next
+
+
+def slices(box: Box, most: int) -> Iterator[Box]:
+    """`box` in parts of at most `most` elements, in the order in which they lie in its memory."""
+    dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
+    if box.count <= most or dim is None:
+        yield box
+        return
+    each = max(most // (box.count // box.shape[dim]), 1)
+    for first in range(0, box.shape[dim], each):
+        offset = (*box.offset[:dim], box.offset[dim] + first, *box.offset[dim + 1 :])
+        shape = (*box.shape[:dim], min(each, box.shape[dim] - first), *box.shape[dim + 1 :])
+        yield from slices(Box(offset, shape), most)

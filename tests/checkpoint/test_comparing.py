@@ -1,0 +1,168 @@
+"""What differs between two checkpoints is found, all of it, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from easymp.checkpoint import comparing, diff, passing
+from easymp.checkpoint.boxes import Box, runs, whole
+from easymp.checkpoint.header import NAMES
+from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.passing import slices
+from easymp.checkpoint.saves import Saves
+from easymp.checkpoint.saving import Target
+from easymp.checkpoint.snapshot import Reading, Snapshot
+from easymp.errors import CheckpointError
+from easymp.world import Ranks, World
+
+from .samples import flip
+
+ALONE = World(Ranks(), torch.device("cpu"))
+OF_ONE, OF_TWO = "step-00000002", "step-00000003"
+
+
+class Tree:
+    """Something to keep: any tree."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def bring(self, into: Snapshot) -> None:
+        into.add("tree", self.value)
+
+    def take(self, source: Reading) -> Callable[[], None]:
+        raise NotImplementedError
+
+
+def write(root: Path, name: str, value: Any) -> Path:
+    saves = Saves(ALONE)
+    saves.save(Target(LocalStorage(root), name, 1, {}), [Tree(value)])
+    saves.close()
+    return root / name
+
+
+def test_the_same_run_differs_in_nothing_however_it_is_cut(samples: Path, root: Path) -> None:
+    for name in (OF_ONE, OF_TWO):
+        found = diff(samples / name, root / name)
+        assert found.same and found.equal > 100
+        assert (found.missing, found.added, found.kinds, found.values, found.states) == ((), (), (), (), ())
+
+
+def test_another_step_of_it(samples: Path) -> None:
+    """One process against two, whole tensors against shards."""
+    read: list[int] = []
+    found = diff(samples / OF_ONE, samples / OF_TWO, read.append)
+    assert not found.same and not found.missing and not found.added and not found.kinds
+    assert "model/embed.weight" in {v.name for v in found.values}
+    assert all(v.largest is not None and v.largest > 0 and 0 < v.count <= v.of for v in found.values)
+    states = {u.path: (u.one, u.other) for u in found.states}
+    assert states["step"] == ("2", "3") and states["world_size"] == ("1", "2")
+    assert states["state/scheduler_0/last_epoch"] == ("2", "3")
+    assert states["plan/strategy/value"] == ("'single'", "'fsdp'")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "count", "largest"),
+    [
+        (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 2.0]), 2, 1.0),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]), 0, 0.0),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 0.0]), 1, None),
+        (torch.tensor([math.inf, 1.0]), torch.tensor([math.inf, 2.0]), 1, 1.0),
+        (torch.tensor([math.inf]), torch.tensor([-math.inf]), 1, None),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), 1, 0.0),
+        (torch.tensor(7), torch.tensor(9), 1, 2.0),
+        (torch.tensor([True, False]), torch.tensor([True, True]), 1, 1.0),
+        (torch.tensor([3 + 4j]), torch.tensor([0j]), 1, 5.0),
+        (torch.empty(0, 3), torch.empty(0, 3), 0, 0.0),
+    ],
+)
+def test_values(tmp_path: Path, one: Tensor, other: Tensor, count: int, largest: float | None) -> None:
+    found = diff(write(tmp_path, "a", {"x": one}), write(tmp_path, "b", {"x": other}))
+    if not count:
+        assert found.same and found.equal == 1
+        return
+    (values,) = found.values
+    assert (values.count, values.of, values.largest) == (count, one.numel(), largest)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
+def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    bits = torch.zeros(4 * dtype.itemsize, dtype=torch.uint8)
+    one, other = bits.view(dtype), (bits + (torch.arange(len(bits)) == 0)).to(torch.uint8).view(dtype)
+    found = diff(write(tmp_path, "a", {"x": one, "y": one}), write(tmp_path, "b", {"x": other, "y": one}))
+    assert [(v.name, v.count, v.of) for v in found.values] == [("tree/x", 1, one.numel())]
+    assert found.equal == 1
+
+
+def test_names_kinds_and_states(tmp_path: Path) -> None:
+    a = {
+        "gone": torch.ones(2),
+        "kind": torch.ones(2),
+        "shape": torch.ones(2),
+        "n": [1, {"deep": (2, "x")}],
+        "f": math.inf,
+        "b": b"1",
+    }
+    b = {
+        "more": torch.ones(2),
+        "kind": torch.ones(2).half(),
+        "shape": torch.ones(3),
+        "n": [1, {"deep": (3, "x")}, 4],
+        "f": 1.0,
+        "b": b"1",
+    }
+    found = diff(write(tmp_path, "a", a), write(tmp_path, "b", b))
+    assert (found.missing, found.added) == (("tree/gone",), ("tree/more",))
+    assert {u.path: (u.one, u.other) for u in found.kinds} == {
+        "tree/kind": ("float32 [2]", "float16 [2]"),
+        "tree/shape": ("float32 [2]", "float32 [3]"),
+    }
+    assert {u.path: (u.one, u.other) for u in found.states} == {
+        "tree/gone": ("'tree/gone'", "nothing"),
+        "tree/more": ("nothing", "'tree/more'"),
+        "tree/n/1/deep/0": ("2", "3"),
+        "tree/n/2": ("nothing", "4"),
+        "tree/f": ("'inf'", "1.0"),
+    }
+    assert not diff(write(tmp_path, "c", {"x": 1}), write(tmp_path, "d", {"x": True})).same
+
+
+def test_tensors_pass_through_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the parts: a few rows of a tensor, several tensors at once."""
+    tensors = {"a": torch.arange(60.0).view(3, 4, 5), "b": torch.arange(7), "c": torch.tensor(1), "d": torch.rand(2, 9)}
+    changed = {**tensors, "a": tensors["a"] + (torch.arange(60).view(3, 4, 5) >= 57), "d": tensors["d"] * 2}
+    one, other = write(tmp_path, "a", tensors), write(tmp_path, "b", changed)
+    whole_ = diff(one, other)
+    sizes: list[int] = []
+    stream = passing.stream
+    monkeypatch.setattr(passing, "stream", lambda f, w, t: (sizes.append(sum(x.into.nbytes for x in w)), stream(f, w, t)))
+    monkeypatch.setattr(comparing, "BLOCK", 16)
+    monkeypatch.setattr(comparing, "room", lambda files: 40)
+    assert diff(one, other) == whole_
+    assert next((v.name, v.count, v.largest) for v in whole_.values) == ("tree/a", 3, 1.0)
+    assert max(sizes) <= 40 and len(sizes) > 10
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 4, 5), (1, 1, 6), (2, 0, 3)])
+@pytest.mark.parametrize("most", [1, 3, 5, 1000])
+def test_slices_follow_one_another(shape: tuple[int, ...], most: int) -> None:
+    box = whole(shape)
+    found = list(slices(box, most))
+    places = [first + i for part in found for first, count in runs(part, box) for i in range(count)]
+    assert places == list(range(box.count))
+    assert all(part.count <= most for part in found)
+    assert found != [] and all(isinstance(part, Box) for part in found)
+
+
+def test_damaged_bytes_are_no_difference_but_an_error(root: Path, samples: Path) -> None:
+    flip(root / OF_TWO / "model-00001-of-00002.safetensors", -1)
+    with pytest.raises(CheckpointError, match="model-00001-of-00002"):
+        diff(samples / OF_TWO, root / OF_TWO)
