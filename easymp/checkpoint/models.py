@@ -2,88 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from .fitting import fill, names_apart, several
+from .manifest import Stored
+from .names import canonical
 from .places import Place, place_of
-from .snapshot import Reading, Snapshot
-
-COMPILED = "_orig_mod."
+from .snapshot import FullName, Reading, Snapshot, Trial
 
 
-def canonical(name: str) -> str:
-    """A name without what torch.compile puts in."""
-    return name.replace(COMPILED, "")
+def nothing() -> None:
+    """Puts nothing into place."""
 
 
 class ModelState:
     """What `state_dict` of the user's module shows, whatever a strategy made of its tensors.
 
     Tensors are written to in place. What is no tensor of the module's own (extra state, what a hook of `state_dict` makes) goes through
-    `load_state_dict`.
+    `load_state_dict`. Of low-precision parameters whose optimizer kept fp32 masters, a model in fp32 takes the masters; and parameters
+    that have masters here take what was saved in fp32, rounded, as their masters take it whole.
 
     Args:
         name: "model", or "model_1" and so on.
+        mastered: ids of parameters that have masters here.
     """
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self._name, self._module = name, module
+    def __init__(self, name: str, module: nn.Module, mastered: Collection[int] = ()) -> None:
+        self._name, self._module, self._mastered = name, module, mastered
 
     def bring(self, into: Snapshot) -> None:
         first: dict[int, str] = {}
         tree: dict[str, Any] = {}
+        own = self._own()
         for name, value in self._module.state_dict(keep_vars=True).items():
             name = canonical(name)
-            if isinstance(value, nn.Parameter) and id(value) in first:
-                into.aliases[f"{self._name}/{name}"] = f"{self._name}/{first[id(value)]}"
-                continue
-            if isinstance(value, Tensor):
+            if id(value) in own:
+                if nn.parameter.is_lazy(value):
+                    raise CheckpointError(f"{self._name}/{name} has no shape yet: call the model once before it is saved")
+                if id(value) in first:
+                    into.aliases[f"{self._name}/{name}"] = f"{self._name}/{first[id(value)]}"
+                    continue
                 first[id(value)] = name
             tree[name] = value
         into.add(self._name, tree)
 
+    def _own(self) -> set[int]:
+        return {id(t) for t in [*self._module.parameters(), *self._module.buffers()]}
+
     def take(self, source: Reading) -> Callable[[], None]:
-        saved = source.state(self._name, tensor=lambda name: name)
-        saved.update({k.partition("/")[2]: of for k, of in source.manifest.aliases.items() if k.startswith(f"{self._name}/")})
+        if self._name not in source:
+            source.complain(f"the checkpoint has no {self._name}")
+            return nothing
+        saved = source.state(self._name, tensor=FullName)
+        prefix = f"{self._name}/"
+        saved.update({k.removeprefix(prefix): FullName(of) for k, of in source.manifest.aliases.items() if k.startswith(prefix)})
         live = {canonical(name): (name, value) for name, value in self._module.state_dict(keep_vars=True).items()}
-        own = {id(t) for t in [*self._module.parameters(), *self._module.buffers()]}
-        missing, left = sorted(live.keys() - saved.keys()), sorted(saved.keys() - live.keys())
-        if missing or left:
-            source.complain(f"{self._name}: the checkpoint lacks {missing} and has {left} beside")
+        own = self._own()
+        if words := names_apart(live, saved):
+            source.complain(f"{self._name}: {words}")
         fills: list[tuple[Tensor, Tensor]] = []
-        rest: dict[str, Any] = {}
-        for name in live.keys() & saved.keys():
-            real, value = live[name]
-            if not isinstance(value, Tensor) or id(value) not in own:
-                rest[real] = source.state(self._name)[name]
-                continue
-            place = place_of(value)
-            if place is None:
-                continue
-            self._check(name, place, value, source)
-            fills += [(part, source.part(saved[name], box)) for box, part in place.parts]
+        rest: list[str] = []
+        faults: list[str] = []
+        for name in [name for name in live if name in saved]:
+            value, there = live[name][1], saved[name]
+            if id(value) not in own:
+                rest.append(name)
+            elif fault := "is no tensor in the checkpoint" if not isinstance(there, FullName) else "":
+                faults.append(f"{name} {fault}")
+            elif (place := self._place(name, value)) is not None:
+                path = self._path(there, value, source)
+                if fault := self._fault(source.stored(path), place, value):
+                    faults.append(f"{name} {fault}")
+                else:
+                    fills += [(part, source.part(path, box)) for box, part in place.parts]
+        if faults:
+            source.complain(f"{self._name}: {several(faults)}")
+        if rest:
+            values = {live[name][0]: source.state(self._name, within=[name]) for name in rest}
+            source.trials.append(self._trial(values, {live[name][0]: live[name][1] for name in rest}, source.strict))
 
         def put() -> None:
-            with torch.no_grad():
-                for part, fresh in fills:
-                    part.copy_(fresh)
-            if rest:
-                self._module.load_state_dict(rest, strict=False)
+            for part, fresh in fills:
+                fill(part, fresh)
 
         return put
 
-    def _check(self, name: str, place: Place, value: Tensor, source: Reading) -> None:
-        stored = source.stored(f"{self._name}/{name}")
+    def _place(self, name: str, value: Tensor) -> Place | None:
+        if nn.parameter.is_lazy(value):
+            raise CheckpointError(f"{self._name}/{name} has no shape yet: call the model once before it is loaded")
+        return place_of(value)
+
+    def _path(self, name: FullName, value: Tensor, source: Reading) -> str:
+        """The tensor to read for `value`: of low-precision parameters the master, for a model in fp32."""
+        master = source.master(name)
+        return master if master is not None and value.dtype == torch.float32 else name
+
+    def _fault(self, stored: Stored, place: Place, value: Tensor) -> str:
         if stored.shape != place.shape:
-            raise CheckpointError(
-                f"{self._name}/{name} has shape {stored.shape} in the checkpoint, and {place.shape} here: build the model that was saved"
-            )
-        if stored.dtype != value.dtype:
-            raise CheckpointError(
-                f"{self._name}/{name} is {stored.dtype} in the checkpoint, and {value.dtype} here: convert the model, or use load_weights "
-                "with a dtype"
-            )
+            return f"has shape {list(stored.shape)} in the checkpoint, and {list(place.shape)} here"
+        if stored.dtype != value.dtype and not (stored.dtype == torch.float32 and id(value) in self._mastered):
+            return f"is {stored.dtype} in the checkpoint, and {value.dtype} here (load_weights converts)"
+        return ""
+
+    def _trial(self, values: dict[str, Any], before: dict[str, Any], strict: bool) -> Trial:
+        """What is no tensor of the module's own, given to its `load_state_dict`."""
+        before = dict(_copies(before))
+
+        def change() -> None:
+            ignored = [name for name in self._module.load_state_dict(values, strict=False).unexpected_keys if name in values]
+            if ignored and strict:
+                raise CheckpointError(
+                    f"load_state_dict does not know {several(ignored)}, which state_dict shows: take it with a hook"
+                )
+
+        def undo() -> None:
+            self._module.load_state_dict(before, strict=False)
+
+        return Trial(self._name, change, undo)
+
+
+def _copies(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        yield name, value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-COMPILED = "_orig_mod."  # torch.compile
-WRAPPERS = (
-    COMPILED,
-    "_fsdp_wrapped_module.",
-    "_checkpoint_wrapped_module.",
-)  # also torch's first FSDP, and its checkpoint_wrapper
+INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, and torch's checkpoint_wrapper
+WRAPPERS = (*INSIDE, "_fsdp_wrapped_module.")  # also torch's first FSDP
 OUTER = "module."  # DistributedDataParallel and DataParallel, around the whole
 
 
 def canonical(name: str) -> str:
-    """A live name without what torch.compile puts in. ``module.`` stays: it may be the user's own."""
-    return name.replace(COMPILED, "")
+    """A live name without what torch's wrappers of submodules put in. ``module.`` stays: it may be the user's own."""
+    for word in INSIDE:
+        name = name.replace(word, "")
+    return name
 
 
 def without_wrappers(name: str) -> str:

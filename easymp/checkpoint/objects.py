@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
-from .snapshot import Reading, Snapshot
+from ..optim import PreparedScheduler
+from .models import nothing
+from .snapshot import Reading, Snapshot, Trial
 
 
 class ObjectState:
@@ -19,5 +22,39 @@ class ObjectState:
             into.add(self._name, self._thing.state_dict(), own=self._own)
 
     def take(self, source: Reading) -> Callable[[], None]:
-        state = source.state(self._name, own=self._own)
-        return lambda: self._thing.load_state_dict(state)
+        """Puts nothing into place later: a `load_state_dict` may fail, so it is a trial."""
+        name = source.named(self._name, self._own)
+        if name not in source:
+            source.complain(f"the checkpoint has no {self._name}")
+            return nothing
+        state = source.state(name)
+        before = copy.deepcopy(self._thing.state_dict())
+        source.trials.append(
+            Trial(self._name, lambda: self._thing.load_state_dict(state), lambda: self._thing.load_state_dict(before))
+        )
+        return nothing
+
+
+class ScheduleState:
+    """A scheduler's state, and how many updates of its optimizers it has not yet answered."""
+
+    def __init__(self, name: str, scheduler: PreparedScheduler) -> None:
+        self._name, self._scheduler = f"state/{name}/behind", scheduler
+        self._inner = ObjectState(name, scheduler)
+
+    def bring(self, into: Snapshot) -> None:
+        self._inner.bring(into)
+        if into.rank == 0:
+            into.add(self._name, self._scheduler.behind)
+
+    def take(self, source: Reading) -> Callable[[], None]:
+        put = self._inner.take(source)
+        if self._name not in source:
+            return put
+        behind = source.state(self._name)
+
+        def put_both() -> None:
+            put()
+            self._scheduler.behind = behind
+
+        return put_both

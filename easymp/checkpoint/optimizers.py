@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,81 +11,206 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..optim import PreparedOptimizer
+from ..optim.fused import IMPLEMENTATION
+from .fitting import fill, names_apart, several
+from .models import nothing
 from .places import place_of
-from .snapshot import Reading, Snapshot
+from .snapshot import FullName, Reading, Snapshot, Trial
+
+Groups = list[dict[str, Any]]
+NOT_KEPT = ("params", "param_names", *IMPLEMENTATION)  # of a param group: who is in it is known, how its step runs is this run's
 
 
 class OptimizerState:
-    """Param groups, what is remembered of each parameter, and fp32 masters.
+    """Param groups, what is remembered of each parameter, fp32 masters, and what its class or a hook adds to `state_dict`.
+
+    A tensor of the shape of its parameter lies as the parameter's states do here; others are whole. Which implementation steps (fused,
+    foreach, capturable) stays this run's. A run without masters passes them by, for its parameters are the masters (see `ModelState`);
+    masters that the checkpoint does not have are the weights in it.
 
     Args:
         name: "optimizer", or "optimizer_1" and so on.
-        owner: id of a parameter → its name.
-        apart: each rank remembers something else, of the same parameters.
+        owner: id of a parameter → its full name in the checkpoint, such as "model/0.weight".
+        apart: each rank remembers something else, of the same parameters. On another number of ranks, rank r takes what was rank
+            r % n's; where ranks shall remember the same again, all take what was rank 0's.
     """
 
     def __init__(self, name: str, optimizer: PreparedOptimizer, owner: Mapping[int, str], apart: bool = False) -> None:
         self._name, self._optimizer, self._apart = name, optimizer, apart
-        self._masters = optimizer.masters
-        back = {id(master): parameter for parameter, master in self._masters}
-        self._names = {id(p): owner[id(back.get(id(p), p))] for group in optimizer.param_groups for p in group["params"]}
+        back = {id(master): parameter for parameter, master in optimizer.masters}
+        laid_out = optimizer.laid_out()
+        self._names = {id(p): owner[id(back.get(id(p), p))] for p, _ in laid_out}
+        self._parameters = {self._names[id(p)]: p for p, _ in laid_out}
+        self._like = {self._names[id(p)]: like for p, like in laid_out}
+
+    def _groups(self) -> Groups:
+        return [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [self._names[id(p)] for p in group["params"]]}
+            for group in self._optimizer.param_groups
+        ]
 
     def bring(self, into: Snapshot) -> None:
         inner = self._optimizer
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [self._names[id(p)] for p in group["params"]]}
-            for group in inner.param_groups
-        ]
-        state = {self._names[id(p)]: dict(inner.state[p]) for p in self._parameters() if inner.state.get(p)}
-        masters = {self._names[id(master)]: master for _, master in self._masters}
-        into.add(self._name, {"groups": groups, "updates": inner.updates})
+        state: dict[str, Any] = {}
+        shared: dict[str, Any] = {}
+        for key in inner.state:
+            if isinstance(key, Tensor):
+                if inner.state[key] and id(key) in self._names:
+                    state[self._names[id(key)]] = dict(inner.state[key])
+            else:
+                shared[key] = inner.state[key]
+        kind = type(inner.given).__name__
+        into.add(
+            self._name, {"kind": kind, "groups": self._groups(), "updates": inner.updates, "shared": shared, "rest": inner.rest()}
+        )
         into.add(f"{self._name}/state", state, own=self._apart)
-        into.add(f"{self._name}/masters", masters)
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        into.add(f"{self._name}/masters", {self._names[id(master)]: master for _, master in inner.masters})
 
     def take(self, source: Reading) -> Callable[[], None]:
+        if self._name not in source:
+            source.complain(f"the checkpoint has no {self._name}")
+            return nothing
         saved = source.state(self._name)
-        inner = self._optimizer
-        parameters = {self._names[id(p)]: p for p in self._parameters()}
-        if [sorted(g["params"]) for g in saved["groups"]] != [
-            sorted(self._names[id(p)] for p in g["params"]) for g in inner.param_groups
-        ]:
-            raise CheckpointError(f"{self._name}: the checkpoint has other param groups")
-        fills: list[tuple[Tensor, Tensor]] = []
-        fresh: dict[str, Any] = {}
-        names = source.state(f"{self._name}/state", own=self._apart, tensor=lambda name: name)
-        for name in names:
-            if place_of(parameters[name]) is not None:
-                like = inner.laid_out(parameters[name])
-                fresh[name] = self._fresh(source, name, like, fills)
-        masters = {self._names[id(master)]: master for _, master in self._masters}
-        for name, path in source.state(f"{self._name}/masters", tensor=lambda name: name).items():
-            for box, part in place_of(masters[name]).parts:
-                fills.append((part, source.part(path, box)))
+        kind = type(self._optimizer.given).__name__
+        if saved["kind"] != kind:
+            source.complain(f"{self._name} was a {saved['kind']}, and is a {kind} here, which remembers other things")
+            return nothing
+        groups = self._fitting_groups(saved["groups"], source)
+        names = self._remembered(source)
+        saved_state = source.state(names, tensor=FullName) if names else {}
+        unknown = [name for name in saved_state if name not in self._parameters]
+        if unknown:
+            source.complain(f"{self._name} remembers parameters that it does not step here: {several(unknown)}")
+        fresh: dict[Any, Any] = {}
+        for name in saved_state:
+            if name in self._like and place_of(self._like[name]) is not None:
+                try:
+                    fresh[self._parameters[name]] = self._fresh(source, names, name)
+                except CheckpointError as error:
+                    source.complain(str(error))
+        masters = self._masters(source)
+        rest = saved["rest"]
+        if rest:
+            source.trials.append(self._trial(rest, groups))
 
         def put() -> None:
-            with torch.no_grad():
-                for part, tensor in fills:
-                    part.copy_(tensor)
-            for live, group in zip(inner.param_groups, saved["groups"]):
-                live.update({k: v for k, v in group.items() if k not in ("params", "fused", "foreach")})
-            inner.remember({parameters[name]: state for name, state in fresh.items()})
+            inner = self._optimizer
+            inner.masters  # noqa: B018  # those that are not filled follow their parameters, which have been
+            for part, values in masters:
+                fill(part, values)
+            for live, group in zip(inner.param_groups, groups):
+                live.update(group)
+            inner.remember({**saved["shared"], **fresh})
             inner.updates = saved["updates"]
 
         return put
 
-    def _fresh(self, source: Reading, name: str, like: Tensor, fills: list[tuple[Tensor, Tensor]]) -> Any:
-        """The state of one parameter, in new tensors laid out as the parameter is, where they have its shape."""
+    # -- param groups -------------------------------------------------------------------------------------------------
+
+    def _fitting_groups(self, saved: Groups, source: Reading) -> Groups:
+        """What each live param group is to take: from the one with the same parameters, wherever it stood."""
+        by_names = {frozenset(group["params"]): group for group in saved}
+        fitting = []
+        for i, (group, live) in enumerate(zip(self._groups(), self._optimizer.param_groups)):
+            there = by_names.pop(frozenset(group["params"]), None)
+            if there is None and not group["params"] and i < len(saved) and not saved[i]["params"]:
+                there = saved[i]
+            if there is None:
+                source.complain(f"{self._name}: {self._other_group(i, group['params'], saved)}")
+            taken = {k: v for k, v in (there or {}).items() if k not in NOT_KEPT}
+            fitting.append({k: _like(live.get(k), v) for k, v in taken.items()})
+        if len(saved) != len(fitting):
+            source.complain(f"{self._name} had {len(saved)} param groups, and has {len(fitting)} here")
+        return fitting
+
+    @staticmethod
+    def _other_group(number: int, params: list[str], saved: Groups) -> str:
+        nearest = max(saved, key=lambda group: len({*group["params"]} & {*params}), default=None)
+        if nearest is None:
+            return "the checkpoint has no param groups"
+        words = names_apart(params, nearest["params"])
+        return f"param group {number} has other parameters than any in the checkpoint; against its group {saved.index(nearest)}: {words}"
+
+    # -- what is remembered of each parameter -------------------------------------------------------------------------
+
+    def _remembered(self, source: Reading) -> str:
+        """The name under which that is kept; "" where it is not."""
+        shared = f"{self._name}/state"
+        if shared in source:
+            return shared
+        own = source.named(shared, True) if self._apart else f"ranks/00000/{shared}"
+        if own in source:
+            return own
+        source.complain(f"the checkpoint has no {shared}")
+        return ""
+
+    def _fresh(self, source: Reading, names: str, name: str) -> Any:
+        """The state of one parameter, in new tensors."""
+        parameter, like = self._parameters[name], self._like[name]
+        group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
+        there = source.manifest.tensors.get(source.master(name) or name)  # the parameter as it was stepped
 
         def tensor(path: str) -> Tensor:
             stored = source.stored(path)
-            if stored.shape != tuple(like.shape):
-                return source.whole(path)
-            made = torch.empty_like(like, dtype=stored.dtype)
-            for box, part in place_of(made).parts:
-                fills.append((part, source.part(path, box)))
+            if path.endswith("/step") and not (group.get("fused") or group.get("capturable")):
+                return source.whole(path)  # as torch keeps it: on the CPU
+            dtype = (
+                like.dtype if there is not None and stored.dtype == there.dtype and there.shape == like.shape else stored.dtype
+            )
+            made = _laid_out(like, stored.shape, dtype)
+            place = place_of(made)
+            assert place is not None, "the parameter lies here"
+            for box, part in place.parts:
+                source.fill(path, box, part)
             return made
 
-        return source.state(f"{self._name}/state", own=self._apart, tensor=tensor)[name]
+        return source.state(names, tensor=tensor, within=[name])
+
+    # -- masters, and what else there may be --------------------------------------------------------------------------
+
+    def _masters(self, source: Reading) -> list[tuple[Tensor, Tensor]]:
+        """Parts of masters, and what they are to take: what they were; else the weights in the checkpoint."""
+
+        fills = []
+        for _, master in self._optimizer.masters:
+            name = self._names[id(master)]
+            path = source.master(name) or name
+            place = place_of(master)
+            stored = source.manifest.tensors.get(source.manifest.aliases.get(path, path))
+            if place is not None and stored is not None and stored.shape == place.shape:
+                fills += [(part, source.part(path, box)) for box, part in place.parts]
+        return fills
+
+    def _trial(self, rest: dict[str, Any], groups: Groups) -> Trial:
+        """What its class or a hook added, given to `load_state_dict`, together with what is remembered here until then."""
+        inner = self._optimizer
+        before: list[Any] = []
+
+        def change() -> None:
+            before.append(copy.deepcopy(inner.state_dict()))
+            now = inner.state_dict()
+            merged = [{**own, **taken} for own, taken in zip(now["param_groups"], groups)]
+            inner.load_state_dict({**now, "param_groups": merged, **rest})
+
+        def undo() -> None:
+            if before:
+                inner.load_state_dict(before.pop())
+
+        return Trial(self._name, change, undo)
+
+
+def _like(live: Any, saved: Any) -> Any:
+    """An option of a param group: a tensor where the live one is."""
+    return saved.to(live.device) if isinstance(saved, Tensor) and isinstance(live, Tensor) else saved
+
+
+def _laid_out(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A new tensor for the state of a parameter: where it has the parameter's shape, in the parameter's layout."""
+    if shape == tuple(like.shape):
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    whole = torch.empty(shape, dtype=dtype, device=like.device)
+    if not hasattr(like, "to_local") or not shape:
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate  # DTensors are here, so its long import has been paid
+
+    return DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .boxes import Box, overlap, runs, whole
-from .buffers import as_bytes
+from .boxes import Box, whole
 from .manifest import Manifest, Stored
 from .places import place_of
 from .planning import Brought
+from .sources import SourceFile
 from .storage import Storage, Tick
+from .streaming import Want, stream
 from .trees import pack, unpack
 
 
@@ -43,9 +46,32 @@ class Snapshot:
         self.states[name] = pack(value, name, tensors)
         for path, tensor in tensors.items():
             place = place_of(tensor)
-            for box, part in place.parts if place is not None else ():
+            if place is None:
+                continue
+            # An empty tensor has no box with elements on any rank, and is something all the same.
+            parts = place.parts if prod(place.shape) else [(whole(place.shape), tensor.new_empty(place.shape, device="cpu"))]
+            for box, part in parts:
                 self.parts[path, box] = part
                 self.brought.append(Brought(path, tensor.dtype, place.shape, box))
+
+
+class FullName(str):
+    """A tensor's full name, in place of its values."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A change that may fail, as it runs a user's code, and how to undo it.
+
+    Attributes:
+        what: is changed, in words.
+    """
+
+    what: str
+    change: Callable[[], None]
+    undo: Callable[[], None]
 
 
 class Reading:
@@ -55,37 +81,73 @@ class Reading:
         rank: this process's.
         strict: whether what is missing or left over is an error.
         skipped: what was passed over, in words, where `strict` is off.
+        trials: made before anything that cannot fail, and undone on all ranks where one of them fails on one.
     """
 
     def __init__(self, storage: Storage, folder: str, manifest: Manifest, rank: int = 0, strict: bool = True) -> None:
         self.manifest, self.rank, self.strict = manifest, rank, strict
         self.skipped: list[str] = []
+        self.trials: list[Trial] = []
         self._storage, self._folder = storage, folder
-        self._wanted: list[tuple[str, Box, Tensor]] = []
+        self._wanted: list[Want] = []
+        self._asked: set[str] = set()
+        self._masters: dict[str, str] | None = None
 
     def __contains__(self, name: str) -> bool:
+        self._asked.add(name)
         return name in self.manifest.states
 
-    def state(self, name: str, own: bool = False, tensor: Callable[[str], Any] | None = None) -> Any:
-        """The tree kept under `name`, its tensors as `tensor` makes them of their full names (whole ones, on the CPU)."""
+    def named(self, name: str, own: bool = False) -> str:
+        """What `name` is kept under; with `own`, by the rank of the same number, counted round where fewer ranks wrote."""
+        return f"ranks/{self.rank % self.manifest.world_size:05d}/{name}" if own else name
+
+    def state(self, name: str, own: bool = False, tensor: Callable[[str], Any] | None = None, within: Sequence[str] = ()) -> Any:
+        """The tree kept under `name`, its tensors as `tensor` makes them of their full names (whole ones, on the CPU).
+
+        Args:
+            own: what this rank alone keeps.
+            within: keys that lead to a part of the tree, which is made instead.
+        """
         name = f"ranks/{self.rank:05d}/{name}" if own else name
-        if name not in self.manifest.states:
+        if name not in self:
             raise CheckpointError(f"the checkpoint has no {name}")
-        return unpack(self.manifest.states[name], tensor or self.whole)
+        tree = self.manifest.states[name]
+        for key in within:
+            tree = tree[key]
+        return unpack(tree, tensor or self.whole)
+
+    def left(self) -> list[str]:
+        """Names of what is in the checkpoint and nobody asked for, nor for what it is a part of; beside what is a rank's own."""
+
+        def asked(name: str) -> bool:
+            words = name.split("/")
+            return any("/".join(words[:n]) in self._asked for n in range(1, len(words) + 1))
+
+        return sorted(name for name in self.manifest.states if not name.startswith("ranks/") and not asked(name))
 
     def stored(self, name: str) -> Stored:
         """What there is of a tensor, by its full name or another one that it has."""
         return self.manifest.tensors[self.manifest.aliases.get(name, name)]
+
+    def master(self, name: str) -> str | None:
+        """The fp32 master that an optimizer kept of a parameter: both by their full names."""
+        if self._masters is None:
+            kept = [state for state in self.manifest.states if state.endswith("/masters")]
+            self._masters = {k: v for state in kept for k, v in unpack(self.manifest.states[state], str).items()}
+        return self._masters.get(self.manifest.aliases.get(name, name))
 
     def whole(self, name: str) -> Tensor:
         return self.part(name, whole(self.stored(name).shape))
 
     def part(self, name: str, box: Box) -> Tensor:
         """A new CPU tensor of the shape of `box`, filled by `run`."""
-        name = self.manifest.aliases.get(name, name)
-        tensor = torch.empty(box.shape, dtype=self.manifest.tensors[name].dtype)
-        self._wanted.append((name, box, tensor))
+        tensor = torch.empty(box.shape, dtype=self.stored(name).dtype)
+        self.fill(name, box, tensor)
         return tensor
+
+    def fill(self, name: str, box: Box, tensor: Tensor) -> None:
+        """Have `run` fill `tensor`, which has the shape of `box` and is nothing live."""
+        self._wanted.append(Want(self.stored(name), box, tensor))
 
     def complain(self, words: str) -> None:
         """Something does not fit: an error, or noted where that is allowed."""
@@ -99,34 +161,12 @@ class Reading:
         Raises:
             CheckpointError: bytes that are missing, or not what was written.
         """
-        by_file: dict[str, list[tuple[int, memoryview]]] = {}
-        for name, box, tensor in self._wanted:
-            stored = self.manifest.tensors[name]
-            size, memory = stored.dtype.itemsize, as_bytes(tensor)
-            for piece in stored.pieces:
-                common = overlap(piece.box, box)
-                if common is None:
-                    continue
-                there, here = _joined(common, piece.box, box)
-                for (a, count), (b, _) in zip(there, here):
-                    view = memory[b * size : (b + count) * size]
-                    by_file.setdefault(piece.file, []).append((piece.begin + a * size, view))
-        for file, wanted in by_file.items():
-            record = self.manifest.files[file]
-            wanted.sort(key=lambda at: at[0])
-            self._storage.fetch(f"{self._folder}/{file}", record.size, record.checksums, wanted, tick)
+        files = {
+            name: SourceFile(self._storage, f"{self._folder}/{name}", record.size, record.checksums)
+            for name, record in self.manifest.files.items()
+        }
+        stream(files, self._wanted, tick)
         self._wanted.clear()
-
-
-def _joined(part: Box, there: Box, here: Box) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Runs of `part` in the memories of two boxes, cut so that they match one to one."""
-    a, b = list(runs(part, there)), list(runs(part, here))
-    length = min(a[0][1], b[0][1])  # one is a multiple of the other: both end with a dimension
-    return _cut(a, length), _cut(b, length)
-
-
-def _cut(found: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    return [(start + i, length) for start, count in found for i in range(0, count, length)]
 
 
 class Kept(Protocol):

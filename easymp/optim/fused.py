@@ -12,6 +12,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 DEVICES = {torch.optim.Adagrad: {"cpu", "cuda"}}
 EVERYWHERE = {"cpu", "cuda", "mps", "xpu"}
 SHARDED = (torch.optim.Adam, torch.optim.AdamW)  # DTensor has rules for these fused steps
+IMPLEMENTATION = ("fused", "foreach", "capturable")  # how the step runs, not what it computes
 DENSE_ONLY = (torch.optim.SGD, torch.optim.Adagrad)  # the plain step takes sparse gradients, the fused one does not
 
 
@@ -88,9 +89,8 @@ def keep_implementation(optimizer: torch.optim.Optimizer, state: dict[str, Any])
     """`state`, with `optimizer`'s own choice of implementation: the machine that wrote it may have had another."""
     if len(state["param_groups"]) != len(optimizer.param_groups):
         return state  # torch says what is wrong with it
-    words = ("fused", "foreach")
     groups = [
-        {**saved, **{word: own[word] for word in words if word in own}}
+        {**saved, **{word: own[word] for word in IMPLEMENTATION if word in own}}
         for saved, own in zip(state["param_groups"], optimizer.param_groups)
     ]
     return {**state, "param_groups": groups}

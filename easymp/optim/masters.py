@@ -64,14 +64,11 @@ class Masters:
         """Those that have a master here."""
         return [parameter for parameter, _ in self._pairs]
 
-    @property
+    @torch.no_grad()
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters, each with its master."""
+        """Parameters, each with its master, which has taken over what was written to the parameter."""
+        self._follow()
         return list(self._pairs)
-
-    def agree(self) -> None:
-        """Masters and parameters have just been given values that belong together: nothing is to be taken over."""
-        self._versions = [parameter._version for parameter, _ in self._pairs]
 
     @torch.no_grad()
     def gather(self) -> None:

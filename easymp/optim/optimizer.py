@@ -141,16 +141,25 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @property
     def masters(self) -> list[tuple[Tensor, Tensor]]:
-        """Low-precision parameters, each with the fp32 master that is stepped in its place."""
-        return [] if self._masters is None else self._masters.pairs
+        """Low-precision parameters, each with the fp32 master that is stepped in its place, up to date."""
+        return [] if self._masters is None else self._masters.pairs()
 
-    def laid_out(self, parameter: Tensor) -> Tensor:
-        """`parameter` as its states lie: itself, or a DTensor where the states are sharded and it is not."""
+    def rest(self) -> dict[str, Any]:
+        """What `state_dict` shows beside state and param groups, made by the class or a hook. Where there may be any, all ranks call it."""
+        there: Any = self.optimizer
+        hooks = there._optimizer_state_dict_pre_hooks or there._optimizer_state_dict_post_hooks
+        if type(self.given).state_dict is torch.optim.Optimizer.state_dict and not hooks:
+            return {}
+        return {key: value for key, value in there.state_dict().items() if key not in ("state", "param_groups")}
+
+    def laid_out(self) -> list[tuple[Tensor, Tensor]]:
+        """What the param groups hold, each parameter as its states lie: itself, or a DTensor where they are sharded and it is not."""
+        held = [p for group in self.param_groups for p in group["params"]]
         there = self.optimizer
-        return there.laid_out(parameter) if isinstance(there, ShardedOptimizer) else parameter
+        return list(zip(held, there.laid_out(held) if isinstance(there, ShardedOptimizer) else held))
 
-    def remember(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
-        """These are the states of parameters from now on, and no others; as `state` shows them. Masters and parameters agree."""
+    def remember(self, states: Mapping[Any, dict[str, Any]]) -> None:
+        """These are the states from now on, and no others; as `state` shows them. Parameters become their masters, rounded."""
         there = self.optimizer
         if isinstance(there, ShardedOptimizer):
             there.remember(states)
@@ -158,7 +167,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             there.state.clear()
             there.state.update(states)
         if self._masters is not None:
-            self._masters.agree()
+            self._masters.give_back()
         fill_momentum(there)
 
     def state_dict(self) -> dict[str, Any]:

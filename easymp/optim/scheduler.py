@@ -39,10 +39,19 @@ class PreparedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def _updated(self) -> bool:
-        since = [optimizer.updates - seen for optimizer, seen in zip(self.optimizers, self._seen)]
-        self._seen = [optimizer.updates for optimizer in self.optimizers]
+        since = self.behind
+        self.behind = [0] * len(since)
         # Several updates in a row are not all skipped: the scale falls with each.
         return any(n > 1 or (n == 1 and not optimizer.step_was_skipped) for n, optimizer in zip(since, self.optimizers))
+
+    @property
+    def behind(self) -> list[int]:
+        """Updates of each optimizer since the last call of `step`."""
+        return [optimizer.updates - seen for optimizer, seen in zip(self.optimizers, self._seen)]
+
+    @behind.setter
+    def behind(self, counts: Sequence[int]) -> None:
+        self._seen = [optimizer.updates - count for optimizer, count in zip(self.optimizers, counts)]
 
     def get_last_lr(self) -> list[float]:
         return self.scheduler.get_last_lr()

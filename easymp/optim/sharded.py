@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -263,21 +263,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whole parameter → its state; what is cut is a DTensor that shares the shard's memory. To be read, not filled."""
         return States(self)
 
-    def laid_out(self, parameter: Tensor) -> Tensor:
-        """`parameter` as a DTensor whose shards are those that states have."""
+    def laid_out(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Whole parameters as DTensors whose shards are those that their states have."""
         self._follow()
-        return (
-            self._distributed(self._part(parameter).shard.detach(), parameter, parameter)
-            if self._plain
-            else self._part(parameter).shard
-        )
+        shards = [self._part(p).shard for p in parameters]
+        return [self._distributed(s.detach(), p, p) for p, s in zip(parameters, shards)] if self._plain else shards
 
-    def remember(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+    def remember(self, states: Mapping[Any, dict[str, Any]]) -> None:
         """These are the states of whole parameters from now on, as `state` shows them."""
         self._follow()
         self._twin.state.clear()
-        for parameter, state in states.items():
-            self._twin.state[self._part(parameter).shard] = map_leaves(local, state) if self._plain else state
+        for key, state in states.items():
+            if not isinstance(key, Tensor):
+                self._twin.state[key] = state
+            else:
+                self._twin.state[self._part(key).shard] = map_leaves(local, state) if self._plain else state
+        fill_momentum(self._twin)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.given.zero_grad(set_to_none)

@@ -36,6 +36,7 @@ class DDP:
     name: ClassVar[str] = "ddp"
     Options: ClassVar[type] = DistributedDataParallelKwargs
     whole: ClassVar[bool] = True
+    apart: ClassVar[bool] = False
     masters: ClassVar[bool] = True
     sharded: ClassVar[bool] = False
 

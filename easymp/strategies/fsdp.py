@@ -92,6 +92,7 @@ class FSDP:
     Options: ClassVar[type] = FSDPOptions
     sharded: ClassVar[bool] = True
     whole: ClassVar[bool] = True  # in forward and backward each part is gathered
+    apart: ClassVar[bool] = False
     masters: ClassVar[bool] = True
     sums = False  # torch keeps its own, in the type that gradients are reduced in
 

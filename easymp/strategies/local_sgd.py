@@ -57,6 +57,7 @@ class LocalTraining:
     sharded: ClassVar[bool] = False
     data_group = None
     whole: ClassVar[bool] = True
+    apart: ClassVar[bool] = True
     masters: ClassVar[bool] = False  # parameters are averaged, and masters would not know
     sums = True
 

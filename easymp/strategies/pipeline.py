@@ -85,6 +85,7 @@ class Pipeline:
     name: ClassVar[str] = "pipeline"
     Options: ClassVar[type] = PipelineOptions
     whole: ClassVar[bool] = True
+    apart: ClassVar[bool] = False
     masters: ClassVar[bool] = False  # optimizers take them before it shows which parameters are here
     sums = False  # likewise
     sharded: ClassVar[bool] = False

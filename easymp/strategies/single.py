@@ -24,6 +24,7 @@ class Single:
     data_size = 1
     data_group = None
     whole: ClassVar[bool] = True
+    apart: ClassVar[bool] = False
     masters: ClassVar[bool] = True
     sums = True
 

@@ -106,6 +106,7 @@ class TensorParallel:
     name: ClassVar[str] = "tensor_parallel"
     Options: ClassVar[type] = TensorParallelOptions
     whole: ClassVar[bool] = False
+    apart: ClassVar[bool] = False
     masters: ClassVar[bool] = True
     sharded: ClassVar[bool] = False
 
