@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from collections import ChainMap
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from ..errors import CheckpointError
-from .boxes import Box, Shape
+from .boxes import Box
 from .header import DTYPES, NAMES
+from .stored import BLOCK as BLOCK
+from .stored import COMMIT as COMMIT
+from .stored import MANIFEST as MANIFEST
+from .stored import FileRecord as FileRecord
+from .stored import Piece as Piece
+from .stored import Stored as Stored
 from .strict import dumps, loads
+from .wellformed import check_aliases, check_files, check_number, check_states, check_tensors, check_text
 
 VERSION = 1
-MANIFEST, COMMIT = "manifest.json", "COMMIT"
-BLOCK = 2**24  # bytes under one checksum
-
-
-class Piece(NamedTuple):
-    """A box of a tensor, row-major from byte `begin` of a file of the same folder."""
-
-    box: Box
-    file: str
-    begin: int
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor; `pieces` cover it exactly once."""
-
-    dtype: torch.dtype
-    shape: Shape
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file: its size in bytes, and the CRC-32 of each `BLOCK` of it, the last one shorter."""
-
-    size: int
-    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -69,7 +48,26 @@ class Manifest:
     states: dict[str, Any]
     aliases: dict[str, str] = field(default_factory=dict)
 
+    def check(self) -> None:
+        """Raises CheckpointError where something in it cannot be."""
+        check_number("step", self.step, 0)
+        check_number("world_size", self.world_size, 1)
+        check_text("written", self.written)
+        check_text("made_by", self.made_by)
+        check_files(self.files)
+        check_tensors(self.tensors, self.files)
+        check_aliases(self.aliases, self.tensors)
+        check_states(self.states, ChainMap(self.tensors, self.aliases))
+
     def encode(self) -> bytes:
+        """As the content of a file.
+
+        Raises:
+            CheckpointError: `decode` would refuse it, or return something else.
+        """
+        self.check()
+        if loads(dumps(self.plan), "plan") != self.plan:
+            raise CheckpointError("the plan of a checkpoint is stored as JSON, and has values that are none: pass Plan.as_dict()")
         return dumps(
             {
                 "version": VERSION,
@@ -100,23 +98,82 @@ def seal(manifest: bytes) -> bytes:
 
 
 def decode(text: bytes, what: str) -> Manifest:
-    """The manifest in `text`.
+    """The manifest in `text`, once all that it says is found to be possible.
 
     Raises:
         CheckpointError: it is none, or a newer one; `what` names the file.
     """
     raw = loads(text, what)
-    if raw.get("version") != VERSION:
-        raise CheckpointError(f"{what}: format version {raw.get('version')!r}, and this easymp reads {VERSION}: update easymp")
-    tensors = {
-        name: Stored(
-            DTYPES[t["dtype"]],
-            tuple(t["shape"]),
-            tuple(Piece(Box(tuple(offset), tuple(shape)), file, begin) for offset, shape, file, begin in t["pieces"]),
+    version = raw.get("version") if isinstance(raw, dict) else None
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{what}: no manifest of a checkpoint: its version is {version!r:.40}, and should be {VERSION}")
+    if version > VERSION:
+        raise CheckpointError(f"{what}: format version {version}, and this easymp reads {VERSION}: update easymp")
+    try:
+        manifest = _manifest(raw)
+        manifest.check()
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from None
+    return manifest
+
+
+def _manifest(raw: Any) -> Manifest:
+    """What the JSON says, in our types; the values are still to be checked."""
+    _fields("the manifest", raw, FIELDS)
+    if raw["block"] != BLOCK:
+        raise CheckpointError(
+            f"checksums are of blocks of {raw['block']} bytes, and this easymp reads those of {BLOCK}: update easymp"
         )
-        for name, t in raw["tensors"].items()
-    }
-    files = {name: FileRecord(f["size"], tuple(f["crc32"])) for name, f in raw["files"].items()}
+    files, tensors = {}, {}
+    for name, file in raw["files"].items():
+        _fields(f"the file {name!r:.300}", file, {"size": int, "crc32": list})
+        files[name] = FileRecord(file["size"], tuple(file["crc32"]))
+    for name, tensor in raw["tensors"].items():
+        _fields(f"the tensor {name!r:.300}", tensor, {"dtype": str, "shape": list, "pieces": list})
+        if tensor["dtype"] not in DTYPES:
+            raise CheckpointError(
+                f"{name!r:.300} has the dtype {tensor['dtype']!r:.40}, which this easymp does not know: update it"
+            )
+        pieces = []
+        for piece in tensor["pieces"]:
+            if not isinstance(piece, list) or [type(part) for part in piece] != [list, list, str, int]:
+                raise CheckpointError(
+                    f"{name!r:.300} has a piece {piece!r:.80}: not an offset, a shape, a file and a place in it"
+                )
+            offset, shape, file, begin = piece
+            pieces.append(Piece(Box(tuple(offset), tuple(shape)), file, begin))
+        tensors[name] = Stored(DTYPES[tensor["dtype"]], tuple(tensor["shape"]), tuple(pieces))
+    for name, of in raw["aliases"].items():
+        _fields(f"the alias {name!r:.300}", {"of": of}, {"of": str})
     return Manifest(
         raw["step"], raw["world_size"], raw["written"], raw["made_by"], raw["plan"], tensors, files, raw["states"], raw["aliases"]
     )
+
+
+FIELDS: dict[str, type] = {
+    "version": int,
+    "made_by": str,
+    "written": str,
+    "step": int,
+    "world_size": int,
+    "plan": dict,
+    "block": int,
+    "files": dict,
+    "tensors": dict,
+    "aliases": dict,
+    "states": dict,
+}
+
+
+def _fields(what: str, raw: object, fields: dict[str, type]) -> None:
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{what} is {raw!r:.80}, and should have {', '.join(fields)}")
+    for name in raw.keys() ^ fields.keys():
+        said = "lacks" if name in fields else "has, which nobody writes,"
+        raise CheckpointError(f"{what} {said} {name!r:.80}: it should have {', '.join(fields)}")
+    for name, kind in fields.items():
+        if type(raw[name]) is not kind:
+            raise CheckpointError(f"{what} has {raw[name]!r:.80} as {name}, and should have {NAMED[kind]}")
+
+
+NAMED = {int: "a whole number", str: "words", list: "a list", dict: "a table"}

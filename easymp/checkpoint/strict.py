@@ -30,9 +30,11 @@ def dumps(value: Any) -> bytes:
         CheckpointError: it is made of others.
     """
     try:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
+        _measure(text)
+        return text
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"what is no JSON cannot be stored ({error}): pass plain values") from None
+        raise CheckpointError(f"this cannot be stored as JSON ({error}): pass plain values, and not too many") from None
 
 
 def loads(text: bytes, what: str) -> Any:

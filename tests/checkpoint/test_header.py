@@ -108,7 +108,7 @@ UNWRITABLE = {
     "huge together": ([("v", torch.int8, (2**62,)), ("w", torch.int8, (2**62,))], None, "w: no file holds"),
     "negative": ([("w", torch.int64, (-1,))], None, "no file holds"),
     "half a byte": ([("w", F4, ())], None, "without a dimension"),
-    "no text": ([("\ud800", torch.int8, (1,))], None, "what is no JSON"),
+    "no text": ([("\ud800", torch.int8, (1,))], None, "cannot be stored as JSON"),
     "metadata": ([("w", torch.int8, (1,))], {"a": 1}, "words to words"),
     "too many names": ([("n" * 50_100_000, torch.int8, (0,)), ("m" * 50_100_000, torch.int8, (0,))], None, "several files"),
 }

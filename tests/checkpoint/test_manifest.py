@@ -1,0 +1,223 @@
+"""A manifest comes back as it was written, and one that says what cannot be is refused before anyone acts on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from easymp.checkpoint.boxes import Box, whole
+from easymp.checkpoint.header import NAMES
+from easymp.checkpoint.manifest import BLOCK, FileRecord, Manifest, Piece, Stored, decode
+from easymp.checkpoint.trees import pack
+from easymp.errors import CheckpointError
+
+A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+GOOD = Manifest(
+    step=7,
+    world_size=2,
+    written="2026-01-01T00:00:00+00:00",
+    made_by="easymp 0.1.0",
+    plan={"strategy": {"value": "fsdp", "reason": "it was asked for", "source": "asked"}, "processes": 2},
+    tensors={
+        "model/w": Stored(torch.float32, (4, 2), (Piece(Box((0, 0), (2, 2)), A, 4096), Piece(Box((2, 0), (2, 2)), B, 4096))),
+        "model/b": Stored(torch.bfloat16, (), (Piece(whole(()), A, 4112),)),
+        "model/empty": Stored(torch.int64, (0, 3), (Piece(whole((0, 3)), B, 4112),)),
+        "model/nowhere": Stored(torch.complex128, (0,), ()),
+    },
+    files={A: FileRecord(4114, (1,)), B: FileRecord(BLOCK + 1, (0, 2**32 - 1)), "index.json": FileRecord(0, ())},
+    states={"state/scheduler": {"last": 3, "of": {"$": "tuple", "items": [{"$": "tensor", "name": "model/b"}]}}},
+    aliases={"model/head": "model/w"},
+)
+
+
+def test_it_comes_back() -> None:
+    assert decode(GOOD.encode(), "x") == GOOD
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    """Tensors cut along one dimension, in files one after the other."""
+    tensors: dict[str, Stored] = {}
+    ends: dict[str, int] = {}
+    words = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
+    for name in draw(st.lists(words, max_size=4, unique=True)):
+        dtype = draw(st.sampled_from(sorted(NAMES, key=str)))
+        shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+        d = draw(st.integers(0, len(shape) - 1)) if shape else 0
+        cuts = sorted({0, *draw(st.lists(st.integers(0, shape[d]), max_size=3)), shape[d]}) if shape else [0]
+        pieces = []
+        for low, high in pairwise(cuts):
+            offset, part = [0] * len(shape), list(shape)
+            offset[d], part[d] = low, high - low
+            pieces.append(Box(tuple(offset), tuple(part)))
+        placed = []
+        for box in pieces or [whole(shape)]:
+            file = draw(st.sampled_from(["a.safetensors", "b", "c d-é.bin"]))
+            begin = ends.get(file, 0) + draw(st.integers(0, 3))
+            ends[file] = begin + box.count * dtype.itemsize
+            placed.append(Piece(box, file, begin))
+        tensors[name] = Stored(dtype, shape, tuple(placed))
+    files = {
+        name: FileRecord(end, tuple(draw(st.integers(0, 2**32 - 1)) for _ in range(-(-end // BLOCK))))
+        for name, end in ends.items()
+    }
+    state = pack(draw(st.dictionaries(words, st.integers() | st.tuples(st.floats()), max_size=3)), "state", {})
+    number = st.integers(1, 2**63 - 1)
+    return dataclasses.replace(
+        GOOD, step=draw(number), world_size=draw(number), tensors=tensors, files=files, states={draw(words): state}, aliases={}
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(manifests())
+def test_any_comes_back(manifest: Manifest) -> None:
+    assert decode(manifest.encode(), "x") == manifest
+
+
+def edited(**changes: Any) -> bytes:
+    raw = json.loads(GOOD.encode())
+    for path, value in changes.items():
+        at: Any = raw
+        *steps, last = path.split("__")
+        for step in steps:
+            at = at[
+                int(step)
+                if isinstance(at, list)
+                else {"w": "model/w", "b": "model/b", "A": A, "B": B, "index": "index.json"}.get(step, step)
+            ]
+        if isinstance(value, type(...)):
+            del at[last]
+        else:
+            at[int(last) if isinstance(at, list) else {"w": "model/w", "A": A}.get(last, last)] = value
+    return json.dumps(raw).encode()
+
+
+FILE = {"size": 0, "crc32": []}
+STORED = {"dtype": "F32", "shape": [1], "pieces": [[[0], [1], A, 0]]}
+BAD: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "JSON"),
+    "a list": (b"[]", "no manifest of a checkpoint"),
+    "no version": (edited(version=...), "its version is None"),
+    "newer": (edited(version=2, files=1), "format version 2, and this easymp reads 1: update easymp"),
+    "version 0": (edited(version=0), "its version is 0"),
+    "version True": (edited(version=True), "its version is True"),
+    "version a word": (edited(version="1"), "its version is '1'"),
+    "a field more": (edited(more=1), "'more'"),
+    "a field less": (edited(plan=...), "lacks 'plan'"),
+    "files a list": (edited(files=[]), "as files, and should have a table"),
+    "tensors null": (edited(tensors=None), "None as tensors"),
+    "step a word": (edited(step="7"), "'7' as step"),
+    "step True": (edited(step=True), "True as step"),
+    "step a float": (edited(step=7.0), "7.0 as step"),
+    "step negative": (edited(step=-1), "step is -1"),
+    "step huge": (edited(step=2**63), "step is 9223372036854775808"),
+    "world of none": (edited(world_size=0), "world_size is 0"),
+    "written in colours": (edited(written="\x1b[31m"), "written is"),
+    "made by a novel": (edited(made_by="a" * 1000), "made_by is"),
+    "block of another size": (edited(block=2**20), "blocks of 1048576 bytes"),
+    "file without size": (edited(files__A__size=...), "lacks 'size'"),
+    "file of negative size": (edited(files__A__size=-1), "size of .* is -1"),
+    "file of huge size": (edited(files__A__size=2**63), "size of"),
+    "file of more blocks": (edited(files__A__size=2 * BLOCK), "so 2 checksums, and here are 1"),
+    "file of one block less": (edited(files__B__size=BLOCK), "so 1 checksums, and here are 2"),
+    "file of no bytes": (edited(files__index__crc32=[0]), "so 0 checksums, and here are 1"),
+    "checksum negative": (edited(files__A__crc32=[-1]), "a checksum of"),
+    "checksum of 33 bits": (edited(files__A__crc32=[2**32]), "a checksum of"),
+    "checksum a word": (edited(files__A__crc32=["0"]), "a checksum of"),
+    "dtype unknown": (edited(tensors__w__dtype="F31"), "dtype 'F31'"),
+    "dtype a list": (edited(tensors__w__dtype=[]), "as dtype"),
+    "shape negative": (edited(tensors__w__shape=[-4, -2]), "the shape"),
+    "shape of words": (edited(tensors__w__shape=["4", 2]), "the shape"),
+    "shape of truth": (edited(tensors__w__shape=[4, True]), "the shape"),
+    "shape of lists": (edited(tensors__w__shape=[[4], 2]), "the shape"),
+    "shape that overflows": (edited(tensors__w__shape=[2**40, 2**40]), "the shape"),
+    "pieces a word": (edited(tensors__w__pieces="ab"), "as pieces"),
+    "no pieces": (edited(tensors__w__pieces=[]), "is in none"),
+    "piece of three": (edited(tensors__w__pieces=[[[0, 0], [4, 2], A]]), "has a piece"),
+    "piece a number": (edited(tensors__w__pieces=[1]), "has a piece"),
+    "piece of words": (edited(tensors__w__pieces__0__0=["0", 0]), "not all whole numbers"),
+    "piece of truth": (edited(tensors__w__pieces__0__0=[False, 0]), "not all whole numbers"),
+    "piece of one dimension": (edited(tensors__w__pieces__0__1=[2]), "dimensions"),
+    "piece negative": (edited(tensors__w__pieces__0__0=[-1, 0]), "lies outside"),
+    "piece too long": (edited(tensors__w__pieces__1__1=[3, 2]), "lies outside"),
+    "pieces that overlap": (edited(tensors__w__pieces__1__0=[1, 0]), "overlap"),
+    "pieces with a hole": (edited(tensors__w__pieces__1__1=[1, 2]), r"\[3, 0\] is in none"),
+    "piece in no file": (edited(tensors__w__pieces__0__2="other"), "none of the files"),
+    "piece before the file": (edited(tensors__w__pieces__0__3=-1), "the first byte"),
+    "piece behind the file": (edited(tensors__w__pieces__0__3=4114), "the first byte"),
+    "piece that ends behind the file": (edited(tensors__b__pieces__0__3=4113), "the first byte"),
+    "piece at a huge place": (edited(tensors__w__pieces__0__3=2**63), "the first byte"),
+    "the same bytes twice": (edited(tensors__b__pieces__0__3=4110), "lie in the same bytes"),
+    "alias of nothing": (edited(aliases={"model/head": "model/v"}), "not stored"),
+    "alias of itself": (edited(aliases={"model/head": "model/head"}), "not stored"),
+    "aliases in a circle": (edited(aliases={"a": "b", "b": "a"}), "not stored"),
+    "alias that is stored": (edited(aliases={"model/b": "model/w"}), "too"),
+    "alias of a list": (edited(aliases={"a": []}), "as of"),
+    "state of an unknown kind": (edited(states={"a": {"$": "pickle"}}), "'a': .*'pickle'"),
+    "state with a tensor that is not there": (edited(states={"a": {"$": "tensor", "name": "b"}}), "which is not stored"),
+}
+for _name in (
+    "",
+    ".",
+    "..",
+    "../a",
+    "/a",
+    "a/b",
+    "a\\b",
+    "a\0b",
+    "a\nb",
+    "C:a",
+    ".hidden",
+    "a.",
+    "COMMIT",
+    "Manifest.JSON",
+    "é" * 101,
+    "\u202ea",
+):
+    BAD[f"file called {_name!r}"] = (edited(files={**json.loads(GOOD.encode())["files"], _name: FILE}), "no plain name")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_is_refused(name: str) -> None:
+    text, words = BAD[name]
+    with pytest.raises(CheckpointError, match=f"^some/manifest.json: .*{words}") as caught:
+        decode(text, "some/manifest.json")
+    assert len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"step": -1}, "step is -1"),
+        ({"plan": {"a": (1, 2)}}, "the plan of a checkpoint"),
+        ({"plan": {1: 2}}, "the plan of a checkpoint"),
+        ({"plan": {"a": object()}}, "cannot be stored as JSON"),
+        ({"aliases": {"a": "b"}}, "not stored"),
+        ({"files": {}}, "none of the files"),
+        ({"states": {"a": {"$": "tensor", "name": "b"}}}, "not stored"),
+        ({"made_by": "\ud800"}, "made_by is"),
+    ],
+)
+def test_what_would_not_be_read_is_not_written(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        dataclasses.replace(GOOD, **changes).encode()
+
+
+def test_twenty_thousand_pieces_in_one_file() -> None:
+    boxes = [Box((0, i), (1, 1)) for i in range(20_000)]
+    pieces = tuple(Piece(box, "f", i) for i, box in enumerate(boxes))
+    big = dataclasses.replace(
+        GOOD,
+        tensors={"t": Stored(torch.uint8, (1, 20_000), pieces)},
+        files={"f": FileRecord(20_000, (0,))},
+        states={},
+        aliases={},
+    )
+    assert decode(big.encode(), "x") == big
