@@ -51,9 +51,9 @@ def loads(text: bytes, what: str) -> Any:
         if re.search(rb"\\u[dD][89a-fA-F]", text):  # half of a surrogate pair is no text: it cannot be written or printed again
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeError as error:
-        raise CheckpointError(f"{what}: its text is not UTF-8 ({error.reason}): damaged, or not written by easymp") from None
+        raise CheckpointError(f"{what}: its text is not UTF-8 ({error.reason}): damaged, or another kind of file") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what}: cannot be read as JSON ({error}): damaged, or not written by easymp") from None
+        raise CheckpointError(f"{what}: no JSON that is read here ({error}): damaged, or another kind of file") from None
     return value
 
 

@@ -141,7 +141,7 @@ HOSTILE = {
     "7 bytes": (b"\2\0\0\0\0\0\0", "no safetensors file: 7 bytes"),
     "length beyond the file": ((1000).to_bytes(8, "little") + b"{}", "no length of a header"),
     "length without end": (b"\xff" * 8 + b"{}", "no length of a header"),
-    "no JSON": (put(b"{]"), "cannot be read as JSON"),
+    "no JSON": (put(b"{]"), "no JSON"),
     "a list": (put([]), "no object"),
     "space first": (put(b" {}", 0), "no object"),
     "a key twice": (put(b'{"w":{},"w":{}}'), "'w' stands twice"),
