@@ -12,6 +12,7 @@ _HOMES = {
     "comparing": ("Difference", "diff"),
     "catalog": ("Entry", "list_checkpoints"),
     "inspecting": ("Contents", "inspect"),
+    "progress": ("Progress",),
     "verifying": ("Damage", "verify"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -15,6 +15,7 @@ from .boxes import whole
 from .manifest import BLOCK, Manifest, Stored
 from .opening import Opened, open_checkpoint
 from .passing import one_by_one, room, slices
+from .progress import expect
 from .storage import Tick
 from .trees import TAG
 
@@ -84,7 +85,9 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick 
     names = [_names(a.manifest), _names(b.manifest)]
     common = [name for name in names[0] if name in names[1]]
     kinds = [Unequal(n, x, y) for n in common if (x := _kind(names[0][n])) != (y := _kind(names[1][n]))]
-    alike = [name for name in common if _kind(names[0][name]) == _kind(names[1][name])]
+    tied = a.manifest.aliases.items() & b.manifest.aliases.items()  # compared under their other name
+    alike = [n for n in common if _kind(names[0][n]) == _kind(names[1][n]) and (n, a.manifest.aliases.get(n)) not in tied]
+    expect(tick, 2 * sum(whole(names[0][n].shape).count * names[0][n].dtype.itemsize for n in alike))
     values = list(_compare(a, b, [(n, names[0][n], names[1][n]) for n in alike], tick))
     return Difference(
         missing=tuple(n for n in names[0] if n not in names[1]),

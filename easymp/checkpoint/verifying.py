@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import CheckpointError
+from .catalog import bytes_of
 from .committed import inside
 from .header import Slot, decode, filed, length
 from .manifest import BLOCK, FileRecord, Manifest
 from .opening import Opened, open_checkpoint
 from .planning import key
+from .progress import expect
 from .storage import Storage, Tick
 
 
@@ -43,6 +45,7 @@ def verify(folder: str | os.PathLike[str], tick: Tick = lambda n: None) -> list[
     """
     opened = open_checkpoint(folder)
     found: list[Damage] = []
+    expect(tick, bytes_of(opened.manifest))
     for name, record in opened.manifest.files.items():
         found += list(_bytes_of(opened, name, record, tick)) or _header_of(opened, name, record)
     return found

@@ -99,7 +99,8 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    damages = checkpoint.verify(args.place)
+    with checkpoint.Progress(f"verifying {args.place}", "read") as tick:
+        damages = checkpoint.verify(args.place, tick)
     if args.json:
         tell([dataclasses.asdict(damage) for damage in damages])
         return int(bool(damages))
@@ -111,7 +112,8 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def run_diff(args: argparse.Namespace) -> int:
-    found = checkpoint.diff(args.one, args.other)
+    with checkpoint.Progress("comparing", "read") as tick:
+        found = checkpoint.diff(args.one, args.other, tick)
     if args.json:
         tell({**dataclasses.asdict(found), "same": found.same})
         return int(not found.same)

@@ -1,0 +1,117 @@
+"""How far a save or a load has come, on the main process's stderr, once it takes longer than two seconds.
+
+On a terminal it is one line that is rewritten; elsewhere, where every line stays, there is one every ten seconds at most, and one at
+the end. What a thread does while the user's own output goes on draws nothing: one line of the log says when all is written.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TextIO
+
+from ..log import get_logger
+from ..units import size
+from .storage import Tick
+
+logger = get_logger(__name__)
+
+SILENT = 2.0  # seconds until anything is said
+REDRAWN = 0.2  # seconds between two states of a terminal's line
+REPEATED = 10.0  # seconds between two lines elsewhere
+
+
+class Progress:
+    """A tick that tells people. To be used in a ``with`` block around what is told to it; any thread may call it.
+
+    Args:
+        doing: what goes on, such as ``"saving step-00000100"``.
+        done: what is said of it at the end, such as ``"saved step-00000100"``.
+        shown: whether this process says anything.
+        background: whether others write to the terminal meanwhile; the block may then end before what is told of.
+        stream: where to, sys.stderr if None.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        doing: str,
+        done: str,
+        shown: bool = True,
+        background: bool = False,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._doing, self._done, self._shown, self._background = doing, done, shown, background
+        self._stream, self._clock = stream if stream is not None else sys.stderr, clock
+        self._lock = threading.Lock()
+        self._count, self._total = 0, 0
+        self._began = clock()
+        self._terminal = self._stream.isatty()
+        self._next = self._began + (SILENT if self._terminal else REPEATED)
+        self._drawn = 0  # characters of the line that stands there
+
+    def __call__(self, count: int) -> None:
+        with self._lock:
+            self._count += count
+            now = self._clock()
+            if not self._shown:
+                return
+            if self._background:
+                if count and self._count == self._total and now - self._began >= SILENT:
+                    logger.info("%s", self._end(now))
+            elif now >= self._next:
+                self._next = now + (REDRAWN if self._terminal else REPEATED)
+                self._draw(self._state(now))
+
+    def expect(self, total: int) -> None:
+        """So many bytes will come, from the first on."""
+        with self._lock:
+            self._total = total
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._lock:
+            now = self._clock()
+            if self._background or not self._shown:
+                return
+            self._erase()
+            if kind is None and now - self._began >= SILENT:
+                print(self._end(now), file=self._stream, flush=True)
+
+    def _state(self, now: float) -> str:
+        share = f" of {size(self._total)} ({min(self._count / self._total, 1):.0%})" if self._total else ""
+        return f"{self._doing}: {size(self._count)}{share}, {self._rate(now)}"
+
+    def _end(self, now: float) -> str:
+        return f"{self._done}: {size(self._count)} in {now - self._began:.1f} s, {self._rate(now)}"
+
+    def _rate(self, now: float) -> str:
+        return f"{size(self._count / max(now - self._began, 1e-9))}/s"
+
+    def _draw(self, text: str) -> None:
+        if not self._terminal:
+            print(text, file=self._stream, flush=True)
+            return
+        text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be rewritten
+        self._stream.write(f"\r{text:<{self._drawn}}")
+        self._stream.flush()
+        self._drawn = len(text)
+
+    def _erase(self) -> None:
+        if self._drawn:
+            self._stream.write(f"\r{'':<{self._drawn}}\r")
+            self._stream.flush()
+            self._drawn = 0
+
+
+def expect(tick: Tick, total: int) -> None:
+    """Tell `tick` how many bytes will come, where it wants to know."""
+    if isinstance(tick, Progress):
+        tick.expect(total)

@@ -1,0 +1,119 @@
+"""Long saves and loads say how far they are, short ones nothing; by a clock that the tests turn."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+
+import pytest
+
+from easymp.checkpoint.progress import Progress, expect
+
+MIB = 2**20
+
+
+class Stream(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(seconds: float, step: float, terminal: bool, **options: bool) -> str:
+    """64 MiB in even steps over so many seconds; what was written."""
+    clock, stream = Clock(), Stream(terminal)
+    with Progress("saving x", "saved x", stream=stream, clock=clock, **options) as tick:
+        steps = round(seconds / step)
+        expect(tick, 64 * MIB // steps * steps)
+        for _ in range(steps):
+            clock.now += step
+            tick(64 * MIB // steps)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_short_one_is_silent(terminal: bool) -> None:
+    assert run(1.6, 0.2, terminal) == ""
+
+
+def test_a_terminal_has_one_line_that_is_rewritten() -> None:
+    text = run(4, 0.125, terminal=True)
+    assert text.count("\n") == 1 and text.endswith("\r" + "saved x: 64.0 MiB in 4.0 s, 16.0 MiB/s\n")
+    states = [state for state in text.split("\r")[1:-1] if state.strip()]
+    assert states[0].rstrip() == "saving x: 32.0 MiB of 64.0 MiB (50%), 16.0 MiB/s"
+    assert 5 < len(states) < 12
+    before_the_end = text.split("\r")[-2]
+    assert before_the_end.isspace() and len(before_the_end) == len(states[-1].rstrip())  # nothing of it stays
+
+
+def test_a_terminal_that_is_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert max(map(len, run(4, 0.5, terminal=True).split("\r")[1:-1])) == 19
+
+
+def test_a_file_has_a_line_every_ten_seconds() -> None:
+    lines = run(32, 0.5, terminal=False).splitlines()
+    assert lines == [
+        "saving x: 20.0 MiB of 64.0 MiB (31%), 2.0 MiB/s",
+        "saving x: 40.0 MiB of 64.0 MiB (62%), 2.0 MiB/s",
+        "saving x: 60.0 MiB of 64.0 MiB (94%), 2.0 MiB/s",
+        "saved x: 64.0 MiB in 32.0 s, 2.0 MiB/s",
+    ]
+    assert run(4, 0.5, terminal=False).splitlines() == ["saved x: 64.0 MiB in 4.0 s, 16.0 MiB/s"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_other_processes_say_nothing(terminal: bool) -> None:
+    assert run(40, 0.5, terminal, shown=False) == ""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_in_the_background_the_log_hears_of_the_end_alone(terminal: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "easymp"):
+        assert run(40, 0.5, terminal, background=True) == ""
+        assert [r.getMessage() for r in caplog.records] == ["saved x: 64.0 MiB in 40.0 s, 1.6 MiB/s"]
+        assert run(1, 0.5, terminal, background=True) == ""
+        assert len(caplog.records) == 1
+
+
+def test_what_fails_is_not_said_to_be_done() -> None:
+    clock, stream = Clock(), Stream(True)
+
+    def save() -> None:
+        with Progress("saving x", "saved x", stream=stream, clock=clock) as tick:
+            clock.now += 3
+            tick(MIB)
+            raise OSError
+
+    with pytest.raises(OSError):
+        save()
+    assert stream.getvalue().startswith("\rsaving x: 1.0 MiB, 341.3 KiB/s\r") and "saved" not in stream.getvalue()
+    assert stream.getvalue().endswith(" \r")
+
+
+def test_threads_lose_no_bytes() -> None:
+    clock, stream = Clock(), Stream(False)
+    with Progress("saving x", "saved x", stream=stream, clock=clock) as tick:
+        threads = [threading.Thread(target=lambda: [tick(1) for _ in range(2000)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        clock.now += 8
+    assert stream.getvalue() == "saved x: 7.8 KiB in 8.0 s, 1000 B/s\n"
+
+
+def test_other_ticks_are_not_asked() -> None:
+    heard: list[int] = []
+    expect(heard.append, 5)
+    assert heard == []
