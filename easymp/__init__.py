@@ -12,6 +12,7 @@ from .version import __version__ as __version__
 
 _HOMES = {
     "accelerator": ("Accelerator",),
+    "checkpoint.single": ("load",),
     "checkpoint.weights": ("load_weights",),
     "data": ("PreparedLoader", "skip_first_batches"),
     "errors": (

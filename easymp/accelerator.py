@@ -24,6 +24,7 @@ from .checks import by_kind, loss_trouble, refuse_unknown
 from .clock import StepClock
 from .data import PreparedLoader, skip_first_batches
 from .errors import EasympError, EasympWarning, RefusedError, SettingError, StepError
+from .exporting import Weights
 from .hardware import Hardware, detect
 from .log import get_logger
 from .memory_retry import release_memory
@@ -56,7 +57,7 @@ from .world import World, read_ranks
 logger = get_logger(__name__)
 
 
-class Accelerator(Collectives, Checkpointing):
+class Accelerator(Collectives, Checkpointing, Weights):
     """Trains one script on whatever is here.
 
     Settings come from these arguments, else from ``EASYMP_`` variables, else from ``easymp.toml``, else they are detected;

@@ -114,7 +114,7 @@ def _checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
             return value
         raise SettingError(f"{where}{value!r} is neither yes nor no: use true or false")
     if kind == "Size":
-        return _bytes(value, where)
+        return read_bytes(value, where)
     if kind in ("int", "float"):
         number = {"int": int, "float": float}[kind]
         try:
@@ -138,7 +138,8 @@ def _checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
     return words[value.lower()]
 
 
-def _bytes(value: Any, where: str) -> int:
+def read_bytes(value: Any, where: str) -> int:
+    """A size as a number or in words; `where` begins the message of the error that says it is none."""
     found = None if isinstance(value, bool) else re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", str(value).lower())
     try:
         number = int(float(found[1]) * UNITS[found[2] or "b"]) if found else 0

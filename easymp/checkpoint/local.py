@@ -159,6 +159,10 @@ class LocalStorage:
         paths = self._path(old), self._path(new)
         calls.do("rename", paths[0], _rename, *paths)
 
+    def supplant(self, old: str, new: str) -> None:
+        paths = self._path(old), self._path(new)
+        calls.do("replace", paths[0], os.replace, *paths)
+
     def exchange(self, one: str, other: str) -> bool:
         paths = self._path(one), self._path(other)
         return calls.do("exchange", paths[0], _renameat2, *paths, EXCHANGE)

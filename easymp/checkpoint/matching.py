@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, nearest
 from ..log import get_logger
 from ..shards import local
-from .manifest import Stored
+from .boxes import whole
+from .header import PARTS, filed
+from .manifest import Piece, Stored
 from .names import canonical, without_wrappers
 from .sources import Source
 
@@ -78,13 +80,14 @@ def live_tensors(model: nn.Module) -> dict[str, Live]:
                 f"{name!r} in the state_dict of this {name_of(model)} is no parameter or buffer (a {type(value).__name__}, which "
                 "get_extra_state or a hook makes): load it with load_state_dict, which goes through the module's own code"
             )
-        one = by_memory.setdefault(_memory(value), Live(value))
+        one = by_memory.setdefault(memory(value), Live(value))
         one.names.append(canonical(name))
         live[canonical(name)] = one
     return live
 
 
-def _memory(tensor: Tensor) -> Any:
+def memory(tensor: Tensor) -> Any:
+    """Something equal for tensors that are the same memory, seen alike."""
     here = None if tensor.is_meta else local(tensor.detach())
     if here is None or not here.numel() or here.layout != torch.strided:
         return id(tensor)
@@ -123,13 +126,24 @@ def match(source: Source, renamed: Mapping[str, str], live: Mapping[str, Live]) 
         there = [name for name in one.names if name in found]
         if not there:
             missing.append(one.names[0])
-        elif found[there[0]].shape != tuple(one.tensor.shape):
+            continue
+        found[there[0]] = as_complex(found[there[0]], one.tensor)
+        if found[there[0]].shape != tuple(one.tensor.shape):
             misshapen.append(f"{there[0]} ({list(found[there[0]].shape)} in the files, {list(one.tensor.shape)} in the model)")
         else:
             one.stored = found[there[0]]
             one.twins = [name for name in there[1:] if found[name] is not one.stored]
     unexpected = [name for name, plain in renamed.items() if plain not in live]
     return Skipped(tuple(missing), tuple(unexpected), tuple(misshapen))
+
+
+def as_complex(stored: Stored, live: Tensor) -> Stored:
+    """`stored`, or for complex numbers that safetensors has no type for, what it keeps as their real and imaginary parts."""
+    parts = filed(live.dtype, live.shape)
+    if live.dtype in PARTS and (stored.dtype, stored.shape) == parts:
+        (piece,) = stored.pieces
+        return Stored(live.dtype, tuple(live.shape), (Piece(whole(live.shape), piece.file, piece.begin),))
+    return stored
 
 
 def hint(skipped: Skipped) -> str:

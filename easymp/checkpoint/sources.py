@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .boxes import whole
-from .committed import open_manifest
-from .header import LONGEST, decode
+from .committed import inside, open_manifest
+from .folders import current
+from .header import Slot, decode, length
 from .local import LocalStorage
 from .manifest import COMMIT, MANIFEST, Piece, Stored
 from .storage import Storage
@@ -66,13 +67,15 @@ def open_source(place: str | os.PathLike[str]) -> Source:
     said = os.fspath(place)
     try:
         if said.endswith(".json"):
-            return _indexed(said, *_parted(said))
+            return _indexed(said, *parted(said))
         if said.endswith(".safetensors") or ("://" not in said and os.path.isfile(said)):
-            return _single(said, *_parted(said))
+            return _single(said, *parted(said))
         folder = storage_of(said)
         there = set(folder.list())
-        if there & {MANIFEST, COMMIT}:
-            return _committed(said, folder)
+        if there & {MANIFEST, COMMIT} or not there:
+            parent, name = parted(said)  # it may have been saved again, beside
+            if (again := current(parent, name)) != name or there:
+                return _committed(said, parent, again)
         if SINGLE in there:
             return _single(said, folder, SINGLE)
         if INDEX in there:
@@ -88,8 +91,8 @@ def _what_else(there: set[str]) -> str:
         return f"a folder of checkpoints: pass that of one of them, such as {steps[-1]}"
     if any(name.endswith((".bin", ".pt", ".pth")) for name in there):
         return (
-            "no safetensors, but files of torch.save, which can run code when they are read: convert them with safetensors.torch, or "
-            "read a folder of Accelerate's with read_accelerate(folder, allow_pickle=True)"
+            "no safetensors, but files of torch.save, which can run code when they are read: convert them with safetensors.torch; folders "
+            "of Accelerate's save_state are read by easymp.checkpoint.accelerate_folder.read_accelerate"
         )
     single = [name for name in sorted(there) if name.endswith(".safetensors")]
     if single:
@@ -102,12 +105,16 @@ def storage_of(folder: str) -> Storage:
     return LocalStorage(folder)
 
 
-def _parted(path: str) -> tuple[Storage, str]:
-    folder, _, name = path.rpartition("/") if "://" in path else (os.path.dirname(path) or ".", "", os.path.basename(path))
+def parted(path: str) -> tuple[Storage, str]:
+    """The folder that a file or folder lies in, and its name there; `path` is local or a URL."""
+    if "://" in path:
+        folder, _, name = path.rstrip("/").rpartition("/")
+    else:
+        folder, name = os.path.split(os.path.abspath(path))
     return storage_of(folder), name
 
 
-def _file(folder: Storage, name: str) -> SourceFile:
+def file_in(folder: Storage, name: str) -> SourceFile:
     """A file that somebody else wrote; links are followed, for a cache of downloads is made of them."""
     if isinstance(folder, LocalStorage):
         real = Path(folder.place, name).resolve()
@@ -119,26 +126,34 @@ def _file(folder: Storage, name: str) -> SourceFile:
 
 
 def _single(place: str, folder: Storage, name: str) -> Source:
-    file = _file(folder, name)
+    file = file_in(folder, name)
     tensors, aliases = _described(file, name)
     return Source(place, tensors, aliases, {name: file})
 
 
-def _described(file: SourceFile, known_as: str) -> tuple[dict[str, Stored], dict[str, str]]:
-    length = int.from_bytes(file.storage.head(file.name, 8), "little")
-    text = file.storage.head(file.name, 8 + min(length, LONGEST))
+def read_header(file: SourceFile) -> tuple[dict[str, Slot], dict[str, str]]:
+    """The tensors of a safetensors file, and its metadata.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    base = length(file.storage.head(file.name, 8), file.size, str(file))
+    text = file.storage.head(file.name, base)
     slots = decode(text, file.size, str(file))
+    return slots, loads(text[8:base], str(file)).get("__metadata__", {})
+
+
+def _described(file: SourceFile, known_as: str) -> tuple[dict[str, Stored], dict[str, str]]:
+    slots, metadata = read_header(file)
     tensors = {
         name: Stored(slot.dtype, slot.shape, (Piece(whole(slot.shape), known_as, slot.begin),)) for name, slot in slots.items()
     }
     # What is written once for several names says so in the metadata: other name → the one that is there.
-    noted = loads(text[8 : 8 + length], str(file)).get("__metadata__") or {}
-    others = {name: of for name, of in noted.items() if isinstance(of, str) and name != "format"}
-    return tensors, {name: of for name, of in others.items() if of in tensors and name not in tensors}
+    return tensors, {name: of for name, of in metadata.items() if name != "format" and of in tensors and name not in tensors}
 
 
 def _indexed(place: str, folder: Storage, name: str) -> Source:
-    index = _file(folder, name)
+    index = file_in(folder, name)
     where = f"{folder.place.rstrip('/')}/{name}"
     said = loads(index.storage.get(index.name, LARGEST_INDEX), where)
     table = said.get("weight_map") if isinstance(said, dict) else None
@@ -150,7 +165,7 @@ def _indexed(place: str, folder: Storage, name: str) -> Source:
     for shard in dict.fromkeys(table.values()):
         if "/" in shard or "\\" in shard or shard in ("", ".", ".."):
             raise CheckpointError(f"{where}: the weights shall be in {shard!r}, which is not a file beside the index")
-        files[shard] = _file(folder, shard)
+        files[shard] = file_in(folder, shard)
         inside, noted = _described(files[shard], shard)
         absent = [name for name, file in table.items() if file == shard and name not in inside and name not in noted]
         if absent:
@@ -160,11 +175,13 @@ def _indexed(place: str, folder: Storage, name: str) -> Source:
     return Source(place, tensors, {name: of for name, of in aliases.items() if of in tensors and name not in tensors}, files)
 
 
-def _committed(place: str, folder: Storage) -> Source:
-    manifest = open_manifest(folder, "")
+def _committed(place: str, root: Storage, folder: str) -> Source:
+    manifest = open_manifest(root, folder)
     n = len(GROUP)
     tensors = {name[n:]: stored for name, stored in manifest.tensors.items() if name.startswith(GROUP)}
     aliases = {name[n:]: of[n:] for name, of in manifest.aliases.items() if name.startswith(GROUP) and of.startswith(GROUP)}
     used = {piece.file for stored in tensors.values() for piece in stored.pieces}
-    files = {name: SourceFile(folder, name, f.size, f.checksums) for name, f in manifest.files.items() if name in used}
+    files = {
+        name: SourceFile(root, inside(folder, name), f.size, f.checksums) for name, f in manifest.files.items() if name in used
+    }
     return Source(place, tensors, aliases, files)

@@ -96,6 +96,10 @@ class Storage(Protocol):
         """`new` is not there. Only where `renames`."""
         ...
 
+    def supplant(self, old: str, new: str) -> None:
+        """The file `old` gets the name `new`, at once, in the place of a file that has it. Only where `renames`."""
+        ...
+
     def exchange(self, one: str, other: str) -> bool:
         """Two folders swap names, at once; False, and nothing done, where the file system cannot."""
         ...

@@ -13,7 +13,7 @@ import importlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -327,6 +327,19 @@ class World:
             with self.explained("broadcast of objects"):
                 dist.broadcast_object_list(items, source, device=self.device)
         return items
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Hand a tensor to rank `target`, which calls `receive`; the other ranks have no part in it."""
+        flat = tensor.detach().to(self.device).contiguous().reshape(-1).view(torch.uint8)
+        with self.explained(f"sending to rank {target}"):
+            dist.send(flat, target)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        """The tensor of that shape and dtype that rank `source` sends."""
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        with self.explained(f"receiving from rank {source}"):
+            dist.recv(tensor.view(-1).view(torch.uint8), source)
+        return tensor
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on at least one rank."""

@@ -354,11 +354,11 @@ def test_not_strict_says_what_was_skipped(tmp_path: Path, caplog: pytest.LogCapt
 
 NOTHING_THERE = {
     "nothing": ({}, r"it is empty or missing"),
-    "pickles": ({"pytorch_model.bin": b"x"}, r"read_accelerate\(folder, allow_pickle=True\)"),
+    "pickles": ({"pytorch_model.bin": b"x"}, r"accelerate_folder.read_accelerate"),
     "checkpoints": ({"step-00000010/COMMIT": b"x"}, r"pass that of one of them, such as step-00000010"),
     "another file": ({"adapter.safetensors": b"x"}, r"pass a file, such as adapter.safetensors"),
     "no header": ({"model.safetensors": b"x" * 64}, r"model.safetensors: "),
-    "no JSON": ({"model.safetensors.index.json": b"{"}, r"no JSON"),
+    "no JSON": ({"model.safetensors.index.json": b"{"}, r"JSON"),
     "no index": ({"model.safetensors.index.json": b"[]"}, r"no weight_map"),
     "a path out of the folder": (
         {"model.safetensors.index.json": b'{"weight_map": {"a": "../x.safetensors"}}'},

@@ -1,0 +1,88 @@
+"""Whole tensors of a model that is spread over the ranks, one after the other on rank 0, which holds one at a time beside its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..world import World
+from .boxes import Box, Shape, fault, whole
+from .places import place_of
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A tensor, and for each box of it the first rank that has it."""
+
+    dtype: torch.dtype
+    shape: Shape
+    holders: tuple[tuple[Box, int], ...]
+
+
+def on_host(tensor: Tensor, name: str) -> Tensor:
+    """A tensor that is whole here, on the CPU and contiguous: itself, where it is that already.
+
+    Raises:
+        CheckpointError: it is on the meta device.
+    """
+    if tensor.is_meta:
+        raise CheckpointError(f"{name} is on the meta device and has no values: prepare the model, or load_weights into it")
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+class Gathering:
+    """Made on all ranks together, of the same names in the same order; `bring` is a collective, too.
+
+    Attributes:
+        tensors: what there is, by name; the same on all ranks.
+
+    Raises:
+        CheckpointError: on every rank: a tensor that the ranks do not have all of, or have in layouts that cannot be put together.
+    """
+
+    def __init__(self, world: World, tensors: Mapping[str, Tensor]) -> None:
+        self._world = world
+        self._parts: dict[str, dict[Box, Tensor]] = {}
+        said = ""
+        for name, tensor in tensors.items():
+            try:
+                place = place_of(tensor)
+            except CheckpointError as error:
+                said = said or f"{name}: {error}"
+                continue
+            self._parts[name] = dict(place.parts) if place is not None else {}
+        kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        everyones = world.gather_objects((said, kinds, {name: list(parts) for name, parts in self._parts.items()}))
+        for rank, (words, theirs, _) in enumerate(everyones):
+            if words:
+                raise CheckpointError(words)
+            if theirs != everyones[0][1]:
+                raise CheckpointError(f"rank {rank} has other tensors than rank 0: all ranks must pass the same model")
+        self.tensors: dict[str, Spread] = {}
+        for name, (dtype, shape) in kinds.items():
+            holders: dict[Box, int] = {}
+            for rank, (_, _, boxes) in enumerate(everyones):
+                for box in boxes[name]:
+                    holders.setdefault(box, rank)
+            if wrong := fault(shape, list(holders)):
+                raise CheckpointError(f"{name}: what the ranks have of it is not the whole: {wrong}")
+            self.tensors[name] = Spread(dtype, shape, tuple(holders.items()))
+
+    def bring(self, name: str) -> Tensor | None:
+        """The whole tensor on rank 0, on the CPU and contiguous (the live one itself, where it is that already); None elsewhere."""
+        spread, rank = self.tensors[name], self._world.rank
+        parts = self._parts[name]
+        if rank == 0 and spread.holders == ((whole(spread.shape), 0),):
+            return on_host(next(iter(parts.values())), name)
+        complete = torch.empty(spread.shape, dtype=spread.dtype) if rank == 0 else None
+        for box, holder in spread.holders:
+            if rank == holder and complete is None:
+                self._world.send(parts[box], 0)
+            elif complete is not None:
+                part = parts[box] if holder == 0 else self._world.receive(box.shape, spread.dtype, holder)
+                complete[tuple(slice(o, o + n) for o, n in zip(*box))] = part
+        return complete

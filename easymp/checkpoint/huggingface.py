@@ -1,0 +1,149 @@
+"""Weights as Hugging Face's tools read them: ``model.safetensors``, or shards beside ``model.safetensors.index.json``.
+
+A model that is there already is replaced at once. One file takes the place of another by a rename. Shards get names that no file has,
+and count when the index that names them is in place; what they replace is removed after that. Where a folder holds both a single file
+and an index, the single file counts, for us as for transformers and Accelerate; so whatever the moment of a crash, one whole model is
+there, the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .boxes import Shape
+from .buffers import as_bytes
+from .committed import inside
+from .header import encode, nbytes
+from .manifest import COMMIT, MANIFEST
+from .sources import INDEX, SINGLE
+from .storage import Part, Storage
+
+SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
+TEMPORARY = re.compile(r"\.model.*\.safetensors\.tmp")
+
+Bring = Callable[[str], Tensor | None]
+
+
+class Item(NamedTuple):
+    """A tensor to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def bytes(self) -> int:
+        return nbytes(self.dtype, self.shape) or 0
+
+
+def cut(items: Sequence[Item], most: int) -> list[list[Item]]:
+    """`items` in shards of at most `most` bytes, in their order; one that is larger gets a shard of its own.
+
+    As `split_torch_state_dict_into_shards` of huggingface_hub cuts, so that shards are the same as its own.
+    """
+    shards: list[list[Item]] = []
+    current: list[Item] = []
+    held = 0
+    for item in items:
+        if item.bytes > most:
+            shards.append([item])
+            continue
+        if held + item.bytes > most:
+            shards.append(current)
+            current, held = [], 0
+        current.append(item)
+        held += item.bytes
+    if current or not shards:
+        shards.append(current)
+    # Larger elements first, so that each tensor begins at a multiple of its element.
+    return [sorted(shard, key=lambda item: -item.dtype.itemsize) for shard in shards]
+
+
+def order(shards: Sequence[Sequence[Item]]) -> list[str]:
+    """Names in the order in which `write_model` asks for them."""
+    return [item.name for shard in shards for item in shard]
+
+
+def write_model(
+    storage: Storage, folder: str, shards: Sequence[Sequence[Item]], bring: Bring, aliases: Mapping[str, str] | None = None
+) -> None:
+    """Write `shards` into `folder` of `storage`, which is made where it is missing, in the place of a model that is there.
+
+    Args:
+        bring: gives the whole tensor of a name, on the CPU; called for each one in order.
+        aliases: other names of tensors → the one that is written; noted in the metadata, as the safetensors library does.
+
+    Raises:
+        CheckpointError: the folder is a checkpoint.
+        OSError: it cannot be written; a model that was there is untouched.
+    """
+    there = set(storage.list(folder))
+    if there & {MANIFEST, COMMIT}:
+        raise CheckpointError(
+            f"{inside(storage.place, folder)} is a checkpoint of save_state, whose files must stay what they are: pass another folder"
+        )
+    if not there and storage.size(folder) is not None:
+        raise CheckpointError(f"{inside(storage.place, folder)} is a file: pass a folder")
+    if not there:
+        try:
+            storage.make(folder)
+        except FileExistsError:
+            pass  # an empty one
+    for name in there:
+        if TEMPORARY.fullmatch(name):  # of a save that did not end
+            storage.remove(inside(folder, name))
+    alone = len(shards) == 1 and (storage.renames or SINGLE not in there)
+    names = [SINGLE] if alone else _free(len(shards), there)
+    for name, shard in zip(names, shards):
+        _write(storage, inside(folder, f".{name}.tmp" if storage.renames else name), shard, bring, aliases or {})
+    if storage.renames:
+        storage.sync(folder)
+        for name in names:
+            storage.supplant(inside(folder, f".{name}.tmp"), inside(folder, name))
+        storage.sync(folder)
+    if not alone:
+        storage.replace(inside(folder, INDEX), _index(names, shards))
+    outdated = [name for name in there if SHARD.fullmatch(name) and name not in names]
+    for name in [*({INDEX} if alone else {SINGLE}) & there, *outdated]:
+        storage.remove(inside(folder, name))
+    storage.sync(folder)
+
+
+def _free(size: int, taken: set[str]) -> list[str]:
+    """The usual names of shards, or with a number where there are files of these names."""
+    for number in count(1):
+        stem = "model" if number == 1 else f"model-{number}"
+        names = [f"{stem}-{i:05d}-of-{size:05d}.safetensors" for i in range(1, size + 1)]
+        if not taken & set(names):
+            return names
+    raise AssertionError("numbers do not end")
+
+
+def _write(storage: Storage, path: str, shard: Sequence[Item], bring: Bring, aliases: Mapping[str, str]) -> None:
+    mine = {item.name for item in shard}
+    noted = {other: name for other, name in aliases.items() if name in mine}
+    header, slots = encode(shard, {"format": "pt", **noted})
+
+    def parts() -> Iterator[Part]:
+        yield header
+        for item in shard:
+            tensor = bring(item.name)
+            assert tensor is not None, "this is rank 0"
+            if tensor.numel():
+                yield as_bytes(tensor)
+
+    storage.put(path, parts(), slots[-1].end if slots else len(header))
+
+
+def _index(names: Sequence[str], shards: Sequence[Sequence[Item]]) -> bytes:
+    total = sum(item.bytes for shard in shards for item in shard)
+    table = {item.name: name for name, shard in zip(names, shards) for item in shard}
+    return (json.dumps({"metadata": {"total_size": total}, "weight_map": table}, indent=2, sort_keys=True) + "\n").encode()

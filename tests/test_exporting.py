@@ -1,0 +1,416 @@
+"""Weights out: the layout that Hugging Face's tools read, from every strategy, and never half of a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch import Tensor, nn
+
+import easymp
+from easymp import Accelerator, load_weights
+from easymp.checkpoint.huggingface import Item, cut
+from easymp.checkpoint.local import LocalStorage
+from easymp.errors import CheckpointError, RefusedError, SettingError
+
+from .strategies.models import BATCH, MODELS, make
+from .strategies.models import whole as full
+from .strategies.ways import WAYS
+
+State = dict[str, Tensor]
+
+
+@pytest.fixture
+def acc() -> Iterator[Accelerator]:
+    with Accelerator(mixed_precision="no", cpu=True) as accelerator:
+        yield accelerator
+
+
+def read(folder: Path) -> State:
+    """All tensors of a folder, by the safetensors library."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return load_file(folder / "model.safetensors")
+    table = json.loads(index.read_text())["weight_map"]
+    state: State = {}
+    for file in set(table.values()):
+        state.update({name: t for name, t in load_file(folder / file).items() if table[name] == file})
+    assert set(state) == set(table)
+    return state
+
+
+# -- every strategy ----------------------------------------------------------------------------------------------------
+
+
+def export(label: str, folder: str) -> list[tuple[State, State]]:
+    """Of each kind of model, after a step: what get_state_dict gives, and what is live on this rank; save_model writes it."""
+    way = WAYS[label]
+    found = []
+    for kind in MODELS:
+        options = {**way.options, **way.more.get(kind, {})}
+        with Accelerator(mixed_precision="no", strategy=way.strategy, strategy_options=options, timeout=30) as acc:
+            given = make(kind)
+            model, optimizer = acc.prepare(given, torch.optim.SGD(given.parameters(), lr=0.05))
+            spread = acc._prepared.strategy
+            x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[spread.data_rank]
+            acc.backward(model(x).square().mean())
+            optimizer.step()
+            acc.save_model(model, Path(folder, kind), max_shard_size=2000)
+            state = {name: t.clone() for name, t in acc.get_state_dict(model).items()}
+            live = [*model.named_parameters(), *(model.named_buffers() if acc.is_main_process else ())]
+            found.append((state, {name: full(t) for name, t in live if not t.is_meta}))
+    return found
+
+
+@pytest.mark.parametrize(("label", "size"), [(label, size) for label, way in WAYS.items() for size in way.sizes])
+def test_whole_weights_from_every_strategy(ranks: Any, tmp_path: Path, label: str, size: int) -> None:
+    several = ranks(export, label, str(tmp_path), processes=size)
+    sharded = WAYS[label].strategy in ("fsdp", "hsdp", "tensor_parallel", "pipeline")
+    for i, kind in enumerate(MODELS):
+        written, names = read(tmp_path / kind), set(make(kind).state_dict())
+        assert set(written) == names - {"head.weight"}
+        for rank, found in enumerate(several):
+            state, live = found[i]
+            for name, tensor in live.items():
+                if label != "local_sgd" or name in dict(make(kind).named_parameters()):
+                    torch.testing.assert_close(written[name], tensor, rtol=0, atol=0)
+            assert set(state) == (names if rank == 0 or not sharded else set())
+        for name, tensor in several[0][i][0].items():
+            torch.testing.assert_close(tensor, written["embed.weight" if name == "head.weight" else name], rtol=0, atol=0)
+
+
+def again(folder: str) -> State:
+    """What local_sgd saves between two averagings is the average."""
+    with Accelerator(mixed_precision="no", strategy="local_sgd", strategy_options={"every": 10}, timeout=30) as acc:
+        given = make("mlp")
+        model, optimizer = acc.prepare(given, torch.optim.SGD(given.parameters(), lr=0.5))
+        acc.backward(model(torch.full((4, 12), float(acc.process_index))).square().mean())
+        optimizer.step()
+        mine = {name: p.detach().clone() for name, p in model.named_parameters()}
+        acc.save_model(model, folder)
+    return mine
+
+
+def test_ranks_that_train_alone_are_averaged_first(ranks: Any, tmp_path: Path) -> None:
+    one, other = ranks(again, str(tmp_path))
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+    for name, tensor in read(tmp_path).items():
+        torch.testing.assert_close(tensor, (one[name] + other[name]) / 2)
+
+
+def only_main_saves(folder: str) -> None:
+    with Accelerator(mixed_precision="no", strategy="ddp", timeout=30) as acc:
+        model = acc.prepare(make("tied"))
+        if acc.is_main_process:
+            acc.save_model(model, folder)
+            acc.get_state_dict(model)
+
+
+def test_where_models_are_whole_the_main_process_alone_may_save(ranks: Any, tmp_path: Path) -> None:
+    ranks(only_main_saves, str(tmp_path))
+    assert read(tmp_path)
+
+
+def into_a_file(strategy: str, folder: str) -> None:
+    with Accelerator(mixed_precision="no", strategy=strategy, timeout=30) as acc:
+        model = acc.prepare(make("mlp"))
+        with pytest.raises(CheckpointError, match=r"a file: pass a folder"):
+            acc.save_model(model, Path(folder, "file"))
+        acc.save_model(model, Path(folder, "folder"))  # and all ranks are still together
+
+
+def test_every_rank_of_a_sharded_model_hears_of_an_error(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ranks(into_a_file, "fsdp", str(tmp_path))
+    assert read(tmp_path / "folder")
+
+
+# -- the layout --------------------------------------------------------------------------------------------------------
+
+
+def test_one_file_as_the_library_writes_it(acc: Accelerator, tmp_path: Path) -> None:
+    acc.save_model(acc.prepare(make("tied")), tmp_path / "new" / "folder")
+    file = tmp_path / "new" / "folder" / "model.safetensors"
+    assert [p.name for p in file.parent.iterdir()] == [file.name]
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    again = make("tied")
+    with torch.no_grad():
+        again.embed.weight.zero_()  # type: ignore[union-attr, operator]
+    assert load_model(again, file) == (set(), [])
+    assert all(torch.equal(t, again.state_dict()[name]) for name, t in make("tied").state_dict().items())
+
+
+@pytest.mark.parametrize("most", [1, 700, 2000, 4400, "3KB", 10**6])
+@pytest.mark.parametrize("kind", MODELS)
+def test_shards_are_cut_as_hugging_face_cuts(acc: Accelerator, tmp_path: Path, kind: str, most: Any) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    state = {name: t for name, t in make(kind).state_dict().items() if name != "head.weight"}
+    expected = hub.split_torch_state_dict_into_shards(state, filename_pattern="model{suffix}.safetensors", max_shard_size=most)
+    acc.save_model(make(kind), tmp_path, max_shard_size=most)
+    index = tmp_path / "model.safetensors.index.json"
+    assert index.exists() == expected.is_sharded
+    if expected.is_sharded:
+        assert json.loads(index.read_text()) == {"metadata": expected.metadata, "weight_map": expected.tensor_to_filename}
+    assert {p.name for p in tmp_path.glob("*.safetensors")} == set(expected.filename_to_tensors)
+    for file, names in expected.filename_to_tensors.items():
+        assert set(load_file(tmp_path / file)) == set(names)
+
+
+def test_tensors_begin_at_multiples_of_their_elements() -> None:
+    shards = cut([Item("a", torch.bool, (3,)), Item("b", torch.float64, (2,)), Item("c", torch.bfloat16, (1,))], 100)
+    assert [[item.name for item in shard] for shard in shards] == [["b", "c", "a"]]
+
+
+@pytest.mark.parametrize("kind", ["tied", "conv"])
+@pytest.mark.parametrize("most", [2000, "10GB"])
+def test_accelerate_loads_it(acc: Accelerator, tmp_path: Path, kind: str, most: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    acc.save_model(make(kind), tmp_path, max_shard_size=most)
+    expected = make(kind).state_dict()
+
+    def blank() -> nn.Module:
+        model = MODELS[kind]()
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tensor.zero_()
+        return model
+
+    model = blank()
+    accelerate.utils.load_checkpoint_in_model(model, str(tmp_path), strict=kind != "tied")
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in expected.items())
+    with accelerate.init_empty_weights():
+        model = MODELS[kind]()
+    if kind == "tied":
+        model.head.weight = model.embed.weight  # type: ignore[union-attr]
+    model = accelerate.load_checkpoint_and_dispatch(model, str(tmp_path), device_map={"": "cpu"})
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in expected.items())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_it_comes_back(acc: Accelerator, tmp_path: Path, kind: str) -> None:
+    acc.save_model(make(kind), tmp_path, max_shard_size="2KB")
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    assert not load_weights(model, tmp_path)
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in make(kind).state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.bool]
+)
+def test_other_dtypes_come_back(acc: Accelerator, tmp_path: Path, dtype: torch.dtype) -> None:
+    model, again = nn.Module(), nn.Module()
+    model.register_buffer("x", (torch.arange(6.0).view(2, 3).T - 1).to(dtype))  # with other strides
+    again.register_buffer("x", torch.zeros(3, 2).to(dtype))
+    model.register_buffer("empty", torch.empty(0, 3, dtype=dtype))
+    again.register_buffer("empty", torch.empty(0, 3, dtype=dtype))
+    acc.save_model(model, tmp_path)
+    load_weights(again, tmp_path)
+    one, other = (m.x.flatten().contiguous() for m in (model, again))  # type: ignore[operator, union-attr]
+    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+# -- in the place of another -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [2000, 10**6])
+@pytest.mark.parametrize("after", [2000, 3000, 10**6])
+def test_a_model_is_replaced(acc: Accelerator, tmp_path: Path, before: int, after: int) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / ".model.safetensors.tmp").write_text("left by a save that was killed")
+    for most in (before, after, after):
+        model = make("mlp")
+        with torch.no_grad():
+            model[0].weight.fill_(most)  # type: ignore[index, union-attr, operator]
+        acc.save_model(model, tmp_path, max_shard_size=most)
+        assert all(torch.equal(t, model.state_dict()[name]) for name, t in read(tmp_path).items())
+    index = tmp_path / "model.safetensors.index.json"
+    used = set(json.loads(index.read_text())["weight_map"].values()) | {index.name} if after < 10**6 else {"model.safetensors"}
+    assert {p.name for p in tmp_path.iterdir()} == used | {"config.json"}
+
+
+class Stop(BaseException):
+    """The process is gone."""
+
+
+@pytest.mark.parametrize("before", [2000, 10**6])
+@pytest.mark.parametrize("after", [2000, 10**6])
+def test_killed_at_any_operation_one_whole_model_is_there(
+    acc: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
+) -> None:
+    old, new = make("mlp"), make("mlp")
+    with torch.no_grad():
+        for p in new.parameters():
+            p.add_(1)
+    changing = ("put", "supplant", "replace", "remove", "sync")
+    left = [0]
+
+    def guarded(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Stop
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in changing:
+        monkeypatch.setattr(LocalStorage, name, guarded(getattr(LocalStorage, name)))
+    outcomes = []
+    for steps in range(100):
+        folder = tmp_path / str(steps)
+        left[0] = 10**6
+        acc.save_model(old, folder, max_shard_size=before)
+        left[0] = steps
+        try:
+            acc.save_model(new, folder, max_shard_size=after)
+            outcomes.append("done")
+        except Stop:
+            outcomes.append("stopped")
+        left[0] = 10**6
+        model = make("mlp")
+        with torch.no_grad():
+            model[0].weight.zero_()  # type: ignore[index, union-attr, operator]
+        load_weights(model, folder)
+        which = [all(torch.equal(t, m.state_dict()[n]) for n, t in model.state_dict().items()) for m in (old, new)]
+        assert sum(which) == 1, steps
+        if outcomes[-1] == "done":
+            assert which == [False, True]
+            break
+    assert outcomes[-1] == "done" and len(outcomes) > 4
+
+
+def test_a_full_disk_leaves_what_was_there(acc: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    acc.save_model(make("mlp"), tmp_path)
+
+    def full_disk(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalStorage, "put", full_disk)
+    with pytest.raises(CheckpointError, match=r"the model was not saved .*No space left"):
+        acc.save_model(make("conv"), tmp_path)
+    assert not load_weights(make("mlp"), tmp_path)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_refused(acc: Accelerator, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="safe_serialization=False"):
+        acc.save_model(make("mlp"), tmp_path, safe_serialization=False)
+    with pytest.raises(SettingError, match="max_shard_size='much' is no size"):
+        acc.save_model(make("mlp"), tmp_path, max_shard_size="much")
+    with torch.device("meta"):
+        bare = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="weight is on the meta device"):
+        acc.save_model(bare, tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_checkpoint_is_not_written_into(acc: Accelerator, tmp_path: Path) -> None:
+    model = acc.prepare(make("mlp"))
+    acc.save_state(tmp_path / "step")
+    with pytest.raises(CheckpointError, match="is a checkpoint of save_state"):
+        acc.save_model(model, tmp_path / "step")
+
+
+def test_state_that_is_no_tensor_is_named(acc: Accelerator, tmp_path: Path) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"amax": 3}
+
+    with pytest.raises(CheckpointError, match=r"'_extra_state' in the state_dict of this Extra is a dict.*save_state"):
+        acc.save_model(Extra(2, 2), tmp_path)
+    assert acc.get_state_dict(Extra(2, 2))["_extra_state"] == {"amax": 3}
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_compiled_models(acc: Accelerator, tmp_path: Path) -> None:
+    model: Any = torch.compile(make("mlp"))
+    acc.save_model(model, tmp_path)
+    names = list(make("mlp").state_dict())
+    assert sorted(read(tmp_path)) == sorted(names)
+    assert list(acc.get_state_dict(model)) == names
+    assert list(acc.get_state_dict(model, unwrap=False)) == [f"_orig_mod.{name}" for name in names]
+
+
+# -- one object in one file --------------------------------------------------------------------------------------------
+
+TREES: list[Any] = [
+    {"a": torch.arange(3), "b": {"c": [1, 2.5, None, True, "x"], "d": (b"\0", float("inf"))}},
+    [torch.ones(2, 2, dtype=torch.bfloat16), {1: "one", (2, 3): torch.tensor(4)}],
+    torch.arange(6.0).view(2, 3).T,
+    {"epoch": 3},
+    {},
+    "words",
+]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other) and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: str(tree)[:20])
+def test_objects_come_back(acc: Accelerator, tmp_path: Path, tree: Any) -> None:
+    for _ in range(2):  # the second takes the place of the first
+        acc.save(tree, tmp_path / "x.safetensors")
+    assert same(easymp.load(tmp_path / "x.safetensors"), tree)
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+    load_file(tmp_path / "x.safetensors")
+
+
+def test_plain_data_as_plain_json(acc: Accelerator, tmp_path: Path) -> None:
+    acc.save({"epoch": 3, "best": [0.5]}, tmp_path / "x.json")
+    assert json.loads((tmp_path / "x.json").read_text()) == {"epoch": 3, "best": [0.5]} == easymp.load(tmp_path / "x.json")
+    with pytest.raises(CheckpointError, match=r"object/a is a tensor, which JSON has no form for"):
+        acc.save({"a": torch.ones(1), "b": 1}, tmp_path / "x.json")
+
+
+def test_a_state_dict_is_a_plain_file_with_tied_weights_once(acc: Accelerator, tmp_path: Path) -> None:
+    acc.save(make("tied").state_dict(), tmp_path / "x.safetensors")
+    assert "head.weight" not in load_file(tmp_path / "x.safetensors")
+    back = easymp.load(tmp_path / "x.safetensors")
+    assert set(back) == set(make("tied").state_dict()) and back["head.weight"] is back["embed.weight"]
+
+
+def test_what_cannot_be_saved_says_where(acc: Accelerator, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"object/a/1: "):
+        acc.save({"a": [1, lambda: 2]}, tmp_path / "x.safetensors")
+    with pytest.raises(RefusedError, match=r"call it .*x.safetensors"):
+        acc.save({"a": torch.ones(1)}, tmp_path / "x.pt")
+    with pytest.raises(RefusedError, match="safe_serialization=False"):
+        acc.save({"a": torch.ones(1)}, tmp_path / "x.safetensors", safe_serialization=False)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        acc.save({"a": torch.ones(1)}, tmp_path / "no" / "folder" / "x.safetensors")
+    with pytest.raises(CheckpointError, match="no such file"):
+        easymp.load(tmp_path / "x.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def save_a_shard(path: str) -> None:
+    with Accelerator(mixed_precision="no", strategy="fsdp", timeout=30) as acc:
+        model = acc.prepare(make("mlp"))
+        if acc.is_main_process:
+            with pytest.raises(CheckpointError, match=r"0.weight is spread over the ranks: save what get_state_dict"):
+                acc.save(model.state_dict(), path)
+        acc.save(acc.get_state_dict(model), path)
+
+
+def test_a_shard_is_not_taken_for_the_whole(ranks: Any, tmp_path: Path) -> None:
+    ranks(save_a_shard, str(tmp_path / "x.safetensors"))
+    assert easymp.load(tmp_path / "x.safetensors")["0.weight"].shape == (33, 12)
