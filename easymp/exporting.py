@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from .checkpoint.gathering import Gathering, on_host
-from .checkpoint.huggingface import Bring, Item, cut, order, write_model
+from .checkpoint.huggingface import Bring, write_model
 from .checkpoint.names import canonical
+from .checkpoint.sharding import Item, cut, order
 from .checkpoint.single import save_tree
-from .checkpoint.sources import parted
+from .checkpoint.tensor_files import parted
 from .errors import CheckpointError, RefusedError
 from .prepared import unwrap as unwrapped
 from .settings import read_bytes

@@ -12,17 +12,15 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .boxes import Shape
 from .buffers import as_bytes
 from .committed import inside
-from .header import encode, nbytes
+from .header import encode
 from .manifest import COMMIT, MANIFEST
+from .sharding import Item
 from .sources import INDEX, SINGLE
 from .storage import Part, Storage
 
@@ -30,46 +28,6 @@ SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 TEMPORARY = re.compile(r"\.model.*\.safetensors\.tmp")
 
 Bring = Callable[[str], Tensor | None]
-
-
-class Item(NamedTuple):
-    """A tensor to be written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: Shape
-
-    @property
-    def bytes(self) -> int:
-        return nbytes(self.dtype, self.shape) or 0
-
-
-def cut(items: Sequence[Item], most: int) -> list[list[Item]]:
-    """`items` in shards of at most `most` bytes, in their order; one that is larger gets a shard of its own.
-
-    As `split_torch_state_dict_into_shards` of huggingface_hub cuts, so that shards are the same as its own.
-    """
-    shards: list[list[Item]] = []
-    current: list[Item] = []
-    held = 0
-    for item in items:
-        if item.bytes > most:
-            shards.append([item])
-            continue
-        if held + item.bytes > most:
-            shards.append(current)
-            current, held = [], 0
-        current.append(item)
-        held += item.bytes
-    if current or not shards:
-        shards.append(current)
-    # Larger elements first, so that each tensor begins at a multiple of its element.
-    return [sorted(shard, key=lambda item: -item.dtype.itemsize) for shard in shards]
-
-
-def order(shards: Sequence[Sequence[Item]]) -> list[str]:
-    """Names in the order in which `write_model` asks for them."""
-    return [item.name for shard in shards for item in shard]
 
 
 def write_model(

@@ -20,10 +20,11 @@ from .gathering import on_host
 from .header import encode
 from .manifest import Piece, Stored
 from .matching import memory
-from .sources import file_in, parted, read_header
+from .slabs import Want
 from .storage import Part
-from .streaming import Want, stream
+from .streaming import stream
 from .strict import dumps, loads
+from .tensor_files import file_in, parted, read_header
 from .trees import pack, unpack
 
 TREE = "easymp"  # what the structure is called in the metadata

@@ -5,34 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..errors import CheckpointError
 from .boxes import whole
 from .committed import inside, open_manifest
 from .folders import current
-from .header import Slot, decode, length
-from .local import LocalStorage
 from .manifest import COMMIT, MANIFEST, Piece, Stored
 from .storage import Storage
 from .strict import loads
+from .tensor_files import SourceFile, file_in, parted, read_header, storage_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GROUP = "model/"  # what the first model's tensors are called in a checkpoint
 LARGEST_INDEX = 2**28  # bytes
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file with tensors; `checksums` of each BLOCK, or None where nobody wrote any down."""
-
-    storage: Storage
-    name: str
-    size: int
-    checksums: tuple[int, ...] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.storage.place.rstrip('/')}/{self.name}"
 
 
 @dataclass(frozen=True)
@@ -101,46 +86,10 @@ def _what_else(there: set[str]) -> str:
     return f"no weights: neither {SINGLE}, nor {INDEX}, nor a checkpoint ({MANIFEST}), {found}"
 
 
-def storage_of(folder: str) -> Storage:
-    return LocalStorage(folder)
-
-
-def parted(path: str) -> tuple[Storage, str]:
-    """The folder that a file or folder lies in, and its name there; `path` is local or a URL."""
-    if "://" in path:
-        folder, _, name = path.rstrip("/").rpartition("/")
-    else:
-        folder, name = os.path.split(os.path.abspath(path))
-    return storage_of(folder), name
-
-
-def file_in(folder: Storage, name: str) -> SourceFile:
-    """A file that somebody else wrote; links are followed, for a cache of downloads is made of them."""
-    if isinstance(folder, LocalStorage):
-        real = Path(folder.place, name).resolve()
-        folder, name = LocalStorage(real.parent), real.name
-    size = folder.size(name)
-    if size is None:
-        raise CheckpointError(f"{folder.place}/{name}: there is no such file")
-    return SourceFile(folder, name, size)
-
-
 def _single(place: str, folder: Storage, name: str) -> Source:
     file = file_in(folder, name)
     tensors, aliases = _described(file, name)
     return Source(place, tensors, aliases, {name: file})
-
-
-def read_header(file: SourceFile) -> tuple[dict[str, Slot], dict[str, str]]:
-    """The tensors of a safetensors file, and its metadata.
-
-    Raises:
-        CheckpointError: it is none.
-    """
-    base = length(file.storage.head(file.name, 8), file.size, str(file))
-    text = file.storage.head(file.name, base)
-    slots = decode(text, file.size, str(file))
-    return slots, loads(text[8:base], str(file)).get("__metadata__", {})
 
 
 def _described(file: SourceFile, known_as: str) -> tuple[dict[str, Stored], dict[str, str]]:

@@ -7,45 +7,15 @@ gaps) they pass through a staging buffer, some rows at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .boxes import Box, overlap, runs
 from .buffers import aligned, as_bytes
-from .manifest import Piece, Stored
-from .sources import SourceFile
+from .slabs import STAGE, Slab, Want, slabs_of
 from .storage import Tick
-
-STAGE = 2**25  # bytes read before they are converted
-ALIGNMENT = 64  # bytes; every dtype's size divides it
-
-
-@dataclass(frozen=True, eq=False)
-class Want:
-    """The elements of `box` of a stored tensor shall be in `into`, a view of that shape with memory here."""
-
-    stored: Stored
-    box: Box
-    into: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class _Slab:
-    """A part of one piece that is read at once, and where it goes."""
-
-    begin: int  # its first byte in the file
-    piece: Piece
-    dtype: torch.dtype
-    box: Box
-    into: Tensor
-    direct: bool  # read into the memory of `into` itself
-
-    @property
-    def staged(self) -> int:
-        """Bytes that it takes of the staging buffer."""
-        return 0 if self.direct else -(-self.box.count * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+from .tensor_files import SourceFile
 
 
 def stream(files: Mapping[str, SourceFile], wants: Iterable[Want], tick: Tick = lambda n: None) -> None:
@@ -56,9 +26,9 @@ def stream(files: Mapping[str, SourceFile], wants: Iterable[Want], tick: Tick = 
         OSError: a file cannot be read.
     """
     now, later = _rounds(wants)
-    by_file: dict[str, list[_Slab]] = {}
+    by_file: dict[str, list[Slab]] = {}
     for want in now:
-        for slab in _slabs_of(want):
+        for slab in slabs_of(want):
             by_file.setdefault(slab.piece.file, []).append(slab)
     needed = sum(slab.staged for slabs in by_file.values() for slab in slabs)
     largest = max((slab.staged for slabs in by_file.values() for slab in slabs), default=0)
@@ -87,39 +57,8 @@ def _rounds(wants: Iterable[Want]) -> tuple[list[Want], list[Want]]:
     return now, later
 
 
-def _slabs_of(want: Want) -> Iterator[_Slab]:
-    stored, size = want.stored, want.stored.dtype.itemsize
-    for piece in stored.pieces:
-        common = overlap(piece.box, want.box)
-        if common is None:
-            continue
-        into = want.into
-        for d, (o, n, base) in enumerate(zip(common.offset, common.shape, want.box.offset)):
-            into = into.narrow(d, o - base, n)
-        plain = into.is_cpu and into.is_contiguous() and not into.is_conj() and not into.is_neg()
-        direct = plain and into.dtype == stored.dtype
-        for box, view in [(common, into)] if direct else _rows(common, into, STAGE // size):
-            first, _ = next(runs(box, piece.box))
-            yield _Slab(piece.begin + first * size, piece, stored.dtype, box, view, direct)
-
-
-def _rows(box: Box, view: Tensor, most: int) -> Iterator[tuple[Box, Tensor]]:
-    """`box` in parts of at most `most` elements, in order, each with its part of `view`."""
-    dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
-    if box.count <= most or dim is None:
-        yield box, view
-        return
-    each = max(most // (box.count // box.shape[dim]), 1)
-    for first in range(0, box.shape[dim], each):
-        count = min(each, box.shape[dim] - first)
-        part = Box(
-            (*box.offset[:dim], box.offset[dim] + first, *box.offset[dim + 1 :]), (*box.shape[:dim], count, *box.shape[dim + 1 :])
-        )
-        yield from _rows(part, view.narrow(dim, first, count), most)
-
-
-def _batches(slabs: Sequence[_Slab], room: int) -> Iterator[list[_Slab]]:
-    batch: list[_Slab] = []
+def _batches(slabs: Sequence[Slab], room: int) -> Iterator[list[Slab]]:
+    batch: list[Slab] = []
     held = 0
     for slab in slabs:
         if held + slab.staged > room:
@@ -131,7 +70,7 @@ def _batches(slabs: Sequence[_Slab], room: int) -> Iterator[list[_Slab]]:
         yield batch
 
 
-def _read(file: SourceFile, batch: Sequence[_Slab], stage: Tensor, tick: Tick) -> None:
+def _read(file: SourceFile, batch: Sequence[Slab], stage: Tensor, tick: Tick) -> None:
     wanted: list[tuple[int, memoryview]] = []
     converted: list[tuple[Tensor, Tensor]] = []
     used = 0

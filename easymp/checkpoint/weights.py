@@ -22,8 +22,9 @@ from .boxes import whole
 from .manifest import Stored
 from .matching import SHOWN, Live, Skipped, dtype_fault, hint, live_tensors, match, name_of, renamed_in
 from .places import place_of
+from .slabs import Want
 from .sources import Source, open_source
-from .streaming import Want, stream
+from .streaming import stream
 
 logger = get_logger(__name__)
 

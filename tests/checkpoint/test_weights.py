@@ -263,7 +263,7 @@ def test_an_untied_model_takes_what_the_file_says_of_other_names(tmp_path: Path)
 
 def test_rows_with_gaps_and_buffers_larger_than_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory formats other than the file's go through a buffer, some rows at a time."""
-    monkeypatch.setattr("easymp.checkpoint.streaming.STAGE", 256)
+    monkeypatch.setattr("easymp.checkpoint.slabs.STAGE", 256)
     state = {"weight": torch.rand(6, 5, 3, 3), "bias": torch.rand(6)}
     model = nn.Conv2d(5, 6, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     load_weights(model, in_one_file(tmp_path, state))

@@ -1,0 +1,73 @@
+"""The parts in which a box of a stored tensor is read, and where each of them goes in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .boxes import Box, overlap, runs
+from .manifest import Piece, Stored
+
+STAGE = 2**25  # bytes read before they are converted
+ALIGNMENT = 64  # bytes; every dtype's size divides it
+
+
+@dataclass(frozen=True, eq=False)
+class Want:
+    """The elements of `box` of a stored tensor shall be in `into`, a view of that shape with memory here."""
+
+    stored: Stored
+    box: Box
+    into: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """A part of one piece that is read at once, and where it goes."""
+
+    begin: int  # its first byte in the file
+    piece: Piece
+    dtype: torch.dtype
+    box: Box
+    into: Tensor
+    direct: bool  # read into the memory of `into` itself
+
+    @property
+    def staged(self) -> int:
+        """Bytes that it takes of the staging buffer."""
+        return 0 if self.direct else -(-self.box.count * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def slabs_of(want: Want) -> Iterator[Slab]:
+    """The parts of `want`, in the order in which they lie in each file."""
+    stored, size = want.stored, want.stored.dtype.itemsize
+    for piece in stored.pieces:
+        common = overlap(piece.box, want.box)
+        if common is None:
+            continue
+        into = want.into
+        for d, (o, n, base) in enumerate(zip(common.offset, common.shape, want.box.offset)):
+            into = into.narrow(d, o - base, n)
+        plain = into.is_cpu and into.is_contiguous() and not into.is_conj() and not into.is_neg()
+        direct = plain and into.dtype == stored.dtype
+        for box, view in [(common, into)] if direct else _rows(common, into, STAGE // size):
+            first, _ = next(runs(box, piece.box))
+            yield Slab(piece.begin + first * size, piece, stored.dtype, box, view, direct)
+
+
+def _rows(box: Box, view: Tensor, most: int) -> Iterator[tuple[Box, Tensor]]:
+    """`box` in parts of at most `most` elements, in order, each with its part of `view`."""
+    dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
+    if box.count <= most or dim is None:
+        yield box, view
+        return
+    each = max(most // (box.count // box.shape[dim]), 1)
+    for first in range(0, box.shape[dim], each):
+        count = min(each, box.shape[dim] - first)
+        part = Box(
+            (*box.offset[:dim], box.offset[dim] + first, *box.offset[dim + 1 :]), (*box.shape[:dim], count, *box.shape[dim + 1 :])
+        )
+        yield from _rows(part, view.narrow(dim, first, count), most)
