@@ -21,7 +21,7 @@ def preflight(storage: Storage, folder: str, manifest: Manifest, files: Collecti
     """
     held = expected(manifest, files)
     for name in files:
-        for why, _ in faults(storage, folder, name, manifest, held[name]):
+        for why, _ in faults(storage, folder, name, manifest.files[name].size, held[name]):
             raise CheckpointError(f"{inside(inside(storage.place, folder), name)}: {why}: load another checkpoint")
 
 
@@ -37,10 +37,10 @@ def expected(manifest: Manifest, files: Collection[str]) -> dict[str, dict[str, 
 
 
 def faults(
-    storage: Storage, folder: str, name: str, manifest: Manifest, held: dict[str, tuple[str, Slot]]
+    storage: Storage, folder: str, name: str, size: int, held: dict[str, tuple[str, Slot]]
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What is wrong with a file, in words, and the tensors that it concerns. `held` is what its header should have."""
-    path, size = inside(folder, name), manifest.files[name].size
+    """What is wrong with a file, in words, and the tensors that it concerns. It should have `size` bytes, and a header that says `held`."""
+    path = inside(folder, name)
     concerned = tuple(tensor for tensor, _ in held.values())
     found = storage.size(path)
     if found is None:
@@ -59,8 +59,8 @@ def faults(
     for word in sorted(slots.keys() | held.keys()):
         tensor, slot = held.get(word, (None, None))
         if slots.get(word) != slot:
-            what = f"{word!r:.300} as {_said(slots.get(word))}, and the manifest has {_said(slot)}"
-            yield f"its header has {what}", () if tensor is None else (tensor,)
+            there, here = _said(slots.get(word)), _said(slot)
+            yield f"its header says other than the manifest of {word!r:.300}: {there}, not {here}", (tensor,) if tensor else ()
 
 
 def _said(slot: Slot | None) -> str:

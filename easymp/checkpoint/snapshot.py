@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .boxes import Box, whole
+from .boxes import Box, overlap, whole
 from .manifest import Manifest, Stored
 from .places import place_of
 from .planning import Brought
+from .preflight import preflight
 from .sources import SourceFile
 from .storage import Storage, Tick
 from .streaming import Want, stream
@@ -161,6 +162,8 @@ class Reading:
         Raises:
             CheckpointError: bytes that are missing, or not what was written.
         """
+        needed = {p.file for w in self._wanted for p in w.stored.pieces if overlap(p.box, w.box)}
+        preflight(self._storage, self._folder, self.manifest, sorted(needed))
         files = {
             name: SourceFile(self._storage, f"{self._folder}/{name}", record.size, record.checksums)
             for name, record in self.manifest.files.items()

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from ..errors import CheckpointError
 from .catalog import bytes_of
 from .committed import inside
-from .header import Slot, decode, filed, length
 from .manifest import BLOCK, FileRecord, Manifest
 from .opening import Opened, open_checkpoint
-from .planning import key
+from .preflight import expected, faults
 from .progress import expect
 from .storage import Storage, Tick
 
@@ -46,8 +45,12 @@ def verify(folder: str | os.PathLike[str], tick: Tick = lambda n: None) -> list[
     opened = open_checkpoint(folder)
     found: list[Damage] = []
     expect(tick, bytes_of(opened.manifest))
+    held = expected(opened.manifest, opened.manifest.files)
     for name, record in opened.manifest.files.items():
-        found += list(_bytes_of(opened, name, record, tick)) or _header_of(opened, name, record)
+        found += list(_bytes_of(opened, name, record, tick)) or [
+            Damage(name, why, None, tensors)
+            for why, tensors in faults(opened.storage, opened.folder, name, record.size, held[name])
+        ]
     return found
 
 
@@ -88,31 +91,3 @@ def _in_bytes(manifest: Manifest, file: str, begin: int, end: int) -> tuple[str,
         for name, stored in manifest.tensors.items()
         if any(p.file == file and p.begin < end and begin < p.begin + p.box.count * stored.dtype.itemsize for p in stored.pieces)
     )
-
-
-def _header_of(opened: Opened, name: str, record: FileRecord) -> list[Damage]:
-    """Where the header of a file says other than the manifest: other tools would read other tensors than we do."""
-    expected = {
-        key(tensor, piece.box, stored.shape): (tensor, *filed(stored.dtype, piece.box.shape), piece.begin)
-        for tensor, stored in opened.manifest.tensors.items()
-        for piece in stored.pieces
-        if piece.file == name
-    }
-    if not expected and not name.endswith(".safetensors"):
-        return []
-    try:
-        storage, path = opened.storage, inside(opened.folder, name)
-        slots = decode(storage.head(path, length(storage.head(path, 8), record.size, name)), record.size, name)
-    except CheckpointError as error:
-        return [Damage(name, str(error).removeprefix(f"{name}: "), None, tuple(tensor for tensor, *_ in expected.values()))]
-    return [
-        Damage(
-            name, f"its header says other than the manifest of {word!r}", None, (expected[word][0],) if word in expected else ()
-        )
-        for word in sorted(slots.keys() | expected.keys())
-        if not _same(slots.get(word), expected.get(word))
-    ]
-
-
-def _same(slot: Slot | None, expected: tuple[object, ...] | None) -> bool:
-    return slot is not None and expected is not None and (slot.dtype, slot.shape, slot.begin) == expected[1:]
