@@ -106,7 +106,7 @@ class Weights:
             raise CheckpointError(said)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
-        """Write an object to one file, on the main process, without pickle: see `easymp.load` for reading it.
+        """Write an object to one file, on the main process. `easymp.load` reads it, and runs no code.
 
         Args:
             obj: tensors by name, which make a plain safetensors file; or anything of dicts, lists, tuples, sets, numbers, words, bytes,

@@ -2,8 +2,8 @@
 
 A view shares the module's ``__dict__``, so parameters, buffers, hooks, methods, attributes, ``state_dict`` names and
 ``isinstance`` are the module's own, and an assignment to one is seen by the other. Only its class differs: a subclass made for
-it, whose ``__call__`` goes through autocast and the strategy's wrapper. Nothing is set on the user's module. Copies and
-pickles of a view are of the module.
+it, whose ``__call__`` goes through autocast and the strategy's wrapper. Nothing is set on the user's module. Copies of a
+view, for this process or another, are of the module.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _View:
 
 
 def _itself(module: nn.Module) -> nn.Module:
-    """What unpickling a view calls."""
+    """What making a copy of a view calls."""
     return module
 
 

@@ -430,6 +430,10 @@ def test_function_that_kills_its_rank():
         debug_launcher(die)
 
 
+def test_a_large_result_comes_back():
+    assert debug_launcher(lambda: bytes(10**6), num_processes=1) == [bytes(10**6)]
+
+
 def test_a_result_that_cannot_be_sent_back_is_none():
     with pytest.warns(EasympWarning, match="rank 0's result cannot be sent back"):
         assert debug_launcher(lambda: lambda: 1, num_processes=1) == [None]

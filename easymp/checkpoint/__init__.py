@@ -1,4 +1,4 @@
-"""Checkpoints: sharded safetensors and JSON, committed at once, verified, read by any number of ranks. No pickle.
+"""Checkpoints: sharded safetensors and JSON, committed at once, verified, read by any number of ranks. Reading runs no code.
 
 Names are loaded at first use, so that the command line can list its commands without waiting for torch.
 """

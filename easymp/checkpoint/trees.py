@@ -1,4 +1,4 @@
-"""Python state as JSON, without pickle: what plain JSON lacks is tagged, tensors go to files and leave their name.
+"""Python state as JSON, which runs no code when it is read: what plain JSON lacks is tagged, tensors go to files and leave their name.
 
 ``{"$": kind, …}`` stands for anything that is no str, int, float, bool, None, list, or dict with words as keys. What cannot be said so is
 an error that names its path and the way out; nothing is ever called by name when it is read back.

@@ -89,7 +89,7 @@ def run(
                 max_nodes=place.nodes,
                 nproc_per_node=processes,
                 run_id="easymp",
-                start_method="fork",  # of functions: one from a notebook cannot be pickled. Scripts are started afresh
+                start_method="fork",  # of functions: one from a notebook cannot be sent. Scripts are started afresh
                 max_restarts=max_restarts,
                 monitor_interval=monitor_interval,
                 logs_specs=DefaultLogsSpecs(log_dir=directory),

@@ -1,6 +1,6 @@
 """Functions on several processes: for notebooks, and for trying out a run of several ranks without a script.
 
-The processes are forked, because a notebook's function cannot be pickled. A fork copies only the calling thread, which has
+The processes are forked, because a notebook's function cannot be sent to a fresh process. A fork copies only the calling thread, which has
 two consequences: a parent that has initialised CUDA cannot have children that use it (refused), and torch's thread pool is
 gone in the children while its bookkeeping says it is there, so they compute on one thread (a second one would wait forever).
 """
@@ -8,12 +8,13 @@ gone in the children while its bookkeeping says it is there, so they compute on 
 from __future__ import annotations
 
 import atexit
-import pickle
+import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 from .. import env
@@ -52,7 +53,8 @@ def notebook_launcher(
         monitor_interval: seconds between looks at the processes.
 
     Returns:
-        What the function returned on this node's ranks, in rank order; None, with a warning, for a value that cannot be pickled.
+        What the function returned on this node's ranks, in rank order; None, with a warning, for a value that cannot be
+        sent to another process.
 
     Raises:
         RefusedError: CUDA is initialised in this process already, or a process group is running.
@@ -114,7 +116,7 @@ def _fork(
 
 @dataclass(frozen=True)
 class _Unsendable:
-    """Stands for a result that cannot be pickled, and says why."""
+    """Stands for a result that cannot be sent back, and says why."""
 
     why: str
 
@@ -137,11 +139,20 @@ def _in_child(function: Callable[..., Any], args: Sequence[Any]) -> Any:
         raise
     finally:
         atexit._run_exitfuncs()
+    why_not = _unsendable(value)
+    return value if why_not is None else _Unsendable(why_not)
+
+
+def _unsendable(value: Any) -> str | None:
+    """Why `value` cannot go to another process; None where it can. Asked of what sends it later: once for nobody."""
+    nobody = Connection(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), readable=False)
     try:
-        pickle.dumps(value)
+        nobody.send(value)
     except Exception as error:
-        return _Unsendable(str(error))
-    return value
+        return str(error)
+    finally:
+        nobody.close()
+    return None
 
 
 def _refuse(cpu: bool) -> None:

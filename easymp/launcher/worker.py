@@ -88,7 +88,7 @@ def _module(name: str, arguments: list[str]) -> None:
 
 
 def _become_main(path: str | None) -> ModuleType:
-    """A fresh ``__main__``, which lasts to the end: exit handlers and unpickling look names up in it."""
+    """A fresh ``__main__``, which lasts to the end: exit handlers and whatever arrives from other processes look names up in it."""
     module = ModuleType("__main__")
     module.__dict__.update(__file__=path, __builtins__=__builtins__, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = module

@@ -186,7 +186,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
-            raise AttributeError(name)  # while being unpickled
+            raise AttributeError(name)  # while a copy is being made of it
         return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:

@@ -64,5 +64,5 @@ class PreparedScheduler:
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":
-            raise AttributeError(name)  # while being unpickled
+            raise AttributeError(name)  # while a copy is being made of it
         return getattr(self.scheduler, name)

@@ -353,7 +353,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"Sharded({self.given!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StepError("a sharded optimizer can be neither pickled nor copied: keep its state_dict()")
+        raise StepError("a sharded optimizer can be neither copied nor sent to another process: keep its state_dict()")
 
 
 class States(Mapping[Any, dict[str, Any]]):

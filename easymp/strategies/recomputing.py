@@ -157,7 +157,7 @@ def _recomputed(kind: type) -> type:
 
 
 def _new(kind: type, *args: Any) -> Any:
-    """What unpickling and copying call."""
+    """What copying calls."""
     return kind.__new__(kind, *args)
 
 
