@@ -25,7 +25,7 @@ from .locks import NO_LOCKS, Lock
 from .manifest import COMMIT
 from .markers import Marker
 from .reading import Reader
-from .storage import Claim, Part, Tick, nothing
+from .storage import Claim, Part, Tick, components, nothing
 from .writing import Writer
 
 HERE = -100  # AT_FDCWD
@@ -200,14 +200,12 @@ class LocalStorage:
             pass
 
     def _path(self, name: str) -> str:
-        """Where `name` is. Names come from manifests, too: none leads out of the folder.
+        """Where `name` is.
 
         Raises:
-            CheckpointError: a name that does, or a link on the way.
+            CheckpointError: a name that leads out of the folder, or a link on the way.
         """
-        folders = name.split("/") if name else []
-        if "\0" in name or any(part in ("", ".", "..") for part in folders):
-            raise CheckpointError(f"{name!r} is no name of a file below {self.place}: use words with / between them")
+        folders = components(name, self.place)
         path = self.place
         for folder in folders[:-1]:
             path = os.path.join(path, folder)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from ..errors import CheckpointError
 from .committed import inside, open_manifest
 from .folders import current
-from .local import LocalStorage as open_storage
 from .manifest import Manifest
 from .sources import SourceFile
 from .storage import Storage
+from .storages import open_storage
 
 
 class Opened(NamedTuple):

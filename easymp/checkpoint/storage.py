@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from ..errors import CheckpointError
+
 Part = bytes | memoryview
 Tick = Callable[[int], None]
 
@@ -23,6 +25,18 @@ class Claim(Protocol):
     left: Mapping[str, Any]
 
     def release(self) -> None: ...
+
+
+def components(name: str, place: str) -> list[str]:
+    """The folders and the last word of a name; none of "". Names come from manifests, too: none leads out of `place`.
+
+    Raises:
+        CheckpointError: a name that might.
+    """
+    words = name.split("/") if name else []
+    if "\0" in name or any(word in ("", ".", "..") for word in words):
+        raise CheckpointError(f"{name!r} is no name of a file below {place}: use words with / between them")
+    return words
 
 
 class Storage(Protocol):

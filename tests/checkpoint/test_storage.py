@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from easymp.checkpoint.buffers import aligned, as_bytes
 from easymp.checkpoint.local import LocalStorage
 from easymp.checkpoint.manifest import BLOCK, COMMIT
+from easymp.checkpoint.remote import RemoteStorage
 from easymp.checkpoint.storage import Storage
 from easymp.errors import CheckpointError
 
@@ -27,9 +34,57 @@ def crcs(data: bytes) -> tuple[int, ...]:
     return tuple(zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
 
 
-@pytest.fixture(params=["buffered", "direct"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return LocalStorage(tmp_path / "root", direct=request.param == "direct")
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """The address of an S3 server on this machine, with a bucket named "bucket"."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto.server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT")).close()
+                break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < deadline, "the S3 server does not start"
+                time.sleep(0.05)
+        yield address
+    finally:
+        server.kill()
+        server.wait()
+
+
+KINDS = ["buffered", "direct", "memory", "fsspec", "s3"]
+
+
+@pytest.fixture(params=KINDS)
+def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
+    root = tmp_path / "root"
+    match request.param:
+        case "buffered" | "direct":
+            yield LocalStorage(root, direct=request.param == "direct")
+        case "memory":
+            yield RemoteStorage(f"memory://{root}")
+            fsspec.filesystem("memory").store.clear()
+        case "fsspec":
+            root.mkdir()
+            yield RemoteStorage(f"file://{root}")
+        case "s3":
+            no_idle_sockets = {"connector_args": {"force_close": True, "keepalive_timeout": None}}
+            options = {
+                "endpoint_url": request.getfixturevalue("bucket"),
+                "key": "k",
+                "secret": "s",
+                "config_kwargs": no_idle_sockets,
+            }
+            monkeypatch.setitem(fsspec.config.conf, "s3", options)
+            yield RemoteStorage(f"s3://bucket{root}")
 
 
 @pytest.fixture
@@ -56,9 +111,13 @@ def many(data: bytes) -> Iterator[bytes | memoryview]:
     return (data[at : at + 7_777] for at in range(0, len(data), 7_777))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("parts", [one, writable, staged, many], ids=lambda f: f.__name__)
-def test_what_is_put_is_there_with_its_checksums(storage: Storage, folder: str, size: int, parts: Callable) -> None:
+PUTS = [
+    (k, p, s) for k in KINDS for p in (one, writable, staged, many) for s in SIZES if k != "s3" or (p is one and s <= BLOCK + 1)
+]
+
+
+@pytest.mark.parametrize(("storage", "parts", "size"), PUTS, indirect=["storage"], ids=lambda x: getattr(x, "__name__", None))
+def test_what_is_put_is_there_with_its_checksums(storage: Storage, folder: str, parts: Callable, size: int) -> None:
     data, told = content(size), []
     checksums = storage.put(f"{folder}/file", parts(data), size, told.append)
     assert checksums == crcs(data) and sum(told) == size
@@ -69,6 +128,10 @@ def test_what_is_put_is_there_with_its_checksums(storage: Storage, folder: str, 
     assert back == data
 
 
+NEAR = pytest.mark.parametrize("storage", KINDS[:-1], indirect=True)  # megabytes take seconds with the S3 server
+
+
+@NEAR
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("longest", [100, 5_000, 3_000_000])
 def test_any_runs_are_fetched(storage: Storage, folder: str, longest: int, checked: bool) -> None:
@@ -87,6 +150,7 @@ def test_any_runs_are_fetched(storage: Storage, folder: str, longest: int, check
     assert sum(told) == (blocks if checked else sum(len(view) for _, view in wanted))
 
 
+@NEAR
 def test_only_touched_blocks_are_read(storage: Storage, folder: str) -> None:
     data = content(3 * BLOCK)
     checksums = storage.put(f"{folder}/file", [data], len(data))

@@ -1,0 +1,275 @@
+"""A folder behind a URL of fsspec: an object store, or a file system of another machine.
+
+There is no rename of folders and no order between files here, so only COMMIT says what exists. A file appears whole or not at all: one
+larger than a block is streamed in parts and committed at its end. Credentials and addresses are matters of fsspec and its packages.
+Calls go through `calls.do`, as those of local files do. What others write is seen at once: no listing is remembered.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import UTC
+from functools import partial
+from io import BytesIO
+from itertools import islice
+from typing import Any, TypeVar
+
+from ..errors import CheckpointError
+from . import calls
+from .checksums import blocks, check, check_size, crc32
+from .cutting import cut
+from .folders import lock_of
+from .manifest import BLOCK, COMMIT
+from .markers import Marker
+from .reading import Runs, by_block
+from .storage import Claim, Part, Tick, components, nothing
+
+T = TypeVar("T")
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "cos", "memory"}
+"""Protocols where a folder is no more than how names begin, and one call stores a small file at once."""
+MOST_PARTS = 9_000  # of one upload; S3 takes 10,000
+PIECE = 2**20
+AT_ONCE = 3  # blocks that are asked for together, and lie in memory until they are checked
+GAP = 2**16  # bytes that are read along, rather than ask twice
+
+
+class RemoteStorage:
+    """As `Storage` says. What the client of a store raises that is no OSError becomes one (EIO), with its words.
+
+    Raises:
+        CheckpointError: a URL of a kind that fsspec does not know, or whose package is not installed.
+    """
+
+    renames = False
+
+    def __init__(self, place: str) -> None:
+        import fsspec  # slow to import, and only URLs need it
+
+        self.place = place
+        try:
+            self._fs, self._root = fsspec.url_to_fs(place)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(
+                f"{place}: {error}. Install the package that fsspec needs for it (pip install 'easymp[s3]' for s3://)"
+            ) from None
+        kinds = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        self._folders = not kinds & OBJECT_STORES
+
+    # -- contents ------------------------------------------------------------------------------------------------------
+
+    def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = nothing) -> tuple[int, ...]:
+        path = self._path(name)
+        if self._info(path) is not None:
+            raise FileExistsError(errno.EEXIST, "there is such a file, and it is not written over", self._url(path))
+        checksums = self._write(path, parts, size, tick)
+        if self.size(name) != size:
+            raise OSError(errno.EIO, f"{self.size(name)} bytes arrived of {size}", self._url(path))
+        return checksums
+
+    def _write(self, path: str, parts: Iterable[Part], size: int, tick: Tick = nothing) -> tuple[int, ...]:
+        checksums, total = [0] * blocks(size), 0
+        crc = crc32()
+        whole = size <= BLOCK and not self._folders
+        file: Any = BytesIO() if whole else self._open(path, size)
+        try:
+            for group in cut(parts, PIECE):
+                count = sum(map(len, group))
+                if total + count > size:
+                    total += count
+                    break
+                for view in group:
+                    checksums[total // BLOCK] = crc(view, checksums[total // BLOCK])
+                self._do("write", path, file.write, b"".join(group) if len(group) > 1 else group[0])
+                total += count
+                tick(count)
+            if total != size:
+                raise CheckpointError(f"{self._url(path)}: the parts are not the {size} bytes that were announced")
+            if whole:
+                self._do("replace", path, self._fs.pipe_file, path, file.getvalue())
+            else:
+                self._do("close", path, file.close)
+                self._do("replace", path, file.commit)
+        except BaseException:
+            if not whole:
+                self._abort(path, file)
+            raise
+        return tuple(checksums)
+
+    def _open(self, path: str, size: int) -> Any:
+        part = max(BLOCK, -(-size // MOST_PARTS))
+        return self._do("create", path, partial(self._fs.open, path, "wb", block_size=part, autocommit=False))
+
+    def _abort(self, path: str, file: Any) -> None:
+        """Nothing of an upload stays; what fails here is less than what brought us here."""
+        with suppress(Exception):
+            file.discard()
+        with suppress(Exception):
+            file.closed = True  # fsspec's own buffered files would be completed by their end of life
+        with suppress(Exception):
+            file.close()
+        with suppress(Exception):
+            self._fs.rm_file(path)
+
+    def get(self, name: str, limit: int) -> bytes:
+        content = self.head(name, limit + 1)
+        if len(content) > limit:
+            raise CheckpointError(
+                f"{self._url(self._path(name))}: more than {limit} bytes, and such a file has fewer: it is not ours"
+            )
+        return content
+
+    def head(self, name: str, count: int) -> bytes:
+        path = self._path(name)
+        found = self.size(name)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, "no such file", self._url(path))
+        if not min(count, found):
+            return b""  # a range of nothing is an error at some
+        return self._do("read", path, partial(self._fs.cat_file, path, start=0, end=min(count, found)))
+
+    def size(self, name: str) -> int | None:
+        info = self._info(self._path(name))
+        return info["size"] if info is not None and info["type"] == "file" and not info.get("islink") else None
+
+    def fetch(
+        self,
+        name: str,
+        size: int,
+        checksums: Sequence[int] | None,
+        wanted: Sequence[tuple[int, memoryview]],
+        tick: Tick = nothing,
+    ) -> None:
+        path = self._path(name)
+        check_size(self._url(path), self.size(name), size, checksums)
+        self._read(path, size, checksums, by_block(wanted, size, self._url(path)), tick)
+
+    def verify(self, name: str, size: int, checksums: Sequence[int], tick: Tick = nothing) -> None:
+        path = self._path(name)
+        check_size(self._url(path), self.size(name), size, checksums)
+        self._read(path, size, checksums, ((number, []) for number in range(blocks(size))), tick)
+
+    def _read(self, path: str, size: int, checksums: Sequence[int] | None, tasks: Iterator[tuple[int, Runs]], tick: Tick) -> None:
+        while some := list(islice(tasks, AT_ONCE)):
+            spans = []
+            for number, runs in some:
+                whole = [(number * BLOCK, min((number + 1) * BLOCK, size), runs)]
+                spans.extend((number, *span) for span in (whole if checksums is not None else _joined(runs)))
+            starts, ends = [begin for _, begin, _, _ in spans], [end for _, _, end, _ in spans]
+            ask = partial(self._fs.cat_ranges, [path] * len(spans), starts, ends, on_error="raise")
+            for (number, begin, end, runs), content in zip(spans, self._do("read", path, ask)):
+                if len(content) != end - begin:
+                    raise CheckpointError(
+                        f"{self._url(path)}: {len(content)} bytes came of {end - begin} from byte {begin}: try again, or load another one"
+                    )
+                if checksums is not None:
+                    check(self._url(path), number, crc32()(content, 0), checksums)
+                source = memoryview(content)
+                for at, view in runs:
+                    view[:] = source[at - begin : at - begin + len(view)]
+                tick(end - begin if checksums is not None else sum(len(view) for _, view in runs))
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    def list(self, folder: str = "") -> list[str]:
+        path = self._path(folder)
+        self._fs.invalidate_cache()
+        try:
+            found = self._do("list", path, partial(self._fs.ls, path, detail=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = {str(name).rstrip("/") for name in found} - {path.rstrip("/")}  # of a file, some list the file itself
+        return sorted(name.rpartition("/")[2] for name in names)
+
+    def modified(self, name: str) -> float:
+        path = self._path(name)
+        info = self._info(path)
+        if info is None:
+            raise FileNotFoundError(errno.ENOENT, "no such file or folder", self._url(path))
+        if info["type"] == "file" or self._folders:
+            return self._modified(path)
+        files = self._do("list", path, self._fs.find, path)
+        return max(self._modified(file) for file in files)
+
+    def _modified(self, path: str) -> float:
+        found = self._do("stat", path, self._fs.modified, path)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+    def make(self, folder: str) -> None:
+        path = self._path(folder)
+        if self._folders:
+            self._do("mkdir", path, partial(self._fs.makedirs, path, exist_ok=False))
+        elif self.list(folder) or self._info(path) is not None:
+            raise FileExistsError(errno.EEXIST, "there is such a folder", self._url(path))
+
+    def claim(self, checkpoint: str, said: bytes) -> Claim:
+        return Marker(self, lock_of(checkpoint), self._url(self._path(checkpoint)), said)
+
+    def sync(self, folder: str = "") -> None:
+        self._path(folder)  # names last by themselves
+
+    def rename(self, old: str, new: str) -> None:
+        raise CheckpointError(
+            f"{self.place}: folders cannot be renamed at once here; write to the name that is meant, COMMIT last"
+        )
+
+    def exchange(self, one: str, other: str) -> bool:
+        self._path(one), self._path(other)
+        return False
+
+    def replace(self, name: str, content: bytes) -> None:
+        self._write(self._path(name), [content], len(content))
+
+    def remove(self, folder: str) -> None:
+        path = self._path(folder)
+        if not folder:
+            raise CheckpointError(f"{self._url(path)}: the folder of all checkpoints is not removed")
+        info = self._info(path)
+        if info is None:
+            return
+        with suppress(FileNotFoundError):  # another rank may be quicker
+            if info["type"] == "file":
+                self._do("unlink", path, self._fs.rm_file, path)
+                return
+            commit = f"{path}/{COMMIT}"
+            if self._info(commit) is not None:
+                self._do("unlink", commit, self._fs.rm_file, commit)
+            self._fs.invalidate_cache()
+            self._do("rmdir", path, partial(self._fs.rm, path, recursive=True))
+
+    # -- the other side ------------------------------------------------------------------------------------------------
+
+    def _path(self, name: str) -> str:
+        """Raises CheckpointError for a name that leads out of the folder."""
+        return "/".join([self._root.rstrip("/"), *components(name, self.place)])
+
+    def _url(self, path: str) -> str:
+        return self._fs.unstrip_protocol(path)  # which holds no password
+
+    def _info(self, path: str) -> dict[str, Any] | None:
+        self._fs.invalidate_cache()
+        try:
+            return self._do("stat", path, self._fs.info, path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _do(self, operation: str, path: str, call: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return calls.do(operation, self._url(path), call, *arguments)
+        except (OSError, CheckpointError):
+            raise
+        except Exception as error:
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}", self._url(path)) from error
+
+
+def _joined(runs: Runs) -> Iterator[tuple[int, int, Runs]]:
+    """Runs that lie close together, and the bytes from the first one's first to the last one's last."""
+    near: Runs = []
+    for at, view in runs:
+        if near and at - near[-1][0] - len(near[-1][1]) > GAP:
+            yield near[0][0], near[-1][0] + len(near[-1][1]), near
+            near = []
+        near.append((at, view))
+    if near:
+        yield near[0][0], near[-1][0] + len(near[-1][1]), near
