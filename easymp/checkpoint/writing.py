@@ -17,6 +17,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from itertools import islice
 from queue import SimpleQueue
 
@@ -60,9 +61,8 @@ class Writer:
         Raises:
             CheckpointError: `parts` are not `size` bytes.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._plain = calls.do("create", self._path, os.open, self._path, flags, 0o666)
-        try:
+        with ExitStack() as self._open:
+            self._plain = self._descriptor("create", os.O_CREAT | os.O_EXCL, 0o666)
             groups = enumerate(self._exactly(cut(parts, BLOCK)))
             if self._size <= BLOCK:
                 for task in groups:
@@ -71,11 +71,13 @@ class Writer:
                 calls.do("allocate", self._path, _allocate, self._plain, self._size)
                 self._run(self._way(groups, tick), groups, tick)
             self._sync()
-        finally:
-            for descriptor in (self._plain, self._aligned):
-                if descriptor >= 0:
-                    calls.do("close", self._path, os.close, descriptor)
         return tuple(self._checksums)
+
+    def _descriptor(self, operation: str, flags: int, *mode: int) -> int:
+        """Closed when `write` ends."""
+        descriptor = calls.do(operation, self._path, os.open, self._path, os.O_WRONLY | os.O_CLOEXEC | flags, *mode)
+        self._open.callback(calls.do, "close", self._path, os.close, descriptor)
+        return descriptor
 
     def _exactly(self, groups: Iterator[Group]) -> Iterator[Group]:
         total = 0
@@ -109,8 +111,7 @@ class Writer:
         try:
             if not DIRECT:
                 raise OSError(errno.EINVAL, "no O_DIRECT on this system", self._path)
-            flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | DIRECT
-            self._aligned = calls.do("open", self._path, os.open, self._path, flags)
+            self._aligned = self._descriptor("open", os.O_NOFOLLOW | DIRECT)
         except OSError as error:
             if self._direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
