@@ -43,8 +43,6 @@ class ModelState:
         for name, value in self._module.state_dict(keep_vars=True).items():
             name = canonical(name)
             if id(value) in own:
-                if nn.parameter.is_lazy(value):
-                    raise CheckpointError(f"{self._name}/{name} has no shape yet: call the model once before it is saved")
                 if id(value) in first:
                     into.aliases[f"{self._name}/{name}"] = f"{self._name}/{first[id(value)]}"
                     continue
@@ -67,6 +65,7 @@ class ModelState:
         if words := names_apart(live, saved):
             source.complain(f"{self._name}: {words}")
         fills: list[tuple[Tensor, Tensor]] = []
+        filled: dict[int, tuple[str, Stored]] = {}  # id of a live tensor → its first name, and what it takes
         rest: list[str] = []
         faults: list[str] = []
         for name in [name for name in live if name in saved]:
@@ -75,11 +74,14 @@ class ModelState:
                 rest.append(name)
             elif fault := "is no tensor in the checkpoint" if not isinstance(there, FullName) else "":
                 faults.append(f"{name} {fault}")
-            elif (place := self._place(name, value)) is not None:
+            elif (place := place_of(value)) is not None:
                 path = self._path(there, value, source)
+                first, known = filled.setdefault(id(value), (name, source.stored(path)))
                 if fault := self._fault(source.stored(path), place, value):
                     faults.append(f"{name} {fault}")
-                else:
+                elif known is not source.stored(path):
+                    faults.append(f"{name} and {first} are one tensor here, and two in the checkpoint")
+                elif first == name:
                     fills += [(part, source.part(path, box)) for box, part in place.parts]
         if faults:
             source.complain(f"{self._name}: {several(faults)}")
@@ -92,11 +94,6 @@ class ModelState:
                 fill(part, fresh)
 
         return put
-
-    def _place(self, name: str, value: Tensor) -> Place | None:
-        if nn.parameter.is_lazy(value):
-            raise CheckpointError(f"{self._name}/{name} has no shape yet: call the model once before it is loaded")
-        return place_of(value)
 
     def _path(self, name: FullName, value: Tensor, source: Reading) -> str:
         """The tensor to read for `value`: of low-precision parameters the master, for a model in fp32."""

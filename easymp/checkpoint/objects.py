@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..optim import PreparedScheduler
+from ..precision import Scaler
 from .models import nothing
 from .snapshot import Reading, Snapshot, Trial
 
@@ -33,6 +34,20 @@ class ObjectState:
             Trial(self._name, lambda: self._thing.load_state_dict(state), lambda: self._thing.load_state_dict(before))
         )
         return nothing
+
+
+class ScaleState:
+    """The loss scale, where there is one; from a checkpoint of a run without, it stays as it is."""
+
+    def __init__(self, scaler: Scaler) -> None:
+        self._scaler, self._inner = scaler, ObjectState("scaler", scaler)
+
+    def bring(self, into: Snapshot) -> None:
+        if self._scaler.enabled:
+            self._inner.bring(into)
+
+    def take(self, source: Reading) -> Callable[[], None]:
+        return self._inner.take(source) if "state/scaler" in source else nothing
 
 
 class ScheduleState:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from torch import nn
 
 from ..optim import PreparedOptimizer, PreparedScheduler
+from ..precision import Scaler
 from .models import ModelState
 from .names import canonical
-from .objects import ObjectState, ScheduleState
+from .objects import ScaleState, ScheduleState
 from .optimizers import OptimizerState
 from .snapshot import Kept
 
@@ -24,7 +24,7 @@ def kept_of(
     models: Sequence[nn.Module],
     optimizers: Sequence[PreparedOptimizer],
     schedulers: Sequence[PreparedScheduler],
-    scaler: Any,
+    scaler: Scaler,
     mastered: Collection[int] = (),
     apart: bool = False,
 ) -> list[Kept]:
@@ -41,5 +41,5 @@ def kept_of(
         *(ModelState(name, model, mastered) for name, model in zip(names, models)),
         *(OptimizerState(numbered("optimizer", i), optimizer, owner, apart) for i, optimizer in enumerate(optimizers)),
         *(ScheduleState(f"scheduler_{i}", scheduler) for i, scheduler in enumerate(schedulers)),
-        ObjectState("scaler", scaler),
+        ScaleState(scaler),
     ]

@@ -1,0 +1,225 @@
+"""What of a model a checkpoint keeps: all that its `state_dict` shows, in whatever memory, under the names of the plain module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from easymp import Accelerator
+from easymp.checkpoint.committed import open_manifest
+from easymp.checkpoint.local import LocalStorage
+from easymp.errors import CheckpointError
+
+
+class Odd(nn.Module):
+    """Tensors of all kinds."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 2), float(value)))
+        self.wide = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last) * value)
+        self.turned = nn.Parameter((torch.randn(5, 4) * value).t())
+        self.scalar = nn.Parameter(torch.tensor(float(value)))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.complex = nn.Parameter(torch.randn(3, dtype=torch.complex64) * value)
+        self.frozen = nn.Parameter(torch.full((4,), value), requires_grad=False)
+        self.register_buffer("count", torch.tensor(value))
+        self.register_buffer("mask", torch.tensor([bool(value % 2), True]))
+        self.register_buffer("one", torch.tensor([float(value)]).expand(6))
+        self.register_buffer("exact", torch.tensor([value / 3], dtype=torch.float64))
+        self.register_buffer("small", torch.tensor([value], dtype=torch.uint8))
+        self.register_buffer("scratch", torch.tensor(value), persistent=False)
+        self.memory = {"seen": [value], "mean": torch.tensor([value / 7])}
+
+    def get_extra_state(self) -> Any:
+        return self.memory
+
+    def set_extra_state(self, state: Any) -> None:
+        self.memory = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def round_trip(make: Callable[[int], nn.Module], folder: Path, **settings: Any) -> tuple[nn.Module, nn.Module]:
+    """A model that was saved, and another one that took its place."""
+    with Accelerator(cpu=True, **settings) as acc:
+        before = acc.prepare(make(3))
+        acc.save_state(folder)
+    with Accelerator(cpu=True, **settings) as acc:
+        after = make(5)
+        acc.prepare(after)
+        acc.load_state(folder)
+    return before, after
+
+
+def test_tensors_of_all_kinds_come_back(tmp_path: Path) -> None:
+    before, after = round_trip(Odd, tmp_path / "a")
+    strides = {name: t.stride() for name, t in Odd(5).state_dict().items() if isinstance(t, Tensor)}
+    for name, value in before.state_dict().items():
+        there = after.state_dict()[name]
+        if isinstance(value, Tensor):
+            assert there.dtype == value.dtype and torch.equal(there, value), name
+            assert there.stride() == strides[name], name
+    assert after.memory == {"seen": [3], "mean": torch.tensor([3 / 7])}
+    assert after.scratch.item() == 5  # not in the state_dict
+
+
+def test_tied_tensors_are_written_once_and_stay_tied(tmp_path: Path) -> None:
+    def make(value: int) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+        nn.init.constant_(model[0].weight, value)
+        model[1].weight = model[0].weight
+        model[2].running_mean.fill_(value)
+        model[3].running_mean = model[2].running_mean
+        return model
+
+    before, after = round_trip(make, tmp_path / "a")
+    assert after[1].weight is after[0].weight and torch.equal(after[0].weight, before[0].weight)
+    assert after[3].running_mean is after[2].running_mean and after[2].running_mean.tolist() == [3, 3]
+    manifest = open_manifest(LocalStorage(tmp_path), "a")
+    assert manifest.aliases == {"model/1.weight": "model/0.weight", "model/3.running_mean": "model/2.running_mean"}
+
+
+def test_what_was_tied_may_be_apart_now_and_the_other_way_round(tmp_path: Path) -> None:
+    def make(tied: bool) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        if tied:
+            model[1].weight = model[0].weight
+        return model
+
+    models = {}
+    for tied in (True, False):
+        with Accelerator(cpu=True) as acc:
+            models[tied] = acc.prepare(make(tied))
+            acc.save_state(tmp_path / str(tied))
+    with Accelerator(cpu=True) as acc:
+        apart = acc.prepare(make(False))
+        acc.load_state(tmp_path / "True")
+        assert torch.equal(apart[1].weight, models[True][0].weight) and torch.equal(apart[0].weight, models[True][0].weight)
+    with Accelerator(cpu=True) as acc:
+        acc.prepare(make(True))
+        with pytest.raises(CheckpointError, match=r"1\.weight and 0\.weight are one tensor here, and two in the checkpoint"):
+            acc.load_state(tmp_path / "False")
+
+
+def test_names_are_those_of_the_plain_module(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def plain(value: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).requires_grad_(value > 0)
+
+    def wrapped(value: int) -> nn.Module:
+        model = plain(value)
+        model[0] = checkpoint_wrapper(model[0])
+        model[1] = torch.compile(model[1], backend="eager")
+        return torch.compile(model, backend="eager")
+
+    def train(make: Any, folder: Path, load: bool) -> dict[str, Tensor]:
+        with Accelerator(cpu=True) as acc:
+            model = make(1)
+            model, optimizer = acc.prepare(model, torch.optim.Adam(model.parameters()))
+            if load:
+                acc.load_state(folder)
+                return {n: s["exp_avg"] for (n, _), s in zip(model.named_parameters(), optimizer.state.values())}
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+            acc.save_state(folder)
+            return {n: s["exp_avg"] for (n, _), s in zip(model.named_parameters(), optimizer.state.values())}
+
+    for makes in ((wrapped, plain), (plain, wrapped)):
+        folder = tmp_path / makes[0].__name__
+        before, after = (train(make, folder, load) for make, load in zip(makes, (False, True)))
+        assert all(torch.equal(a, b) for a, b in zip(before.values(), after.values()))
+        assert sorted(n for n in open_manifest(LocalStorage(tmp_path), folder.name).tensors if n.startswith("model")) == [
+            "model/0.bias",
+            "model/0.weight",
+            "model/1.bias",
+            "model/1.weight",
+        ]
+
+
+class Hooked(nn.Linear):
+    """Shows its weight transposed, and something of its own, in its state_dict."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(2, 3, bias=False)
+        self.value = value
+        self.register_state_dict_post_hook(self._show)
+        self.register_load_state_dict_pre_hook(self._take)
+
+    @staticmethod
+    def _show(module: Any, state: Any, prefix: str, _: Any) -> None:
+        state[prefix + "turned"] = state.pop(prefix + "weight").detach().t().contiguous()
+        state[prefix + "value"] = module.value
+
+    @staticmethod
+    def _take(module: Any, state: Any, prefix: str, *_: Any) -> None:
+        state[prefix + "weight"] = state.pop(prefix + "turned").t()
+        module.value = state.pop(prefix + "value")
+
+
+def test_hooks_of_state_dict_are_heard(tmp_path: Path) -> None:
+    before, after = round_trip(Hooked, tmp_path / "a")
+    assert torch.equal(after.weight, before.weight) and after.value == 3
+    assert open_manifest(LocalStorage(tmp_path), "a").tensors["model/turned"].shape == (2, 3)
+
+
+def test_a_model_on_the_meta_device_is_given_values_and_then_these(tmp_path: Path) -> None:
+    def make(value: int) -> nn.Module:
+        with torch.device("meta" if value == 5 else "cpu"):
+            return nn.Linear(3, 2)
+
+    before, after = round_trip(make, tmp_path / "a")
+    assert torch.equal(after.weight, before.weight)
+
+
+def empty_shards(folder: Path) -> list[tuple[int, ...]]:
+    """fsdp with parameters that have no rows, or fewer than ranks."""
+    shapes = []
+    for value in (3, 5):
+        with Accelerator(strategy="fsdp", cpu=True, timeout=50) as acc:
+            model: Any = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 2))
+            model.nothing = nn.Parameter(torch.empty(0, 4))
+            nn.init.constant_(model[0].weight, value)
+            model = acc.prepare(model)
+            if value == 3:
+                acc.save_state(folder)
+            else:
+                acc.load_state(folder)
+                assert model[0].weight.full_tensor().tolist() == [[3, 3]]
+                shapes = [tuple(p.shape) for p in model.parameters()]
+    return shapes
+
+
+def test_empty_shards_and_empty_parameters_stay(ranks: Any, tmp_path: Path) -> None:
+    assert (0, 4) in ranks(empty_shards, tmp_path / "a", processes=2)[0]
+    assert open_manifest(LocalStorage(tmp_path), "a").tensors["model/nothing"].shape == (0, 4)
+
+
+def after_an_evaluation(folder: Path) -> list[Any]:
+    """fsdp keeps gathered weights after a forward without a backward."""
+    found = []
+    with Accelerator(strategy="fsdp", cpu=True, timeout=50) as acc:
+        model = acc.prepare(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)))
+        acc.save_state(folder)
+        x = torch.ones(1, 2)
+        with torch.no_grad():
+            found.append(model(x))
+            for p in model.parameters():
+                p.mul_(2)
+            model(x)
+            acc.load_state(folder)
+            found.append(model(x))
+    return found
+
+
+def test_what_fsdp_has_gathered_is_gathered_anew(ranks: Any, tmp_path: Path) -> None:
+    before, after = ranks(after_an_evaluation, tmp_path / "a")[0]
+    assert torch.equal(before, after)

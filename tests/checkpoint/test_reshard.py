@@ -1,0 +1,124 @@
+"""A training goes on from a checkpoint: bit for bit where it runs as before, and from the same values everywhere else.
+
+`make test` runs a cross-section; `make test-slow` every strategy from and to every other, on 1, 2 and 4 processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..strategies.ways import WAYS
+from .trainings import AFTER, BEFORE, Row, Training, all_loaded, difference, saved, saved_and_loaded, union
+
+SIZES = (1, 2, 4)
+KINDS = ("mlp", "conv", "tied", "idle")
+HALF = ("bf16", "fp16", "O2", "O3", "auto")
+WITHOUT_MASTERS = ("pipeline", "local_sgd")  # refuse O2
+
+# -- as before ---------------------------------------------------------------------------------------------------------
+
+
+def ways(size: int) -> list[str]:
+    return [label for label, way in WAYS.items() if size in way.sizes]
+
+
+def rows_of(size: int) -> list[Row]:
+    rows = [Row(way, kind, size=size) for way, kind in product(ways(size), KINDS)]
+    rows += [Row(way, "mlp", "no", 3, size) for way in ways(size)]
+    for i, (way, precision) in enumerate(product(ways(size), HALF)):
+        if precision != "O2" or WAYS[way].strategy not in WITHOUT_MASTERS:
+            rows.append(Row(way, ("tied", "conv")[i % 2], precision, 1, size))
+    # What four processes add to two is meshes of two dimensions, and ranks without rows.
+    return rows if size < 4 else [row for row in rows if row.way in ("hsdp", "tensor_parallel in fsdp") or row.kind == "mlp"]
+
+
+ROWS = [
+    Row("ddp", "conv", "O2"),
+    Row("zero1", "tied", "bf16"),
+    Row("fsdp", "tied", "no"),
+    Row("tensor_parallel", "idle", "auto"),
+    Row("pipeline", "tied", "no", 3),
+    Row("pipeline 1f1b", "conv", "fp16"),
+    Row("local_sgd", "mlp", "O3"),
+]
+
+
+def not_as_before(rows: Sequence[Row], found: Sequence[Any]) -> list[str]:
+    """In words; `found` is each rank's."""
+    words = []
+    for i, row in enumerate(rows):
+        apart = row.way == "local_sgd"
+        before, after = (union([rank[i][when][0] for rank in found], apart) for when in (0, 1))
+        if wrong := difference(before, after):
+            words.append(f"{row}: {wrong}")
+        losses = [[rank[i][when][1] for rank in found] for when in (0, 1)]
+        if losses[0] != losses[1]:
+            words.append(f"{row}: losses {losses[0]}, and from the checkpoint {losses[1]}")
+    return words
+
+
+def test_a_training_goes_on_bit_for_bit(ranks: Any, tmp_path: Path) -> None:
+    words = not_as_before(ROWS, ranks(saved_and_loaded, ROWS, tmp_path))
+    assert not words, "\n".join(words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_every_training_goes_on_bit_for_bit(ranks: Any, tmp_path: Path, size: int) -> None:
+    rows = rows_of(size)
+    words = not_as_before(rows, ranks(saved_and_loaded, rows, tmp_path, processes=size, timeout=400))
+    assert not words, "\n".join(words)
+
+
+# -- elsewhere ---------------------------------------------------------------------------------------------------------
+
+
+def uninterrupted(kind: str) -> list[float]:
+    """The losses of one process after BEFORE updates."""
+    run = Training(Row("single", kind, size=1))
+    with run.acc:
+        return run.run(0, BEFORE + AFTER)[BEFORE:]
+
+
+def moved(ranks: Any, folder: Path, before: Sequence[Row], after: Sequence[Row]) -> list[str]:
+    """What is not as it was saved, when each of `before` is loaded into each of `after`, in words."""
+    states: dict[Row, Any] = {}
+    for size in sorted({row.size for row in before}):
+        rows = [row for row in before if row.size == size]
+        found = ranks(saved, rows, folder, processes=size, timeout=400)
+        states.update((row, union([rank[i][0] for rank in found], True)) for i, row in enumerate(rows))
+    words = []
+    reference = {kind: ranks(uninterrupted, kind, processes=1)[0] for kind in sorted({row.kind for row in before})}
+    for size in sorted({row.size for row in after}):
+        tables = [([b for b in before if b[1:3] == row[1:3]], row) for row in after if row.size == size]
+        found = ranks(all_loaded, tables, folder, processes=size, timeout=400)
+        for t, (sources, row) in enumerate(tables):
+            for i, source in enumerate(sources):
+                there = union([rank[t][i][0] for rank in found], row.way == "local_sgd")
+                if wrong := difference(states[source], there):
+                    words.append(f"{source} to {row}: {wrong}")
+                losses = found[0][t][i][1]
+                alike = row.precision == "no" and "local_sgd" not in (source.way, row.way)
+                if alike and losses != pytest.approx(reference[row.kind], rel=1e-5):
+                    words.append(f"{source} to {row}: losses {losses}, uninterrupted {reference[row.kind]}")
+    return words
+
+
+def test_a_checkpoint_moves_to_other_strategies_and_worlds(ranks: Any, tmp_path: Path) -> None:
+    before = [Row("single", size=1), Row("zero1"), Row("pipeline"), Row("hsdp", size=4), Row("tensor_parallel in fsdp", size=4)]
+    after = [Row("single", size=1), Row("zero1"), Row("tensor_parallel"), Row("fsdp", size=4), Row("pipeline", size=4)]
+    words = moved(ranks, tmp_path, before, after)
+    assert not words, "\n".join(words)
+
+
+@pytest.mark.slow
+def test_every_checkpoint_moves_to_every_strategy_and_world(ranks: Any, tmp_path: Path) -> None:
+    rows = [Row(way, "tied", size=size) for size in SIZES for way in ways(size)]
+    rows += [Row("ddp", "conv", "O2"), Row("fsdp", "conv", "O2"), Row("zero1", "conv", "O2", size=4)]
+    words = moved(ranks, tmp_path, rows, rows)
+    assert not words, "\n".join(words)
