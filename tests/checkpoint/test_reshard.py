@@ -68,6 +68,7 @@ def test_a_training_goes_on_bit_for_bit(ranks: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)  # other tests may run beside it
 @pytest.mark.parametrize("size", SIZES)
 def test_every_training_goes_on_bit_for_bit(ranks: Any, tmp_path: Path, size: int) -> None:
     rows = rows_of(size)
@@ -117,6 +118,7 @@ def test_a_checkpoint_moves_to_other_strategies_and_worlds(ranks: Any, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)  # other tests may run beside it
 def test_every_checkpoint_moves_to_every_strategy_and_world(ranks: Any, tmp_path: Path) -> None:
     rows = [Row(way, "tied", size=size) for size in SIZES for way in ways(size)]
     rows += [Row("ddp", "conv", "O2"), Row("fsdp", "conv", "O2"), Row("zero1", "conv", "O2", size=4)]
