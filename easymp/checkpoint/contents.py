@@ -1,4 +1,4 @@
-"""A rank's files of a checkpoint, from its part of the snapshot to the disk."""
+"""The bytes of a rank's file, from where its tensors are."""
 
 from __future__ import annotations
 
@@ -8,21 +8,31 @@ from torch import Tensor
 
 from .boxes import Box
 from .buffers import as_bytes
-from .manifest import FileRecord
 from .planning import FilePlan
-from .storage import Part, Storage, Tick
+from .storage import Part
 
-
-def write(storage: Storage, folder: str, plan: FilePlan, parts: Mapping[tuple[str, Box], Tensor], tick: Tick) -> FileRecord:
-    """Write one file durably."""
-    checksums = storage.put(f"{folder}/{plan.name}", contents(plan, parts), plan.size, tick)
-    return FileRecord(plan.size, checksums)
+CHUNK = 2**22  # bytes copied at a time of what has no plain bytes here: on a device, or with gaps
 
 
 def contents(plan: FilePlan, parts: Mapping[tuple[str, Box], Tensor]) -> Iterator[Part]:
-    """The bytes of a file, tensor by tensor; one on another device is copied when its turn comes."""
+    """Header and tensors; no copy of those that lie in memory as they will in the file, and others are copied as their turn comes."""
     yield plan.header
     for at in plan.contents:
-        tensor = parts[at]
-        if tensor.numel():
-            yield as_bytes(tensor.detach().cpu().contiguous())
+        for tensor in _pieces(parts[at].detach()):
+            yield as_bytes(tensor.cpu().resolve_conj().resolve_neg().contiguous())
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """`tensor` in parts that follow one another row-major: itself if it has plain bytes, else none of more than CHUNK bytes."""
+    if not tensor.numel():
+        return
+    plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    if plain or tensor.numel() * tensor.itemsize <= CHUNK:
+        yield tensor
+        return
+    row = tensor[0].numel() * tensor.itemsize
+    if row > CHUNK:
+        for part in tensor:
+            yield from _pieces(part)
+    else:
+        yield from tensor.split(CHUNK // row)

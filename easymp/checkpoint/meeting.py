@@ -1,63 +1,170 @@
-"""Where ranks meet in the course of a save, in the store and not by collectives: a thread may do so while others train."""
+"""Where ranks meet in the course of a save, in the store and not by collectives: a thread may do so while others train.
+
+Each rank shows life once a second for as long as it is at work. Who waits for a rank gives up when it has shown none for the world's
+timeout: it was killed, or its machine is gone. Work may take as long as it takes.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
-from collections.abc import Sequence
+from types import TracebackType
+
+import torch.distributed as dist
 
 from ..errors import CheckpointError
 from ..world import World
 
+BEAT = 1.0  # seconds between two signs of life
+HURRY = 10.0  # seconds without a sign after which a rank counts as dead, for a process that is about to end
+STOPPED = "stopped, as another rank failed"
+CHUNK = 2**22  # bytes of one value in the store: its server closes connections that send it more than 8 MiB
+
+
+class Store:
+    """This rank's connection for all saves of a run; each rank makes one, together."""
+
+    def __init__(self, world: World) -> None:
+        self.rank, self.size, self.timeout = world.rank, world.size, world.timeout
+        self.hurried = False
+        self._store: dist.Store | None = None
+        if world.size > 1:
+            store = world.store()
+            # Counted there: another run of this process may have used the same store before.
+            self._store = dist.PrefixStore(f"saves/{store.add(f'saves/{world.rank}', 1)}", store)
+
+    def patience(self) -> float:
+        """Seconds to wait for a sign of life."""
+        ending = self.hurried or not threading.main_thread().is_alive()
+        return min(self.timeout, HURRY) if ending else self.timeout
+
+    def __call__(self) -> dist.Store:
+        assert self._store is not None, "a world of one has no store"
+        return self._store
+
 
 class Meeting:
-    """One save's. All ranks make one with the same `tag`, which no other has.
+    """One save's: ``with Meeting(store, number) as meeting``, on all ranks with the same number, which no other save has."""
 
-    A rank that waits gives up when another one shows no life for the world's timeout: `alive` is to be called while working.
-    """
+    def __init__(self, store: Store, number: int) -> None:
+        self._store, self._tag = store, str(number)
+        self._over = threading.Event()
+        self._failed = False
+        start = time.monotonic()
+        self._seen = dict.fromkeys(range(store.size), (0, start))  # last beat of each rank, and when it was noticed
+        self._thread = threading.Thread(target=self._beat, name="easymp-beat", daemon=True)
 
-    def __init__(self, world: World, tag: str) -> None:
-        self._rank, self._size, self._timeout, self._tag = world.rank, world.size, world.timeout, tag
-        self._store = world.store() if world.size > 1 else None
-        self._said = 0.0
-        self._beat = 0
+    def __enter__(self) -> Meeting:
+        if self._store.size > 1:
+            self._thread.start()
+        return self
 
-    def alive(self, count: int = 0) -> None:
-        """This rank works."""
-        if self._store is not None and time.monotonic() - self._said > 1.0:
-            self._said = time.monotonic()
-            self._beat += 1
-            self._store.set(f"{self._tag}/alive/{self._rank}", str(self._beat))
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+        if self._store.size > 1:
+            self._thread.join()
 
-    def gather(self, what: str, mine: bytes) -> Sequence[bytes] | None:
-        """What each rank brought, on rank 0; None on the others."""
-        if self._store is None:
-            return [mine]
-        if self._rank:
-            self._store.set(f"{self._tag}/{what}/{self._rank}", zlib.compress(mine, 1))
-            return None
-        return [mine, *(self._wait(f"{what}/{rank}", rank) for rank in range(1, self._size))]
+    def _beat(self) -> None:
+        try:
+            while True:
+                self._store().add(f"alive/{self._store.rank}", 1)
+                self._failed = self._store().check([f"{self._tag}/failed"])
+                if self._over.wait(BEAT):
+                    return
+        except RuntimeError:
+            pass  # the store is gone, which the next one to wait will hear
 
-    def announce(self, what: str, word: bytes) -> bytes:
-        """Rank 0's word, on all ranks."""
-        if self._store is None:
-            return word
-        if self._rank == 0:
-            self._store.set(f"{self._tag}/{what}", zlib.compress(word, 1))
-            return word
-        return self._wait(what, 0)
+    def check(self) -> None:
+        """To be called while working: raises a CheckpointError, STOPPED, once another rank has said `fail`."""
+        if self._failed:
+            raise CheckpointError(STOPPED)
 
-    def _wait(self, what: str, rank: int) -> bytes:
-        assert self._store is not None
-        name, pulse = f"{self._tag}/{what}", f"{self._tag}/alive/{rank}"
-        pause, beat, since = 0.001, b"", time.monotonic()
-        while not self._store.check([name]):
-            self.alive()
-            now = self._store.get(pulse) if self._store.check([pulse]) else b""
-            if now != beat:
-                beat, since = now, time.monotonic()
-            if time.monotonic() - since > self._timeout:
-                raise CheckpointError(f"rank {rank} has shown no life for {self._timeout:g} s while the checkpoint was written")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-        return zlib.decompress(self._store.get(name))
+    def fail(self) -> None:
+        """This save is lost: the others need not go on."""
+        if self._store.size > 1:
+            self._put("failed", b"")
+
+    def give(self, what: str, mine: bytes) -> None:
+        """For rank 0 to `gather`; called by the others."""
+        self._put(f"{what}/{self._store.rank}", mine)
+
+    def gather(self, what: str, mine: bytes) -> list[bytes | CheckpointError]:
+        """On rank 0: what each rank gave, or that it shows no life any more."""
+        gathered: list[bytes | CheckpointError] = [mine]
+        for rank in range(1, self._store.size):
+            try:
+                gathered.append(self._take(f"{what}/{rank}", rank, last=True))
+            except CheckpointError as error:
+                gathered.append(error)
+                self.fail()
+        return gathered
+
+    def announce(self, what: str, word: bytes) -> None:
+        """Rank 0's word, for `announced`."""
+        if self._store.size > 1:
+            self._put(what, word)
+
+    def announced(self, what: str) -> bytes:
+        """Rank 0's word, on the others.
+
+        Raises:
+            CheckpointError: rank 0 shows no life.
+        """
+        return self._take(what, 0)
+
+    def forget(self) -> None:
+        """This save is over on all ranks: take what it left in the store out of it."""
+        if self._store.size > 1 and self._store.rank == 0:
+            try:
+                for what in ("failed", "begin", "end"):
+                    self._delete(f"{self._tag}/{what}")
+            except RuntimeError:
+                pass  # the store is gone, which the next one to wait will hear
+
+    def _put(self, what: str, value: bytes) -> None:
+        chunks = _chunks(zlib.compress(value, 1))
+        try:
+            for i, chunk in enumerate(chunks[1:], 1):
+                self._store().set(f"{self._tag}/{what}/+{i}", chunk)
+            self._store().set(f"{self._tag}/{what}", len(chunks).to_bytes(4, "little") + chunks[0])
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"the ranks' common store is gone: rank 0, which has it, ended or was killed ({error})"
+            ) from error
+
+    def _take(self, what: str, rank: int, last: bool = False) -> bytes:
+        """A value of another rank, once it is there; `last`: nobody else will ask for it."""
+        name, pulse = f"{self._tag}/{what}", f"alive/{rank}"
+        pause = 0.001
+        try:
+            while not self._store().check([name]):
+                now = self._store().add(pulse, 0)
+                if now != self._seen[rank][0]:
+                    self._seen[rank] = now, time.monotonic()
+                silent = time.monotonic() - self._seen[rank][1]
+                if silent > self._store.patience():
+                    raise CheckpointError(f"no sign of life for {silent:.0f} s: it ended, was killed, or is stopped")
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            first = self._store().get(name)
+            rest = [self._store().get(f"{name}/+{i}") for i in range(1, int.from_bytes(first[:4], "little"))]
+            if last:
+                self._delete(name)
+        except RuntimeError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"the ranks' common store is gone: rank 0, which has it, ended or was killed ({error})"
+            ) from error
+        return zlib.decompress(b"".join([first[4:], *rest]))
+
+    def _delete(self, name: str) -> None:
+        if self._store().check([name]):
+            for i in range(1, int.from_bytes(self._store().get(name)[:4], "little")):
+                self._store().delete_key(f"{name}/+{i}")
+            self._store().delete_key(name)
+
+
+def _chunks(value: bytes) -> list[bytes]:
+    return [value[i : i + CHUNK] for i in range(0, len(value), CHUNK)] or [b""]

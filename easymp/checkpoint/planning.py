@@ -102,7 +102,8 @@ def divide(brought: Sequence[Sequence[Brought]]) -> Division:
     for word in dict.fromkeys(g for g, _ in contents):
         ranks = sorted(rank for g, rank in contents if g == word)
         for number, rank in enumerate(ranks, 1):
-            inside = tuple(contents[word, rank])
+            # Wide types first: each tensor then begins where its type may, and can be copied there as what it is.
+            inside = tuple(sorted(contents[word, rank], key=lambda at: -kinds[at[0]][0].itemsize))
             name = f"{word}-{number:05d}-of-{len(ranks):05d}.safetensors"
             header, slots = encode([(key(n, box, kinds[n][1]), kinds[n][0], box.shape) for n, box in inside], {"format": "pt"})
             for (n, box), slot in zip(inside, slots):

@@ -1,13 +1,27 @@
-"""The saves of a run: one at a time, here or in the background, and what is kept of earlier ones."""
+"""The saves of a run: one at a time, here or in the background."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
 
+from ..errors import CheckpointError
+from ..log import get_logger
 from ..world import World
+from .agreeing import Agreement, Parts, agree, trouble
+from .commits import check_name
+from .contents import contents
+from .meeting import Meeting, Store
+from .planning import FilePlan
 from .saving import Save, Target
 from .snapshot import Kept
-from .storage import Tick
+from .staging import Image
+from .storage import Part, Tick, nothing
+
+logger = get_logger(__name__)
+NICE = 10  # by how much the thread that writes stands back behind those that train
 
 
 class Saves:
@@ -15,7 +29,12 @@ class Saves:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._store: Store | None = None
+        self._agreed: Agreement | None = None
+        self._image = Image()
         self._number = 0
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
 
     def save(
         self,
@@ -23,23 +42,74 @@ class Saves:
         kept: Sequence[Kept],
         asynchronous: bool = False,
         limit: int | None = None,
-        tick: Tick = lambda n: None,
+        tick: Tick = nothing,
     ) -> None:
         """Write a checkpoint of what is `kept`.
 
         Args:
             asynchronous: return as soon as the state is copied; a thread writes. The next save waits for it.
             limit: committed checkpoints named by steps that stay beside `target`'s, the newest ones; None for all.
+            tick: told how many more bytes this rank has written, now and then; by that thread, where there is one.
 
         Raises:
             CheckpointError: on every rank; also what an asynchronous save before this one met with.
         """
+        check_name(target.name)
+        self.wait()
+        if self._store is None:
+            self._store = Store(self._world)
+        parts, self._agreed = agree(self._world, kept, self._agreed)
+        Meeting(self._store, self._number).forget()
         self._number += 1
-        Save(self._world, target, kept, self._number).run(tick)
+        files = self._copied(parts, self._agreed) if asynchronous else lambda plan: contents(plan, parts.tensors)
+        save = Save(self._store, self._number, target, limit, self._agreed, parts.states, files)
+        if not asynchronous:
+            save.run(tick)
+            return
+        # No daemon: the interpreter waits for it at its end, while threads (each file is written by some) can still be started.
+        self._thread = threading.Thread(target=self._run, args=(save, tick), name="easymp-save", daemon=False)
+        self._thread.start()
+
+    def _copied(self, parts: Parts, agreed: Agreement) -> Callable[[FilePlan], Iterable[Part]]:
+        """The bytes of this rank's files, from a copy that is made now."""
+        files: dict[str, memoryview] = {}
+        mine = [plan for plan in agreed.division.files if plan.rank == self._world.rank]
+        said = trouble(lambda: files.update(self._image.take(mine, parts.tensors)))
+
+        def copied(plan: FilePlan) -> Iterable[Part]:
+            if said:  # where the other ranks hear of it
+                raise CheckpointError(f"no copy of the state could be made: {said}")
+            self._image.wait()
+            return [files[plan.name]]
+
+        return copied
+
+    def _run(self, save: Save, tick: Tick) -> None:
+        if sys.platform == "linux":  # where a priority can be one thread's; those that it starts inherit it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
+        said = trouble(lambda: save.run(tick))
+        if said:
+            self._error = CheckpointError(said)
+            logger.error("asynchronous checkpoint: %s", said)
 
     def wait(self) -> None:
         """Until what is being written is committed; raises what it met with."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
-        """As `wait`; the run is over."""
-        self.wait()
+        """As `wait`; the run is over. One that ends by an error ends by that one, and waits only for ranks that show life."""
+        failing = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
+        if failing and self._store is not None:
+            self._store.hurried = True
+        try:
+            self.wait()
+        except CheckpointError:
+            if not failing:
+                raise
+        finally:
+            self._image = Image()

@@ -1,31 +1,34 @@
 """Saving: every rank writes its files into a folder that does not count yet; rank 0 makes it count.
 
-`.tmp-<name>-<id>/` → every file written and on disk → the folder, too → all ranks done → manifest → COMMIT → renamed → the parent folder on
-disk. A folder without a COMMIT that fits its manifest does not exist for anyone.
+`.tmp-<name>-<id>/` → every file written and on disk → all ranks done → manifest → the folder on disk → COMMIT → the folder → renamed → the
+parent folder on disk → only then what retention drops. A folder without a COMMIT that fits its manifest does not exist for anyone.
+(`commits` has the first and the last step, also for places where nothing can be renamed.)
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from torch import Tensor
-
-from ..errors import CheckpointError, EasympError
+from ..errors import CheckpointError
 from ..version import __version__
-from ..world import World
-from .boxes import Box, whole
-from .contents import write
-from .folders import temporary
+from .agreeing import Agreement, merged, raise_first, trouble
+from .boxes import whole
+from .commits import Commit, begin
+from .committed import inside
 from .manifest import COMMIT, MANIFEST, FileRecord, Manifest, seal
-from .meeting import Meeting
-from .planning import Division, divide
-from .snapshot import Kept, Snapshot
-from .storage import Storage, Tick
+from .meeting import Meeting, Store
+from .planning import Division, FilePlan
+from .retention import retain
+from .storage import Part, Storage, Tick
 from .strict import dumps
+
+INTERRUPTED = "interrupted"
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -38,107 +41,152 @@ class Target:
     plan: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
 class Save:
-    """One checkpoint on its way to the disk. Made on all ranks together; `run` may be another thread's.
+    """One checkpoint on its way to the disk. All ranks `run` theirs, each in any of its threads; no collectives.
 
-    Args:
+    Attributes:
         number: of this save in the run, the same on all ranks.
+        limit: as `retention.retain` has it.
+        states: this rank's Python state.
+        files: the bytes of a file that this rank writes.
     """
 
-    def __init__(self, world: World, target: Target, kept: Sequence[Kept], number: int) -> None:
-        self._world, self._target = world, target
-        snapshot = Snapshot(world.rank)
-        said = _trouble(lambda: [k.bring(snapshot) for k in kept])
-        together = world.gather_objects((said, snapshot.brought, snapshot.states, snapshot.aliases))
-        _raise_first([said for said, *_ in together])
-        self._parts: Mapping[tuple[str, Box], Tensor] = snapshot.parts
-        self._states: dict[str, Any] = {}
-        for _, _, states, _ in together:
-            for name, state in states.items():
-                self._states[name] = merged(self._states[name], state, name) if name in self._states else state
-        self._aliases = {name: of for *_, aliases in together for name, of in aliases.items()}
-        self._division: Division = divide([brought for _, brought, _, _ in together])
-        self._meeting = Meeting(world, f"save/{number}")
-        folder = temporary(target.name)
-        self._folder, said = world.broadcast_objects(
-            [folder, _trouble(lambda: target.storage.make(folder)) if world.rank == 0 else ""]
-        )
-        _raise_first([said])
+    store: Store
+    number: int
+    target: Target
+    limit: int | None
+    agreement: Agreement
+    states: Mapping[str, Any]
+    files: Callable[[FilePlan], Iterable[Part]]
 
-    def run(self, tick: Tick = lambda n: None) -> None:
+    def run(self, tick: Tick) -> None:
         """Write, and commit.
 
         Raises:
             CheckpointError: on every rank, if it failed on one; what was there before is untouched.
         """
-        records: dict[str, FileRecord] = {}
+        with Meeting(self.store, self.number) as meeting:
+            said = self._lead(meeting, tick) if self.store.rank == 0 else self._follow(meeting, tick)
+        if said:
+            place = inside(self.target.storage.place, self.target.name)
+            raise CheckpointError(f"{place} was not written, and what was there before is untouched: {said}")
 
-        def progress(count: int) -> None:
-            self._meeting.alive()
+    def _lead(self, meeting: Meeting, tick: Tick) -> str:
+        """Rank 0's part: it has the folder, the manifest and the last word. Returns what went wrong."""
+        commit: Commit | None = None
+        said = INTERRUPTED
+
+        def start() -> None:
+            nonlocal commit
+            commit = begin(self.target.storage, self.target.name)
+
+        try:
+            said = trouble(start)
+        finally:
+            folder = commit.folder if commit is not None else ""
+            meeting.announce("begin", dumps([said, folder, self._digests()]))
+        if commit is None:
+            return said
+        said = INTERRUPTED
+        try:
+            reports = meeting.gather("written", self._report(meeting, folder, tick))
+            said = trouble(lambda: self._commit(commit, reports))
+        finally:
+            if said:
+                meeting.fail()
+            commit.close()
+            meeting.announce("end", said.encode())
+        return said
+
+    def _follow(self, meeting: Meeting, tick: Tick) -> str:
+        """The other ranks'."""
+        said, folder, digests = json.loads(meeting.announced("begin"))
+        if said:
+            return str(said)
+        report = dumps([INTERRUPTED, {}, {}])
+        try:
+            report = self._report(meeting, folder, tick, digests)
+        finally:
+            meeting.give("written", report)
+        return meeting.announced("end").decode()
+
+    def _report(self, meeting: Meeting, folder: str, tick: Tick, known: Mapping[str, str] | None = None) -> bytes:
+        """Write this rank's files into `folder`: what went wrong, what is written, and those of its states that rank 0 does not know."""
+        written: dict[str, list[int]] = {}
+
+        def ticked(count: int) -> None:
+            meeting.check()
             tick(count)
 
         def work() -> None:
-            for plan in self._division.files:
-                if plan.rank == self._world.rank:
-                    records[plan.name] = write(self._target.storage, self._folder, plan, self._parts, progress)
+            for plan in self.agreement.division.files:
+                if plan.rank == self.store.rank:
+                    meeting.check()
+                    written[plan.name] = [plan.size, *self._put(f"{folder}/{plan.name}", plan, ticked)]
 
-        said = _trouble(work)
-        mine = json.dumps([said, {name: [r.size, *r.checksums] for name, r in records.items()}]).encode()
-        everyones = self._meeting.gather("written", mine)
-        if everyones is not None:
-            said = _trouble(lambda: self._commit([json.loads(e) for e in everyones]))
-            if said:
-                _trouble(lambda: self._target.storage.remove(self._folder))
-        end = self._meeting.announce("end", json.dumps(said).encode())
-        _raise_first([json.loads(end)])
+        said = trouble(work)
+        if said:
+            meeting.fail()
+        states = {} if known is None else {name: s for name, s in self.states.items() if known.get(name) != _digest(s)}
+        return dumps([said, written, states])
 
-    def _commit(self, everyones: Sequence[Any]) -> None:
-        _raise_first([said for said, _ in everyones])
-        storage, target, folder = self._target.storage, self._target, self._folder
-        files = {name: FileRecord(size, tuple(crcs)) for _, found in everyones for name, (size, *crcs) in found.items()}
-        index = hugging_face_index(self._division)
+    def _put(self, name: str, plan: FilePlan, tick: Tick) -> tuple[int, ...]:
+        try:
+            return self.target.storage.put(name, self.files(plan), plan.size, tick)
+        except FileNotFoundError as error:
+            if not self.store.rank:
+                raise
+            raise CheckpointError(
+                f"{inside(self.target.storage.place, name)} cannot be made: the folder, which rank 0 made, is not to be seen here. All "
+                "ranks must share the file system: pass a folder of one that they share, or a URL"
+            ) from error
+
+    def _digests(self) -> dict[str, str]:
+        return {name: _digest(state) for name, state in self.states.items()} if self.store.size > 1 else {}
+
+    def _commit(self, commit: Commit, reports: Sequence[bytes | CheckpointError]) -> None:
+        everyones = [[str(r), {}, {}] if isinstance(r, CheckpointError) else json.loads(r) for r in reports]
+        raise_first([said for said, *_ in everyones])
+        storage, folder = self.target.storage, commit.folder
+        files = {}
+        for rank, (_, written, _) in enumerate(everyones):
+            for name, (size, *crcs) in written.items():
+                files[name] = FileRecord(size, tuple(crcs))
+                if rank and storage.size(f"{folder}/{name}") != size:
+                    raise CheckpointError(
+                        f"{name}, which rank {rank} wrote, is not to be seen on rank 0: all ranks must share the file system: pass a "
+                        "folder of one that they share, or a URL"
+                    )
+        states = dict(self.states)
+        for _, _, others in everyones[1:]:
+            for name, state in others.items():
+                states[name] = merged(states[name], state, name) if name in states else state
+        index = hugging_face_index(self.agreement.division)
         if index is not None:
-            name = "model.safetensors.index.json"
-            files[name] = FileRecord(len(index), storage.put(f"{folder}/{name}", [index], len(index)))
+            files[INDEX] = FileRecord(len(index), storage.put(f"{folder}/{INDEX}", [index], len(index)))
         manifest = Manifest(
-            step=target.step,
-            world_size=self._world.size,
+            step=self.target.step,
+            world_size=self.store.size,
             written=datetime.now(UTC).isoformat(timespec="seconds"),
             made_by=f"easymp {__version__}",
-            plan=dict(target.plan),
-            tensors=self._division.tensors,
+            plan=dict(self.target.plan),
+            tensors=self.agreement.division.tensors,
             files=files,
-            states=self._states,
-            aliases=self._aliases,
+            states=states,
+            aliases=dict(self.agreement.aliases),
         ).encode()
         storage.put(f"{folder}/{MANIFEST}", [manifest], len(manifest))
         storage.sync(folder)
         sealed = seal(manifest)
         storage.put(f"{folder}/{COMMIT}", [sealed], len(sealed))
         storage.sync(folder)
-        if target.name in storage.list():
-            storage.exchange(folder, target.name)
-            storage.sync()
-            storage.remove(folder)
-        else:
-            storage.rename(folder, target.name)
-            storage.sync()
+        commit.finish()
+        retain(storage, self.target.name, self.limit)
 
 
-def merged(one: Any, other: Any, name: str) -> Any:
-    """Two ranks' states of one thing: mappings add up, all else must agree.
-
-    Raises:
-        CheckpointError: it does not.
-    """
-    if one == other:
-        return one
-    if isinstance(one, dict) and isinstance(other, dict):
-        both = dict(one)
-        for word, value in other.items():
-            both[word] = merged(one[word], value, f"{name}/{word}") if word in one else value
-        return both
-    raise CheckpointError(f"{name}: the ranks have different values, {one!r} and {other!r}, of what should be one")
+def _digest(state: Any) -> str:
+    return hashlib.sha256(dumps(state)).hexdigest()
 
 
 def hugging_face_index(division: Division) -> bytes | None:
@@ -149,18 +197,3 @@ def hugging_face_index(division: Division) -> bytes | None:
     total = sum(s.pieces[0].box.count * s.dtype.itemsize for s in weights.values())
     table = {name.partition("/")[2]: stored.pieces[0].file for name, stored in weights.items()}
     return dumps({"metadata": {"total_size": total}, "weight_map": table})
-
-
-def _trouble(act: Callable[[], Any]) -> str:
-    """What went wrong in `act`, in words; "" where nothing did."""
-    try:
-        act()
-    except (OSError, EasympError) as error:
-        return str(error)
-    return ""
-
-
-def _raise_first(said: Sequence[str]) -> None:
-    for rank, words in enumerate(said):
-        if words:
-            raise CheckpointError(f"the checkpoint was not written (rank {rank}: {words})" if len(said) > 1 else words)

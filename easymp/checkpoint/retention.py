@@ -1,0 +1,47 @@
+"""How checkpoints go: what counts stops counting before its first file goes, and only once a newer one is on disk."""
+
+from __future__ import annotations
+
+from ..log import get_logger
+from .committed import inside, is_committed
+from .folders import LATEST, checkpoint_of, committed_steps, saves_of, temporary
+from .storage import Storage
+
+logger = get_logger(__name__)
+
+
+def retain(storage: Storage, checkpoint: str, limit: int | None) -> None:
+    """After `checkpoint` is committed: the hint `latest`, and only `limit` of the others that are named by steps stay, the newest.
+
+    What has no COMMIT, or another name, is not touched. Trouble here is not the new checkpoint's, so it goes to the log.
+    """
+    try:
+        steps = [folder for _, folder in committed_steps(storage)]
+        if any(checkpoint_of(folder) == checkpoint for folder in steps):
+            storage.replace(LATEST, steps[0].encode() + b"\n")
+        others = [folder for folder in steps if checkpoint_of(folder) != checkpoint]
+        for folder in others[limit:] if limit is not None else ():
+            # The newest save of a step last, or an older one would count for a moment.
+            for save in reversed(saves_of(storage.list(), checkpoint_of(folder))):
+                if is_committed(storage, save):
+                    drop(storage, save)
+    except OSError as error:
+        logger.warning("%s: older checkpoints stay, as they could not be removed: %s", storage.place, error)
+
+
+def drop(storage: Storage, folder: str) -> None:
+    """A checkpoint that is to go: it is one no longer before its first file goes."""
+    if storage.renames:
+        gone = temporary(checkpoint_of(folder))
+        storage.rename(folder, gone)
+        storage.sync()
+        folder = gone
+    take_away(storage, folder)
+
+
+def take_away(storage: Storage, folder: str) -> None:
+    """Remove what counts for nothing; what cannot be removed is in nobody's way, and the log says so."""
+    try:
+        storage.remove(folder)
+    except OSError as error:
+        logger.warning("%s counts no longer, and could not be removed: %s", inside(storage.place, folder), error)

@@ -1,0 +1,76 @@
+"""A copy of a rank's files in memory, from which a thread writes while the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..log import get_logger
+from .boxes import Box
+from .buffers import aligned, as_bytes
+from .planning import FilePlan
+
+PAGE = 4096
+logger = get_logger(__name__)
+
+
+class Image:
+    """Memory for the files of one save, which each save uses again; it grows when they do."""
+
+    def __init__(self) -> None:
+        self._memory = aligned(0)
+        self._pending: list[tuple[torch.cuda.Event, Sequence[Tensor]]] = []
+
+    def take(self, plans: Sequence[FilePlan], parts: Mapping[tuple[str, Box], Tensor]) -> dict[str, memoryview]:
+        """Copy the files of `plans`; the bytes of each, to be read after `wait`.
+
+        Copies from a GPU run in the order of its current stream: what is enqueued there later may change the tensors, and this
+        process does not wait.
+        """
+        self._reserve(sum(_padded(plan.size) for plan in plans))
+        files, at = {}, 0
+        for plan in plans:
+            image = self._memory[at : at + plan.size]
+            files[plan.name] = as_bytes(image)
+            files[plan.name][: len(plan.header)] = plan.header
+            begin = len(plan.header)
+            for name in plan.contents:
+                tensor = parts[name].detach()
+                end = begin + tensor.numel() * tensor.itemsize
+                _copy(image[begin:end], tensor)
+                begin = end
+            at += _padded(plan.size)
+        there = [parts[name] for plan in plans for name in plan.contents if parts[name].is_cuda]
+        for device in {tensor.device for tensor in there}:
+            # Held until they are copied: some were made for this save only.
+            self._pending.append((torch.cuda.current_stream(device).record_event(), there))
+        return files
+
+    def wait(self) -> None:
+        """Until the copy is whole."""
+        for event, _ in self._pending:
+            event.synchronize()
+        self._pending.clear()
+
+    def _reserve(self, size: int) -> None:
+        pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
+        if len(self._memory) < size or (size and pinned and not self._memory.is_pinned()):
+            self._memory = aligned(0)  # the old one goes first
+            logger.info("asynchronous checkpoints: %.2f GB of memory on this rank for a copy of what is written", size / 1e9)
+            self._memory = aligned(size)
+
+
+def _copy(into: Tensor, tensor: Tensor) -> None:
+    """The bytes of `tensor`, row-major, in the row of bytes `into`."""
+    if not tensor.numel():
+        return
+    if into.storage_offset() % tensor.itemsize == 0:
+        into.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+    else:
+        into.copy_(tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8), non_blocking=True)
+
+
+def _padded(size: int) -> int:
+    return -(-size // PAGE) * PAGE
