@@ -534,14 +534,21 @@ class Accelerator(Collectives, Checkpointing, Weights):
         self.close()
 
     def close(self) -> None:
-        """As `end_training`; another Accelerator can be made afterwards. Calling it again does nothing."""
+        """As `end_training`; another Accelerator can be made afterwards. Calling it again does nothing.
+
+        Raises:
+            CheckpointError: what an asynchronous save met with, and no later call has raised.
+        """
         if self._closed:
             return
         self._closed = True
-        self.free_memory()
-        self._undo.close()
-        unregister(self._run)
-        self._world.close()
+        try:
+            self._saves.close()  # what is being written in the background; its ranks still need the world's store
+        finally:
+            self.free_memory()
+            self._undo.close()
+            unregister(self._run)
+            self._world.close()
 
     def __enter__(self) -> Accelerator:
         return self

@@ -52,7 +52,8 @@ def agree(world: World, kept: Sequence[Kept], last: Agreement | None) -> tuple[P
     same = last is not None and last.brought == snapshot.brought and last.given == snapshot.aliases
     try:
         together = world.gather_objects((said, same))
-        raise_first([said for said, _ in together])
+        if wrong := first([said for said, _ in together]):
+            raise CheckpointError(f"the checkpoint was not begun: {wrong}")
         if last is None or not all(same for _, same in together):
             everyones = world.gather_objects((snapshot.brought, snapshot.aliases))
             aliases = {name: of for _, given in everyones for name, of in given.items()}
@@ -89,10 +90,9 @@ def trouble(act: Callable[[], Any]) -> str:
     return ""
 
 
-def raise_first(said: Sequence[str]) -> None:
-    """Raises a CheckpointError of what the ranks `said`, unless that is nothing."""
-    causes = [words for words in said if words and words != STOPPED]
-    if any(said):
-        named = {words: rank for rank, words in reversed(list(enumerate(said))) if words in (causes or said) and words}
-        first = sorted((rank, words) for words, rank in named.items())
-        raise CheckpointError("; ".join(f"rank {rank}: {words}" if len(said) > 1 else words for rank, words in first))
+def first(said: Sequence[str]) -> str:
+    """What the ranks `said` went wrong, each thing once, with the rank that said it; "" where all is well."""
+    causes = [words for words in said if words and words != STOPPED] or said
+    ranks = {words: rank for rank, words in reversed(list(enumerate(said))) if words and words in causes}
+    named = sorted((rank, words) for words, rank in ranks.items())
+    return "; ".join(f"rank {rank}: {words}" if len(said) > 1 else words for rank, words in named)

@@ -17,10 +17,12 @@ def retain(storage: Storage, checkpoint: str, limit: int | None) -> None:
     """
     try:
         steps = [folder for _, folder in committed_steps(storage)]
-        if any(checkpoint_of(folder) == checkpoint for folder in steps):
-            storage.replace(LATEST, steps[0].encode() + b"\n")
         others = [folder for folder in steps if checkpoint_of(folder) != checkpoint]
-        for folder in others[limit:] if limit is not None else ():
+        gone = others[limit:] if limit is not None else []
+        if len(others) < len(steps):
+            newest = next(folder for folder in steps if folder not in gone)
+            storage.replace(LATEST, newest.encode() + b"\n")
+        for folder in gone:
             # The newest save of a step last, or an older one would count for a moment.
             for save in reversed(saves_of(storage.list(), checkpoint_of(folder))):
                 if is_committed(storage, save):

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..version import __version__
-from .agreeing import Agreement, merged, raise_first, trouble
+from .agreeing import Agreement, first, merged, trouble
 from .boxes import whole
 from .commits import Commit, begin
 from .committed import inside
@@ -82,7 +82,7 @@ class Save:
             commit = begin(self.target.storage, self.target.name)
 
         try:
-            said = trouble(start)
+            said = self._mine(trouble(start))
         finally:
             folder = commit.folder if commit is not None else ""
             meeting.announce("begin", dumps([said, folder, self._digests()]))
@@ -90,14 +90,18 @@ class Save:
             return said
         said = INTERRUPTED
         try:
-            reports = meeting.gather("written", self._report(meeting, folder, tick))
-            said = trouble(lambda: self._commit(commit, reports))
+            given = meeting.gather("written", self._report(meeting, folder, tick))
+            reports = [[str(r), {}, {}] if isinstance(r, CheckpointError) else json.loads(r) for r in given]
+            said = first([words for words, *_ in reports]) or self._mine(trouble(lambda: self._commit(commit, reports)))
         finally:
             if said:
                 meeting.fail()
             commit.close()
             meeting.announce("end", said.encode())
         return said
+
+    def _mine(self, said: str) -> str:
+        return f"rank 0: {said}" if said and self.store.size > 1 else said
 
     def _follow(self, meeting: Meeting, tick: Tick) -> str:
         """The other ranks'."""
@@ -145,12 +149,10 @@ class Save:
     def _digests(self) -> dict[str, str]:
         return {name: _digest(state) for name, state in self.states.items()} if self.store.size > 1 else {}
 
-    def _commit(self, commit: Commit, reports: Sequence[bytes | CheckpointError]) -> None:
-        everyones = [[str(r), {}, {}] if isinstance(r, CheckpointError) else json.loads(r) for r in reports]
-        raise_first([said for said, *_ in everyones])
+    def _commit(self, commit: Commit, reports: Sequence[Any]) -> None:
         storage, folder = self.target.storage, commit.folder
         files = {}
-        for rank, (_, written, _) in enumerate(everyones):
+        for rank, (_, written, _) in enumerate(reports):
             for name, (size, *crcs) in written.items():
                 files[name] = FileRecord(size, tuple(crcs))
                 if rank and storage.size(f"{folder}/{name}") != size:
@@ -159,7 +161,7 @@ class Save:
                         "folder of one that they share, or a URL"
                     )
         states = dict(self.states)
-        for _, _, others in everyones[1:]:
+        for _, _, others in reports[1:]:
             for name, state in others.items():
                 states[name] = merged(states[name], state, name) if name in states else state
         index = hugging_face_index(self.agreement.division)

@@ -1,0 +1,357 @@
+"""Saving: what is saved is there, bit for bit; what replaces it does so at once; trouble on one rank is every rank's, and costs nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from easymp.checkpoint import calls, folders
+from easymp.checkpoint.committed import is_committed
+from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.saves import Saves
+from easymp.errors import CheckpointError
+
+from .things import Fails, Rows, loaded, save, target, values, world
+
+STEP = "step-00000001"
+
+
+def listed(root):
+    return sorted(os.listdir(root))
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_saved_and_loaded(tmp_path, asynchronous):
+    save(tmp_path / "new" / "root", 1, asynchronous=asynchronous)
+    assert loaded(tmp_path / "new" / "root", STEP) == values(1)
+    assert listed(tmp_path / "new" / "root") == ["latest", STEP]
+    assert (tmp_path / "new" / "root" / "latest").read_text() == STEP + "\n"
+
+
+@pytest.fixture(params=["swaps", "renames", "neither"])
+def storage(request, monkeypatch):
+    """What a file system may be able to do."""
+    if request.param == "renames":
+        monkeypatch.setattr(LocalStorage, "exchange", lambda self, one, other: False)
+    if request.param == "neither":
+        monkeypatch.setattr(LocalStorage, "renames", False)
+    return request.param
+
+
+def test_saving_again_replaces(tmp_path, storage):
+    for seed in (1, 2, 3):
+        save(tmp_path, seed, step=1)
+        assert loaded(tmp_path, STEP) == values(seed)
+        assert len(listed(tmp_path)) == 2
+        assert folders.latest(LocalStorage(tmp_path)).startswith(STEP)
+
+
+def test_any_name_will_do_but_not_every_one(tmp_path):
+    saves = Saves(world())
+    saves.save(target(tmp_path, 7, "best"), [Rows(0, 1, 7)])
+    assert listed(tmp_path) == ["best"]  # no step, so no hint
+    assert loaded(tmp_path, "best") == values(7)
+    for name in ("", "a/b", ".tmp-best", "best.save-2"):
+        with pytest.raises(CheckpointError, match="is no name for a checkpoint"):
+            saves.save(replace(target(tmp_path, 7), name=name), [])
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    saves = Saves(world())
+    for name in ("file", "folder"):
+        with pytest.raises(CheckpointError, match=rf"/{name} is there and no checkpoint .*pass another name"):
+            saves.save(target(tmp_path, 1, name), [Rows(0, 1, 1)])
+    saves.save(target(tmp_path, 1, "empty"), [Rows(0, 1, 1)])
+    assert loaded(tmp_path, "empty") == values(1)
+    assert listed(tmp_path) == ["empty", "file", "folder"]
+    assert (tmp_path / "folder" / "notes.txt").read_text() == "mine"
+
+
+def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, storage):
+    for name in ("step-00000000", "mine", ".tmp-mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    save(tmp_path, 9, step=9)
+    saves = Saves(world())
+    saves.save(target(tmp_path, 100, "best"), [Rows(0, 1, 9)])
+    kept = []
+    for step in (1, 2, 3, 4):
+        saves.save(target(tmp_path, step), [Rows(0, 1, step)], limit=2)
+        kept.append([f.removeprefix("step-0000000") for _, f in folders.committed_steps(LocalStorage(tmp_path))])
+    assert kept == [["9", "1"], ["9", "2", "1"], ["9", "3", "2"], ["9", "4", "3"]]
+    assert loaded(tmp_path, "best") == values(9)
+    saves.save(target(tmp_path, 2), [Rows(0, 1, 2)], limit=0)  # older than others, and the one just written
+    assert listed(tmp_path) == [".tmp-mine", "best", "latest", "mine", "step-00000000", "step-00000002"]
+    assert (tmp_path / "latest").read_text() == "step-00000002\n"
+
+
+def test_the_older_ones_stay_until_the_new_one_counts(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    with broken(monkeypatch, "write", "COMMIT"):
+        with pytest.raises(CheckpointError, match=r"step-00000002 was not written.*untouched: .*No space left"):
+            save(tmp_path, 2, limit=0)
+    assert listed(tmp_path) == ["latest", STEP]
+    assert loaded(tmp_path, STEP) == values(1)
+    save(tmp_path, 2, limit=0)
+    assert listed(tmp_path) == ["latest", "step-00000002"]
+
+
+@contextmanager
+def broken(monkeypatch, operation, word):
+    """That operation on a path with that word finds no space."""
+    real = calls.do
+
+    def do(what, path, call, *arguments):
+        if what == operation and word in path:
+            raise OSError(28, "No space left on device", path)
+        return real(what, path, call, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "do", do)
+        yield
+
+
+def test_what_dead_writers_left_goes_and_what_live_ones_write_stays(tmp_path):
+    storage = LocalStorage(tmp_path)
+    save(tmp_path, 1)
+    for name in (".tmp-step-00000001-0123abcd", ".tmp-step-00000002-0123abcd", ".tmp-best-0123abcd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "COMMIT").write_text("x")
+    (tmp_path / ".tmp-step-00000002.lock").write_text("")
+    alive = storage.claim("best", b"{}")
+    save(tmp_path, 1)
+    assert listed(tmp_path) == [".tmp-best-0123abcd", ".tmp-best.lock", "latest", STEP]
+    with pytest.raises(CheckpointError, match="best is being written by process"):
+        Saves(world()).save(target(tmp_path, 1, "best"), [])
+    alive.release()
+
+
+# -- in the background -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Writing waits until it is set."""
+    real, opened = calls.do, threading.Event()
+
+    def do(what, path, call, *arguments):
+        if what == "create":
+            assert opened.wait(30)
+        return real(what, path, call, *arguments)
+
+    monkeypatch.setattr(calls, "do", do)
+    yield opened
+    opened.set()
+
+
+def test_the_state_is_that_of_the_call(tmp_path, gate):
+    saves, rows = Saves(world()), Rows(0, 1, 1)
+    saves.save(target(tmp_path, 1), [rows], asynchronous=True)
+    rows.mine.zero_()
+    rows.seed = 5
+    assert not is_committed(LocalStorage(tmp_path), STEP)
+    gate.set()
+    saves.wait()
+    assert loaded(tmp_path, STEP) == values(1)
+    saves.save(target(tmp_path, 2), [Rows(0, 1, 2, rows=600)], asynchronous=True)  # more than the memory of before
+    saves.save(target(tmp_path, 3), [Rows(0, 1, 3)], asynchronous=True)  # waits for it
+    saves.close()
+    assert loaded(tmp_path, "step-00000003") == values(3)
+    assert is_committed(LocalStorage(tmp_path), "step-00000002")
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "close"])
+def test_trouble_in_the_background_comes_back_once(tmp_path, monkeypatch, call):
+    saves = Saves(world())
+    with broken(monkeypatch, "create", "model"):
+        saves.save(target(tmp_path, 1), [Rows(0, 1, 1)], asynchronous=True)
+        saves._thread.join()
+    arguments = (target(tmp_path, 2), [Rows(0, 1, 2)]) if call == "save" else ()
+    with pytest.raises(CheckpointError, match=r"step-00000001 was not written.*No space left on device"):
+        getattr(saves, call)(*arguments)
+    saves.save(target(tmp_path, 2), [Rows(0, 1, 2)])
+    saves.close()
+    assert listed(tmp_path) == ["latest", "step-00000002"]
+
+
+def test_a_run_that_fails_ends_by_its_own_error(tmp_path, monkeypatch):
+    saves = Saves(world())
+    with broken(monkeypatch, "create", "model"):
+        try:
+            saves.save(target(tmp_path, 1), [Rows(0, 1, 1)], asynchronous=True)
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            saves.close()  # says nothing
+
+
+ENDS = """
+import sys, time
+from easymp.checkpoint import calls
+from tests.checkpoint.things import Rows, target, world
+from easymp.checkpoint.saves import Saves
+real = calls.do
+def slow(what, path, call, *arguments):
+    time.sleep(0.02)
+    return real(what, path, call, *arguments)
+calls.do = slow
+saves = Saves(world())
+saves.save(target(sys.argv[1], 1), [Rows(0, 1, 1)], asynchronous=True)
+if sys.argv[2] == "error":
+    raise RuntimeError("the training failed")
+"""
+
+
+@pytest.mark.parametrize("end", ["error", pytest.param("end", marks=pytest.mark.slow)])
+def test_the_end_of_the_process_waits(tmp_path, end):
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path), end],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == (end == "error"), done.stderr
+    assert loaded(tmp_path, STEP) == values(1)
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+def _each_way(root):
+    ranks = world()
+    saves, rows, told = Saves(ranks), Rows(ranks.rank, ranks.size, 0), []
+    gather = ranks.gather_objects
+    ranks.gather_objects = lambda item: told.append(len(repr(item))) or gather(item)
+    for seed, asynchronous in ((1, False), (2, True), (3, False)):
+        rows.seed = seed
+        rows.mine.fill_(seed)
+        saves.save(target(root, seed), [rows], asynchronous)
+    saves.wait()
+    ranks.gather_objects = gather
+    for seed in (1, 2, 3):
+        there = Rows(ranks.rank, ranks.size, seed)
+        there.mine.fill_(seed)
+        there.all = rows.all
+        assert loaded(root, f"step-{seed:08d}", ranks) == there.values()
+    saves.close()
+    ranks.close()
+    return told
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_every_rank_writes_its_own_and_lists_are_told_once(ranks, tmp_path, processes):
+    told = ranks(_each_way, str(tmp_path), processes=processes)
+    assert all(len(sizes) == 4 and sum(s < 20 for s in sizes) == 3 for sizes in told), told
+    assert listed(tmp_path) == ["latest", "step-00000001", "step-00000002", "step-00000003"]
+    assert len([name for name in os.listdir(tmp_path / STEP) if name.startswith("model-0")]) == processes
+
+
+def _one_fails(root, where, asynchronous):
+    ranks = world(timeout=20)
+    saves, rows = Saves(ranks), Rows(ranks.rank, ranks.size, 1)
+    saves.save(target(root, 1), [rows])
+    real = calls.do
+
+    def do(what, path, call, *arguments):
+        if ranks.rank == where[1] and what == where[0] and ".tmp-" in path and not path.endswith(".lock"):
+            raise OSError(5, "Input/output error", path)
+        return real(what, path, call, *arguments)
+
+    rows = Rows(ranks.rank, ranks.size, 2)
+    calls.do = do
+    said = ""
+    try:
+        saves.save(target(root, 1), [Fails(where[1])] if where[0] == "bring" else [rows], asynchronous)
+        saves.wait()
+    except CheckpointError as error:
+        said = str(error)
+    finally:
+        calls.do = real
+    left = listed(root)
+    kept = loaded(root, STEP, ranks) == values(1, ranks.rank, ranks.size)
+    saves.save(target(root, 1), [rows], asynchronous)
+    saves.wait()
+    again = loaded(root, STEP, ranks) == values(2, ranks.rank, ranks.size)
+    saves.close()
+    ranks.close()
+    return said, left, kept, again
+
+
+@pytest.mark.parametrize(
+    ("operation", "rank", "asynchronous"),
+    [
+        ("bring", 1, False), ("create", 1, False), ("write", 1, True), ("fsync", 0, True), ("mkdir", 0, False), ("exchange", 0, False),
+    ],
+)  # fmt: skip
+def test_trouble_on_one_rank_is_every_ranks(ranks, tmp_path, operation, rank, asynchronous):
+    for said, left, kept, again in ranks(_one_fails, str(tmp_path), (operation, rank), asynchronous):
+        reason = "ValueError: the state is lost" if operation == "bring" else r"\[Errno 5\] Input/output error: '/"
+        assert re.search(rf"rank {rank}: {reason}", said), said
+        assert left == ["latest", STEP]
+        assert kept
+        assert again
+
+
+def _elsewhere(root):
+    ranks = world(timeout=20)
+    with pytest.raises(CheckpointError) as found:
+        Saves(ranks).save(target(f"{root}/{ranks.rank}", 1), [Rows(ranks.rank, ranks.size, 1)])
+    ranks.close()
+    return str(found.value)
+
+
+def test_ranks_that_do_not_share_a_folder_are_told_so(ranks, tmp_path):
+    for said in ranks(_elsewhere, str(tmp_path)):
+        assert "rank 1: " in said
+        assert "All ranks must share the file system" in said
+    assert listed(tmp_path / "0") == []
+
+
+def _dies(root, when, asynchronous):
+    ranks = world()
+    ranks.timeout = 3  # for this, not for coming here
+    saves = Saves(ranks)
+    saves.save(target(root, 1), [Rows(ranks.rank, ranks.size, 1)])
+    real = calls.do
+
+    def do(what, path, call, *arguments):
+        if what == when and ".tmp-" in path and ranks.rank == ranks.size - 1:
+            os.kill(os.getpid(), 9)
+        return real(what, path, call, *arguments)
+
+    calls.do = do
+    try:
+        saves.save(target(root, 2), [Rows(ranks.rank, ranks.size, 2)], asynchronous)
+        saves.wait()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        calls.do = real
+        saves.close()
+        ranks.close()
+    return "saved"
+
+
+@pytest.mark.parametrize(("processes", "asynchronous"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_is_missed(ranks, tmp_path, processes, asynchronous):
+    *alive, dead = ranks.fails(_dies, str(tmp_path), "write", asynchronous, processes=processes)
+    assert dead.type == "SIGKILL"
+    for said in alive:
+        assert re.search(rf"was not written.*untouched: rank {processes - 1}: no sign of life for 3 s", said), said
+    assert listed(tmp_path) == ["latest", STEP]
+    save(tmp_path, 2)
+    assert loaded(tmp_path, "step-00000002") == values(2)

@@ -1,0 +1,95 @@
+"""Small things to keep in checkpoints, so that tests of saving need no training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from easymp.checkpoint.boxes import Box
+from easymp.checkpoint.loading import load
+from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.planning import Brought
+from easymp.checkpoint.saves import Saves
+from easymp.checkpoint.saving import Target
+from easymp.checkpoint.snapshot import Reading, Snapshot
+from easymp.world import World, read_ranks
+
+
+def world(timeout: float = 60.0) -> World:
+    return World(read_ranks(), torch.device("cpu"), timeout)
+
+
+class Rows:
+    """A tensor of which each rank has some rows, beside one that all ranks have, and a word."""
+
+    def __init__(self, rank: int, size: int, seed: int = 0, rows: int = 6, columns: int = 8) -> None:
+        self.rank, self.seed = rank, seed
+        generator = torch.Generator().manual_seed(seed)
+        self.shape = (rows * size, columns)
+        whole = torch.randn(self.shape, generator=generator)
+        self.mine = whole[rank * rows : (rank + 1) * rows].clone()
+        self.box = Box((rank * rows, 0), (rows, columns))
+        self.all = torch.randint(0, 100, (5,), generator=generator, dtype=torch.uint8)
+
+    def bring(self, into: Snapshot) -> None:
+        into.parts["model/rows", self.box] = self.mine
+        into.brought.append(Brought("model/rows", self.mine.dtype, self.shape, self.box))
+        into.states["model"] = {"rows": {"$": "tensor", "name": "model/rows"}}
+        into.add("state/all", {"all": self.all, "seed": self.seed})
+        into.add("state/own", self.seed + self.rank, own=True)
+
+    def take(self, source: Reading) -> Callable[[], None]:
+        mine, rest = source.part("model/rows", self.box), source.state("state/all")
+        own = source.state("state/own", own=True)
+        assert "model" in source
+
+        def put() -> None:
+            self.mine.copy_(mine)
+            self.all.copy_(rest["all"])
+            self.seed = rest["seed"]
+            assert own == self.seed + self.rank
+
+        return put
+
+    def values(self) -> list[Any]:
+        return [self.mine.tolist(), self.all.tolist(), self.seed]
+
+
+class Fails:
+    """Says no state on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def bring(self, into: Snapshot) -> None:
+        if into.rank == self._rank:
+            raise ValueError("the state is lost")
+
+    def take(self, source: Reading) -> Callable[[], None]:
+        return lambda: None
+
+
+def target(root: str | Path, step: int, name: str | None = None) -> Target:
+    return Target(LocalStorage(root), name or f"step-{step:08d}", step, {})
+
+
+def save(root: str | Path, seed: int, step: int | None = None, **more: Any) -> None:
+    """A checkpoint of a world of one, whose values are those of `seed`."""
+    saves = Saves(world())
+    saves.save(target(root, seed if step is None else step), [Rows(0, 1, seed)], **more)
+    saves.close()
+
+
+def loaded(root: str | Path, name: str, ranks: World | None = None) -> list[Any]:
+    """What is in a checkpoint, verified."""
+    ranks = ranks or world()
+    rows = Rows(ranks.rank, ranks.size, seed=-1)
+    load(ranks, LocalStorage(root), name, [rows])
+    return rows.values()
+
+
+def values(seed: int, rank: int = 0, size: int = 1) -> list[Any]:
+    return Rows(rank, size, seed).values()
