@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easymp.checkpoint.boxes import SPLIT, Box, fault, overlap, runs, whole
@@ -33,6 +33,7 @@ def held(tensor: torch.Tensor, box: Box, origin: tuple[int, ...] | None = None) 
     return tensor[tuple(slice(o - w, o - w + n) for o, n, w in zip(box.offset, box.shape, origin))]
 
 
+@settings(deadline=None)
 @given(st.data(), shapes)
 def test_overlap_is_what_both_have(data: st.DataObject, shape: tuple[int, ...]) -> None:
     a, b = data.draw(boxes_of(shape)), data.draw(boxes_of(shape))
@@ -42,6 +43,7 @@ def test_overlap_is_what_both_have(data: st.DataObject, shape: tuple[int, ...]) 
     assert overlap(b, a) == common
 
 
+@settings(deadline=None)
 @given(st.data(), shapes)
 def test_runs_are_what_indexing_reads(data: st.DataObject, shape: tuple[int, ...]) -> None:
     within = data.draw(boxes_of(shape))
@@ -63,6 +65,7 @@ def counted(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     return bool((count == 1).all())
 
 
+@settings(deadline=None)
 @given(st.data(), shapes)
 def test_fault_by_counting(data: st.DataObject, shape: tuple[int, ...]) -> None:
     boxes = data.draw(st.lists(boxes_of(shape), max_size=6))
@@ -84,6 +87,7 @@ def tilings(draw: st.DrawFn, box: Box, cuts: int = 6) -> list[Box]:
     return [*draw(tilings(first, cuts - 1)), *draw(tilings(second, cuts - 1))]
 
 
+@settings(deadline=None)
 @given(st.data(), st.lists(st.integers(1, 9), max_size=4).map(tuple), st.randoms())
 def test_tilings_have_no_fault_and_any_change_is_one(data: st.DataObject, shape: tuple[int, ...], rng: random.Random) -> None:
     tiles = data.draw(tilings(whole(shape)))

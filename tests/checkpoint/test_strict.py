@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easymp.checkpoint import strict
@@ -17,6 +17,7 @@ scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floa
 plain = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text, inner, max_size=4), max_leaves=20)
 
 
+@settings(deadline=None)
 @given(plain)
 def test_what_is_written_comes_back(value: object) -> None:
     back = loads(dumps(value), "x")
