@@ -125,7 +125,8 @@ def decode(text: bytes, size: int, what: str) -> dict[str, Slot]:
     table = loads(text[8:base], what)
     if text[8:9] != b"{" or not isinstance(table, dict):
         raise CheckpointError(f"{what}: no safetensors file: its header is no object of JSON")
-    if not words(table.pop("__metadata__", {})):
+    metadata = table.pop("__metadata__", None)
+    if metadata is not None and not words(metadata):
         raise CheckpointError(f"{what}: no safetensors file: __metadata__ maps words to words, and here it does not")
     slots = {name: _slot(entry, base, size, f"{what}: {name!r}") for name, entry in table.items()}
     _tiled(slots, base, size, what)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import safetensors
 import torch
 
 from easymp.checkpoint import boxes, header, manifest, readers, strict, trees, unpacking, wellformed
@@ -44,6 +45,8 @@ def read_header(content: bytes) -> bool:
             slots = header.decode(text, size, "x")
         except CheckpointError:
             continue
+        assert sum(s.end - s.begin for s in slots.values()) == size - 8 - int.from_bytes(text[:8], "little")
+        safetensors.deserialize(text + bytes(data))  # nothing is taken that the library would refuse
         ordered = sorted(slots.items(), key=lambda item: item[1][2:])
         head, places = header.encode([(name, slot.dtype, slot.shape) for name, slot in ordered])
         assert header.decode(head, max([len(head), *(p.end for p in places)]), "x") == dict(zip(dict(ordered), places))
