@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from .checkpoint.gathering import Gathering, on_host
 from .checkpoint.huggingface import Bring, write_model
 from .checkpoint.names import canonical
+from .checkpoint.progress import Progress
 from .checkpoint.sharding import Item, cut, order
 from .checkpoint.single import save_tree
-from .checkpoint.tensor_files import parted
+from .checkpoint.storage import Storage
+from .checkpoint.storages import open_storage
 from .errors import CheckpointError, RefusedError
 from .prepared import unwrap as unwrapped
 from .settings import read_bytes
@@ -92,7 +94,6 @@ class Weights:
         others = {canonical(name): canonical(of) for name, of in aliases.items()}
         shards = cut([Item(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], most)
         place = os.fspath(save_directory)
-        place = place if "://" in place else os.path.realpath(place)
         if not _spread(module, state):
             said = _written(place, shards, lambda name: on_host(tensors[name], name), others) if world.rank == 0 else ""
         else:
@@ -125,10 +126,21 @@ class Weights:
 def _written(place: str, shards: list[list[Item]], bring: Bring, aliases: dict[str, str]) -> str:
     """Write a model; what went wrong, in words."""
     try:
-        write_model(*parted(place), shards, bring, aliases)
+        with Progress(f"saving {place}", f"saved {place}") as tick:
+            tick.expect(sum(item.bytes for shard in shards for item in shard))
+            write_model(*_folder(place), shards, bring, aliases, tick)
     except (OSError, CheckpointError) as error:
         return f"{place}: the model was not saved ({error})"
     return ""
+
+
+def _folder(place: str) -> tuple[Storage, str]:
+    """Where names of files in a folder, made or not, lead to: the storage above it where it is ours to make, and its name there."""
+    storage = open_storage(place)
+    if not storage.renames:
+        return storage, ""
+    above, name = os.path.split(os.path.realpath(storage.place))
+    return open_storage(above), name
 
 
 def _refuse_code(safe: bool, what: str) -> None:

@@ -236,6 +236,25 @@ def test_a_model_is_replaced(acc: Accelerator, tmp_path: Path, before: int, afte
     assert {p.name for p in tmp_path.iterdir()} == used | {"config.json"}
 
 
+@pytest.mark.parametrize("before", [2000, 10**6])
+@pytest.mark.parametrize("after", [2000, 10**6])
+def test_behind_a_url(acc: Accelerator, before: int, after: int) -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    try:
+        for most in (before, after, after):
+            model = make("mlp")
+            with torch.no_grad():
+                model[0].weight.fill_(most)  # type: ignore[index, union-attr, operator]
+            acc.save_model(model, "memory://folder", max_shard_size=most)
+            again = make("mlp")
+            load_weights(again, "memory://folder")
+            assert all(torch.equal(t, again.state_dict()[name]) for name, t in model.state_dict().items())
+        acc.save([1, torch.ones(2)], "memory://folder/x.safetensors")
+        assert same(easymp.load("memory://folder/x.safetensors"), [1, torch.ones(2)])
+    finally:
+        memory.rm("/folder", recursive=True)
+
+
 class Stop(BaseException):
     """The process is gone."""
 

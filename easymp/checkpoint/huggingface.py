@@ -22,7 +22,7 @@ from .header import encode
 from .manifest import COMMIT, MANIFEST
 from .sharding import Item
 from .sources import INDEX, SINGLE
-from .storage import Part, Storage
+from .storage import Part, Storage, Tick, nothing
 
 SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 TEMPORARY = re.compile(r"\.model.*\.safetensors\.tmp")
@@ -31,7 +31,12 @@ Bring = Callable[[str], Tensor | None]
 
 
 def write_model(
-    storage: Storage, folder: str, shards: Sequence[Sequence[Item]], bring: Bring, aliases: Mapping[str, str] | None = None
+    storage: Storage,
+    folder: str,
+    shards: Sequence[Sequence[Item]],
+    bring: Bring,
+    aliases: Mapping[str, str] | None = None,
+    tick: Tick = nothing,
 ) -> None:
     """Write `shards` into `folder` of `storage`, which is made where it is missing, in the place of a model that is there.
 
@@ -61,7 +66,7 @@ def write_model(
     alone = len(shards) == 1 and (storage.renames or SINGLE not in there)
     names = [SINGLE] if alone else _free(len(shards), there)
     for name, shard in zip(names, shards):
-        _write(storage, inside(folder, f".{name}.tmp" if storage.renames else name), shard, bring, aliases or {})
+        _write(storage, inside(folder, f".{name}.tmp" if storage.renames else name), shard, bring, aliases or {}, tick)
     if storage.renames:
         storage.sync(folder)
         for name in names:
@@ -85,7 +90,7 @@ def _free(size: int, taken: set[str]) -> list[str]:
     raise AssertionError("numbers do not end")
 
 
-def _write(storage: Storage, path: str, shard: Sequence[Item], bring: Bring, aliases: Mapping[str, str]) -> None:
+def _write(storage: Storage, path: str, shard: Sequence[Item], bring: Bring, aliases: Mapping[str, str], tick: Tick) -> None:
     mine = {item.name for item in shard}
     noted = {other: name for other, name in aliases.items() if name in mine}
     header, slots = encode(shard, {"format": "pt", **noted})
@@ -98,7 +103,7 @@ def _write(storage: Storage, path: str, shard: Sequence[Item], bring: Bring, ali
             if tensor.numel():
                 yield as_bytes(tensor)
 
-    storage.put(path, parts(), slots[-1].end if slots else len(header))
+    storage.put(path, parts(), slots[-1].end if slots else len(header), tick)
 
 
 def _index(names: Sequence[str], shards: Sequence[Sequence[Item]]) -> bytes:

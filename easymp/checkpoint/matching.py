@@ -80,6 +80,8 @@ def live_tensors(model: nn.Module) -> dict[str, Live]:
                 f"{name!r} in the state_dict of this {name_of(model)} is no parameter or buffer (a {type(value).__name__}, which "
                 "get_extra_state or a hook makes): load it with load_state_dict, which goes through the module's own code"
             )
+        if nn.parameter.is_lazy(value):
+            raise CheckpointError(f"{name!r} of this {name_of(model)} has no shape yet: call the model once, and then load")
         one = by_memory.setdefault(memory(value), Live(value))
         one.names.append(canonical(name))
         live[canonical(name)] = one

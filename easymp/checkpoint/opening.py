@@ -11,7 +11,7 @@ from .folders import current
 from .manifest import Manifest
 from .sources import SourceFile
 from .storage import Storage
-from .storages import open_storage
+from .storages import open_storage, parted
 
 
 class Opened(NamedTuple):
@@ -47,12 +47,3 @@ def open_checkpoint(place: str | os.PathLike[str]) -> Opened:
         return Opened(storage, folder, open_manifest(storage, folder))
     except OSError as error:
         raise CheckpointError(f"{os.fspath(place)}: cannot be read ({error})") from error
-
-
-def parted(place: str | os.PathLike[str]) -> tuple[str, str]:
-    """The folder above a checkpoint, and the checkpoint's name in it."""
-    said = os.fspath(place)
-    if "://" not in said:
-        return os.path.split(os.path.abspath(said))
-    root, _, name = said.rstrip("/").rpartition("/")
-    return root, name

@@ -24,7 +24,7 @@ from .slabs import Want
 from .storage import Part
 from .streaming import stream
 from .strict import dumps, loads
-from .tensor_files import file_in, parted, read_header
+from .tensor_files import file_in, found_at, read_header
 from .trees import pack, unpack
 
 TREE = "easymp"  # what the structure is called in the metadata
@@ -85,7 +85,7 @@ def load(f: str | os.PathLike[str]) -> Any:
     """
     place = os.fspath(f)
     try:
-        file = file_in(*parted(place))
+        file = file_in(*found_at(place))
         if place.endswith(".json"):
             return unpack(loads(file.storage.get(file.name, LARGEST), place), _no_tensor)
         slots, metadata = read_header(file)
@@ -117,7 +117,7 @@ def _no_tensor(name: str) -> Any:
 
 
 def _replace(place: str, parts: Any, size: int) -> None:
-    storage, name = parted(place)
+    storage, name = found_at(place)
     try:
         if not storage.renames:
             storage.replace(name, b"".join(parts))

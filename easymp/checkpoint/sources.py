@@ -12,8 +12,9 @@ from .committed import inside, open_manifest
 from .folders import current
 from .manifest import COMMIT, MANIFEST, Piece, Stored
 from .storage import Storage
+from .storages import open_storage
 from .strict import loads
-from .tensor_files import SourceFile, file_in, parted, read_header, storage_of
+from .tensor_files import SourceFile, file_in, found_at, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GROUP = "model/"  # what the first model's tensors are called in a checkpoint
@@ -52,13 +53,13 @@ def open_source(place: str | os.PathLike[str]) -> Source:
     said = os.fspath(place)
     try:
         if said.endswith(".json"):
-            return _indexed(said, *parted(said))
+            return _indexed(said, *found_at(said))
         if said.endswith(".safetensors") or ("://" not in said and os.path.isfile(said)):
-            return _single(said, *parted(said))
-        folder = storage_of(said)
+            return _single(said, *found_at(said))
+        folder = open_storage(said)
         there = set(folder.list())
         if there & {MANIFEST, COMMIT} or not there:
-            parent, name = parted(said)  # it may have been saved again, beside
+            parent, name = found_at(said)  # it may have been saved again, beside
             if (again := current(parent, name)) != name or there:
                 return _committed(said, parent, again)
         if SINGLE in there:

@@ -26,3 +26,13 @@ def open_storage(place: str | os.PathLike[str]) -> Storage:
     if not rest.startswith("/"):
         raise CheckpointError(f"{path} names a machine, not a folder: write {kind}:///{rest}, or the path alone")
     return LocalStorage(rest)
+
+
+def parted(place: str | os.PathLike[str]) -> tuple[str, str]:
+    """The folder above a file or folder, and its name there."""
+    said = os.fspath(place)
+    kind, mark, rest = said.partition("://")
+    if not mark:
+        return os.path.split(os.path.abspath(said))
+    folder, _, name = rest.rstrip("/").rpartition("/")
+    return f"{kind}://{folder}", name

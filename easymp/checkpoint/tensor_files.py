@@ -10,6 +10,7 @@ from ..errors import CheckpointError
 from .header import Slot, decode, length
 from .local import LocalStorage
 from .storage import Storage
+from .storages import open_storage, parted
 from .strict import loads
 
 
@@ -26,17 +27,10 @@ class SourceFile:
         return f"{self.storage.place.rstrip('/')}/{self.name}"
 
 
-def storage_of(folder: str) -> Storage:
-    return LocalStorage(folder)
-
-
-def parted(path: str) -> tuple[Storage, str]:
-    """The folder that a file or folder lies in, and its name there; `path` is local or a URL."""
-    if "://" in path:
-        folder, _, name = path.rstrip("/").rpartition("/")
-    else:
-        folder, name = os.path.split(os.path.abspath(path))
-    return storage_of(folder), name
+def found_at(place: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """The folder that a file lies in, and its name there."""
+    folder, name = parted(place)
+    return open_storage(folder), name
 
 
 def file_in(folder: Storage, name: str) -> SourceFile:

@@ -22,6 +22,7 @@ from .boxes import whole
 from .manifest import Stored
 from .matching import SHOWN, Live, Skipped, dtype_fault, hint, live_tensors, match, name_of, renamed_in
 from .places import place_of
+from .progress import Progress
 from .slabs import Want
 from .sources import Source, open_source
 from .streaming import stream
@@ -86,8 +87,11 @@ def load_weights(
     if bare:
         check_buffers(model)
         allocate(model, bare, device, wanted if isinstance(wanted, torch.dtype) else None)
+    wants = _wants(found)
     try:
-        stream(source.files, _wants(found))
+        with Progress(f"loading {source.place}", f"loaded {source.place}", shown=read_ranks().rank == 0) as tick:
+            tick.expect(sum(want.box.count * want.stored.dtype.itemsize for want in wants))
+            stream(source.files, wants, tick)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(
             f"{source.place}: reading failed when the model was partly loaded; load it again ({error})"

@@ -124,6 +124,33 @@ def test_from_our_own_checkpoints(ranks: Any, tmp_path: Path, label: str, kind: 
     assert found == [[]] * len(found)
 
 
+def test_from_a_url(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    memory.put(f"{in_shards(tmp_path, values('conv'))}/", "/weights/", recursive=True)
+    try:
+        for place in ("memory://weights", "memory://weights/model.safetensors.index.json", f"file://{tmp_path}"):
+            model = make("conv")
+            load_weights(model, place)
+            check(model, values("conv"))
+        with pytest.raises(CheckpointError, match=r"memory://nothing: .*empty or missing"):
+            load_weights(make("conv"), "memory://nothing")
+    finally:
+        memory.rm("/weights", recursive=True)
+
+
+def test_a_changed_byte_in_our_own_checkpoint_is_noticed(tmp_path: Path) -> None:
+    with Accelerator(mixed_precision="no", cpu=True) as acc:
+        acc.prepare(make("mlp"))
+        acc.save_state(tmp_path / "step")
+    (file,) = (tmp_path / "step").glob("model-*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"reading failed when the model was partly loaded; load it again .*block 0"):
+        load_weights(make("mlp"), tmp_path / "step")
+
+
 # -- into what ---------------------------------------------------------------------------------------------------------
 
 
@@ -407,6 +434,11 @@ def test_what_is_no_parameter_or_buffer_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"'_extra_state' in the state_dict of this Extra .* load_state_dict"):
         load_weights(Extra(2, 2), in_one_file(tmp_path, {"weight": torch.ones(2, 2), "bias": torch.ones(2)}))
+
+
+def test_a_lazy_module_is_to_be_called_first(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'weight' of this LazyLinear has no shape yet: call the model once"):
+        load_weights(nn.LazyLinear(3), in_one_file(tmp_path, values("mlp")))
 
 
 def test_arguments_of_another_kind(tmp_path: Path) -> None:
