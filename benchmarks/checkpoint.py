@@ -1,0 +1,1067 @@
+"""What a checkpoint costs: time, lost training and memory, beside torch, safetensors, DCP, Accelerate, Fabric and the plain bytes.
+
+    python benchmarks/checkpoint.py                                   # 1 and 4 GB on one process, 1 GB on two; --keep keeps the tables
+    python benchmarks/checkpoint.py --case ddp --size 4GB --rounds 2  # as much as memory allows
+
+The state is a GPT in fp32 with its AdamW states. Each contender saves and loads as its own users would; rounds are interleaved, each in
+another order. A cell is the median of the rounds (least … most), a ratio the median of the ratios within a round.
+
+Every measurement is a process of its own, forked off this one, which holds the state and the imports and has never computed on more
+than one thread: so all begin with the same memory. Loads go to a run that was just built, with parameters in memory and no optimizer
+state yet, and the clock stops when every page of the state has been touched, or a mapped file would look free. What was loaded is
+compared with what was saved, each time.
+
+durable   until all is on disk: what a contender does not fsync itself (files and folders), the harness does, and counts.
+warm      the files are in the page cache (read through beforehand). cold: they were dropped from it, which mincore checks; a
+          virtual machine's host may still have them in its memory.
+plain     the same bytes by os.write into one file a rank, then fsync; by readinto, into new memory and into memory that was
+          in use before. A resuming run needs new memory for two thirds of its state, so new memory is the base of loads; ratios to both are
+          given.
+memory    the most that was held beyond the state (anonymous and shared pages; page cache and mapped files are none), by VmHWM and by
+          samples every 5 ms, of the rank that needs most. While loading, the state's own memory does not count.
+blocked   how long an asynchronous save holds up training: the first one, and the second, which may use the first one's memory again.
+stall     what the second one costs training in all: blocked, and how much slower the steps were until it was durable. A step is forward,
+          backward and AdamW of one block of the model; it changes the state that is being saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib
+import json
+import logging
+import mmap
+import multiprocessing
+import os
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import report
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+SIZES = {  # width, blocks, words, positions
+    "tiny": (64, 4, 512, 64),
+    "1GB": (768, 12, 6144, 1024),  # GPT-2 with fewer words
+    "4GB": (1024, 24, 50257, 1024),  # GPT-2 medium
+}
+HEAD = 32  # width of an attention head
+CASES = {"one": 1, "ddp": 2, "fsdp": 2}  # processes
+TITLES = {"one": "one process", "ddp": "ddp, two processes", "fsdp": "fsdp, two processes"}
+RUNS = [("one", "1GB", 5), ("one", "4GB", 3), ("ddp", "1GB", 3), ("fsdp", "1GB", 3)]
+STEPS = 12  # before and after a save, to know what a step costs alone
+LIMIT = 600.0  # seconds for one measurement
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+# -- the state ---------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        q, k, v = (f(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class GPT(nn.Module):
+    """Its forward uses the first block only, so that a step is short beside a save; all of it is saved."""
+
+    def __init__(self, width: int, blocks: int, words: int, positions: int) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(words, width), nn.Embedding(positions, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.blocks[0](x))
+
+
+class Job:
+    """The state, made once and inherited by every process that measures."""
+
+    def __init__(self, size: str) -> None:
+        self.size = size
+        with torch.device("meta"):
+            self.net = GPT(*SIZES[size])
+        self.net.to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(0)
+        tile = torch.rand(2**20, generator=generator).mul_(0.02)  # positive, as second moments are
+        at = 0
+
+        def fill(tensor: Tensor) -> Tensor:
+            nonlocal at
+            at += 4099  # no two tensors are alike
+            for part in tensor.view(-1).split(len(tile)):
+                part.copy_(tile.roll(at)[: len(part)])
+            return tensor
+
+        with torch.no_grad():
+            self.moments = [{k: fill(torch.empty_like(fill(p))) for k in MOMENTS} for p in self.net.parameters()]
+        self.tensors = 3 * len(self.moments)
+        self.bytes = 3 * sum(p.nbytes for p in self.net.parameters())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).numpy()).cast("B")
+
+
+# -- the contenders ------------------------------------------------------------------------------------------------------------
+
+
+class Contender:
+    """A run with a model and an optimizer, that saves and loads. `model` is what wraps `net`, where something does.
+
+    Attributes:
+        durable: whether a save is on disk when it returns.
+        facts: is a save that was cut short told from a whole one, are there checksums, is there pickle.
+    """
+
+    durable: ClassVar[bool] = False
+    asynchronous: ClassVar[bool] = False
+    cases: ClassVar[tuple[str, ...]] = ("one", "ddp")
+    facts: ClassVar[tuple[str, str, str]]
+
+    def __init__(self, job: Job, case: str) -> None:
+        self.case, self.net = case, job.net
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.model: Any = self.net
+        self.wrap()
+
+    def adamw(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-3, fused=True)
+
+    def wrap(self) -> None:
+        """By hand, as torch's users do."""
+        if self.case == "ddp":
+            self.model = DistributedDataParallel(self.net, gradient_as_bucket_view=True)
+        if self.case == "fsdp":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh("cpu", (self.size,))
+            for part in [*self.net.blocks, self.net]:
+                fully_shard(part, mesh=mesh)
+        self.optimizer = self.adamw()
+
+    def remember(self, job: Job) -> None:
+        """The optimizer has done steps."""
+        for p, moments in zip(self.net.parameters(), job.moments):
+            state: dict[str, Tensor] = {"step": torch.tensor(10.0)}
+            for k, whole in moments.items():
+                if hasattr(p, "to_local"):
+                    state[k] = torch.empty_like(p.detach())
+                    local(state[k]).copy_(whole.chunk(self.size)[self.rank])
+                else:
+                    state[k] = whole
+            self.optimizer.state[p] = state
+
+    def live(self) -> list[Tensor]:
+        """The state, as far as it is on this rank."""
+        parameters = list(self.net.parameters())
+        return [local(t) for t in [*parameters, *(self.optimizer.state[p][k] for p in parameters for k in MOMENTS)]]
+
+    def save(self, path: Path) -> None:
+        raise NotImplementedError
+
+    def load(self, path: Path) -> None:
+        raise NotImplementedError
+
+    def begin(self, path: Path) -> Callable[[], bool]:
+        """Begin an asynchronous save; what is returned says whether it is done."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Nothing is in flight any more, or its error is raised."""
+
+
+class Plain(Contender):
+    durable = True
+    cases = ("one", "ddp", "fsdp")
+    facts = ("–", "–", "–")
+    read: list[Tensor] | None = None
+
+    def live(self) -> list[Tensor]:
+        return self.read or super().live()
+
+    def files(self, tensors: list[Tensor]) -> dict[str, list[Tensor]]:
+        """Under ddp each rank writes a part and reads all, under fsdp its own shards."""
+        if self.case == "fsdp":
+            return {f"{self.rank}.bin": tensors}
+        return {f"{r}.bin": tensors[r :: self.size] for r in range(self.size)}
+
+    def save(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+        name = f"{self.rank}.bin"
+        descriptor = os.open(path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        for tensor in self.files(self.live())[name]:
+            view = memory_of(tensor)
+            while view:
+                view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+        os.close(descriptor)
+        for folder in (path, path.parent):
+            sync(folder)
+
+    def load(self, path: Path) -> None:
+        like = [local(p) for p in self.net.parameters()]
+        self.read = self.read or [torch.empty_like(t) for t in [*like, *(t for t in like for _ in MOMENTS)]]
+        for name, tensors in self.files(self.read).items():
+            with open(path / name, "rb", buffering=0) as file:
+                for tensor in tensors:
+                    view = memory_of(tensor)
+                    while view:
+                        view = view[file.readinto(view) :]
+
+
+class Easymp(Contender):
+    durable = True
+    cases = ("one", "ddp", "fsdp")
+    facts = ("yes", "CRC-32 of every byte, SHA-256 of the manifest", "none")
+
+    def wrap(self) -> None:
+        from easymp import Accelerator
+
+        strategy = "single" if self.case == "one" else self.case
+        self.accelerator = Accelerator(mixed_precision="no", strategy=strategy, cpu=True)
+        self.optimizer = self.adamw()
+        self.model, _ = self.accelerator.prepare(self.net, self.optimizer)
+
+    def save(self, path: Path) -> None:
+        self.accelerator.save_state(path)
+
+    def load(self, path: Path) -> None:
+        self.accelerator.load_state(path)
+
+
+class EasympAsync(Easymp):
+    asynchronous = True
+
+    def begin(self, path: Path) -> Callable[[], bool]:
+        self.accelerator.save_state(path, async_=True)
+        return path.is_dir  # it gets this name when it is committed
+
+    def end(self) -> None:
+        self.accelerator.end_training()
+
+
+class TorchSave(Contender):
+    facts = ("no", "of the zip file, not looked at", "all, restricted by weights_only")
+
+    def save(self, path: Path) -> None:
+        if self.rank == 0:
+            path.mkdir()
+            torch.save({"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}, path / "state.pt")
+
+    def load(self, path: Path) -> None:
+        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+        self.net.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class Safetensors(Contender):
+    facts = ("no", "none", "none")
+
+    def save(self, path: Path) -> None:
+        from safetensors.torch import save_file
+
+        if self.rank == 0:
+            path.mkdir()
+            save_file(self.net.state_dict(), path / "model.safetensors")
+            state = self.optimizer.state_dict()
+            flat = {f"{i}.{k}": v for i, entry in state["state"].items() for k, v in entry.items()}
+            save_file(flat, path / "optimizer.safetensors", {"groups": json.dumps(state["param_groups"])})
+
+    def load(self, path: Path) -> None:
+        from safetensors import safe_open
+        from safetensors.torch import load_file
+
+        self.net.load_state_dict(load_file(path / "model.safetensors"))
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in load_file(path / "optimizer.safetensors").items():
+            i, _, k = name.partition(".")
+            state.setdefault(int(i), {})[k] = tensor
+        with safe_open(path / "optimizer.safetensors", "pt") as file:
+            groups = json.loads(file.metadata()["groups"])
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+class DCP(Contender):
+    """As torch's recipe has it: an object whose state is that of model and optimizer, by names."""
+
+    cases = ("one", "ddp", "fsdp")
+    facts = ("by .metadata, written last", "none", ".metadata")
+
+    def app(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+        from torch.distributed.checkpoint.stateful import Stateful
+
+        model, optimizer = self.model, self.optimizer
+
+        class App(Stateful):
+            def state_dict(self) -> dict[str, Any]:
+                weights, states = get_state_dict(model, optimizer)
+                return {"model": weights, "optimizer": states}
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+        return {"app": App()}
+
+    def save(self, path: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self.app(), checkpoint_id=path)
+
+    def load(self, path: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.load(self.app(), checkpoint_id=path)
+
+
+class DCPAsync(DCP):
+    asynchronous = True
+
+    def begin(self, path: Path) -> Callable[[], bool]:
+        import torch.distributed.checkpoint as dcp
+
+        self.saving = dcp.async_save(self.app(), checkpoint_id=path)
+        return self.saving.done
+
+    def end(self) -> None:
+        self.saving.result()
+
+
+class Accelerate(Contender):
+    facts = ("no", "none", "optimizer, scheduler, RNG")
+
+    def wrap(self) -> None:
+        from accelerate import Accelerator
+
+        self.accelerator = Accelerator(mixed_precision="no", cpu=True)
+        self.optimizer = self.adamw()
+        self.model, _ = self.accelerator.prepare(self.net, self.optimizer)
+
+    def save(self, path: Path) -> None:
+        self.accelerator.save_state(str(path))
+
+    def load(self, path: Path) -> None:
+        self.accelerator.load_state(str(path))
+
+
+class Fabric(Contender):
+    facts = ("no", "of the zip file, not looked at", "all")
+
+    def wrap(self) -> None:
+        from lightning_fabric import Fabric
+
+        self.fabric = Fabric(
+            accelerator="cpu", strategy="ddp" if self.case == "ddp" else "auto", devices=self.size, precision="32-true"
+        )
+        self.fabric.launch()
+        self.optimizer = self.adamw()
+        self.model, self.prepared = self.fabric.setup(self.net, self.optimizer)
+
+    def save(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+        self.fabric.save(path / "state.ckpt", {"model": self.model, "optimizer": self.prepared})
+
+    def load(self, path: Path) -> None:
+        self.fabric.load(path / "state.ckpt", {"model": self.model, "optimizer": self.prepared})
+
+
+BASE, OURS, ASYNC, THEIRS = "plain write and read", "easymp", "easymp, async", "DCP, async"
+CONTENDERS: dict[str, type[Contender]] = {
+    BASE: Plain,
+    OURS: Easymp,
+    ASYNC: EasympAsync,
+    "torch.save, load": TorchSave,
+    "safetensors": Safetensors,
+    "DCP": DCP,
+    THEIRS: DCPAsync,
+    "Accelerate": Accelerate,
+    "Fabric": Fabric,
+}
+
+
+# -- files -----------------------------------------------------------------------------------------------------------------------
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def sync_all(path: Path) -> None:
+    for folder, _, names in os.walk(path, topdown=False):
+        for name in names:
+            sync(Path(folder, name))
+        sync(Path(folder))
+    sync(path.parent)
+
+
+def files_in(path: Path) -> list[Path]:
+    return [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+
+
+def fill_cache(path: Path) -> None:
+    buffer = bytearray(2**22)
+    for name in files_in(path):
+        with open(name, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def drop_cache(path: Path) -> float:
+    """Drop the files from the page cache; returns which part of them is still there."""
+    there = pages = 0
+    for name in files_in(path):
+        descriptor = os.open(name, os.O_RDWR)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        size = os.fstat(descriptor).st_size
+        if size:
+            with mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE) as view:
+                count = -(-size // mmap.PAGESIZE)
+                said = (ctypes.c_ubyte * count)()
+                first = (ctypes.c_char * size).from_buffer(view)
+                ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), said)
+                del first
+                there, pages = there + sum(b & 1 for b in said), pages + count
+        os.close(descriptor)
+    return there / max(pages, 1)
+
+
+# -- one measurement, in processes of its own ----------------------------------------------------------------------------------
+
+
+def resident(pid: int | str = "self") -> dict[str, int]:
+    """Bytes: anonymous and shared pages ("held"), those of mapped files, all, and the most there were of all."""
+    found = dict.fromkeys(("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem"), 0)  # a process that has ended has none
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        word, _, value = line.partition(":")
+        if word in found:
+            found[word] = int(value.split()[0]) * 1024
+    return {
+        "held": found["RssAnon"] + found["RssShmem"], "file": found["RssFile"], "all": found["VmRSS"], "most": found["VmHWM"]
+    }  # fmt: skip
+
+
+class Measuring:
+    """The child's side: what it tells the one that started it."""
+
+    def __init__(self, pipe: Connection, run: Contender) -> None:
+        self.pipe, self.run = pipe, run
+
+    def meet(self) -> None:
+        if self.run.size > 1:
+            dist.barrier()
+
+    def begin(self) -> None:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        self.start = resident()
+        self.pipe.send("begin")
+        self.meet()
+
+    def end(self) -> int:
+        """Bytes at the peak above those at the start, by VmHWM; what files were mapped meanwhile is taken off."""
+        now = resident()
+        self.pipe.send("end")
+        return now["most"] - self.start["all"] - max(0, now["file"] - self.start["file"])
+
+
+def digests(run: Contender) -> list[int]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda t: zlib.crc32(memory_of(t)), run.live()))
+
+
+def touch(run: Contender) -> None:
+    for tensor in run.live():
+        tensor.reshape(-1)[:: mmap.PAGESIZE // tensor.itemsize].sum()
+
+
+def saving(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]:
+    run = told.run
+    before = digests(run)
+    told.begin()
+    begin = time.perf_counter()
+    run.save(path)
+    told.meet()
+    if run.rank == 0 and not run.durable:
+        sync_all(path)
+    told.meet()
+    durable = time.perf_counter() - begin
+    return {"durable": durable, "held": told.end(), "digests": before}
+
+
+def loading(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]:
+    run = told.run
+    told.begin()
+    begin = time.perf_counter()
+    run.load(path)
+    touch(run)
+    took = {"load": time.perf_counter() - begin}
+    new = 2 * sum(local(p).nbytes for p in run.net.parameters())  # the optimizer's states, which have to be
+    took["held"] = told.end()
+    if digests(run) != wanted[run.rank]:
+        raise SystemExit("what was loaded is not what was saved: no use timing it")
+    if isinstance(run, Plain):
+        told.meet()
+        begin = time.perf_counter()
+        run.load(path)
+        took["used"] = time.perf_counter() - begin
+    return {**took, "own": new}
+
+
+def loading_cold(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]:
+    left = drop_cache(path) if told.run.rank == 0 else 0.0
+    told.meet()
+    return {**loading(told, path, wanted), "cached": left}
+
+
+def copying(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]:
+    """What copying the state in memory takes: the measure of a blocked save."""
+    there = told.run.live()
+    image = torch.empty(sum(t.numel() for t in there))
+    parts = [part.view(t.shape) for part, t in zip(image.split([t.numel() for t in there]), there)]
+    took = []
+    for _ in range(2):
+        told.meet()
+        begin = time.perf_counter()
+        for part, tensor in zip(parts, there):
+            part.copy_(tensor)
+        took.append(time.perf_counter() - begin)
+    return {"copy_first": took[0], "copy": took[1]}
+
+
+def saving_meanwhile(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]:
+    run, net = told.run, told.run.net
+    x = torch.randn(1, 64, net.norm.normalized_shape[0], generator=torch.Generator().manual_seed(1))
+
+    def steps(done: Callable[[], bool]) -> list[float]:
+        """Seconds of each step, until `done` on all ranks."""
+        took = []
+        limit = time.perf_counter() + LIMIT / 2
+        while time.perf_counter() < limit:
+            begin = time.perf_counter()
+            net(x).square().mean().backward()
+            if run.case == "ddp":
+                for p in net.parameters():
+                    if p.grad is not None:
+                        dist.all_reduce(p.grad.div_(run.size))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            ready = torch.tensor(float(done()))
+            if run.size > 1:
+                dist.all_reduce(ready, dist.ReduceOp.MIN)
+            took.append(time.perf_counter() - begin)
+            if ready:
+                return took
+        raise SystemExit("an asynchronous save did not end")
+
+    def alone() -> list[float]:
+        left = iter(range(STEPS - 1))
+        return steps(lambda: next(left, None) is None)
+
+    def save(path: Path) -> dict[str, Any]:
+        costs = alone()
+        before = digests(run)
+        told.meet()
+        begin = time.perf_counter()
+        done = run.begin(path)
+        blocked = time.perf_counter() - begin
+        beside = steps(done)
+        if run.rank == 0 and not run.durable:
+            sync_all(path)
+        durable = time.perf_counter() - begin
+        told.meet()
+        step = statistics.mean(costs + alone())
+        return {
+            "durable": durable, "blocked": blocked, "stall": blocked + sum(beside) - step * len(beside), "step": step,
+            "slower": statistics.mean(beside) / step, "digests": before,
+        }  # fmt: skip
+
+    alone()
+    told.begin()
+    other = path.with_name(f"{path.name}-first")
+    first = save(other)["blocked"]
+    if run.rank == 0:
+        shutil.rmtree(other)
+        os.sync()
+    told.meet()
+    second = save(path)
+    held = told.end()
+    run.end()
+    return {**second, "held": held, "blocked_first": first}
+
+
+def flipped(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]:
+    """Whether a load notices one wrong bit among the tensors."""
+    largest = max(files_in(path), key=lambda name: name.stat().st_size)
+    with open(largest, "r+b") as file:
+        file.seek(largest.stat().st_size // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    try:
+        told.run.load(path)
+    except Exception:
+        return {"noticed": "yes"}
+    return {"noticed": "no" if digests(told.run) != wanted[told.run.rank] else "?"}
+
+
+PHASES: dict[str, Callable[[Measuring, Path, Any], dict[str, Any]]] = {
+    "save": saving,
+    "save beside training": saving_meanwhile,
+    "warm": loading,
+    "cold": loading_cold,
+    "copy": copying,
+    "flip": flipped,
+}
+FRESH = ("warm", "cold", "flip")  # what begins with a run that was just built
+
+
+def child(pipe: Connection, log: str, job: Job, name: str, case: str, phase: str, rank: int, port: int, rest: Any) -> None:
+    """A measuring process's whole life."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    size = CASES[case]
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    try:
+        if size > 1:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            dist.init_process_group("gloo")
+        if phase in FRESH:
+            with torch.no_grad():
+                for p in job.net.parameters():
+                    p.zero_()  # in memory of this process
+        run = CONTENDERS[name](job, case)
+        if phase not in FRESH:
+            run.remember(job)
+        told = Measuring(pipe, run)
+        result = PHASES[phase](told, *rest)
+        told.meet()
+        pipe.send((result, sorted(sys.modules)))
+    except BaseException:
+        pipe.send(traceback.format_exc())
+    os._exit(0)  # nothing is left to say; peers that clean up at exit would wait for each other
+
+
+def free_port() -> int:
+    with socket.socket() as there:
+        there.bind(("127.0.0.1", 0))
+        return there.getsockname()[1]
+
+
+def measured(job: Job, name: str, case: str, phase: str, path: Path, wanted: Any = None) -> list[dict[str, Any]]:
+    """What each rank found; "peak" is the most that it held above its start."""
+    context = multiprocessing.get_context("fork")
+    port, size = free_port(), CASES[case]
+    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+        workers: list[Any] = []
+        pipes: list[Connection] = []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            rest = (path, wanted)
+            workers.append(context.Process(target=child, args=(theirs, log.name, job, name, case, phase, rank, port, rest)))
+            workers[-1].start()
+            theirs.close()
+            pipes.append(mine)
+        results: list[Any] = [None] * size
+        start: dict[int, int] = {}
+        peak = [0] * size
+        limit = time.monotonic() + LIMIT
+        try:
+            while any(found is None for found in results):
+                if time.monotonic() > limit:
+                    raise SystemExit(f"{name}, {case}, {phase}: no end after {LIMIT:g} s\n{log.read()}")
+                for pipe in wait([pipe for pipe, found in zip(pipes, results) if found is None], 0.005):
+                    rank = pipes.index(pipe)  # type: ignore[arg-type]
+                    try:
+                        said = pipe.recv()  # type: ignore[union-attr]
+                    except EOFError:
+                        said = "it died"
+                    if said == "begin":
+                        start[rank] = resident(workers[rank].pid)["held"]
+                    elif said == "end":
+                        start.pop(rank, None)
+                    elif isinstance(said, str):
+                        raise SystemExit(f"{name}, {case}, {phase}, rank {rank}: {said}\n{log.read()}")
+                    else:
+                        results[rank], modules = said
+                        load_modules(modules)
+                for rank, before in start.items():
+                    peak[rank] = max(peak[rank], resident(workers[rank].pid)["held"] - before)
+        finally:
+            for worker in workers:
+                if None in results:
+                    worker.kill()
+                worker.join()
+    for found, seen in zip(results, peak):
+        found["peak"] = max(seen, found.pop("held", 0)) - found.pop("own", 0)
+    return results
+
+
+def load_modules(names: Iterable[str]) -> None:
+    """What a child has imported on the way, this process has from then on: no measurement pays for imports."""
+    for name in names:
+        if name not in sys.modules and not name.startswith("__"):
+            try:
+                importlib.import_module(name)
+            except Exception:
+                continue  # a module that is made, not found
+
+
+# -- all measurements ----------------------------------------------------------------------------------------------------------
+
+
+class Records:
+    """Measurements, each kept in a line of JSON as soon as it is there: a run that was cut short goes on where it was."""
+
+    def __init__(self, place: Path | None) -> None:
+        self.place = place
+        lines = place.read_text().splitlines() if place and place.exists() else []
+        self.all: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def has(self, **key: Any) -> bool:
+        return any(all(record.get(k) == v for k, v in key.items()) for record in self.all)
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.all.append(record)
+        if self.place:
+            with open(self.place, "a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def found(self, case: str, size: str) -> dict[str, dict[int, dict[str, float]]]:
+        """Contender → round → figures."""
+        table: dict[str, dict[int, dict[str, float]]] = {}
+        for r in self.all:
+            if (r["case"], r["size"]) == (case, size):
+                table.setdefault(r["contender"], {})[r["round"]] = r["figures"]
+        return {name: table[name] for name in CONTENDERS if name in table}
+
+
+def most(results: list[dict[str, Any]], word: str) -> float:
+    return max(found[word] for found in results)
+
+
+def one_round(job: Job, name: str, case: str, folder: Path) -> dict[str, float]:
+    """Save, load warm, load cold; nothing is left on the disk."""
+    path = folder / "checkpoint"
+    figures: dict[str, float] = {}
+    try:
+        os.sync()  # what others have written is not this one's to wait for
+        beside = CONTENDERS[name].asynchronous
+        saved = measured(job, name, case, "save beside training" if beside else "save", path)
+        figures = {"durable": most(saved, "durable"), "save_peak": most(saved, "peak")}
+        if beside:
+            figures |= {k: most(saved, k) for k in ("blocked_first", "blocked", "stall", "step", "slower")}
+        wanted = [found["digests"] for found in saved]
+        fill_cache(path)
+        warm = measured(job, name, case, "warm", path, wanted)
+        cold = measured(job, name, case, "cold", path, wanted)
+        figures |= {"warm": most(warm, "load"), "cold": most(cold, "load"), "load_peak": most(warm, "peak")}
+        figures["cached"] = most(cold, "cached")
+        if name == BASE:
+            figures["warm_used"] = most(warm, "used")
+            copied = measured(job, name, case, "copy", path)
+            figures |= {k: most(copied, k) for k in ("copy_first", "copy")}
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(f"{path}-first", ignore_errors=True)
+        os.sync()
+    return figures
+
+
+def rehearse(job: Job, names: list[str], cases: list[str], folder: Path) -> dict[str, str]:
+    """Every contender once, tiny: imports what it needs, and tells whether a load notices a flipped bit."""
+    noticed = {}
+    for name in names:
+        for case in cases:
+            if case not in CONTENDERS[name].cases:
+                continue
+            one_round(job, name, case, folder)
+            if case == cases[0]:
+                path = folder / "checkpoint"
+                saved = measured(job, name, case, "save", path)
+                noticed[name] = measured(job, name, case, "flip", path, [found["digests"] for found in saved])[0]["noticed"]
+                shutil.rmtree(path)
+    return noticed
+
+
+def room(job: Job, case: str, folder: Path) -> None:
+    """Refuse to begin what would fill the disk or the memory."""
+    disk, memory = shutil.disk_usage(folder).free, psutil.virtual_memory().available
+    copies = 3 if case == "fsdp" else 2 * CASES[case] + 1
+    for what, free, needed in (("disk", disk, 2.5 * job.bytes), ("memory", memory, copies * job.bytes)):
+        if free < needed:
+            raise SystemExit(
+                f"{TITLES[case]} with {job.size} needs about {needed / 1e9:.1f} GB of free {what}, and there are {free / 1e9:.1f}"
+            )
+
+
+def warm_memory(size: int) -> None:
+    """Use `size` bytes once: a virtual machine that has never used them would be given them in the middle of a measurement."""
+    with mmap.mmap(-1, size) as pages:
+        for at in range(0, size, mmap.PAGESIZE):
+            pages[at] = 1
+
+
+# -- the report ------------------------------------------------------------------------------------------------------------------
+
+Found = dict[str, dict[int, dict[str, float]]]
+
+
+def values(found: Found, name: str, word: str) -> list[float]:
+    return [figures[word] for _, figures in sorted(found.get(name, {}).items()) if word in figures]
+
+
+def ratios(found: Found, name: str, word: str, base: str, other: str) -> list[float]:
+    """Of one round each."""
+    there = found.get(base, {})
+    return [f[word] / there[r][other] for r, f in sorted(found[name].items()) if word in f and other in there.get(r, {})]
+
+
+def cell(numbers: list[float]) -> str:
+    if not numbers:
+        return ""
+    if len(numbers) == 1:
+        return f"{numbers[0]:.3g}"
+    return f"{statistics.median(numbers):.3g} ({min(numbers):.3g} … {max(numbers):.3g})"
+
+
+def middle(numbers: list[float]) -> str:
+    return f"{statistics.median(numbers):.2f}" if numbers else ""
+
+
+def megabytes(numbers: list[float]) -> str:
+    return f"{max(0.0, statistics.median(numbers)) / 1e6:.0f}" if numbers else ""
+
+
+def saves_and_loads(found: Found) -> str:
+    rows = []
+    for name in found:
+        rows.append([
+            name,
+            cell(values(found, name, "durable")), middle(ratios(found, name, "durable", BASE, "durable")),
+            cell(values(found, name, "warm")),
+            middle(ratios(found, name, "warm", BASE, "warm")), middle(ratios(found, name, "warm", BASE, "warm_used")),
+            cell(values(found, name, "cold")), middle(ratios(found, name, "cold", BASE, "cold")),
+            megabytes(values(found, name, "save_peak")),
+            "" if name == BASE else megabytes(values(found, name, "load_peak")),
+        ])  # fmt: skip
+        if name == BASE:
+            used = values(found, name, "warm_used")
+            rows.append(["… read into used memory", "", "", cell(used), middle(ratios(found, name, "warm_used", name, "warm")),
+                         "1.00", "", "", "", ""])  # fmt: skip
+    head = [
+        "",
+        "durable, s",
+        "× plain",
+        "warm load, s",
+        "× plain",
+        "× plain, used",
+        "cold load, s",
+        "× plain",
+        "save, MB",
+        "load, MB",
+    ]
+    return report.table(head, rows)
+
+
+def beside_training(found: Found) -> str:
+    rows = [[name, "", "", cell(values(found, name, word)), "", "", ""] for name, word in ()]
+    base = found.get(BASE, {})
+    if base:
+        first, again = values(found, BASE, "copy_first"), values(found, BASE, "copy")
+        rows.append(["a copy of the state in memory", cell(first), cell(again), "1.00", "", "", "", ""])
+    for name in found:
+        if not CONTENDERS[name].asynchronous:
+            continue
+        rows.append([
+            name,
+            cell(values(found, name, "blocked_first")), cell(values(found, name, "blocked")),
+            middle(ratios(found, name, "blocked", BASE, "copy")),
+            cell(values(found, name, "stall")), cell(values(found, name, "durable")),
+            middle([1e3 * s for s in values(found, name, "step")]), middle(values(found, name, "slower")),
+        ])  # fmt: skip
+    head = [
+        "",
+        "blocked the first time, s",
+        "blocked, s",
+        "× copy",
+        "stall, s",
+        "durable, s",
+        "a step alone, ms",
+        "× beside the save",
+    ]
+    return report.table(head, rows)
+
+
+def aims(found: Found, size: str, state: int) -> Iterator[str]:
+    """What was aimed at, and what came of it."""
+
+    def median(name: str, word: str) -> float | None:
+        there = values(found, name, word)
+        return statistics.median(there) if there else None
+
+    def ratio(name: str, word: str, base: str, other: str) -> float | None:
+        there = ratios(found, name, word, base, other) if name in found else []
+        return statistics.median(there) if there else None
+
+    def line(what: str, figure: float | None, limit: float | None, unit: str = "") -> Iterator[str]:
+        if figure is not None and limit is not None:
+            yield f"- {what}: {figure:.3g}{unit}, aim {limit:.3g}{unit}: {'met' if figure <= limit else 'missed'}"
+
+    most_of_it = {"1GB": 1.05, "4GB": 0.9}.get(size, 1.05)
+    yield from line("durable save / plain write", ratio(OURS, "durable", BASE, "durable"), most_of_it)
+    peers = [v for n in found if n not in (BASE, OURS, ASYNC) and (v := median(n, "durable")) is not None]
+    yield from line("durable save, seconds, beside the quickest peer", median(OURS, "durable"), min(peers, default=None))
+    yield from line("verified warm load / plain read into new memory", ratio(OURS, "warm", BASE, "warm"), 1.6)
+    yield from line("verified warm load / plain read into used memory", ratio(OURS, "warm", BASE, "warm_used"), 1.6)
+    yield from line("verified warm load / Accelerate's", ratio(OURS, "warm", "Accelerate", "warm"), 0.5)
+    yield from line("blocked / a copy of the state", ratio(ASYNC, "blocked", BASE, "copy"), 1.0)
+    yield from line("stall / DCP async_save's", ratio(ASYNC, "stall", THEIRS, "stall"), 0.2)
+    held = median(OURS, "save_peak")
+    yield from line("memory beyond the state, synchronous", None if held is None else held / 1e6, 64, " MB")
+    held = median(ASYNC, "save_peak")
+    yield from line("memory beyond the state, asynchronous", None if held is None else held / 1e6, 1.05 * state / 1e6, " MB")
+
+
+def section(found: Found, case: str, size: str, described: dict[str, Any]) -> str:
+    count = max(len(rounds) for rounds in found.values())
+    still = max((v for name in found for v in values(found, name, "cached")), default=0.0)
+    return "\n".join([
+        f"## {TITLES[case]}, {size}",
+        "",
+        (
+            f"{described['bytes'] / 1e9:.2f} GB in {described['tensors']} tensors (beside AdamW's step counts), {count} rounds. Before cold "
+            f"loads at most {still:.1%} of the files were still in the page cache."
+        ),
+        "",
+        saves_and_loads(found),
+        "",
+        beside_training(found),
+        "",
+        *aims(found, size, described["bytes"] if case != "fsdp" else described["bytes"] // CASES[case]),
+        "",
+    ])  # fmt: skip
+
+
+def file_system(folder: Path) -> str:
+    """Its type: on one in memory nothing is durable."""
+    there = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
+    return max(there, key=lambda p: len(p.mountpoint)).fstype if there else "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, help="turns of each contender (5 with 1 GB on one process, else 3)")
+    parser.add_argument("--size", nargs="*", choices=list(SIZES), help="of the state (1GB and 4GB on one process, 1GB on two)")
+    parser.add_argument("--case", nargs="*", choices=list(CASES), help="all of them")
+    parser.add_argument("--only", nargs="*", metavar="CONTENDER", choices=list(CONTENDERS), help="these, beside the plain bytes")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure (the temporary one)"
+    )
+    parser.add_argument("--record", type=Path, help="file that keeps every measurement; those it has are not made again")
+    report.options(parser, "checkpoint")
+    asked = parser.parse_args()
+    if sys.platform != "linux":
+        raise SystemExit("this benchmark reads /proc and drops files from Linux's page cache: run it there")
+    torch.set_num_threads(1)  # a process that has computed on more cannot be forked
+    warnings.simplefilter("ignore")
+    logging.disable(logging.INFO)
+    import accelerate  # noqa: F401 - here, not in each child
+    import lightning_fabric  # noqa: F401
+
+    where = report.here("safetensors", "accelerate", "lightning-fabric")
+    runs = [
+        (case, size, asked.rounds or rounds)
+        for case, size, rounds in RUNS
+        if case in (asked.case or CASES) and size in (asked.size or SIZES)
+    ] or [(case, size, asked.rounds or 3) for case in asked.case or CASES for size in asked.size or ["1GB"]]
+    names = [name for name in CONTENDERS if not asked.only or name in asked.only or name == BASE]
+    records = Records(asked.record)
+    begun = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - begun:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+    described: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=asked.folder) as there:
+        folder = Path(there)
+        say(f"rehearsal on {file_system(folder)}")
+        noticed = rehearse(Job("tiny"), names, list(dict.fromkeys(case for case, *_ in runs)), folder)
+        for (case, size, rounds), before in zip(runs, [None, *runs]):
+            if before is None or before[1] != size:
+                job = Job(size)
+            described[size] = {"bytes": job.bytes, "tensors": job.tensors}
+            room(job, case, folder)
+            warm_memory(min(2 * job.bytes * CASES[case], psutil.virtual_memory().available // 2))
+            mine = [name for name in names if case in CONTENDERS[name].cases]
+            for k in range(rounds):
+                order = mine[k % len(mine) :] + mine[: k % len(mine)]
+                for name in order if k % 2 == 0 else reversed(order):
+                    key = {"case": case, "size": size, "contender": name, "round": k}
+                    if records.has(**key):
+                        continue
+                    figures = one_round(job, name, case, folder)
+                    records.add({**key, "figures": figures})
+                    told = ", ".join(
+                        f"{word} {figures[word]:.2f}" for word in ("durable", "stall", "warm", "cold") if word in figures
+                    )
+                    say(f"{case} {size} round {k + 1} of {rounds}: {name}: {told}")
+        kind = file_system(folder)
+    facts = [[name, *CONTENDERS[name].facts, noticed[name]] for name in names if name != BASE]
+    text = "\n".join([
+        "# Checkpoints",
+        "",
+        "Medians (least … most) of interleaved rounds; ratios are medians of the ratios within a round. `benchmarks/checkpoint.py` says",
+        "what each column is.",
+        "",
+        *(section(records.found(case, size), case, size, described[size]) for case, size, _ in runs),
+        "## What a checkpoint is worth",
+        "",
+        report.table(["", "whole or not at all", "checksums", "pickle in it", "a flipped bit is noticed"], facts),
+        "",
+        where + f"; files on {kind}",
+    ])  # fmt: skip
+    report.hand_in(text, asked.out)
+
+
+if __name__ == "__main__":
+    main()
