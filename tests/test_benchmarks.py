@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -50,3 +51,14 @@ def test_strategies(only: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     told = run("strategies", "--size", "tiny", "--rounds", "2", "--only", only, "--out", str(out), monkeypatch=monkeypatch)
     assert f"| {only}, " in told
     assert out.read_text() == told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "peers"), [("one", ["DCP"]), ("fsdp", [])])
+def test_checkpoint(case: str, peers: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "checkpoint.md"
+    sizes = ["--case", case, "--size", "tiny", "--rounds", "1", "--only", "easymp", *peers]
+    told = run("checkpoint", *sizes, "--folder", str(tmp_path), "--out", str(out), monkeypatch=monkeypatch)
+    assert all(f"| {name} " in told for name in ("plain write and read", "easymp", *peers))
+    assert out.read_text() == told
+    assert os.listdir(tmp_path) == ["checkpoint.md"], "checkpoints are left on the disk"
