@@ -12,7 +12,9 @@ _HOMES = {
     "comparing": ("Difference", "diff"),
     "catalog": ("Entry", "list_checkpoints"),
     "inspecting": ("Contents", "inspect"),
+    "merging": ("merge",),
     "progress": ("Progress",),
+    "pruning": ("Pruned", "prune"),
     "verifying": ("Damage", "verify"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

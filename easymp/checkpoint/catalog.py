@@ -73,7 +73,7 @@ def _entry(storage: Storage, name: str) -> Entry:
         why = str(error).removeprefix(f"{place}: ")
         if name.startswith(TEMPORARY):
             why = f"being written, or left over from a save that did not end ({why})"
-        return Entry(name, _bytes_in(storage, name), _modified(storage, name), committed=_sealed(storage, name), why=why)
+        return Entry(name, bytes_in(storage, name), _modified(storage, name), committed=_sealed(storage, name), why=why)
     why = ""
     if name.startswith(TEMPORARY):
         why = "left over: it was replaced, or its save ended before its renaming"
@@ -87,7 +87,8 @@ def bytes_of(manifest: Manifest) -> int:
     return sum(file.size for file in manifest.files.values())
 
 
-def _bytes_in(storage: Storage, folder: str) -> int:
+def bytes_in(storage: Storage, folder: str) -> int:
+    """Bytes of the files that lie right in a folder."""
     return sum(storage.size(inside(folder, file)) or 0 for file in storage.list(folder))
 
 

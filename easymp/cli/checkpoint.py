@@ -5,6 +5,9 @@ examples:
   easymp checkpoint inspect runs/digits/step-00000100  what is in one
   easymp checkpoint verify runs/digits/step-00000100   every byte against its checksum
   easymp checkpoint diff before after                  tensors and states that differ
+  easymp checkpoint merge sharded weights              one model.safetensors, or shards with an index
+  easymp checkpoint merge --all sharded whole          a checkpoint again, with whole tensors
+  easymp checkpoint prune --keep 3 runs/digits         the newest three stay
 
 `easymp checkpoint ACTION --help` says more about one. Exit codes: 0 good; 1 damaged, different, or an error; 2 wrong usage.
 """
@@ -41,6 +44,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     made.add_argument("--tensors", action="store_true", help="each tensor, too")
     action("verify", "check every byte of a checkpoint against its checksum, and headers against the manifest", "place")
     action("diff", "which tensors, values and states of two checkpoints differ", "one", "other")
+    made = action("merge", "whole tensors from a sharded checkpoint, as Hugging Face's tools read weights", "place", "out")
+    made.add_argument("--all", action="store_true", help="all of the checkpoint, for load_state, in place of the weights alone")
+    made.add_argument("--model", default="model", metavar="NAME", help="whose weights, where there are several (model)")
+    made.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
+    made = action("prune", "remove older checkpoints, and what dead writers left", "place")
+    made.add_argument("--keep", type=int, required=True, metavar="N", help="the newest N committed ones stay")
+    made.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -131,7 +141,33 @@ def run_diff(args: argparse.Namespace) -> int:
     return int(not found.same)
 
 
-ACTIONS = {"list": run_list, "inspect": run_inspect, "verify": run_verify, "diff": run_diff}
+def run_merge(args: argparse.Namespace) -> int:
+    with checkpoint.Progress(f"merging {args.place}", "read") as tick:
+        checkpoint.merge(args.place, args.out, args.max_shard_size, args.all, args.model, tick)
+    return tell({"out": args.out}) if args.json else 0
+
+
+def run_prune(args: argparse.Namespace) -> int:
+    found = checkpoint.prune(args.place, args.keep, args.dry_run)
+    if args.json:
+        return tell(dataclasses.asdict(found))
+    would = "would be removed" if args.dry_run else "removed"
+    rows = [[name, would] for name in found.removed] + [[name, f"{would}, left over"] for name in found.left_over]
+    rows += [[name, "untouched, being written"] for name in found.busy] + [[name, "kept"] for name in found.kept]
+    if rows:
+        print(table(rows))
+    print(f"{size(found.size)} {would}")
+    return 0
+
+
+ACTIONS = {
+    "list": run_list,
+    "inspect": run_inspect,
+    "verify": run_verify,
+    "diff": run_diff,
+    "merge": run_merge,
+    "prune": run_prune,
+}
 
 
 def tell(value: Any) -> int:

@@ -104,3 +104,22 @@ def test_a_reader_that_stops_early_is_no_error(samples: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         process.wait(60)
+
+
+def test_merge(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told(capsys, "merge", root / OF_TWO, tmp_path / "weights") == ""
+    assert (tmp_path / "weights" / "model.safetensors").exists()
+    assert told(capsys, "merge", "--all", "--max-shard-size", "4KB", root / OF_TWO, tmp_path / "whole") == ""
+    assert "nothing differs" in told(capsys, "diff", root / OF_TWO, tmp_path / "whole")
+    text = told(capsys, "merge", "--max-shard-size", "4 apples", root / OF_TWO, tmp_path / "x", code=1)
+    assert "is no size" in text and not (tmp_path / "x").exists()
+
+
+def test_prune(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--keep" in told(capsys, "prune", root, code=2)
+    text = told(capsys, "prune", root, "--keep", 1, "--dry-run")
+    assert text.splitlines()[:2] == [f"{OF_ONE}  would be removed", f"{OF_TWO}  kept"]
+    assert (root / OF_ONE).exists()
+    record = json.loads(told(capsys, "prune", root, "--keep", 1, "--json"))
+    assert record["removed"] == [OF_ONE] and not (root / OF_ONE).exists()
+    assert "at least 1" in told(capsys, "prune", root, "--keep", 0, code=1)

@@ -1,0 +1,91 @@
+"""Older checkpoints removed by hand: the newest stay, and so does everything that is not known to be nobody's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CheckpointError, SettingError
+from . import claims
+from .catalog import bytes_in
+from .committed import is_committed
+from .finding import opened as open_storage
+from .folders import checkpoint_of, committed_steps, lock_of, saves_of, writing
+from .retention import drop, take_away
+from .storage import Storage
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """Folders: checkpoints that stay, those that go, what dead writers left and goes too, and what somebody is writing just now.
+
+    Attributes:
+        size: bytes in what goes.
+    """
+
+    kept: tuple[str, ...]
+    removed: tuple[str, ...]
+    left_over: tuple[str, ...]
+    busy: tuple[str, ...]
+    size: int
+
+
+def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False) -> Pruned:
+    """Remove all committed checkpoints below the folder or URL `root` but the `keep` with the highest steps, and what dead writers left.
+
+    Checkpoints that are not named by a step stay, and so does a folder without COMMIT, unless its writer is known to be dead.
+
+    Args:
+        dry_run: say what would go, and remove nothing.
+
+    Raises:
+        SettingError: `keep` is not at least 1.
+        OSError: `root` cannot be read or written.
+    """
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise SettingError(f"keep={keep!r}: at least 1 checkpoint must stay; remove the folder itself if none shall")
+    storage = open_storage(os.fspath(root))
+    steps = [folder for _, folder in committed_steps(storage)]
+    old: dict[str, list[str]] = {}
+    for folder in reversed(steps[keep:]):
+        # The newest save of a step last, or an older one would count for a moment.
+        saves = reversed(saves_of(storage.list(), checkpoint_of(folder)))
+        old[checkpoint_of(folder)] = [save for save in saves if is_committed(storage, save)]
+    owners = dict.fromkeys(owner for name in storage.list() if (owner := writing(name)) is not None)
+    removed, left_over, busy, size = [], [], [], 0
+    for checkpoint in dict.fromkeys([*old, *owners]):
+        try:
+            claim = storage.claim(checkpoint, claims.words())
+        except CheckpointError:
+            busy.append(checkpoint)
+            continue
+        try:
+            gone, rest = old.get(checkpoint, []), _left(storage, checkpoint, claim.left)
+            size += sum(bytes_in(storage, name) for name in (*gone, *rest))
+            removed += gone
+            left_over += rest
+            if not dry_run:
+                _remove(storage, gone, rest)
+        finally:
+            claim.release()
+    return Pruned(tuple(steps[:keep]), tuple(removed), tuple(left_over), tuple(busy), size)
+
+
+def _left(storage: Storage, checkpoint: str, words: Mapping[str, Any]) -> list[str]:
+    """What a dead writer of `checkpoint` left: temporary folders, and the one that its claim names."""
+    there = storage.list()
+    left = [name for name in there if writing(name) == checkpoint and name != lock_of(checkpoint)]
+    named = words.get("folder")
+    if named in there and checkpoint_of(str(named)) == checkpoint and not is_committed(storage, str(named)):
+        left.append(str(named))
+    return left
+
+
+def _remove(storage: Storage, checkpoints: Iterable[str], left: Iterable[str]) -> None:
+    for folder in checkpoints:
+        drop(storage, folder)
+    storage.sync()  # a writer may have died just after a swap: what it replaced goes once that is on disk
+    for folder in left:
+        take_away(storage, folder)

@@ -1,0 +1,80 @@
+"""The newest stay, and nothing goes that may be somebody's."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easymp.checkpoint import claims, list_checkpoints, prune, verify
+from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.manifest import COMMIT
+from easymp.errors import SettingError
+
+OF_ONE, OF_TWO = "step-00000002", "step-00000003"
+LEFT = ".tmp-step-00000009-0123abcd"
+
+
+@pytest.fixture
+def run(root: Path) -> Path:
+    """Steps 2 to 6 committed, 7 not; a checkpoint of another name; what a dead writer left of step 9; a folder of the user's."""
+    for name in ("step-00000004", "step-00000005", "step-00000006", "step-00000007", "best", LEFT):
+        shutil.copytree(root / OF_ONE, root / name)
+    for name in ("step-00000007", LEFT):
+        (root / name / COMMIT).unlink()
+    (root / "notes").mkdir()
+    return root
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()} - {"latest"}
+
+
+def test_the_newest_committed_ones_stay(run: Path) -> None:
+    before = names(run)
+    found = prune(run, keep=2)
+    assert found.kept == ("step-00000006", "step-00000005")
+    assert found.removed == (OF_ONE, OF_TWO, "step-00000004")
+    assert (found.left_over, found.busy) == ((LEFT,), ())
+    assert names(run) == before - {*found.removed, LEFT}
+    assert all(verify(run / name) == [] for name in (*found.kept, "best"))
+    assert next(e.name for e in list_checkpoints(run) if e.newest) == "step-00000006"
+    assert prune(run, keep=2).removed == ()
+
+
+def test_a_dry_run_says_the_same_and_removes_nothing(run: Path) -> None:
+    before = {path.relative_to(run) for path in run.rglob("*")}
+    said = prune(run, keep=1, dry_run=True)
+    assert {path.relative_to(run) for path in run.rglob("*")} == before
+    sizes = {name: sum(f.stat().st_size for f in (run / name).iterdir()) for name in (*said.removed, LEFT)}
+    assert said.size == sum(sizes.values()) > 0
+    assert prune(run, keep=1) == said
+
+
+def test_more_than_there_are(run: Path) -> None:
+    assert prune(run, keep=99).removed == ()
+    assert {OF_ONE, OF_TWO} <= names(run)
+
+
+def test_what_is_being_written_is_left_alone(run: Path) -> None:
+    storage = LocalStorage(run)
+    held = [storage.claim(checkpoint, claims.words()) for checkpoint in (OF_ONE, "step-00000009")]
+    try:
+        found = prune(run, keep=3)
+    finally:
+        for claim in held:
+            claim.release()
+    assert set(found.busy) == {OF_ONE, "step-00000009"}
+    assert (found.removed, found.left_over) == ((OF_TWO,), ())
+    assert {OF_ONE, LEFT} <= names(run)
+    assert prune(run, keep=3).removed == (OF_ONE,)
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.0, None])
+def test_one_at_least_stays(run: Path, keep: Any) -> None:
+    before = names(run)
+    with pytest.raises(SettingError, match="at least 1"):
+        prune(run, keep=keep)
+    assert names(run) == before
