@@ -17,11 +17,9 @@ from .boxes import whole
 from .buffers import as_bytes
 from .commits import begin
 from .committed import inside
-from .finding import opened as open_storage
-from .finding import parted
 from .huggingface import write_model
 from .manifest import COMMIT, MANIFEST, FileRecord, Stored, seal
-from .opening import Opened, open_checkpoint
+from .opening import Opened, open_checkpoint, open_storage, parted
 from .passing import one_by_one, room
 from .planning import Brought, Division, FilePlan, divide, group
 from .progress import expect

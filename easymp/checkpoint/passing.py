@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .boxes import Box
 from .manifest import BLOCK, Stored
-from .sources import SourceFile
 from .storage import Tick
 from .streaming import Want, stream
+from .tensor_files import SourceFile
 
 MOST = 2**30  # bytes read at once, however many files
 
@@ -47,7 +47,8 @@ def one_by_one(
 
 
 def _read(files: Mapping[str, SourceFile], batch: list[Want], tick: Tick) -> Iterator[Tensor]:
-    stream(files, batch, tick)
+    stream(files, batch)
+    tick(sum(want.into.nbytes for want in batch))  # not what was read for it: blocks at the edges are read twice
     while batch:
         yield batch.pop(0).into  # who takes it may let it go before the next
 

@@ -16,6 +16,7 @@ from typing import TextIO
 
 from ..log import get_logger
 from ..units import size
+from ..world import World
 from .storage import Tick
 
 logger = get_logger(__name__)
@@ -86,8 +87,9 @@ class Progress:
                 print(self._end(now), file=self._stream, flush=True)
 
     def _state(self, now: float) -> str:
-        share = f" of {size(self._total)} ({min(self._count / self._total, 1):.0%})" if self._total else ""
-        return f"{self._doing}: {size(self._count)}{share}, {self._rate(now)}"
+        count = min(self._count, self._total) if self._total else self._count  # blocks may be read twice at edges
+        share = f" of {size(self._total)} ({count / self._total:.0%})" if self._total else ""
+        return f"{self._doing}: {size(count)}{share}, {self._rate(now)}"
 
     def _end(self, now: float) -> str:
         return f"{self._done}: {size(self._count)} in {now - self._began:.1f} s, {self._rate(now)}"
@@ -109,6 +111,12 @@ class Progress:
             self._stream.write(f"\r{'':<{self._drawn}}\r")
             self._stream.flush()
             self._drawn = 0
+
+
+def of_ranks(world: World, doing: str, done: str, place: str, background: bool = False) -> Progress:
+    """That of rank 0, whose share of the bytes stands for all: "saving", "saved", and where."""
+    share = f" (rank 0 of {world.size})" if world.size > 1 else ""
+    return Progress(f"{doing} {place}{share}", f"{done} {place}{share}", world.rank == 0, background)
 
 
 def expect(tick: Tick, total: int) -> None:

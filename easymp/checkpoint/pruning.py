@@ -11,8 +11,8 @@ from ..errors import CheckpointError, SettingError
 from . import claims
 from .catalog import bytes_in
 from .committed import is_committed
-from .finding import opened as open_storage
 from .folders import checkpoint_of, committed_steps, lock_of, saves_of, writing
+from .opening import open_storage
 from .retention import drop, take_away
 from .storage import Storage
 

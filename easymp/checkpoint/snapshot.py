@@ -16,6 +16,7 @@ from .manifest import Manifest, Stored
 from .places import place_of
 from .planning import Brought
 from .preflight import preflight
+from .progress import expect
 from .sources import SourceFile
 from .storage import Storage, Tick
 from .streaming import Want, stream
@@ -168,6 +169,7 @@ class Reading:
             name: SourceFile(self._storage, f"{self._folder}/{name}", record.size, record.checksums)
             for name, record in self.manifest.files.items()
         }
+        expect(tick, sum(want.into.nbytes for want in self._wanted))
         stream(files, self._wanted, tick)
         self._wanted.clear()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from easymp.checkpoint import comparing, diff, passing
+from easymp.checkpoint import comparing, diff, inspect, passing
 from easymp.checkpoint.boxes import Box, runs, whole
 from easymp.checkpoint.header import NAMES
 from easymp.checkpoint.local import LocalStorage
@@ -59,6 +59,7 @@ def test_another_step_of_it(samples: Path) -> None:
     """One process against two, whole tensors against shards."""
     read: list[int] = []
     found = diff(samples / OF_ONE, samples / OF_TWO, read.append)
+    assert sum(read) == sum(t.size for name in (OF_ONE, OF_TWO) for t in inspect(samples / name).tensors)
     assert not found.same and not found.missing and not found.added and not found.kinds
     assert "model/embed.weight" in {v.name for v in found.values}
     assert all(v.largest is not None and v.largest > 0 and 0 < v.count <= v.of for v in found.values)
@@ -143,7 +144,7 @@ def test_tensors_pass_through_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
     whole_ = diff(one, other)
     sizes: list[int] = []
     stream = passing.stream
-    monkeypatch.setattr(passing, "stream", lambda f, w, t: (sizes.append(sum(x.into.nbytes for x in w)), stream(f, w, t)))
+    monkeypatch.setattr(passing, "stream", lambda f, w: (sizes.append(sum(x.into.nbytes for x in w)), stream(f, w)))
     monkeypatch.setattr(comparing, "BLOCK", 16)
     monkeypatch.setattr(comparing, "room", lambda files: 40)
     assert diff(one, other) == whole_

@@ -7,8 +7,10 @@ import logging
 import threading
 
 import pytest
+import torch
 
-from easymp.checkpoint.progress import Progress, expect
+from easymp.checkpoint.progress import Progress, expect, of_ranks
+from easymp.world import Ranks, World
 
 MIB = 2**20
 
@@ -111,6 +113,20 @@ def test_threads_lose_no_bytes() -> None:
             thread.join()
         clock.now += 8
     assert stream.getvalue() == "saved x: 7.8 KiB in 8.0 s, 1000 B/s\n"
+
+
+def test_rank_0_speaks_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, size in ((0, 1), (0, 4), (3, 4)):
+        clock = Clock()
+        tick = of_ranks(World(Ranks(rank=rank, size=size), torch.device("cpu")), "saving", "saved", "x")
+        tick._clock, tick._began = clock, clock.now
+        with tick:
+            clock.now += 4
+            tick(4 * MIB)
+    assert capsys.readouterr().err.splitlines() == [
+        "saved x: 4.0 MiB in 4.0 s, 1.0 MiB/s",
+        "saved x (rank 0 of 4): 4.0 MiB in 4.0 s, 1.0 MiB/s",
+    ]
 
 
 def test_other_ticks_are_not_asked() -> None:
