@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from ..errors import CheckpointError
 from .committed import inside, is_committed, open_manifest
-from .folders import TEMPORARY, checkpoint_of, current, latest, step_of
-from .local import LocalStorage as open_storage
+from .folders import checkpoint_of, current, latest, lock_of, step_of, writing
 from .manifest import COMMIT, MANIFEST, Manifest
 from .storage import Storage
+from .storages import open_storage
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
     names = storage.list()
     if MANIFEST in names:
         raise CheckpointError(f"{storage.place} is itself a checkpoint: pass the folder above it, or inspect this one")
-    found = sorted((_entry(storage, name) for name in names if _is_one(storage, name)), key=_order)
+    found = sorted((_entry(storage, name, names) for name in names if _is_one(storage, name)), key=_order)
     newest = latest(storage)
     return [replace(entry, newest=entry.name == newest) for entry in found]
 
@@ -60,23 +61,26 @@ def _order(entry: Entry) -> tuple[int, str, str]:
 
 
 def _is_one(storage: Storage, name: str) -> bool:
-    if name.startswith(TEMPORARY) or step_of(name) is not None:
+    owner = writing(name)
+    if step_of(name) is not None or (owner is not None and name != lock_of(owner)):
         return True
     return any(storage.size(inside(name, file)) is not None for file in (MANIFEST, COMMIT))
 
 
-def _entry(storage: Storage, name: str) -> Entry:
-    place = inside(storage.place, name)
+def _entry(storage: Storage, name: str, names: Sequence[str]) -> Entry:
+    place, owner = inside(storage.place, name), writing(name)
+    left_over = "being written, or left over" if lock_of(owner or checkpoint_of(name)) in names else "left over"
     try:
         manifest = open_manifest(storage, name)
     except (CheckpointError, OSError) as error:
+        committed = _sealed(storage, name)
         why = str(error).removeprefix(f"{place}: ")
-        if name.startswith(TEMPORARY):
-            why = f"being written, or left over from a save that did not end ({why})"
-        return Entry(name, bytes_in(storage, name), _modified(storage, name), committed=_sealed(storage, name), why=why)
+        if owner is not None or (left_over.startswith("being") and not committed):
+            why = f"{left_over} from a save that did not end ({why})"
+        return Entry(name, bytes_in(storage, name), _modified(storage, name), committed=committed, why=why)
     why = ""
-    if name.startswith(TEMPORARY):
-        why = "left over: it was replaced, or its save ended before its renaming"
+    if owner is not None:
+        why = f"{left_over}: it was replaced, or its save ended before its renaming"
     elif (counts := current(storage, checkpoint_of(name))) != name:
         why = f"replaced by {counts}"
     return Entry(name, bytes_of(manifest), manifest.written, manifest.step, manifest.world_size, not why, why)

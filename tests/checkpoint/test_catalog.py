@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from easymp.checkpoint import list_checkpoints
+from easymp.checkpoint import claims, list_checkpoints
 from easymp.checkpoint.local import LocalStorage
 from easymp.checkpoint.manifest import COMMIT, MANIFEST, seal
 from easymp.errors import CheckpointError
@@ -64,8 +65,19 @@ def test_what_a_save_left_is_told_apart(root: Path) -> None:
     (root / "notes.txt").write_text("not mine")
     left, good = list_checkpoints(root)
     assert (left.name, left.committed) == (".tmp-step-00000002-01234567", False)
-    assert left.why.startswith("being written, or left over from a save that did not end")
+    assert left.why.startswith("left over from a save that did not end (not committed")
     assert good.name == OF_TWO
+    claim = LocalStorage(root).claim(OF_ONE, claims.words())
+    left, good = list_checkpoints(root)
+    claim.release()
+    assert left.why.startswith("being written, or left over from a save that did not end")
+
+
+def test_of_several_saves_of_a_step_one_counts(root: Path) -> None:
+    """As where folders cannot swap names."""
+    shutil.copytree(root / OF_TWO, root / f"{OF_TWO}.save-2")
+    said = {entry.name: (entry.why, entry.newest) for entry in list_checkpoints(root)}
+    assert said == {OF_ONE: ("", False), OF_TWO: (f"replaced by {OF_TWO}.save-2", False), f"{OF_TWO}.save-2": ("", True)}
 
 
 def test_nothing_is_an_empty_list_and_a_checkpoint_is_no_folder_of_them(root: Path) -> None:

@@ -123,3 +123,24 @@ def test_prune(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads(told(capsys, "prune", root, "--keep", 1, "--json"))
     assert record["removed"] == [OF_ONE] and not (root / OF_ONE).exists()
     assert "at least 1" in told(capsys, "prune", root, "--keep", 0, code=1)
+
+
+def test_no_damage_is_a_traceback_or_passes_for_good(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each file of a checkpoint with a flipped bit, cut short at several places, empty, missing, and replaced by a folder."""
+    folder, other = root / OF_TWO, root / OF_ONE
+    for file in sorted(folder.iterdir()):
+        good = file.read_bytes()
+        damaged = [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in (0, 7, 40, len(good) // 2, len(good) - 1)]
+        damaged += [good[:count] for count in (0, 7, 8, 60, len(good) - 1)]
+        for content in damaged:
+            file.write_bytes(content)
+            told(capsys, "verify", folder, code=1)
+        for words in (["inspect", folder], ["list", root], ["diff", folder, other]):
+            assert main(["checkpoint", *map(str, words)]) in (0, 1)
+        file.unlink()
+        told(capsys, "verify", folder, code=1)
+        file.mkdir()
+        told(capsys, "verify", folder, code=1)
+        file.rmdir()
+        file.write_bytes(good)
+    assert told(capsys, "verify", folder).endswith("good, every byte\n")
