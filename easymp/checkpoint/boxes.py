@@ -12,7 +12,8 @@ from math import prod
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
-SPLIT = 8  # dimensions of a tensor along which it may be cut: a box has two to that power of corners
+SPLIT = 5  # dimensions of a tensor along which it may be cut: a box has two to that power of corners
+CORNERS = 2**23  # of all boxes of a tensor; they are held in memory
 
 
 class Box(NamedTuple):
@@ -78,6 +79,8 @@ def fault(shape: Shape, boxes: Sequence[Box]) -> str | None:
     cut = [d for d, length in enumerate(shape) if any(box.shape[d] != length for box in solid)]
     if len(cut) > SPLIT:
         return f"the tensor is cut along {len(cut)} dimensions, and at most {SPLIT} are understood"
+    if len(solid) << len(cut) > CORNERS:
+        return f"the tensor is cut into {len(solid)} boxes along {len(cut)} dimensions, and at most {CORNERS >> len(cut)} are understood"
     steps: Counter[Shape] = Counter()
     for box in solid:
         _add_corners(steps, [(box.offset[d], box.offset[d] + box.shape[d]) for d in cut], 1)

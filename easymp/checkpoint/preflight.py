@@ -11,6 +11,8 @@ from .manifest import Manifest
 from .planning import key
 from .storage import Storage
 
+FIRST = 2**16  # bytes that are read at once: a header, mostly, and elsewhere its length
+
 
 def preflight(storage: Storage, folder: str, manifest: Manifest, files: Collection[str]) -> None:
     """Each of `files` is a regular file right in `folder`, of the size and with the tensors that `manifest` says. Reads headers alone.
@@ -52,7 +54,10 @@ def faults(
     if not held and not name.endswith(".safetensors"):
         return
     try:
-        slots = decode(storage.head(path, length(storage.head(path, 8), size, name)), size, name)
+        text = storage.head(path, FIRST)
+        if (count := length(text, size, name)) > len(text):
+            text = storage.head(path, count)
+        slots = decode(text, size, name)
     except CheckpointError as error:
         yield str(error).removeprefix(f"{name}: "), concerned
         return
