@@ -33,6 +33,19 @@ def open_manifest(storage: Storage, folder: str) -> Manifest:
     return decode(text, inside(storage.place, manifest))
 
 
+def write_manifest(storage: Storage, folder: str, manifest: Manifest) -> None:
+    """The last two files of `folder`, whose others are there: with the second one it is a checkpoint.
+
+    Raises:
+        CheckpointError: the manifest says what cannot be.
+        OSError: it cannot be written.
+    """
+    text = manifest.encode()
+    for name, content in ((MANIFEST, text), (COMMIT, seal(text))):
+        storage.put(inside(folder, name), [content], len(content))
+        storage.sync(folder)  # before the next
+
+
 def is_committed(storage: Storage, folder: str) -> bool:
     """Whether `folder` holds a manifest and the COMMIT that seals it; what the manifest says is not looked at.
 

@@ -16,9 +16,9 @@ from ..settings import read_bytes
 from .boxes import whole
 from .buffers import as_bytes
 from .commits import begin
-from .committed import inside
+from .committed import inside, write_manifest
 from .huggingface import write_model
-from .manifest import COMMIT, MANIFEST, FileRecord, Stored, seal
+from .manifest import FileRecord, Stored
 from .opening import Opened, open_checkpoint, open_storage, parted
 from .passing import one_by_one, room
 from .planning import Brought, Division, FilePlan, divide, group
@@ -91,10 +91,7 @@ def _merge_all(source: Opened, out: str | os.PathLike[str], most: int, model: st
         index = hugging_face_index(division)
         if index is not None:
             files[INDEX] = FileRecord(len(index), storage.put(inside(commit.folder, INDEX), [index], len(index)))
-        text = dataclasses.replace(manifest, tensors=division.tensors, files=files).encode()
-        for file, content in ((MANIFEST, text), (COMMIT, seal(text))):
-            storage.put(inside(commit.folder, file), [content], len(content))
-            storage.sync(commit.folder)
+        write_manifest(storage, commit.folder, dataclasses.replace(manifest, tensors=division.tensors, files=files))
         commit.finish()
     finally:
         commit.close()

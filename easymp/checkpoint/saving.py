@@ -19,16 +19,17 @@ from ..version import __version__
 from .agreeing import Agreement, first, merged, trouble
 from .boxes import whole
 from .commits import Commit, begin
-from .committed import inside
-from .manifest import COMMIT, MANIFEST, FileRecord, Manifest, seal
+from .committed import inside, write_manifest
+from .manifest import FileRecord, Manifest
 from .meeting import Meeting, Store
 from .planning import Division, FilePlan
+from .progress import expect
 from .retention import retain
+from .sources import INDEX
 from .storage import Part, Storage, Tick
 from .strict import dumps
 
 INTERRUPTED = "interrupted"
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -124,10 +125,11 @@ class Save:
             tick(count)
 
         def work() -> None:
-            for plan in self.agreement.division.files:
-                if plan.rank == self.store.rank:
-                    meeting.check()
-                    written[plan.name] = [plan.size, *self._put(f"{folder}/{plan.name}", plan, ticked)]
+            mine = [plan for plan in self.agreement.division.files if plan.rank == self.store.rank]
+            expect(tick, sum(plan.size for plan in mine))
+            for plan in mine:
+                meeting.check()
+                written[plan.name] = [plan.size, *self._put(f"{folder}/{plan.name}", plan, ticked)]
 
         said = trouble(work)
         if said:
@@ -177,12 +179,8 @@ class Save:
             files=files,
             states=states,
             aliases=dict(self.agreement.aliases),
-        ).encode()
-        storage.put(f"{folder}/{MANIFEST}", [manifest], len(manifest))
-        storage.sync(folder)
-        sealed = seal(manifest)
-        storage.put(f"{folder}/{COMMIT}", [sealed], len(sealed))
-        storage.sync(folder)
+        )
+        write_manifest(storage, folder, manifest)
         commit.finish()
         retain(storage, self.target.name, self.limit)
 
