@@ -42,7 +42,7 @@ class Marker:
         """What a dead owner left; raises when it turns out to be alive."""
         there = self._read()
         until = time.monotonic() + PATIENCE
-        while there and not self._dead(there) and time.monotonic() < until:
+        while there and not abandoned(self._storage, self._name) and time.monotonic() < until:
             time.sleep(BEAT / 10)
             now = self._read()
             if now and now != there:
@@ -50,25 +50,8 @@ class Marker:
             there = now
         return there
 
-    def _dead(self, owner: Mapping[str, Any]) -> bool:
-        """Whether it is certain without waiting."""
-        if owner.get("host") == socket.gethostname() and type(owner.get("pid")) is int:
-            try:
-                os.kill(owner["pid"], 0)
-            except ProcessLookupError:
-                return True
-            except (OSError, OverflowError):
-                pass
-        try:
-            return time.time() - self._storage.modified(self._name) > LONG_AGO
-        except OSError:
-            return False
-
     def _read(self) -> Mapping[str, Any]:
-        try:
-            return read(self._storage.get(self._name, LARGEST))
-        except (FileNotFoundError, CheckpointError):
-            return {}
+        return _owner(self._storage, self._name)
 
     def _write(self) -> None:
         self._count += 1
@@ -88,3 +71,26 @@ class Marker:
             self._storage.remove(self._name)
         except OSError:
             pass  # it will be found, and found old
+
+
+def abandoned(storage: Storage, name: str) -> bool:
+    """Whether it is certain, without watching it for a while, that nobody writes a marker any more."""
+    owner = _owner(storage, name)
+    if owner.get("host") == socket.gethostname() and type(owner.get("pid")) is int:
+        try:
+            os.kill(owner["pid"], 0)
+        except ProcessLookupError:
+            return True
+        except (OSError, OverflowError):
+            pass
+    try:
+        return time.time() - storage.modified(name) > LONG_AGO
+    except OSError:
+        return False
+
+
+def _owner(storage: Storage, name: str) -> Mapping[str, Any]:
+    try:
+        return read(storage.get(name, LARGEST))
+    except (FileNotFoundError, CheckpointError):
+        return {}

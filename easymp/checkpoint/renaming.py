@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from ..errors import CheckpointError
 from . import claims
-from .committed import inside, is_committed
+from .committed import is_committed
 from .folders import lock_of, next_save, saves_of, temporary, writing
-from .manifest import COMMIT, MANIFEST
-from .retention import drop, take_away
+from .retention import drop, refuse_foreign, take_away
 from .storage import Storage
 
 
@@ -24,22 +23,13 @@ class Renaming:
         self.folder = temporary(checkpoint)
         self._unsure = False
         try:
-            self._refuse_foreign()
+            refuse_foreign(storage, checkpoint)
             self._settle()
             self._clean()
             storage.make(self.folder)
         except BaseException:
             self._claim.release()
             raise
-
-    def _refuse_foreign(self) -> None:
-        storage, name = self._storage, self._checkpoint
-        there = [name] if storage.size(name) is not None else storage.list(name)
-        if there and MANIFEST not in there and COMMIT not in there:
-            raise CheckpointError(
-                f"{inside(storage.place, name)} is there and no checkpoint ({', '.join(there[:5])}{' …' if len(there) > 5 else ''}): "
-                "it would be replaced, so pass another name"
-            )
 
     def _settle(self) -> None:
         """End what a writer that died left half done where names cannot be swapped: one folder of this checkpoint, by its plain name."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from ..errors import CheckpointError
 from ..log import get_logger
+from . import claims
 from .committed import inside, is_committed
 from .folders import LATEST, checkpoint_of, committed_steps, saves_of, temporary
+from .manifest import COMMIT, MANIFEST
 from .storage import Storage
 
 logger = get_logger(__name__)
@@ -32,13 +35,20 @@ def retain(storage: Storage, checkpoint: str, limit: int | None) -> None:
 
 
 def drop(storage: Storage, folder: str) -> None:
-    """A checkpoint that is to go: it is one no longer before its first file goes."""
+    """A checkpoint that is to go: it is one no longer before its first file goes, and who comes after knows what is left of it."""
+    checkpoint = checkpoint_of(folder)
     if storage.renames:
-        gone = temporary(checkpoint_of(folder))
+        gone = temporary(checkpoint)
         storage.rename(folder, gone)
         storage.sync()
-        folder = gone
-    take_away(storage, folder)
+        take_away(storage, gone)
+    else:
+        try:
+            claim = storage.claim(checkpoint, claims.words(folder=folder))
+        except CheckpointError:
+            return  # somebody writes it
+        take_away(storage, folder)
+        claim.release()
 
 
 def take_away(storage: Storage, folder: str) -> None:
@@ -47,3 +57,13 @@ def take_away(storage: Storage, folder: str) -> None:
         storage.remove(folder)
     except OSError as error:
         logger.warning("%s counts no longer, and could not be removed: %s", inside(storage.place, folder), error)
+
+
+def refuse_foreign(storage: Storage, name: str) -> None:
+    """Raises CheckpointError where `name` is there and no checkpoint, not even half of one: it would be lost."""
+    there = [name] if storage.size(name) is not None else storage.list(name)
+    if there and MANIFEST not in there and COMMIT not in there:
+        raise CheckpointError(
+            f"{inside(storage.place, name)} is there and no checkpoint ({', '.join(there[:5])}{' …' if len(there) > 5 else ''}): "
+            "it would be replaced, so pass another name"
+        )

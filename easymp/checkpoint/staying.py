@@ -6,16 +6,15 @@ folder, so who comes after a writer that died knows what it left.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CheckpointError
 from . import claims
 from .committed import inside, is_committed
-from .folders import checkpoint_of, next_save, saves_of, writing
-from .markers import LONG_AGO
-from .retention import take_away
+from .folders import next_save, saves_of, writing
+from .markers import abandoned
+from .retention import refuse_foreign, take_away
 from .storage import Storage
 
 
@@ -28,16 +27,17 @@ class Staying:
         self._claim = storage.claim(checkpoint, claims.words(folder=self.folder))
         self._finished = False
         try:
-            _clean_after(storage, checkpoint, self._claim.left)
+            _settle(storage, checkpoint, self._claim.left)
             if storage.list(self.folder):
                 raise CheckpointError(
                     f"{inside(storage.place, checkpoint)}: another writer was there just now: give this run its own"
                 )
+            refuse_foreign(storage, checkpoint)
             for name in storage.list():
                 owner = writing(name)
-                if owner is not None and owner != checkpoint and _is_old(storage, name):
+                if owner is not None and owner != checkpoint and abandoned(storage, name):
                     claim = storage.claim(owner, claims.words())
-                    _clean_after(storage, owner, claim.left)
+                    _settle(storage, owner, claim.left)
                     claim.release()
             storage.make(self.folder)
         except BaseException:
@@ -45,9 +45,10 @@ class Staying:
             raise
 
     def finish(self) -> None:
+        self._storage.sync()
         self._finished = True
         for save in saves_of(self._storage.list(), self._checkpoint):
-            if save != self.folder and is_committed(self._storage, save):
+            if save != self.folder:
                 take_away(self._storage, save)
 
     def close(self) -> None:
@@ -56,15 +57,11 @@ class Staying:
         self._claim.release()
 
 
-def _clean_after(storage: Storage, checkpoint: str, left: Mapping[str, Any]) -> None:
-    folder = left.get("folder")
-    if isinstance(folder, str) and checkpoint_of(folder) == checkpoint and not is_committed(storage, folder):
-        take_away(storage, folder)
-
-
-def _is_old(storage: Storage, name: str) -> bool:
-    """Whether it is known without watching it for a while that nobody writes a marker any more."""
-    try:
-        return time.time() - storage.modified(name) > LONG_AGO
-    except OSError:
-        return False
+def _settle(storage: Storage, checkpoint: str, left: Mapping[str, Any]) -> None:
+    """Take away what a writer that died left of this checkpoint, beside the save that counts; `left` are its words."""
+    saves = saves_of(storage.list(), checkpoint)
+    counts = next((save for save in saves if is_committed(storage, save)), None)
+    for save in saves:
+        ours = counts is not None or save != checkpoint or save == left.get("folder")
+        if save != counts and ours:
+            take_away(storage, save)

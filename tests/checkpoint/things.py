@@ -15,11 +15,16 @@ from easymp.checkpoint.planning import Brought
 from easymp.checkpoint.saves import Saves
 from easymp.checkpoint.saving import Target
 from easymp.checkpoint.snapshot import Reading, Snapshot
-from easymp.world import World, read_ranks
+from easymp.world import Ranks, World, read_ranks
 
 
 def world(timeout: float = 60.0) -> World:
     return World(read_ranks(), torch.device("cpu"), timeout)
+
+
+def alone() -> World:
+    """A world of one, whatever the environment says."""
+    return World(Ranks(), torch.device("cpu"))
 
 
 class Rows:
@@ -78,14 +83,14 @@ def target(root: str | Path, step: int, name: str | None = None) -> Target:
 
 def save(root: str | Path, seed: int, step: int | None = None, **more: Any) -> None:
     """A checkpoint of a world of one, whose values are those of `seed`."""
-    saves = Saves(world())
+    saves = Saves(alone())
     saves.save(target(root, seed if step is None else step), [Rows(0, 1, seed)], **more)
     saves.close()
 
 
 def loaded(root: str | Path, name: str, ranks: World | None = None) -> list[Any]:
     """What is in a checkpoint, verified."""
-    ranks = ranks or world()
+    ranks = ranks or alone()
     rows = Rows(ranks.rank, ranks.size, seed=-1)
     load(ranks, LocalStorage(root), name, [rows])
     return rows.values()
