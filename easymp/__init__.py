@@ -39,7 +39,7 @@ _HOMES = {
     "protocols": ("Choice", "Source"),
     "records": (
         *("AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradScalerKwargs"),
-        *("DDPCommunicationHookType", "GradientAccumulationPlugin", "InitProcessGroupKwargs"),
+        *("DDPCommunicationHookType", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "ProjectConfiguration"),
     ),
     "rng": ("set_seed",),
     "settings": ("Settings", "resolve"),

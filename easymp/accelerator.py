@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,8 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from . import launcher
-from .checkpoint.saves import Saves
-from .checkpointing import Checkpointing
 from .checks import by_kind, loss_trouble, refuse_unknown
 from .clock import StepClock
 from .data import PreparedLoader, skip_first_batches
@@ -43,7 +42,9 @@ from .records import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProjectConfiguration,
 )
+from .resuming import Resuming
 from .rng import set_seed
 from .settings import Settings, resolve
 from .shards import local
@@ -57,7 +58,7 @@ from .world import World, read_ranks
 logger = get_logger(__name__)
 
 
-class Accelerator(Collectives, Checkpointing, Weights):
+class Accelerator(Collectives, Resuming, Weights):
     """Trains one script on whatever is here.
 
     Settings come from these arguments, else from ``EASYMP_`` variables, else from ``easymp.toml``, else they are detected;
@@ -89,6 +90,11 @@ class Accelerator(Collectives, Checkpointing, Weights):
         timeout: seconds that a rank waits for the others in a collective.
         memory: what a rank has, in bytes or as "16GiB", where "auto" decides by what models need; else its device's memory.
         debug: compare shapes over the ranks before each collective.
+        project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``); the working directory where there is none.
+        project_config: more about it: `ProjectConfiguration`.
+        save_on_signal: SIGTERM and SIGUSR1 end the run at the next batch of a prepared loader, or the next of `epochs`, with a checkpoint
+            in the project's folder and exit code 75, all ranks together; one more signal, 5 seconds later or more, ends it at once.
+            None: from `resume` on; True: from the beginning; False: never.
         settings: a whole `Settings`; the arguments above win over it.
 
     Raises:
@@ -123,12 +129,22 @@ class Accelerator(Collectives, Checkpointing, Weights):
         timeout: float | None = None,
         memory: int | str | None = None,
         debug: bool | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        save_on_signal: bool | None = None,
         settings: Settings | None = None,
         **others: Any,
     ) -> None:
         refuse_unknown(others)
         recompute, compiled = read_which(activation_checkpointing), read_compile(compile, dynamo_backend)
         handlers = by_kind(kwargs_handlers)
+        project = project_config or ProjectConfiguration()
+        if project_dir is not None:
+            if project.project_dir not in (None, os.fspath(project_dir)):
+                raise SettingError(
+                    f"project_dir={project_dir!r} contradicts project_config's {project.project_dir!r}: pass one of them"
+                )
+            project.set_directories(project_dir)
         if gradient_accumulation_plugin is not None:
             if gradient_accumulation_steps not in (None, 1, gradient_accumulation_plugin.num_steps):
                 raise SettingError(
@@ -182,10 +198,12 @@ class Accelerator(Collectives, Checkpointing, Weights):
         )
         self._prepared = Preparation(self._run, strategy, self._precision, self._scaler, wishes)
         self._items = ItemWindow(self._world)
-        self._saves = Saves(self._world)
         self._foreign: ForeignSteps | None = None
         self._alone = False  # inside no_sync
         self._closed = False
+        self._begin_checkpoints(project)
+        self._listen(save_on_signal)
+        self._undo.callback(self._preemption.close)
         switch(self._precision.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
         if asked.seed is not None:
             set_seed(asked.seed)

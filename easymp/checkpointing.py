@@ -3,63 +3,233 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from .checkpoint.finding import below, is_checkpoint, newest
+from .checkpoint.folders import step_folder
 from .checkpoint.loading import Loaded, load
-from .checkpoint.local import LocalStorage
 from .checkpoint.objects import ObjectState
+from .checkpoint.opening import open_storage, parted
+from .checkpoint.randomness import RandomState
 from .checkpoint.saves import Saves
 from .checkpoint.saving import Target
 from .checkpoint.snapshot import Kept
-from .checkpoint.training import kept_of
-from .errors import StepError
+from .checkpoint.training import kept_of, numbered
+from .epochs import Epochs
+from .errors import CheckpointError, EasympError, RefusedError, SettingError, StepError
+from .kept import LeftOut, LossScale, RunState, drawing_devices
+from .log import get_logger
 from .precision import Scaler
 from .preparing import Preparation
+from .records import ProjectConfiguration
+from .registering import Registering
 from .state import Run
 
+logger = get_logger(__name__)
+Path = str | os.PathLike[str]
 
-class Checkpointing:
-    """save_state, load_state, and what belongs to them."""
+
+class Checkpointing(Registering):
+    """save_state and load_state."""
 
     _run: Run
     _prepared: Preparation
+    _precision: Any
     _scaler: Scaler
-    _saves: Saves
+    _alone: bool
 
-    def _kept(self) -> list[Kept]:
-        """All that a checkpoint keeps, in the order in which it is put back."""
-        prepared = self._prepared
-        self._scaler.settle()
-        kept = kept_of(
-            [model.route.original for model in prepared.models],
-            prepared.optimizers,
-            prepared.schedulers,
-            self._scaler,
-            prepared.masters.keys(),
-            prepared.strategy.apart,
+    def _begin_checkpoints(self, project: ProjectConfiguration) -> None:
+        run = self._run
+        self._project = project
+        self._saves = Saves(run.world)
+        self._epochs = Epochs(self._prepared.loaders, run.clock)
+        self._objects, self._save_hooks, self._load_hooks = [], {}, {}
+
+    # -- where --------------------------------------------------------------------------------------------------------
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        return self._project
+
+    @property
+    def project_dir(self) -> str | None:
+        return self._project.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        return self._project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Saves so far, those of runs that this one resumed included."""
+        return self._project.iteration
+
+    @property
+    def _root(self) -> str:
+        return below(self._project.project_dir or os.curdir, "checkpoints")
+
+    # -- what is kept -------------------------------------------------------------------------------------------------
+
+    def _kept(self, models: list[int]) -> Iterator[Kept]:
+        """All that a checkpoint keeps, in the order in which it is put back.
+
+        Args:
+            models: indices of those whose weights are kept.
+        """
+        prepared, run = self._prepared, self._run
+        modules = [model.route.original for model in prepared.models]
+        scale = LossScale(self._scaler, prepared.optimizers)
+        training = kept_of(
+            *(modules, prepared.optimizers, prepared.schedulers, scale, prepared.masters.keys(), prepared.strategy.apart)
         )
+        for i, item in enumerate(training):
+            yield LeftOut(numbered("model", i)) if i < len(modules) and i not in models else item
         for i, loader in enumerate(prepared.loaders):
-            kept.append(ObjectState(f"loader_{i}", loader))
-        return kept
+            yield ObjectState(f"loader_{i}", loader)
+        for i, item in enumerate(self._objects):
+            yield ObjectState(f"object_{i}", item)
+        yield ObjectState("run", RunState(run, self._precision, self._project))
+        yield ObjectState("epochs", self._epochs)
+        spread, world = prepared.strategy, run.world
+        devices = drawing_devices(run, world.device)
+        # The last one, so that nothing draws after it.
+        yield RandomState(world.rank, world.size, devices, spread.data_rank, spread.data_size, prepared.seed)
 
-    def save_state(self, path: str | os.PathLike[str]) -> str:
-        """Write a checkpoint to the folder `path`; returns it."""
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        path: Path | None = None,
+        async_: bool = False,
+        *,
+        output_dir: Path | None = None,
+        safe_serialization: bool = True,
+        **others: Any,
+    ) -> str:
+        """Write a checkpoint of all that is prepared and registered, and of what else a run needs to go on exactly; returns its folder.
+
+        Call it on all ranks, where no accumulation window is open: after the optimizer's step. Strategy "local_sgd" averages its models
+        for it.
+
+        Args:
+            path: the checkpoint's own folder, or a URL of fsspec; one that is there is replaced when the new one is complete. None takes
+                ``checkpoints/step-00000100`` in the project's folder, by the number of optimizer updates, and leaves as many of those as
+                `ProjectConfiguration.total_limit` says.
+            async_: return as soon as the state is copied, and write it meanwhile.
+            output_dir: another name for `path`.
+            safe_serialization: True only: nothing is pickled.
+
+        Raises:
+            StepError: in the middle of an accumulation window, or where the ranks' models differ.
+            CheckpointError: it could not be written, on any rank; what was there before is untouched.
+        """
+        path = _either(path, output_dir, "output_dir")
+        if not safe_serialization:
+            raise RefusedError("safe_serialization=False asks for pickles, which run code when they are read: leave it out")
+        if others:
+            raise RefusedError(f"save_state({', '.join(others)}=…) is not honoured: files are written in one way. Leave it out")
+        self._check_settled()
+        world = self._run.world
+        world.settle()
+        step = max((o.updates for o in self._prepared.optimizers), default=0)
+        chosen = below(self._root, step_folder(step)) if path is None else path
+        root, name = self._together(lambda: parted(chosen))
+        place = below(root, name)
+        models = self._hooked(self._save_hooks, place, weights=True)
+        limit = None if path is not None or self._project.total_limit is None else self._project.total_limit - 1
+        self._project.iteration += 1
+        try:
+            target = Target(open_storage(root), name, step, self._run.plan.as_dict())
+            self._saves.save(target, list(self._kept(models)), async_, limit)
+        except BaseException:
+            self._project.iteration -= 1
+            raise
+        return place
+
+    def _check_settled(self) -> None:
         clock = self._run.clock
         if clock.accumulation != 1 and not clock.sync:
             raise StepError(
                 f"save_state() in micro-step {clock.micro} of {clock.accumulation}: gradients of an unfinished window are "
                 "not kept. Save where accelerator.sync_gradients is true, after the optimizer's step"
             )
-        self._run.world.settle()
-        parent, name = os.path.split(os.path.abspath(path))
-        step = max((o.updates for o in self._prepared.optimizers), default=0)
-        self._saves.save(Target(LocalStorage(parent), name, step, self._run.plan.as_dict()), self._kept())
-        return str(path)
+        if self._alone and self._run.world.size > 1:
+            raise StepError(
+                "save_state() inside no_sync() or LocalSGD, where the ranks' models differ, and one of them would be kept: save after the "
+                "block. Strategy 'local_sgd' can be saved at any step"
+            )
 
-    def load_state(self, path: str | os.PathLike[str], strict: bool = True) -> Loaded:
-        """Put the checkpoint in the folder `path` into all that is prepared.
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load_state(
+        self,
+        path: Path | None = None,
+        strict: bool = True,
+        *,
+        input_dir: Path | None = None,
+        load_kwargs: Any = None,
+        **others: Any,
+    ) -> Loaded:
+        """Put a checkpoint into all that is prepared and registered.
+
+        Strategy and number of processes may be others than those it was saved with. On the same number the run goes on bit for bit in
+        fp32; on another one with the same samples in the same order. Each prepared loader goes on where it stood: the next ``for``
+        over it reads the rest of the pass, once, and `skip_first_batches` counts from the start of that epoch.
 
         Args:
-            strict: False loads what fits; what is skipped is in the log, and in `Loaded.skipped`.
+            path: the checkpoint's folder, or one that holds folders named by steps, of which the newest committed one is taken; None
+                takes the newest one in the project's folder.
+            strict: whether what is missing, left over, or of another shape is an error; False leaves it out; what, is in the log and
+                in `Loaded.skipped`.
+            input_dir: another name for `path`.
+
+        Raises:
+            CheckpointError: it does not fit or cannot be read, on any rank; nothing has changed.
         """
-        parent, name = os.path.split(os.path.abspath(path))
-        return load(self._run.world, LocalStorage(parent), name, self._kept(), strict)
+        path = _either(path, input_dir, "input_dir")
+        if load_kwargs or others:
+            names = ", ".join([*(["load_kwargs"] if load_kwargs else []), *others])
+            raise RefusedError(f"load_state({names}=…) is not honoured: files are read in one way. Leave it out")
+        root, name = self._together(lambda: self._find(path))
+        return self._load(root, name, strict)
+
+    def _find(self, path: Path | None) -> tuple[str, str]:
+        if path is not None:
+            root, name = parted(path)
+            if is_checkpoint(open_storage(root), name):
+                return root, name
+        place = self._root if path is None else below(root, name)
+        inside = below(*parted(place))
+        folder, said, _ = newest(open_storage(inside))
+        if folder is None:
+            raise CheckpointError("; ".join([f"{inside}: no checkpoint there", *said]))
+        for words in said:
+            logger.warning("left out: %s", words)
+        return inside, folder
+
+    def _load(self, root: str, name: str, strict: bool) -> Loaded:
+        models = self._hooked(self._load_hooks, below(root, name))
+        return load(self._run.world, open_storage(root), name, list(self._kept(models)), strict)
+
+    def _together(self, act: Callable[[], Any]) -> Any:
+        """What `act` returns on rank 0, on all ranks; its error, too."""
+        world = self._run.world
+        said: list[Any] = [None, ""]
+        if world.rank == 0:
+            try:
+                said[0] = act()
+            except (OSError, EasympError) as error:
+                if world.size == 1 and isinstance(error, EasympError):
+                    raise
+                said[1] = str(error)
+        result, words = world.broadcast_objects(said)
+        if words:
+            raise CheckpointError(words)
+        return result
+
+
+def _either(path: Path | None, other: Path | None, name: str) -> Path | None:
+    if path is not None and other is not None:
+        raise SettingError(f"path and {name} are two names for one thing: pass one of them")
+    return path if other is None else other

@@ -15,8 +15,6 @@ from .settings import NAMES
 # Keywords of the peer that have another place here, or none yet.
 ELSEWHERE = {
     "log_with": "trackers are not part of this version: log from `if accelerator.is_main_process:`",
-    "project_dir": "checkpoints and trackers are not part of this version",
-    "project_config": "checkpoints and trackers are not part of this version",
     "rng_types": "there is nothing to synchronise: data order is f(seed, epoch) on every rank. Leave it out",
     "dynamo_plugin": "pass compile=CompileOptions(...)",
     "split_batches": "pass dataloader_config=DataLoaderConfiguration(split_batches=...)",
@@ -38,6 +36,7 @@ KEYWORDS = (
         "activation_checkpointing",
         "compile",
         "dynamo_backend",
+        *("project_dir", "project_config", "save_on_signal"),
         *NAMES,
     ),
 )

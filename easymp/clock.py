@@ -6,6 +6,7 @@ One clock an Accelerator. Loaders tell it which of them is being read and whethe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -25,13 +26,15 @@ class StepClock:
         backwards: backward passes in the current micro-step.
         inside: whether an `accumulate` block is open.
         end_with_loader: whether the last batch of the loader being read ends the window early.
+        between: called where the body of a training loop has come to its end, if anyone wants to know.
     """
 
-    __slots__ = ("_reading", "accumulation", "backwards", "end_with_loader", "inside", "micro", "sync")
+    __slots__ = ("_reading", "accumulation", "backwards", "between", "end_with_loader", "inside", "micro", "sync")
 
     def __init__(self, accumulation: int = 1, end_with_loader: bool = True) -> None:
         self.accumulation = accumulation
         self.end_with_loader = end_with_loader
+        self.between: Callable[[], None] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -60,6 +63,11 @@ class StepClock:
             if self._reading[i] is loader:
                 del self._reading[i]
                 return
+
+    @property
+    def outermost(self) -> Any | None:
+        """The loader of the outermost running loop."""
+        return self._reading[0] if self._reading else None
 
     @property
     def reading(self) -> Any | None:

@@ -128,6 +128,11 @@ class Preparation:
         self._say_batch()
         return [done[i] for i in range(len(objects))]
 
+    @property
+    def seed(self) -> int:
+        """Of the data order and of ranks' random streams, the same on all ranks."""
+        return torch.initial_seed() if self._seed is None else self._seed
+
     @staticmethod
     def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -49,6 +50,46 @@ class DataLoaderConfiguration:
             _yes_or_no("dispatch_batches", self.dispatch_batches)
         if self.data_seed is not None and (isinstance(self.data_seed, bool) or not isinstance(self.data_seed, int)):
             raise SettingError(f"data_seed={self.data_seed!r} is not a whole number")
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a run keeps what stays.
+
+    Attributes:
+        project_dir: a folder, or a URL of fsspec; checkpoints without a path go to ``project_dir/checkpoints``, or to ``./checkpoints``.
+        logging_dir: for the script's own logs; None takes `project_dir`.
+        automatic_checkpoint_naming: what ``save_state()`` without a path does in any case: ``step-00000100``, by optimizer updates.
+        total_limit: how many of the checkpoints that ``save_state()`` names by itself are left, the newest ones; None leaves all.
+        iteration: saves so far; kept in checkpoints.
+        save_on_each_node: accepted as False only: the ranks write one checkpoint together, in one place that all of them reach.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("automatic_checkpoint_naming", "save_on_each_node"):
+            _yes_or_no(name, getattr(self, name))
+        if self.total_limit is not None and not _whole(self.total_limit, 1):
+            raise SettingError(f"total_limit={self.total_limit!r} is not a whole number of checkpoints of at least 1")
+        if not _whole(self.iteration, 0):
+            raise SettingError(f"iteration={self.iteration!r} is not a whole number")
+        if self.save_on_each_node:
+            raise SettingError(
+                "save_on_each_node=True cannot be honoured: each rank writes its part of one checkpoint. Use a folder that all nodes "
+                "share, or a URL such as s3://bucket/folder"
+            )
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: Any = None) -> None:
+        """Use `project_dir`, and for logs the same where none is set."""
+        self.project_dir = None if project_dir is None else os.fspath(project_dir)
+        self.logging_dir = self.project_dir if self.logging_dir is None else os.fspath(self.logging_dir)
 
 
 @dataclass(frozen=True)

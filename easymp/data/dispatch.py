@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import BatchError
@@ -77,6 +78,9 @@ class Dispatched:
 
     def passed(self, mark: Any) -> None:
         self._inner.passed(mark)
+
+    def drawing(self) -> list[Tensor] | None:
+        return self._inner.drawing()
 
     def state(self) -> dict[str, Any]:
         return self._inner.state()

@@ -2,7 +2,8 @@
 
 A pass is one ``for``. Epochs count passes: each ``for`` that ends, or is left early, makes the next one a new epoch with its own
 shuffle, unless `set_epoch` said otherwise. Inside a pass, `state_dict` says where it stands, and the next ``for`` after
-`load_state_dict` goes on there, once. Saved between two passes, it says that the next epoch begins.
+`load_state_dict` goes on there, once; so does a pass without its first batches (`skip_first_batches`), which counts them from the
+epoch's start. Saved between two passes, it says that the next epoch begins.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class PreparedLoader:
         position: samples of this epoch that all ranks have been given so far.
         last: whether the batch being worked on is this rank's last.
         local_size: samples in the current batch on this rank; None where that is not knowable.
+        finished: passes that have ended and did not run inside another loader's, since `replay`.
     """
 
     def __init__(
@@ -60,6 +62,11 @@ class PreparedLoader:
         self._pass: object | None = None  # the running pass
         self._next_epoch: int | None = None  # set_epoch, while a pass runs
         self._resume = False  # the next pass begins at `position`, not at 0
+        self._over = False  # … and has nothing left: the state was taken at its last batch
+        self._loads = 0  # how often a state was loaded
+        self._inner = False  # whether the running pass began inside another loader's
+        self.finished = 0
+        self._empty = 0  # passes to come that have nothing in them
         self._told = [getattr(part, "epoch", None) for part in self._parts()]
 
     # -- facts --------------------------------------------------------------------------------------------------------
@@ -148,24 +155,35 @@ class PreparedLoader:
 
     def read(self, skip: int) -> Iterator[Any]:
         """One pass without its first `skip` batches."""
-        me = self._begin()
+        if self._empty:
+            self._empty -= 1
+            return
+        clock, loads = self._clock, self._loads
+        outside = clock.reading
+        me, skip = self._begin(skip)
+        self._inner = outside is not None and outside is not self
         source = self._source
-        feed = source.read(self.epoch, self.position, skip)
+        feed = iter(()) if self._over else source.read(self.epoch, self.position, skip)
+        self._over = False
         if self._device is not None:
             feed = moved(feed, self._device, self._non_blocking)
-        self._clock.enter(self)
+        clock.enter(self)
         try:
             for batch, (_, self.position, self._surplus, self.local_size, self.last, mark) in feed:
                 if mark is not None:
                     source.passed(mark)
                 yield batch
+                if self._loads != loads:
+                    return  # another state has been loaded: the next pass goes on there
+                if clock.between is not None and clock.outermost is self and not self.uneven:
+                    clock.between()
             self._at_end()
         finally:
-            self._clock.leave(self)
+            clock.leave(self)
             if self._pass is me:
                 self._end()
 
-    def _begin(self) -> object:
+    def _begin(self, skip: int) -> tuple[object, int]:
         if self._pass is not None:  # a pass left early that nobody has collected yet, or a loop inside a loop
             self._end()
         for part, told in zip(self._parts(), self._told):
@@ -173,13 +191,19 @@ class PreparedLoader:
                 self.set_epoch(now)  # the user told the sampler, as scripts for DistributedSampler do
         if not self._resume:
             self.position = 0
+        elif skip:  # counted from the epoch's start by a script that knows how many batches it has done
+            if self.total_batch_size is None or skip * self.total_batch_size != self.position:
+                self.position, self._over = 0, False
+            else:
+                skip = 0
         self._resume = False
         self._tell()
         self._pass = object()
-        return self._pass
+        return self._pass, skip
 
     def _end(self) -> None:
         self._pass = None
+        self.finished += not self._inner
         self.epoch = self.epoch + 1 if self._next_epoch is None else self._next_epoch
         self._next_epoch = None
         self.position = self._surplus = 0
@@ -193,8 +217,12 @@ class PreparedLoader:
             self._next_epoch = epoch
             return
         if epoch != self.epoch:
-            self.epoch, self.position, self._resume = epoch, 0, False
+            self.epoch, self.position, self._resume, self._over = epoch, 0, False, False
         self._tell()
+
+    def replay(self, finished: int) -> None:
+        """An epoch of the run begins in which this loader has `finished` passes already: they come once more, with nothing in them."""
+        self.finished = self._empty = finished
 
     def _parts(self) -> list[Any]:
         """The user's own objects that shuffle by epoch themselves."""
@@ -209,14 +237,18 @@ class PreparedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader stands: epoch, position, seed, and what the source adds. Plain JSON types, unless the data set's own
-        `state_dict` holds others.
+        `state_dict` holds others, or the sampler has a generator of its own that draws unseeded (``use_seedable_sampler=False``).
 
         Raises:
             BatchError: in the middle of a pass with ``in_order=False``: what was read is then no prefix of the order.
         """
         state = {"epoch": self.epoch, "position": self.position, "seed": self._source.seed}
+        if (drawing := self._source.drawing()) is not None:
+            state["drawing"] = drawing
         if self.position:
             state.update(self._source.state())
+            if self.last or self._over:
+                state["over"] = True
         if not isinstance(self.dataset, IterableDataset) and _stateful(self.dataset):
             state["data set"] = self.dataset.state_dict()
         return state
@@ -241,8 +273,10 @@ class PreparedLoader:
         if "data set" in state and _stateful(self.dataset):
             self.dataset.load_state_dict(state["data set"])
         self._pass, self._next_epoch = None, None
-        self.epoch, self.position = state["epoch"], state["position"]
+        self._surplus, self.local_size, self.last = 0, None, False
+        self.epoch, self.position, self._over = state["epoch"], state["position"], bool(state.get("over"))
         self._resume = True
+        self._loads += 1
         self._tell()
 
 

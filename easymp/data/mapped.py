@@ -12,11 +12,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import BatchError
 from ..world.world import World
-from .order import agree, draw, length, mix, own_seed, size_of
+from .order import agree, draw, generators, length, mix, own_seed, size_of
 from .shard import Cut, Share, flagged, halves, parts, rounds, shares
 from .source import Note, rebuild
 
@@ -150,6 +151,10 @@ class MapSource:
         order = draw(self._sampler, seed, chunk)
         return self._world.broadcast_objects([order])[0] if isinstance(order, list) else order
 
+    def drawing(self) -> list[Tensor] | None:
+        own = [] if self._seeded else generators(self._sampler)
+        return [generator.get_state() for generator in own] or None
+
     def state(self) -> dict[str, Any]:
         if not self._in_order:
             raise BatchError(
@@ -168,4 +173,7 @@ class MapSource:
 
     def load(self, state: dict[str, Any]) -> None:
         self.seed = state["seed"]
-        self._redraw = state.get("drawn") if state["position"] else None
+        self._drawn = self._redraw = state.get("drawn") if state["position"] else None
+        if not self._seeded:
+            for generator, drawing in zip(generators(self._sampler), state.get("drawing", ())):
+                generator.set_state(drawing)

@@ -96,7 +96,7 @@ class Randomness:
 
     def __init__(self, seed: int, *samplers: Any) -> None:
         self._seed = seed
-        self._generators = [g for sampler in samplers for g in _generators(sampler)]
+        self._generators = [g for sampler in samplers for g in generators(sampler)]
         self._inside: list[Any] | None = None
         self._outside: list[Any] = []
 
@@ -128,7 +128,7 @@ class Randomness:
             generator.set_state(state)
 
 
-def _generators(sampler: Any) -> list[torch.Generator]:
+def generators(sampler: Any) -> list[torch.Generator]:
     """The torch generators that a sampler, or one it wraps, holds."""
     found = []
     for value in getattr(sampler, "__dict__", {}).values():
@@ -144,7 +144,7 @@ def own_seed(sampler: Any) -> int:
 
     The plain loader draws twice when an epoch starts: for its workers, then for the order.
     """
-    generator = next(iter(_generators(sampler)), torch.default_generator)
+    generator = next(iter(generators(sampler)), torch.default_generator)
     torch.empty((), dtype=torch.int64).random_(generator=generator)
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 

@@ -49,6 +49,10 @@ class Source(Protocol):
         set's own state_dict holds."""
         ...
 
+    def drawing(self) -> list[torch.Tensor] | None:
+        """States of the sampler's own generators, where they say what the next pass draws."""
+        ...
+
     def passed(self, mark: Any) -> None:
         """The batch whose note holds `mark` is being worked on."""
         ...

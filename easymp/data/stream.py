@@ -176,6 +176,9 @@ class StreamSource:
         self._marks[mark.worker] = mark
         self._turn = (mark.worker + 1) % self._streams
 
+    def drawing(self) -> None:
+        return None
+
     def state(self) -> dict[str, Any]:
         marks = [self._marks.get(worker) for worker in range(self._streams)]
         state: dict[str, Any] = {"streams": [0 if m is None else m.end for m in marks], "turn": self._turn}

@@ -18,7 +18,7 @@ from .. import env
 from ..errors import SettingError
 from .failure import Failure, collect
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # handed on to the workers
 LOUD = ("torch.distributed.elastic", "torch.distributed.launcher", "torchelastic-events-null")
 
 

@@ -93,6 +93,13 @@ class Measured:
     def casting(self, device: torch.device, options: AutocastKwargs) -> AbstractContextManager[Any]:
         return self._current.casting(device, options)
 
+    def follow(self, name: str) -> bool:
+        """Take what a run before this one had; False where that is neither of the two."""
+        if name not in (self._fp32.name, self._bf16.name):
+            return False
+        self.settle(Choice(name, "as in the run that this one resumes", Source.DETECTED))
+        return True
+
     def settle(self, choice: Choice[str]) -> None:
         self.choice = choice
         if self._decided:

@@ -237,6 +237,11 @@ class Scaler:
         found = self._skipped.get(id(optimizer))
         return found is not None and bool(found.item())
 
+    def recall(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        """`optimizer`'s last step, in a run before this one, was skipped or not."""
+        if self.enabled:
+            self._skipped[id(optimizer)] = torch.tensor(float(skipped))
+
     # -- the scale ----------------------------------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

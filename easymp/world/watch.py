@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,7 +39,12 @@ PEER_SIGNS = (
 
 
 class Watch:
-    """One rank's listener. `close` ends it."""
+    """One rank's listener. `close` ends it.
+
+    Attributes:
+        heard: called in the listener's thread when another rank wants to agree on something (`call`); what it returns is this rank's
+            answer, and None is none.
+    """
 
     def __init__(self, rank: int, size: int, store: dist.Store) -> None:
         self._rank, self._size = rank, size
@@ -47,6 +54,7 @@ class Watch:
         self._store = dist.PrefixStore(f"easymp/watch/{number}", store.clone())
         self._ask = dist.PrefixStore(f"easymp/watch/{number}", store.clone())
         self._main = threading.main_thread().ident
+        self.heard: Callable[[], int | None] = lambda: None
         self._thread = threading.Thread(target=self._listen, name="easymp-watch", daemon=True)
         self._thread.start()
 
@@ -62,6 +70,10 @@ class Watch:
                     return
                 if asker == "abort":
                     dist.distributed_c10d._abort_process_group()
+                    continue
+                if asker == "call":
+                    if (answer := self.heard()) is not None:
+                        self._store.set(f"called/{self._rank}", str(answer))
                     continue
                 self._store.set(asker, self._whereabouts())
         except RuntimeError:
@@ -100,6 +112,23 @@ class Watch:
         for rank in range(self._size):
             if rank != self._rank:
                 self._send(rank, "abort")
+
+    def call(self, answer: int) -> None:
+        """Give this rank's answer, and have the others' listeners give theirs."""
+        self._ask.set(f"called/{self._rank}", str(answer))
+        for rank in range(self._size):
+            if rank != self._rank:
+                self._send(rank, "call")
+
+    def answers(self, seconds: float) -> list[int] | None:
+        """What all ranks have answered; None where one of them has not within `seconds`."""
+        keys = [f"called/{rank}" for rank in range(self._size)]
+        deadline = time.monotonic() + seconds
+        while not self._ask.check(keys):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.002)
+        return [int(self._ask.get(key)) for key in keys]
 
     def close(self) -> None:
         try:

@@ -188,6 +188,11 @@ class World:
         assert self._store is not None, "a world of one has no store"
         return self._store.clone()
 
+    @property
+    def watch(self) -> Watch | None:
+        """What listens for the other ranks; None in a world of one."""
+        return self._watch
+
     def break_off(self) -> None:
         """Cut this rank's connections, so that ranks that wait for it in a collective get an error now. Then `restart`."""
         if self._watch is not None and self.device.type != "cpu":

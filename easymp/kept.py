@@ -1,0 +1,95 @@
+"""What a checkpoint keeps of a run beside models, optimizers and the user's own objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .checkpoint.models import nothing
+from .checkpoint.snapshot import Reading, Snapshot
+from .log import get_logger
+from .optim import PreparedOptimizer
+from .precision import Measured, Scaler
+from .records import ProjectConfiguration
+from .state import Run
+
+logger = get_logger(__name__)
+
+
+class LeftOut:
+    """Something that a user's hook sees to."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def bring(self, into: Snapshot) -> None:
+        """Nothing."""
+
+    def take(self, source: Reading) -> Callable[[], None]:
+        """Asks for it, so that nobody misses it, and takes nothing."""
+        _ = self._name in source
+        return nothing
+
+
+class LossScale:
+    """The loss scaler, and which optimizers' last step it skipped.
+
+    A run in another precision than the saved one begins with its own scale, or needs none.
+    """
+
+    def __init__(self, scaler: Scaler, optimizers: Sequence[PreparedOptimizer]) -> None:
+        self._scaler, self._optimizers = scaler, optimizers
+
+    def state_dict(self) -> dict[str, Any]:
+        self._scaler.settle()
+        return {"scaler": self._scaler.state_dict(), "skipped": [o.step_was_skipped for o in self._optimizers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+        for optimizer, skipped in zip(self._optimizers, state["skipped"]):
+            self._scaler.recall(optimizer.optimizer, skipped)
+
+
+class RunState:
+    """Accumulation, precision and the number of saves. Settings stay this run's; what differs from the saved run's is said.
+
+    Args:
+        precision: the run's; one that is still to be measured takes what the saved run had measured.
+    """
+
+    def __init__(self, run: Run, precision: Any, project: ProjectConfiguration) -> None:
+        self._run, self._precision, self._project = run, precision, project
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "accumulation": self._run.clock.accumulation,
+            "precision": None if self._undecided() else self._precision.name,
+            "iteration": self._project.iteration,
+            "processes": self._run.world.size,
+        }
+
+    def _undecided(self) -> bool:
+        return isinstance(self._precision, Measured) and self._precision.choice is None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._project.iteration = state["iteration"]
+        saved, precision = state["precision"], self._precision
+        if saved is not None and not (self._undecided() and precision.follow(saved)) and precision.name != saved:
+            logger.warning("the checkpoint was saved in precision %s, and this run goes on in %s", saved, precision.name)
+        here = self._run.clock.accumulation
+        if here != state["accumulation"]:
+            logger.warning(
+                "the checkpoint was saved with %d micro-batches an update, and this run has %d", state["accumulation"], here
+            )
+
+
+def drawing_devices(run: Run, device: torch.device) -> list[torch.device]:
+    """Accelerators whose random streams this process may use, its own first: all that it sees, where it is the only process."""
+    if device.type == "cpu":
+        return []
+    count = torch.get_device_module(device).device_count() if run.world.size == 1 and device.type != "mps" else 0
+    others: list[torch.device] = [torch.device(device.type, i) for i in range(count) if i != (device.index or 0)]
+    return [device, *others]

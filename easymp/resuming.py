@@ -1,0 +1,108 @@
+"""A run that can be stopped and started again: resume, the epochs that are left, and the end by a signal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from .checkpoint.finding import below, damage, newest
+from .checkpoint.opening import open_storage, parted
+from .checkpointing import Checkpointing, Path
+from .epochs import Epochs
+from .errors import CheckpointError, RefusedError, SettingError
+from .log import get_logger
+from .preemption import RESTART, Preemption
+
+logger = get_logger(__name__)
+
+
+class Resuming(Checkpointing):
+    """resume, epochs, and save_on_signal."""
+
+    _epochs: Epochs
+    close: Callable[[], None]
+
+    def _listen(self, save_on_signal: bool | None) -> None:
+        self._preemption = Preemption(self._run.world, self._run.clock, self._leave)
+        self._save_on_signal = save_on_signal
+        if save_on_signal and not self._preemption.start():
+            raise RefusedError(
+                "save_on_signal=True in a thread: Python takes signals in the main thread only. Make the Accelerator there"
+            )
+
+    def resume(self, path: Path | None = None, strict: bool = True) -> str | None:
+        """Go on from the newest complete checkpoint, if there is one; returns its folder, or None.
+
+        Call it once, on all ranks, when everything is prepared and registered. Checkpoints that are not complete or were damaged since
+        are left out, with a line in the log. From now on SIGTERM and SIGUSR1 save the run and end it, unless the Accelerator was made
+        with ``save_on_signal=False``: see there.
+
+        Args:
+            path: the folder that holds folders named by steps; None takes the project's.
+            strict: as in `load_state`.
+
+        Raises:
+            CheckpointError: the newest complete checkpoint does not fit this run, or all there are were damaged.
+        """
+        if self._save_on_signal is None:
+            self._preemption.start()
+        passed: list[str] = []
+        while True:
+            root, name = self._together(lambda: self._newest(path, passed))
+            if name is None:
+                logger.info("nothing to resume in %s", root)
+                return None
+            place = below(root, name)
+            try:
+                self._load(root, name, strict)
+            except CheckpointError as error:
+                found: str = self._together(partial(damage, open_storage(root), name))
+                if not found:
+                    raise
+                logger.warning("left out: %s (%s)", found, error)
+                passed.append(name)
+                continue
+            logger.info("resumed from %s", place)
+            return place
+
+    def _newest(self, path: Path | None, passed: list[str]) -> tuple[str, str | None]:
+        root = below(*parted(self._root if path is None else path))
+        folder, said, damaged = newest(open_storage(root), passed)
+        for words in said:
+            logger.warning("left out: %s", words)
+        if folder is None and (passed or damaged):
+            raise CheckpointError(
+                f"{root}: no checkpoint is whole any more: {'; '.join([*passed, *said])}. Move the folder away to begin anew"
+            )
+        return root, folder
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """``range(count)``, or after `resume` or `load_state` the epochs of it that are still to run.
+
+        Where it goes on depends on where the checkpoint was taken:
+
+        - While a prepared loader was being read: in the same epoch. That loader gives the rest of its pass, and loaders that had come to
+          the end of theirs give nothing, once each, so that a body that trains and then validates goes on in the validation. A
+          checkpoint taken at a loader's last batch goes on with an empty rest.
+        - While none was being read: with the next epoch, if any loader had come to its end in this one (an epoch in which no loader has
+          been read begins again; with no loader prepared, the next one begins).
+
+        So what is done once an epoch belongs before `save_state`: ``scheduler.step()``, above all. Several loops in a script are told
+        apart by their order.
+
+        Raises:
+            SettingError: `count` is no number of epochs.
+            StepError: the checkpoint was saved in another kind of loop.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise SettingError(f"epochs({count!r}) is no number of epochs")
+        return self._epochs.run(count)
+
+    def _leave(self, number: int | None) -> None:
+        """A signal has come, here or to another rank: save, end, exit."""
+        self._saves.wait()
+        place = self.save_state()
+        self._saves.wait()
+        logger.warning("preempted%s: saved %s, and exiting with %d", f" by signal {number}" if number else "", place, RESTART)
+        self.close()
+        raise SystemExit(RESTART)
