@@ -11,6 +11,7 @@ from .checkpoint.folders import step_folder
 from .checkpoint.loading import Loaded, load
 from .checkpoint.objects import ObjectState
 from .checkpoint.opening import open_storage, parted
+from .checkpoint.progress import Progress
 from .checkpoint.randomness import RandomState
 from .checkpoint.saves import Saves
 from .checkpoint.saving import Target
@@ -18,7 +19,7 @@ from .checkpoint.snapshot import Kept
 from .checkpoint.training import kept_of, numbered
 from .epochs import Epochs
 from .errors import CheckpointError, EasympError, RefusedError, SettingError, StepError
-from .kept import LeftOut, LossScale, RunState, drawing_devices
+from .kept import LeftOut, LossScale, Owed, RunState, drawing_devices
 from .log import get_logger
 from .precision import Scaler
 from .preparing import Preparation
@@ -91,6 +92,7 @@ class Checkpointing(Registering):
             yield ObjectState(f"object_{i}", item)
         yield ObjectState("run", RunState(run, self._precision, self._project))
         yield ObjectState("epochs", self._epochs)
+        yield Owed(prepared.schedulers)
         spread, world = prepared.strategy, run.world
         devices = drawing_devices(run, world.device)
         # The last one, so that nothing draws after it.
@@ -141,7 +143,8 @@ class Checkpointing(Registering):
         self._project.iteration += 1
         try:
             target = Target(open_storage(root), name, step, self._run.plan.as_dict())
-            self._saves.save(target, list(self._kept(models)), async_, limit)
+            with Progress(f"saving {place}", f"saved {place}", shown=world.rank == 0, background=async_) as tick:
+                self._saves.save(target, list(self._kept(models)), async_, limit, tick)
         except BaseException:
             self._project.iteration -= 1
             raise
@@ -210,7 +213,9 @@ class Checkpointing(Registering):
 
     def _load(self, root: str, name: str, strict: bool) -> Loaded:
         models = self._hooked(self._load_hooks, below(root, name))
-        return load(self._run.world, open_storage(root), name, list(self._kept(models)), strict)
+        world, place = self._run.world, below(root, name)
+        with Progress(f"loading {place}", f"loaded {place}", shown=world.rank == 0) as tick:
+            return load(world, open_storage(root), name, list(self._kept(models)), strict, tick)
 
     def _together(self, act: Callable[[], Any]) -> Any:
         """What `act` returns on rank 0, on all ranks; its error, too."""

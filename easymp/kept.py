@@ -10,7 +10,7 @@ import torch
 from .checkpoint.models import nothing
 from .checkpoint.snapshot import Reading, Snapshot
 from .log import get_logger
-from .optim import PreparedOptimizer
+from .optim import PreparedOptimizer, PreparedScheduler
 from .precision import Measured, Scaler
 from .records import ProjectConfiguration
 from .state import Run
@@ -31,6 +31,31 @@ class LeftOut:
         """Asks for it, so that nobody misses it, and takes nothing."""
         _ = self._name in source
         return nothing
+
+
+class Owed:
+    """What the rest of a loop's body would have done after a save between the optimizer's step and the schedule's: the latter.
+
+    Only schedules that the script steps once an update, as its last call shows. One that it steps once an epoch will be stepped by it.
+    """
+
+    def __init__(self, schedulers: Sequence[PreparedScheduler]) -> None:
+        self._schedulers = schedulers
+
+    def bring(self, into: Snapshot) -> None:
+        if into.rank == 0:
+            into.add("state/each_update", [s.each_update for s in self._schedulers])
+
+    def take(self, source: Reading) -> Callable[[], None]:
+        each_update = source.state("state/each_update") if "state/each_update" in source else []
+
+        def put() -> None:
+            for scheduler, each in zip(self._schedulers, each_update):
+                scheduler.each_update = each
+                if each and any(scheduler.behind):
+                    scheduler.step()
+
+        return put
 
 
 class LossScale:

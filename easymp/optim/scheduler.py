@@ -16,6 +16,9 @@ class PreparedScheduler:
         optimizers: the prepared optimizers it drives.
         with_optimizer: False steps it at every call.
         steps: steps of the wrapped scheduler a call (Accelerate: the number of processes).
+
+    Attributes:
+        each_update: whether the script's last call followed the one before by one update, and had no arguments.
     """
 
     def __init__(
@@ -30,11 +33,16 @@ class PreparedScheduler:
         self._with_optimizer = with_optimizer
         self._steps = steps
         self._seen = [optimizer.updates for optimizer in self.optimizers]
+        self.each_update = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the schedule, if there was an update since the last call: after each batch, or once an epoch."""
-        if self._with_optimizer and not self._updated():
-            return
+        if self._with_optimizer:
+            since = max(self.behind, default=0)
+            if since:
+                self.each_update = since == 1 and not args and not kwargs
+            if not self._updated():
+                return
         for _ in range(self._steps if self._with_optimizer else 1):
             self.scheduler.step(*args, **kwargs)
 

@@ -1,0 +1,190 @@
+"""A training that can be killed anywhere and started again, and what became of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from easymp import Accelerator, DataLoaderConfiguration
+from easymp.checkpoint.local import LocalStorage
+
+SAMPLES, EPOCHS = 40, 3
+
+
+class Numbered(Dataset[tuple[int, Tensor, Tensor]]):
+    """Samples that say which they are."""
+
+    def __init__(self, count: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(count, 12, generator=generator)
+        self.y = torch.randint(0, 5, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[int, Tensor, Tensor]:
+        return i, self.x[i], self.y[i]
+
+
+class Streamed(IterableDataset[tuple[int, Tensor, Tensor]]):
+    """The same, as a stream that cannot say where it is."""
+
+    def __init__(self) -> None:
+        self.samples = Numbered()
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        for i in range(len(self.samples)):
+            yield self.samples[i]
+
+
+class Remembered(Streamed):
+    """One that can, in a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = 0
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        while self.at < len(self.samples):
+            self.at += 1
+            yield self.samples[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": torch.tensor(self.at)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.at = int(state["at"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a run is set up.
+
+    Attributes:
+        batch: samples a batch, over all ranks.
+        data: "map", "stream" or "remembered".
+        validate: a second pass in each epoch, over another loader.
+    """
+
+    strategy: str = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "no"
+    accumulation: int = 1
+    batch: int = 8
+    data: str = "map"
+    workers: int = 0
+    loading: Mapping[str, Any] = field(default_factory=dict)
+    validate: bool = True
+    every: int = 2
+    adam: bool = True
+
+
+def loader_of(case: Case) -> DataLoader[Any]:
+    more = {"num_workers": case.workers, "persistent_workers": case.workers > 0}
+    if case.data != "map":
+        return DataLoader(Streamed() if case.data == "stream" else Remembered(), batch_size=case.batch, **more)
+    return DataLoader(Numbered(), batch_size=case.batch, shuffle=True, **more)
+
+
+def die(after: int) -> Callable[[int], None]:
+    """Something that SIGKILLs this process at its `after`-th call."""
+    left = [after]
+
+    def tick(count: int = 1) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return tick
+
+
+def train(folder: str, case: Case, kill_step: int = 0, kill_write: int = 0) -> dict[str, Any]:
+    """The script: as a user would write it, but that it can end itself, after a number of updates or of writes to the disk."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a loader's workers are children
+    step_done, written = die(kill_step), die(kill_write)
+    put = LocalStorage.put
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        written()
+        result = put(*args, **kwargs)
+        written()
+        return result
+
+    LocalStorage.put = counted  # type: ignore[method-assign]
+    try:
+        return _train(folder, case, step_done)
+    finally:
+        LocalStorage.put = put  # type: ignore[method-assign]
+
+
+def _train(folder: str, case: Case, step_done: Callable[[], None]) -> dict[str, Any]:
+    acc = Accelerator(
+        seed=1,
+        project_dir=folder,
+        strategy=case.strategy,
+        strategy_options=dict(case.options) or None,
+        mixed_precision=case.precision,
+        gradient_accumulation_steps=case.accumulation,
+        dataloader_config=DataLoaderConfiguration(split_batches=True, **case.loading),
+    )
+    model: Any = nn.Sequential(nn.Linear(12, 33), nn.Tanh(), nn.Dropout(0.2), nn.Linear(33, 16), nn.Tanh(), nn.Linear(16, 5))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01) if case.adam else torch.optim.SGD(model.parameters(), 0.05, 0.9)
+    schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 15)
+    plateau: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    loader, test_loader = loader_of(case), DataLoader(Numbered(24), batch_size=8)
+    model, optimizer, schedule, loader, test_loader = acc.prepare(model, optimizer, schedule, loader, test_loader)
+    plateau = acc.prepare(plateau)
+    seen: list[tuple[int, list[int]]] = []
+    tested: list[int] = []
+    resumed = acc.resume()
+    for epoch in acc.epochs(EPOCHS):
+        model.train()
+        for indices, x, y in loader:
+            with acc.accumulate(model):
+                loss = F.cross_entropy(model(x + 0.01 * random.random()), y)
+                acc.backward(loss)
+                optimizer.step()
+                if acc.sync_gradients and optimizer.updates % case.every == 0:
+                    acc.save_state()  # between the optimizer's step and the schedule's
+                schedule.step()
+                optimizer.zero_grad()
+            seen.append((epoch, acc.gather(indices).tolist()))
+            if acc.sync_gradients:
+                step_done()
+        model.eval()
+        plateau.step()
+        for indices, *_ in test_loader if case.validate else ():
+            tested += acc.gather(indices).tolist()
+        acc.save_state()
+    result = {
+        "resumed": resumed,
+        "seen": seen,
+        "tested": tested,
+        "weights": {name: p.detach().clone() for name, p in full(model)},
+        "lr": schedule.get_last_lr(),
+        "updates": optimizer.updates,
+        "drawn": (torch.rand(2), random.random()),
+    }
+    acc.close()
+    return result
+
+
+def full(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The whole parameters; a collective."""
+    return [(name, p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in model.named_parameters()]  # type: ignore[operator]
+
+
+def left(folder: str | Path) -> list[str]:
+    return sorted(p.name for p in (Path(folder) / "checkpoints").glob("*"))

@@ -1,0 +1,92 @@
+"""A run that is killed at any moment and started again ends as the one that was not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ..conftest import Ranks
+from .runs import Case, left, train
+
+PERSISTENT = {"workers": 2}
+# case, processes before, processes after, killed after updates, killed at the n-th beginning or end of a write of a rank
+ROWS: dict[str, tuple[Case, int, int, int, int]] = {
+    "one process, in a save": (Case(accumulation=2), 1, 1, 0, 30),
+    "ddp, between saves": (Case("ddp", accumulation=2), 2, 2, 5, 0),
+    "ddp, at an epoch's end": (Case("ddp"), 2, 2, 5, 0),
+    "ddp, in fp16": (Case("ddp", precision="fp16"), 2, 2, 7, 0),
+    "fsdp, in a save": (Case("fsdp"), 2, 2, 0, 19),
+    "zero1, in bf16": (Case("zero1", precision="bf16", accumulation=2), 2, 2, 4, 0),
+    "local_sgd": (Case("local_sgd", {"every": 3}), 2, 2, 7, 0),
+    "a stream with a state": (Case("ddp", data="remembered"), 2, 2, 8, 0),
+    "persistent workers": (Case(**PERSISTENT), 1, 1, 8, 0),
+    "two processes, then one": (Case(), 2, 1, 8, 0),
+    "one process, then two": (Case(accumulation=2), 1, 2, 4, 0),
+}
+SLOW: dict[str, tuple[Case, int, int, int, int]] = {
+    **{
+        f"{strategy} {precision}, {n} processes, accumulation {accumulation}, {step or write}": (
+            *(Case(strategy, options, precision, accumulation), n, n, step, write),
+        )
+        for strategy, options, n in (
+            *(("ddp", {}, 4), ("zero1", {}, 4), ("fsdp", {}, 4), ("hsdp", {"shard_size": 2}, 4), ("tensor_parallel", {}, 2)),
+            *(("tensor_parallel", {"size": 2}, 4), ("pipeline", {}, 2)),
+        )
+        for precision, accumulation, step, write in (("no", 2, 5, 0), ("bf16", 1, 0, 23))
+    },
+    "fsdp, four processes, then two": (Case("fsdp"), 4, 2, 8, 0),
+    "ddp, one process, then four": (Case("auto"), 1, 4, 8, 0),
+    "a stream": (Case("ddp", data="stream"), 2, 2, 8, 0),
+    "a stream, two processes, then one": (Case(data="stream"), 2, 1, 8, 0),
+    "a stream, in workers": (Case(data="remembered", **PERSISTENT), 1, 1, 8, 0),
+    "dispatched": (Case("ddp", loading={"dispatch_batches": True}), 2, 2, 8, 0),
+    "the sampler's own random state": (Case("ddp", loading={"use_seedable_sampler": False}), 2, 2, 7, 0),
+}
+
+
+def whole_life(ranks: Ranks, folder: Path, row: tuple[Case, int, int, int, int]) -> tuple[list[Any], list[Any]]:
+    """What each rank says of a run without interruption, and of one with, on the processes after it."""
+    case, before, after, step, write = row
+    if case.strategy == "pipeline":
+        case = replace(case, options={"microbatches": 2})
+    straight = ranks(train, str(folder / "straight"), case, processes=after)
+    died = ranks.fails(train, str(folder / "killed"), case, step, write, processes=before)
+    assert any(getattr(outcome, "type", "") == "SIGKILL" for outcome in died)
+    return straight, ranks(train, str(folder / "killed"), case, processes=after)
+
+
+def same_end(ranks: Ranks, folder: Path, row: tuple[Case, int, int, int, int]) -> None:
+    straight, again = whole_life(ranks, folder, row)
+    for one, other in zip(straight, again):
+        assert other["resumed"] is not None
+        assert 0 < len(other["seen"]) < len(one["seen"])
+        assert other["seen"] == one["seen"][-len(other["seen"]) :]
+        assert other["tested"] == one["tested"][-len(other["tested"]) :]
+        assert (other["updates"], other["lr"]) == (one["updates"], one["lr"])
+        if row[1] == row[2]:
+            assert all(torch.equal(weights, one["weights"][name]) for name, weights in other["weights"].items())
+            assert other["drawn"][1] == one["drawn"][1] and torch.equal(other["drawn"][0], one["drawn"][0])
+    assert not [name for name in left(folder / "straight") if name.startswith(".tmp")]
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_killed_and_started_again(ranks: Ranks, tmp_path: Path, row: tuple[Case, int, int, int, int]) -> None:
+    same_end(ranks, tmp_path, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", SLOW.values(), ids=SLOW)
+def test_killed_and_started_again_in_all_ways(ranks: Ranks, tmp_path: Path, row: tuple[Case, int, int, int, int]) -> None:
+    same_end(ranks, tmp_path, row)
+
+
+@pytest.mark.parametrize("write", [1, 2, 6])
+def test_killed_in_the_first_save_it_begins_anew(ranks: Ranks, tmp_path: Path, write: int) -> None:
+    straight, again = whole_life(ranks, tmp_path, (Case(), 1, 1, 0, write))
+    assert again[0]["resumed"] is None
+    assert again[0]["seen"] == straight[0]["seen"]
+    assert all(torch.equal(weights, straight[0]["weights"][name]) for name, weights in again[0]["weights"].items())
