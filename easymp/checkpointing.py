@@ -10,16 +10,17 @@ from .checkpoint.finding import below, is_checkpoint, newest
 from .checkpoint.folders import step_folder
 from .checkpoint.loading import Loaded, load
 from .checkpoint.objects import ObjectState
-from .checkpoint.opening import open_storage, parted
+from .checkpoint.opening import parted
 from .checkpoint.progress import Progress
 from .checkpoint.randomness import RandomState
 from .checkpoint.saves import Saves
 from .checkpoint.saving import Target
 from .checkpoint.snapshot import Kept
+from .checkpoint.storages import open_storage
 from .checkpoint.training import kept_of, numbered
 from .epochs import Epochs
 from .errors import CheckpointError, EasympError, RefusedError, SettingError, StepError
-from .kept import LeftOut, LossScale, Owed, RunState, drawing_devices
+from .kept import LeftOut, Owed, RunState, Skipped, drawing_devices
 from .log import get_logger
 from .precision import Scaler
 from .preparing import Preparation
@@ -80,9 +81,9 @@ class Checkpointing(Registering):
         """
         prepared, run = self._prepared, self._run
         modules = [model.route.original for model in prepared.models]
-        scale = LossScale(self._scaler, prepared.optimizers)
+        self._scaler.settle()
         training = kept_of(
-            *(modules, prepared.optimizers, prepared.schedulers, scale, prepared.masters.keys(), prepared.strategy.apart)
+            *(modules, prepared.optimizers, prepared.schedulers, self._scaler, prepared.masters.keys(), prepared.strategy.apart)
         )
         for i, item in enumerate(training):
             yield LeftOut(numbered("model", i)) if i < len(modules) and i not in models else item
@@ -90,6 +91,7 @@ class Checkpointing(Registering):
             yield ObjectState(f"loader_{i}", loader)
         for i, item in enumerate(self._objects):
             yield ObjectState(f"object_{i}", item)
+        yield ObjectState("steps", Skipped(self._scaler, prepared.optimizers))
         yield ObjectState("run", RunState(run, self._precision, self._project))
         yield ObjectState("epochs", self._epochs)
         yield Owed(prepared.schedulers)

@@ -58,22 +58,16 @@ class Owed:
         return put
 
 
-class LossScale:
-    """The loss scaler, and which optimizers' last step it skipped.
-
-    A run in another precision than the saved one begins with its own scale, or needs none.
-    """
+class Skipped:
+    """Which optimizers' last step the loss scaler skipped: schedules may ask after the save."""
 
     def __init__(self, scaler: Scaler, optimizers: Sequence[PreparedOptimizer]) -> None:
         self._scaler, self._optimizers = scaler, optimizers
 
     def state_dict(self) -> dict[str, Any]:
-        self._scaler.settle()
-        return {"scaler": self._scaler.state_dict(), "skipped": [o.step_was_skipped for o in self._optimizers]}
+        return {"skipped": [optimizer.step_was_skipped for optimizer in self._optimizers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["scaler"]:
-            self._scaler.load_state_dict(state["scaler"])
         for optimizer, skipped in zip(self._optimizers, state["skipped"]):
             self._scaler.recall(optimizer.optimizer, skipped)
 

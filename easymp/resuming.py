@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from .checkpoint.finding import below, damage, newest
-from .checkpoint.opening import open_storage, parted
+from .checkpoint.opening import parted
+from .checkpoint.storages import open_storage
 from .checkpointing import Checkpointing, Path
 from .epochs import Epochs
 from .errors import CheckpointError, RefusedError, SettingError
