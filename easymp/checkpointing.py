@@ -122,7 +122,7 @@ class Checkpointing(Registering):
                 `ProjectConfiguration.total_limit` says.
             async_: return as soon as the state is copied, and write it meanwhile.
             output_dir: another name for `path`.
-            safe_serialization: True only: nothing is pickled.
+            safe_serialization: True only: other files would run code when they are read.
 
         Raises:
             StepError: in the middle of an accumulation window, or where the ranks' models differ.
@@ -130,7 +130,7 @@ class Checkpointing(Registering):
         """
         path = _either(path, output_dir, "output_dir")
         if not safe_serialization:
-            raise RefusedError("safe_serialization=False asks for pickles, which run code when they are read: leave it out")
+            raise RefusedError("safe_serialization=False asks for files that run code when they are read: leave it out")
         if others:
             raise RefusedError(f"save_state({', '.join(others)}=…) is not honoured: files are written in one way. Leave it out")
         self._check_settled()
