@@ -45,11 +45,21 @@ def overlap(a: Box, b: Box) -> Box | None:
     return Box(offset, tuple(e - o for o, e in zip(offset, end)))
 
 
+def strides(shape: Shape) -> Shape:
+    """Elements from one index of each dimension to the next, in row-major memory."""
+    return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def span(part: Box, within: Box) -> int:
+    """Elements from the first to the last one of `part` in the row-major memory of `within`, which holds it."""
+    return sum((n - 1) * stride for n, stride in zip(part.shape, strides(within.shape))) + 1 if part.count else 0
+
+
 def runs(part: Box, within: Box) -> Iterator[tuple[int, int]]:
     """The elements of `part` in the row-major memory of `within`, which holds it: (first, count) of each contiguous run, in order."""
     if not part.count:
         return
-    strides = [prod(within.shape[d + 1 :]) for d in range(len(within.shape))]
+    steps = strides(within.shape)
     # From the last dimension on, as long as `part` takes rows as they are, they follow one another.
     inner = len(within.shape)
     while inner and part.shape[inner - 1] == within.shape[inner - 1]:
@@ -57,8 +67,8 @@ def runs(part: Box, within: Box) -> Iterator[tuple[int, int]]:
     inner = max(inner - 1, 0)
     length = prod(part.shape[inner:])
     outer = part.shape[:inner]
-    start = sum((o - w) * s for o, w, s in zip(part.offset, within.offset, strides))
-    for at in product(*(range(0, n * s, s) for n, s in zip(outer, strides))):
+    start = sum((o - w) * s for o, w, s in zip(part.offset, within.offset, steps))
+    for at in product(*(range(0, n * s, s) for n, s in zip(outer, steps))):
         yield start + sum(at), length
 
 

@@ -13,12 +13,15 @@ from ..errors import CheckpointError, EasympError
 from ..log import get_logger
 from ..world import World
 from .committed import open_manifest
+from .fitting import several
 from .folders import current
 from .manifest import Manifest
 from .snapshot import Kept, Reading, Trial
 from .storage import Storage, Tick
 
 logger = get_logger(__name__)
+
+STUCK = "could not be put back"
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,14 @@ def load(
     def prepare() -> None:
         folder = current(storage, name)
         reading = Reading(storage, folder, open_manifest(storage, folder), world.rank, strict)
-        puts.extend(k.take(reading) for k in kept)
+        puts.extend(_taken(k, reading) for k in kept)
         if left := reading.left():
-            reading.complain(f"nothing here takes {', '.join(left)} of the checkpoint")
+            reading.complain(f"nothing here takes {several(left)} of the checkpoint: prepare what was saved before loading")
         reading.run(tick)
         found.append(reading)
 
-    _together(world, place, _trouble(prepare))
+    trouble = _trouble(prepare)
+    _together(world, place, _words(trouble), trouble)
     (reading,) = found
     reading.skipped += _attempt(world, place, reading.trials, strict)
     world.settle()  # whatever waits to be averaged is about to be replaced
@@ -71,33 +75,50 @@ def load(
 
 def _attempt(world: World, place: str, trials: Sequence[Trial], strict: bool) -> list[str]:
     """Make all trials, or none; those that failed on any rank are left out where that is allowed, and returned in words."""
-    mine = {trial.what: words for trial in trials if (words := _trouble(trial.change))}
-    everyones = world.gather_objects(mine)
-    failed = {what: words for each in reversed(everyones) for what, words in each.items()}
+    causes = {trial.what: error for trial in trials if (error := _trouble(trial.change)) is not None}
+    mine = {what: _words(error) for what, error in causes.items()}
+    failed = {what: words for each in reversed(world.gather_objects(mine)) for what, words in each.items()}
     if not failed:
         return []
     stuck = [
-        f"{trial.what} could not be put back: {words}"
+        f"{trial.what} {STUCK}: {_words(error)}"
         for trial in reversed(trials)
-        if (strict or trial.what in failed) and (words := _trouble(trial.undo))
+        if (strict or trial.what in failed) and (error := _trouble(trial.undo)) is not None
     ]
     if strict or any(world.gather_objects(stuck)):
-        _together(world, place, "; ".join([f"{what}: {words}" for what, words in mine.items()] + stuck))
+        said = "; ".join([f"{what}: {words}" for what, words in mine.items()] + stuck)
+        _together(world, place, said, next(iter(causes.values()), None))
     return [f"{what}: {words}" for what, words in failed.items()]
 
 
-def _trouble(act: Callable[[], object]) -> str:
-    """What went wrong in `act`, in words; "" where nothing did. Whatever it was, the other ranks wait to hear of it."""
+def _taken(kept: Kept, reading: Reading) -> Callable[[], None]:
+    try:
+        return kept.take(reading)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, EasympError):
+            raise
+        raise CheckpointError(
+            f"the manifest does not hold what a {type(kept).__name__} writes ({_words(error)}): load another checkpoint"
+        ) from error
+
+
+def _trouble(act: Callable[[], object]) -> Exception | None:
+    """What went wrong in `act`. Whatever it was, the other ranks wait to hear of it."""
     try:
         act()
-    except (OSError, EasympError) as error:
-        return str(error) or type(error).__name__
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        return error
+    return None
 
 
-def _together(world: World, place: str, said: str) -> None:
+def _words(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    said = str(error) or type(error).__name__
+    return said if isinstance(error, (OSError, EasympError)) else f"{type(error).__name__}: {error}"
+
+
+def _together(world: World, place: str, said: str, cause: Exception | None = None) -> None:
     """Raise on all ranks what went wrong on any."""
     everyones = world.gather_objects(said)
     by_words: dict[str, list[str]] = {}
@@ -107,5 +128,5 @@ def _together(world: World, place: str, said: str) -> None:
     if by_words:
         who = {words: f"rank {', '.join(ranks)}: " if len(ranks) < world.size else "" for words, ranks in by_words.items()}
         told = "; ".join(who[words] + words for words in by_words)
-        changed = "" if "could not be put back" in told else ", and nothing has changed"
-        raise CheckpointError(f"{place} was not loaded{changed}: {told}")
+        changed = "" if STUCK in told else ", and nothing has changed"
+        raise CheckpointError(f"{place} was not loaded{changed}: {told}") from cause

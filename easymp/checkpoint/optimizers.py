@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
 from ..optim import PreparedOptimizer
 from ..optim.fused import IMPLEMENTATION
 from .fitting import fill, names_apart, several
+from .manifest import Stored
 from .models import nothing
 from .places import place_of
 from .snapshot import FullName, Reading, Snapshot, Trial
@@ -82,12 +82,16 @@ class OptimizerState:
         if unknown:
             source.complain(f"{self._name} remembers parameters that it does not step here: {several(unknown)}")
         fresh: dict[Any, Any] = {}
+        unfit: list[str] = []
         for name in saved_state:
             if name in self._like and place_of(self._like[name]) is not None:
-                try:
+                there = self._stepped(source, name)
+                if there is not None and there.shape != tuple(self._like[name].shape):
+                    unfit.append(name)
+                else:
                     fresh[self._parameters[name]] = self._fresh(source, names, name)
-                except CheckpointError as error:
-                    source.complain(str(error))
+        if unfit:
+            source.complain(f"{self._name} remembers parameters of another shape: {several(unfit)}")
         masters = self._masters(source)
         rest = saved["rest"]
         if rest:
@@ -100,7 +104,8 @@ class OptimizerState:
                 fill(part, values)
             for live, group in zip(inner.param_groups, groups):
                 live.update(group)
-            inner.remember({**saved["shared"], **fresh})
+            own = {self._parameters[name]: inner.state[self._parameters[name]] for name in unfit}
+            inner.remember({**saved["shared"], **fresh, **{p: state for p, state in own.items() if state}})
             inner.updates = saved["updates"]
 
         return put
@@ -144,11 +149,17 @@ class OptimizerState:
         source.complain(f"the checkpoint has no {shared}")
         return ""
 
+    @staticmethod
+    def _stepped(source: Reading, name: str) -> Stored | None:
+        """A parameter as it was stepped: its master, where it had one."""
+        path = source.master(name) or name
+        return source.manifest.tensors.get(source.manifest.aliases.get(path, path))
+
     def _fresh(self, source: Reading, names: str, name: str) -> Any:
         """The state of one parameter, in new tensors."""
         parameter, like = self._parameters[name], self._like[name]
         group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
-        there = source.manifest.tensors.get(source.master(name) or name)  # the parameter as it was stepped
+        there = self._stepped(source, name)
 
         def tensor(path: str) -> Tensor:
             stored = source.stored(path)
@@ -175,8 +186,7 @@ class OptimizerState:
         for _, master in self._optimizer.masters:
             name = self._names[id(master)]
             path = source.master(name) or name
-            place = place_of(master)
-            stored = source.manifest.tensors.get(source.manifest.aliases.get(path, path))
+            place, stored = place_of(master), self._stepped(source, name)
             if place is not None and stored is not None and stored.shape == place.shape:
                 fills += [(part, source.part(path, box)) for box, part in place.parts]
         return fills

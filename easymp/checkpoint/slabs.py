@@ -1,17 +1,24 @@
-"""The parts in which a box of a stored tensor is read, and where each of them goes in memory."""
+"""The parts in which a box of a stored tensor is read, and where each of them goes in memory.
+
+Of columns, a file has short runs, thousands of them. They are read with what lies between, as one, which storages read anyway: to verify
+it, or as no disk is quicker at less.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from .boxes import Box, overlap, runs
+from .boxes import Box, overlap, runs, span
 from .manifest import Piece, Stored
 
 STAGE = 2**25  # bytes read before they are converted
+SHORT = 2**16  # bytes of a run that is not read by itself
+NEAR = 2**20  # bytes from such a run to the next one, at most
 ALIGNMENT = 64  # bytes; every dtype's size divides it
 
 
@@ -34,11 +41,22 @@ class Slab:
     box: Box
     into: Tensor
     direct: bool  # read into the memory of `into` itself
+    closed: bool  # read from its first to its last byte, with what lies between
+
+    @property
+    def end(self) -> int:
+        """The byte after its last one."""
+        return self.begin + span(self.box, self.piece.box) * self.dtype.itemsize
+
+    @property
+    def count(self) -> int:
+        """Bytes that are read."""
+        return self.end - self.begin if self.closed else self.box.count * self.dtype.itemsize
 
     @property
     def staged(self) -> int:
         """Bytes that it takes of the staging buffer."""
-        return 0 if self.direct else -(-self.box.count * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return 0 if self.direct else -(-self.count // ALIGNMENT) * ALIGNMENT
 
 
 def slabs_of(want: Want) -> Iterator[Slab]:
@@ -52,10 +70,20 @@ def slabs_of(want: Want) -> Iterator[Slab]:
         for d, (o, n, base) in enumerate(zip(common.offset, common.shape, want.box.offset)):
             into = into.narrow(d, o - base, n)
         plain = into.is_cpu and into.is_contiguous() and not into.is_conj() and not into.is_neg()
-        direct = plain and into.dtype == stored.dtype
-        for box, view in [(common, into)] if direct else _rows(common, into, STAGE // size):
+        closed = _in_short_runs(common, piece.box, size)
+        direct = plain and into.dtype == stored.dtype and not closed
+        most = STAGE // size * common.count // (span(common, piece.box) if closed else common.count)
+        for box, view in [(common, into)] if direct else _rows(common, into, max(most, 1)):
             first, _ = next(runs(box, piece.box))
-            yield Slab(piece.begin + first * size, piece, stored.dtype, box, view, direct)
+            yield Slab(piece.begin + first * size, piece, stored.dtype, box, view, direct, closed)
+
+
+def _in_short_runs(part: Box, within: Box, size: int) -> bool:
+    """Whether `part` lies there in several runs of few bytes that are near to each other."""
+    there = islice(runs(part, within), 2)
+    first, length = next(there)
+    second, _ = next(there, (first, 0))
+    return second > first and length * size < SHORT and (second - first) * size <= NEAR
 
 
 def _rows(box: Box, view: Tensor, most: int) -> Iterator[tuple[Box, Tensor]]:

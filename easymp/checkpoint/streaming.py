@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .boxes import Box, overlap, runs
+from .boxes import Box, overlap, runs, strides
 from .buffers import aligned, as_bytes
 from .slabs import STAGE, Slab, Want, slabs_of
 from .storage import Tick
@@ -58,16 +58,24 @@ def _rounds(wants: Iterable[Want]) -> tuple[list[Want], list[Want]]:
 
 
 def _batches(slabs: Sequence[Slab], room: int) -> Iterator[list[Slab]]:
+    """In their order, without overlaps, each within the room of the staging buffer. What overlaps comes after all others."""
     batch: list[Slab] = []
-    held = 0
+    later: list[Slab] = []
+    held = end = 0
     for slab in slabs:
+        if slab.begin < end:
+            later.append(slab)
+            continue
         if held + slab.staged > room:
             yield batch
             batch, held = [], 0
         batch.append(slab)
         held += slab.staged
+        end = slab.end
     if batch:
         yield batch
+    if later:
+        yield from _batches(later, room)
 
 
 def _read(file: SourceFile, batch: Sequence[Slab], stage: Tensor, tick: Tick) -> None:
@@ -76,15 +84,18 @@ def _read(file: SourceFile, batch: Sequence[Slab], stage: Tensor, tick: Tick) ->
     used = 0
     for slab in batch:
         size = slab.dtype.itemsize
-        buffer = slab.into
-        if not slab.direct:
-            buffer = stage[used : used + slab.box.count * size].view(slab.dtype).view(slab.box.shape)
-            converted.append((slab.into, buffer))
-            used += slab.staged
+        buffer = slab.into if slab.direct else stage[used : used + slab.count].view(slab.dtype)
+        used += slab.staged
         memory, at = as_bytes(buffer), 0
-        for first, count in runs(slab.box, slab.piece.box):
-            wanted.append((slab.piece.begin + first * size, memory[at : at + count * size]))
-            at += count * size
+        if slab.closed:
+            wanted.append((slab.begin, memory))
+        else:
+            for first, count in runs(slab.box, slab.piece.box):
+                wanted.append((slab.piece.begin + first * size, memory[at : at + count * size]))
+                at += count * size
+        if not slab.direct:
+            steps = strides((slab.piece.box if slab.closed else slab.box).shape)
+            converted.append((slab.into, buffer.as_strided(slab.box.shape, steps)))
     wanted.sort(key=lambda item: item[0])
     file.storage.fetch(file.name, file.size, file.checksums, wanted, tick)
     for into, buffer in converted:

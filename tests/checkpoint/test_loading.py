@@ -1,0 +1,287 @@
+"""A load puts all in place, or says what is wrong, on every rank, and leaves everything as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from easymp import Accelerator
+from easymp.checkpoint.loading import load
+from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.manifest import COMMIT, MANIFEST, seal
+from easymp.checkpoint.storage import Tick, nothing
+from easymp.errors import CheckpointError
+
+
+def net(*widths: int, names: Sequence[str] = (), dtype: torch.dtype = torch.float32) -> nn.Module:
+    layers = [nn.Linear(a, b, dtype=dtype) for a, b in pairwise(widths)]
+    model = nn.Sequential()
+    for name, layer in zip(names or map(str, range(len(layers))), layers):
+        model.add_module(name, layer)
+    return model
+
+
+class Run:
+    """A model, an AdamW that has stepped, and a schedule."""
+
+    def __init__(self, model: nn.Module, steps: int = 1, **settings: Any) -> None:
+        self.acc = Accelerator(cpu=True, timeout=50, **settings)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), 0.1)
+        schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        self.model, self.optimizer, self.schedule = self.acc.prepare(model, optimizer, schedule)
+        for _ in range(steps):
+            for p in self.model.parameters():
+                p.grad = torch.ones_like(p)
+            self.optimizer.step()
+            self.schedule.step()
+
+    def image(self) -> list[Any]:
+        """All that is live here, copied."""
+
+        def copied(tensor: Any) -> Any:
+            return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().clone()
+
+        tensors = [copied(t) for t in self.model.state_dict().values()]
+        tensors += [copied(t) for s in self.optimizer.state.values() for t in s.values()]
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        return [tensors, groups, self.optimizer.updates, self.schedule.state_dict(), self.acc.scaler.state_dict()]
+
+
+@contextmanager
+def unchanged(run: Run) -> Iterator[None]:
+    before = run.image()
+    yield
+    after = run.image()
+    assert len(before[0]) == len(after[0]) and all(torch.equal(a, b) for a, b in zip(before[0], after[0]))
+    assert before[1:] == after[1:]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    with Run(net(3, 4, 2)).acc as acc:
+        acc.save_state(tmp_path / "a")
+    return tmp_path / "a"
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+MISFITS = {
+    "names": (net(3, 4, 2, names=("0", "last")), r"model: not in the checkpoint: 'last\.weight', did you mean '1\.weight'\?"),
+    "more": (net(3, 4, 2, 2), r"not in the checkpoint: '2\.weight'.*; '2\.bias'"),
+    "fewer": (net(3, 4), r"only in the checkpoint: '1\.weight'; '1\.bias'"),
+    "shapes": (net(3, 4, 5), r"model: 1\.weight has shape \[2, 4\] in the checkpoint, and \[5, 4\] here; 1\.bias has shape \[2\]"),
+    "dtypes": (net(3, 4, 2, dtype=torch.float64), r"0\.weight is torch\.float32 in the checkpoint, and torch\.float64 here"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_another_model_is_an_error_that_says_how_it_differs(saved: Path, name: str) -> None:
+    model, pattern = MISFITS[name]
+    with (run := Run(model)).acc as acc, unchanged(run), pytest.raises(CheckpointError, match=pattern) as caught:
+        acc.load_state(saved)
+    assert "nothing has changed" in str(caught.value) and "strict=False" in str(caught.value)
+
+
+def test_of_many_names_a_handful_is_said_and_how_many_more_there_are(saved: Path) -> None:
+    with (run := Run(net(*range(2, 40)))).acc as acc, pytest.raises(CheckpointError) as caught:
+        acc.load_state(saved)
+    assert len(str(caught.value)) < 1000 and "and 65 more" in str(caught.value)
+    assert run.model[0].weight.shape == (3, 2)
+
+
+def test_without_strict_what_fits_is_loaded_and_what_does_not_is_said(saved: Path, caplog: Any) -> None:
+    with Accelerator(cpu=True) as acc:
+        one = acc.prepare(net(3, 4, 2))
+        acc.load_state(saved, strict=False)
+    with (run := Run(net(3, 4, 5))).acc as acc:
+        before = run.model[1].weight.detach().clone()
+        found = acc.load_state(saved, strict=False)
+        assert torch.equal(run.model[0].weight, one[0].weight) and torch.equal(run.model[1].weight, before)
+        assert run.optimizer.state[run.model[0].weight]["exp_avg"].shape == (4, 3)
+        assert any("1.weight has shape" in words for words in found.skipped)
+        assert any("remembers parameters of another shape: model/1.weight" in words for words in found.skipped)
+        acc.backward(run.model(torch.ones(1, 3)).sum())
+        run.optimizer.step()
+    assert "skipped: model: 1.weight has shape" in caplog.text
+
+
+def test_what_was_saved_and_is_not_prepared_is_named(saved: Path) -> None:
+    with Accelerator(cpu=True) as acc:
+        with pytest.raises(
+            CheckpointError, match=r"nothing here takes model; optimizer; .*prepare what was saved before loading"
+        ):
+            acc.load_state(saved)
+    with Accelerator(cpu=True) as acc:
+        nets = acc.prepare(net(3, 4, 2), net(2, 2))
+        with pytest.raises(CheckpointError, match="the checkpoint has no model_1"):
+            acc.load_state(saved)
+        assert "the checkpoint has no model_1" in acc.load_state(saved, strict=False).skipped
+        assert nets[1][0].weight.shape == (2, 2)
+
+
+def rewritten(folder: Path, old: str, new: str) -> None:
+    """The manifest with other words, and sealed again."""
+    text = (folder / MANIFEST).read_bytes()
+    assert old.encode() in text
+    text = text.replace(old.encode(), new.encode())
+    (folder / MANIFEST).write_bytes(text)
+    (folder / COMMIT).write_bytes(seal(text))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "pattern"),
+    [
+        ('"version":1', '"version":9', "version 9.*update easymp"),
+        ('"groups":[', '"grups":[', "what a OptimizerState writes .KeyError: 'groups'"),
+        ('"1.weight":{', '"1.weight":[{', "no JSON|JSON"),
+    ],
+)
+def test_a_manifest_that_says_something_else_changes_nothing(saved: Path, old: str, new: str, pattern: str) -> None:
+    rewritten(saved, old, new)
+    with (run := Run(net(3, 4, 2))).acc as acc, unchanged(run), pytest.raises(CheckpointError, match=pattern):
+        acc.load_state(saved)
+
+
+# -- what cannot be read, or put back, on one rank ---------------------------------------------------------------------
+
+
+def damaged(folder: Path, which: str) -> str:
+    """fsdp: rank 1's shard is damaged, which rank 0 does not read; or rank 1's schedule refuses its state."""
+    with (run := Run(net(8, 8, 8), strategy="fsdp")).acc as acc:
+        acc.save_state(folder)
+    with (run := Run(net(8, 8, 8), 2, strategy="fsdp")).acc as acc:
+        if which == "file" and acc.is_main_process:
+            (file,) = folder.glob("model-00002*")
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+        acc.wait_for_everyone()
+        if which == "schedule":
+            take = run.schedule.scheduler.load_state_dict
+
+            def refuse(state: Any) -> None:
+                take(state)
+                if acc.process_index == 1 and state["last_epoch"] == 1:
+                    raise ValueError("not this one")
+
+            run.schedule.scheduler.load_state_dict = refuse
+        with unchanged(run), pytest.raises(CheckpointError) as caught:
+            acc.load_state(folder)
+        acc.backward(run.model(torch.ones(2, 8)).sum())  # the run goes on
+        run.optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("which", "words"), [("file", "model-00002-of-00002"), ("schedule", "state/scheduler_0: ValueError: not this one")]
+)
+def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(ranks: Any, tmp_path: Path, which: str, words: str) -> None:
+    said = ranks(damaged, tmp_path / "a", which)
+    assert said[0] == said[1]
+    assert "rank 1: " in said[0] and words in said[0] and "nothing has changed" in said[0]
+
+
+def test_an_object_that_cannot_be_put_back_is_named(saved: Path) -> None:
+    with (run := Run(net(3, 4, 2), 2)).acc as acc:
+
+        def refuse(state: Any) -> None:
+            raise ValueError("never")
+
+        run.schedule.scheduler.load_state_dict = refuse
+        with pytest.raises(
+            CheckpointError, match="was not loaded: state/scheduler_0: ValueError: never; state/scheduler_0 could not be"
+        ):
+            acc.load_state(saved)
+
+
+def test_without_strict_an_object_that_fails_is_put_back_and_the_rest_is_loaded(saved: Path) -> None:
+    with (run := Run(net(3, 4, 2), 3)).acc as acc:
+        take = run.schedule.scheduler.load_state_dict
+
+        def refuse(state: Any) -> None:
+            take(state)
+            if state["last_epoch"] == 1:
+                raise ValueError("not this one")
+
+        run.schedule.scheduler.load_state_dict = refuse
+        assert acc.load_state(saved, strict=False).skipped == ("state/scheduler_0: ValueError: not this one",)
+        assert run.schedule.state_dict()["last_epoch"] == 3 and run.optimizer.updates == 1
+
+
+# -- what is read ------------------------------------------------------------------------------------------------------
+
+
+class Counting(LocalStorage):
+    """Counts the bytes that are asked for, by group of files, and the requests."""
+
+    def __init__(self, place: Any) -> None:
+        super().__init__(place)
+        self.bytes: dict[str, int] = {}
+        self.requests = 0
+
+    def fetch(self, name: str, size: int, checksums: Any, wanted: Sequence[tuple[int, memoryview]], tick: Tick = nothing) -> None:
+        group = name.rpartition("/")[2].partition("-")[0]
+        self.bytes[group] = self.bytes.get(group, 0) + sum(len(view) for _, view in wanted)
+        self.requests += len(wanted)
+        super().fetch(name, size, checksums, wanted, tick)
+
+
+def counted(folder: Path, strategy: str | None, options: Any) -> tuple[dict[str, int], int]:
+    with Run(net(64, 96, 64, 32), 1, strategy=strategy, strategy_options=options).acc as acc:
+        if not folder.exists():
+            acc.save_state(folder)
+        storage = Counting(folder.parent)
+        load(acc._run.world, storage, folder.name, acc._kept())
+        return storage.bytes, storage.requests
+
+
+def test_a_rank_reads_what_it_holds(ranks: Any, tmp_path: Path) -> None:
+    size = sum(p.numel() * 4 for p in net(64, 96, 64, 32).parameters())
+    ((whole, _),) = ranks(counted, tmp_path / "a", None, None, processes=1)
+    assert whole["model"] == size and 2 * size <= whole["optimizer"] < 2 * size + 100
+    for bytes_, _ in ranks(counted, tmp_path / "a", "fsdp", None):
+        assert bytes_["model"] == size // 2 and bytes_["optimizer"] < size + 100
+
+
+class Block(nn.Module):
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.table = nn.Linear(columns, 3000, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x)
+
+
+def columns(folder: Path, save: bool) -> tuple[bool, int]:
+    """Column shards of 3000 rows: 3000 runs each in a file of whole rows."""
+    torch.manual_seed(0)
+    model = Block(8)
+    with Accelerator(
+        cpu=True,
+        strategy="single" if save else "tensor_parallel",
+        strategy_options=None if save else {"plan": {"table": "rowwise_split_input"}},
+        timeout=50,
+    ) as acc:
+        expected = model.table.weight.detach().clone()
+        model = acc.prepare(model)
+        if save:
+            acc.save_state(folder)
+            return True, 0
+        with torch.no_grad():
+            model.table.weight.zero_()
+        storage = Counting(folder.parent)
+        load(acc._run.world, storage, folder.name, acc._kept())
+        return torch.equal(model.table.weight.full_tensor(), expected), storage.requests
+
+
+def test_short_runs_are_read_with_what_lies_between(ranks: Any, tmp_path: Path) -> None:
+    ranks(columns, tmp_path / "a", True, processes=1)
+    for same, requests in ranks(columns, tmp_path / "a", False, processes=2):
+        assert same and requests < 10
