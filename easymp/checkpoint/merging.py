@@ -19,7 +19,7 @@ from .commits import begin
 from .committed import inside, write_manifest
 from .huggingface import write_model
 from .manifest import FileRecord, Stored
-from .opening import Opened, open_checkpoint, open_storage, parted
+from .opening import Opened, open_checkpoint
 from .passing import one_by_one, room
 from .planning import Brought, Division, FilePlan, divide, group
 from .progress import expect
@@ -27,6 +27,7 @@ from .saving import hugging_face_index
 from .sharding import Item, cut, order
 from .sources import INDEX
 from .storage import Part, Tick
+from .storages import open_storage, parted
 
 SHARD_SIZE = "5GB"
 

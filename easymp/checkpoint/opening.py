@@ -9,9 +9,9 @@ from ..errors import CheckpointError
 from .committed import inside, open_manifest
 from .folders import current
 from .manifest import Manifest
-from .sources import SourceFile
 from .storage import Storage
 from .storages import open_storage, parted
+from .tensor_files import SourceFile
 
 
 class Opened(NamedTuple):

@@ -12,9 +12,9 @@ from . import claims
 from .catalog import bytes_in
 from .committed import is_committed
 from .folders import checkpoint_of, committed_steps, lock_of, saves_of, writing
-from .opening import open_storage
 from .retention import drop, take_away
 from .storage import Storage
+from .storages import open_storage
 
 
 @dataclass(frozen=True)
