@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from ..errors import CheckpointError, nearest
+from ..errors import CheckpointError, SettingError, nearest
 from ..settings import read_bytes
 from .boxes import whole
 from .buffers import as_bytes
@@ -30,6 +30,7 @@ from .storage import Part, Tick
 from .storages import open_storage, parted
 
 SHARD_SIZE = "5GB"
+MODEL = "model"
 
 
 def merge(
@@ -37,7 +38,7 @@ def merge(
     out: str | os.PathLike[str],
     max_shard_size: int | str = SHARD_SIZE,
     all: bool = False,
-    model: str = "model",
+    model: str = MODEL,
     tick: Tick = lambda n: None,
 ) -> None:
     """Write the checkpoint in `folder` to `out` with whole tensors; each is a folder or a URL.
@@ -50,10 +51,12 @@ def merge(
 
     Raises:
         CheckpointError: `folder` is no committed checkpoint, has bytes that are not what was written, or `out` holds something else.
-        SettingError: no size.
+        SettingError: no size, or `model` with `all`.
         OSError: `out` cannot be written.
     """
     most = read_bytes(max_shard_size, "max_shard_size=")
+    if all and model != MODEL:
+        raise SettingError(f"model={model!r} is one model, and all=True asks for everything: leave one of them out")
     source = open_checkpoint(folder)
     (_merge_all if all else _merge_weights)(source, out, most, model, tick)
 

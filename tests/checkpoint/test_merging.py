@@ -123,6 +123,8 @@ def test_refusals(root: Path, tmp_path: Path) -> None:
         merge(root / OF_TWO, tmp_path / "out", model="modle")
     with pytest.raises(SettingError, match="max_shard_size='big' is no size"):
         merge(root / OF_TWO, tmp_path / "out", max_shard_size="big")
+    with pytest.raises(SettingError, match="asks for everything"):
+        merge(root / OF_TWO, tmp_path / "out", model="model_1", all=True)
     with pytest.raises(CheckpointError, match="is a checkpoint of save_state"):
         merge(root / OF_TWO, root / OF_ONE)
     with pytest.raises(CheckpointError, match="would be replaced by itself"):
