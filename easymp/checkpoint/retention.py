@@ -26,29 +26,34 @@ def retain(storage: Storage, checkpoint: str, limit: int | None) -> None:
             newest = next(folder for folder in steps if folder not in gone)
             storage.replace(LATEST, newest.encode() + b"\n")
         for folder in gone:
-            # The newest save of a step last, or an older one would count for a moment.
-            for save in reversed(saves_of(storage.list(), checkpoint_of(folder))):
-                if is_committed(storage, save):
-                    drop(storage, save)
-    except OSError as error:
+            _retire(storage, folder)
+    except (OSError, CheckpointError) as error:
         logger.warning("%s: older checkpoints stay, as they could not be removed: %s", storage.place, error)
 
 
-def drop(storage: Storage, folder: str) -> None:
-    """A checkpoint that is to go: it is one no longer before its first file goes, and who comes after knows what is left of it."""
+def _retire(storage: Storage, folder: str) -> None:
     checkpoint = checkpoint_of(folder)
+    try:
+        claim = storage.claim(checkpoint, claims.words(folder=folder))  # so that who comes after knows what was left half done
+    except CheckpointError:
+        return  # somebody writes it just now
+    try:
+        # The newest save of a step last, or an older one would count for a moment.
+        for save in reversed(saves_of(storage.list(), checkpoint)):
+            if is_committed(storage, save):
+                drop(storage, save)
+    finally:
+        claim.release()
+
+
+def drop(storage: Storage, folder: str) -> None:
+    """A checkpoint that is to go, of whoever claimed it: it is one no longer before its first file goes."""
     if storage.renames:
-        gone = temporary(checkpoint)
+        gone = temporary(checkpoint_of(folder))
         storage.rename(folder, gone)
         storage.sync()
-        take_away(storage, gone)
-    else:
-        try:
-            claim = storage.claim(checkpoint, claims.words(folder=folder))
-        except CheckpointError:
-            return  # somebody writes it
-        take_away(storage, folder)
-        claim.release()
+        folder = gone
+    take_away(storage, folder)
 
 
 def take_away(storage: Storage, folder: str) -> None:

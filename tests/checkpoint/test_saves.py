@@ -14,11 +14,14 @@ import pytest
 
 from easymp.checkpoint import calls, folders
 from easymp.checkpoint.committed import is_committed
+from easymp.checkpoint.loading import load
 from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.remote import RemoteStorage
 from easymp.checkpoint.saves import Saves
+from easymp.checkpoint.saving import Target
 from easymp.errors import CheckpointError
 
-from .things import Fails, Rows, loaded, save, target, values, world
+from .things import Fails, Rows, alone, loaded, save, target, values, world
 
 STEP = "step-00000001"
 
@@ -140,6 +143,21 @@ def test_what_dead_writers_left_goes_and_what_live_ones_write_stays(tmp_path):
     alive.release()
 
 
+def test_a_store_where_nothing_is_renamed(monkeypatch):
+    place = f"memory://saves-{os.getpid()}"
+    storage, saves = RemoteStorage(place), Saves(world())
+    for step, seed, limit in ((1, 1, None), (1, 2, None), (2, 3, None), (3, 4, 1)):
+        saves.save(Target(storage, f"step-{step:08d}", step, {}), [Rows(0, 1, seed)], seed % 2 == 0, limit)
+    saves.wait()
+    assert storage.list() == ["latest", "step-00000002", "step-00000003"]
+    with broken(monkeypatch, "replace", "COMMIT"), pytest.raises(CheckpointError, match="was not written"):
+        saves.save(Target(storage, "step-00000003", 3, {}), [Rows(0, 1, 5)])
+    assert storage.list() == ["latest", "step-00000002", "step-00000003"]
+    rows = Rows(0, 1, 0)
+    load(alone(), storage, "step-00000003", [rows])
+    assert rows.values() == values(4)
+
+
 # -- in the background -------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +221,7 @@ import sys, time
 from easymp.checkpoint import calls
 from tests.checkpoint.things import Rows, target, world
 from easymp.checkpoint.saves import Saves
+from easymp.checkpoint.saving import Target
 real = calls.do
 def slow(what, path, call, *arguments):
     time.sleep(0.02)
