@@ -37,10 +37,22 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-class _Pages(mmap.mmap):
-    """Private memory of the kernel, registered with CUDA or not; given back when nothing reads it any more."""
+class Pages(mmap.mmap):
+    """Private memory of the kernel, zero; given back, and taken back from CUDA, when nothing reads it any more.
+
+    The kernel clears each page at its first touch, which is dear, so huge ones are asked for.
+    """
 
     registered = 0  # its address, where CUDA knows it
+
+    def __new__(cls, size: int) -> Pages:
+        pages = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # a kernel without them
+        return pages
 
     def __del__(self) -> None:
         if self.registered:
@@ -50,17 +62,12 @@ class _Pages(mmap.mmap):
 def aligned(size: int) -> torch.Tensor:
     """`size` bytes that begin on a page, as uint8, zero; pinned where this process uses CUDA (`is_pinned` says). To be kept and used again.
 
-    The kernel clears each page at its first touch, which is dear, so the memory asks for huge ones. It is registered with CUDA
-    rather than taken from torch's pinned pool, which rounds up to a power of two: up to twice the memory for a staging image.
+    It is registered with CUDA rather than taken from torch's pinned pool, which rounds up to a power of two: up to twice the
+    memory for a staging image.
     """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
-    pages = _Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without them
+    pages = Pages(size)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         runtime = torch.cuda.cudart()

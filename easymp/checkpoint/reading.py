@@ -29,23 +29,27 @@ def by_block(wanted: Sequence[tuple[int, memoryview]], size: int, what: str) -> 
     Raises:
         CheckpointError: `wanted` leaves the file, overlaps or is not sorted.
     """
-    number, runs, end = -1, [], 0
+    number, runs, end, limit = -1, [], 0, 0
     for at, view in wanted:
-        view = memoryview(view)
-        if not view.nbytes:
+        if view.format != "B" or view.ndim != 1:
+            view = view.cast("B") if view.nbytes else memoryview(b"")
+        count = len(view)
+        if not count:
             continue
-        view = view.cast("B")
-        if at < end or at + len(view) > size:
-            raise CheckpointError(f"{what}: bytes {at} to {at + len(view)} are asked for after byte {end}, of {size}")
-        end = at + len(view)
-        while view:
-            if at // BLOCK != number:
+        if at < end or at + count > size:
+            raise CheckpointError(f"{what}: bytes {at} to {at + count} are asked for after byte {end}, of {size}")
+        end = at + count
+        if end <= limit:  # as thousands of small runs do
+            runs.append((at, view))
+            continue
+        while at < end:
+            if at >= limit:
                 if runs:
                     yield number, runs
                 number, runs = at // BLOCK, []
-            count = min(len(view), (number + 1) * BLOCK - at)
-            runs.append((at, view[:count]))
-            at, view = at + count, view[count:]
+                limit = (number + 1) * BLOCK
+            runs.append((at, view[: limit - at]))
+            view, at = view[limit - at :], min(limit, end)
     if runs:
         yield number, runs
 
@@ -114,10 +118,14 @@ def _pieces(runs: Runs, begin: int, end: int) -> Iterator[tuple[int, int, Runs]]
         stop = min(at + PIECE, end)
         targets = []
         while first < len(runs) and runs[first][0] < stop:
-            place, view = runs[first]
-            low, high = max(place, at), min(place + len(view), stop)
-            targets.append((low, view[low - place : high - place]))
-            if place + len(view) > stop:
+            run = runs[first]
+            place, view = run
+            end_of_run = place + len(view)
+            if place >= at and end_of_run <= stop:
+                targets.append(run)
+            else:
+                targets.append((max(place, at), view[max(at - place, 0) : stop - place]))
+            if end_of_run > stop:
                 break
             first += 1
         yield at, stop, targets

@@ -8,6 +8,7 @@ Calls go through `calls.do`, as those of local files do. What others write is se
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC
@@ -33,6 +34,15 @@ MOST_PARTS = 9_000  # of one upload; S3 takes 10,000
 PIECE = 2**20
 AT_ONCE = 3  # blocks that are asked for together, and lie in memory until they are checked
 GAP = 2**16  # bytes that are read along, rather than ask twice
+CODES = {
+    FileNotFoundError: errno.ENOENT,
+    FileExistsError: errno.EEXIST,
+    NotADirectoryError: errno.ENOTDIR,
+    IsADirectoryError: errno.EISDIR,
+    PermissionError: errno.EACCES,
+    TimeoutError: errno.ETIMEDOUT,
+}
+"""Clients raise these with words alone; with their numbers, they can carry the URL, too, and keep their types."""
 
 
 class RemoteStorage:
@@ -185,11 +195,12 @@ class RemoteStorage:
     def modified(self, name: str) -> float:
         path = self._path(name)
         info = self._info(path)
-        if info is None:
+        if info is not None and info["type"] != "file" and not self._folders:
+            files = self._do("list", path, self._fs.find, path)
+        else:
+            files = [path] if info is not None else []
+        if not files:
             raise FileNotFoundError(errno.ENOENT, "no such file or folder", self._url(path))
-        if info["type"] == "file" or self._folders:
-            return self._modified(path)
-        files = self._do("list", path, self._fs.find, path)
         return max(self._modified(file) for file in files)
 
     def _modified(self, path: str) -> float:
@@ -257,8 +268,13 @@ class RemoteStorage:
     def _do(self, operation: str, path: str, call: Callable[..., T], *arguments: Any) -> T:
         try:
             return calls.do(operation, self._url(path), call, *arguments)
-        except (OSError, CheckpointError):
+        except CheckpointError:
             raise
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            code = next((code for kind, code in CODES.items() if isinstance(error, kind)), errno.EIO)
+            raise OSError(code, str(error) or os.strerror(code), self._url(path)) from error
         except Exception as error:
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", self._url(path)) from error
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ from queue import SimpleQueue
 
 from ..errors import CheckpointError
 from . import calls
+from .buffers import Pages
 from .checksums import blocks, crc32
 from .cutting import address, cut, rest
 from .manifest import BLOCK
@@ -117,7 +117,7 @@ class Writer:
                 raise
             past_is_quicker[device] = False
             return False
-        memory = memoryview(mmap.mmap(-1, WORKERS * BOUNCE))
+        memory = memoryview(Pages(WORKERS * BOUNCE))
         for at in range(0, len(memory), BOUNCE):
             self._spare.put(memory[at : at + BOUNCE])
         return True

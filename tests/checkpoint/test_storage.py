@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import random
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,37 +29,11 @@ def crcs(data: bytes) -> tuple[int, ...]:
     return tuple(zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
 
 
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    """The address of an S3 server on this machine, with a bucket named "bucket"."""
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto.server")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT")).close()
-                break
-            except OSError:
-                assert server.poll() is None and time.monotonic() < deadline, "the S3 server does not start"
-                time.sleep(0.05)
-        yield address
-    finally:
-        server.kill()
-        server.wait()
-
-
 KINDS = ["buffered", "direct", "memory", "fsspec", "s3"]
 
 
 @pytest.fixture(params=KINDS)
-def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
     root = tmp_path / "root"
     match request.param:
         case "buffered" | "direct":
@@ -76,15 +45,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
             root.mkdir()
             yield RemoteStorage(f"file://{root}")
         case "s3":
-            no_idle_sockets = {"connector_args": {"force_close": True, "keepalive_timeout": None}}
-            options = {
-                "endpoint_url": request.getfixturevalue("bucket"),
-                "key": "k",
-                "secret": "s",
-                "config_kwargs": no_idle_sockets,
-            }
-            monkeypatch.setitem(fsspec.config.conf, "s3", options)
-            yield RemoteStorage(f"s3://bucket{root}")
+            yield RemoteStorage(f"{request.getfixturevalue('s3')}{root}")
 
 
 @pytest.fixture
@@ -111,9 +72,8 @@ def many(data: bytes) -> Iterator[bytes | memoryview]:
     return (data[at : at + 7_777] for at in range(0, len(data), 7_777))
 
 
-PUTS = [
-    (k, p, s) for k in KINDS for p in (one, writable, staged, many) for s in SIZES if k != "s3" or (p is one and s <= BLOCK + 1)
-]
+WHOLE = [(k, one, s) for k in KINDS for s in SIZES if k != "s3" or s in (0, 1, BLOCK + 1)]
+PUTS = WHOLE + [(k, p, s) for k in KINDS[:-1] for p in (writable, staged, many) for s in (4096, SIZES[-1])]
 
 
 @pytest.mark.parametrize(("storage", "parts", "size"), PUTS, indirect=["storage"], ids=lambda x: getattr(x, "__name__", None))

@@ -1,0 +1,117 @@
+"""Object stores and far file systems, beyond what every storage does: uploads are whole or absent, and nothing is remembered."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import fsspec
+import pytest
+
+from easymp.checkpoint import calls
+from easymp.checkpoint.manifest import BLOCK
+from easymp.checkpoint.remote import RemoteStorage
+from easymp.errors import CheckpointError
+
+from .test_storage import content, crcs
+
+
+@pytest.fixture(params=["memory", "fsspec", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RemoteStorage]:
+    start = {"memory": "memory://", "fsspec": "file://"}.get(request.param) or request.getfixturevalue("s3")
+    yield RemoteStorage(f"{start}{tmp_path}")
+    fsspec.filesystem("memory").store.clear()
+
+
+def breaking(data: bytes) -> Iterator[bytes]:
+    yield data
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("size", [100, BLOCK + 100])
+def test_an_upload_that_is_broken_off_leaves_nothing(storage: RemoteStorage, size: int) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        storage.put("file", breaking(content(size)), size + 1)
+    assert storage.list() == [] and storage.size("file") is None
+    if storage.place.startswith("s3"):
+        bucket, _, prefix = storage.place.removeprefix("s3://").partition("/")
+        assert "Uploads" not in storage._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+
+
+@pytest.mark.parametrize("operation", ["write", "replace"])
+def test_a_store_that_fails_is_an_error_with_the_url(
+    storage: RemoteStorage, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do = calls.do
+
+    def fail(name: str, path: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        if name == operation:
+            raise RuntimeError("the token has expired")
+        return do(name, path, call, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "do", fail)
+        with pytest.raises(OSError, match="RuntimeError: the token has expired") as caught:
+            storage.put("file", [content(BLOCK + 1)], BLOCK + 1)
+    assert caught.value.errno == errno.EIO and caught.value.filename.endswith("/file") and "://" in caught.value.filename
+    assert storage.list() == []
+
+
+def test_what_others_do_is_seen_at_once(storage: RemoteStorage) -> None:
+    storage.put("step/file", [b"old"], 3) if not storage._folders else storage.make("step")
+    storage.list(), storage.list("step"), storage.size("step/late")
+    other = type(storage._fs)(**{**storage._fs.storage_options, "skip_instance_cache": True})
+    other.pipe_file(f"{storage._root}/step/late", b"there")
+    assert "late" in storage.list("step") and storage.size("step/late") == 5 and storage.get("step/late", 9) == b"there"
+    other.rm_file(f"{storage._root}/step/late")
+    assert "late" not in storage.list("step") and storage.size("step/late") is None
+
+
+def test_a_thread_saves_and_loads(storage: RemoteStorage) -> None:
+    data, found = content(BLOCK + 1), bytearray(BLOCK + 1)
+
+    def work() -> None:
+        checksums = storage.put("file", [data], len(data))
+        storage.fetch("file", len(data), checksums, [(0, memoryview(found))])
+
+    thread = Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == data
+
+
+def test_a_file_that_came_short_is_refused(storage: RemoteStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    checksums = storage.put("file", [b"abcdef"], 6)
+    assert checksums == crcs(b"abcdef")
+    do = calls.do
+    shorten = lambda name, *call: [c[:-1] for c in do(name, *call)] if name == "read" else do(name, *call)  # noqa: E731
+    monkeypatch.setattr(calls, "do", shorten)
+    with pytest.raises(CheckpointError, match="file: 5 bytes came of 6 from byte 0"):
+        storage.verify("file", 6, checksums)
+
+
+def test_nothing_is_renamed(storage: RemoteStorage) -> None:
+    assert not storage.renames and storage.exchange("one", "two") is False
+    with pytest.raises(CheckpointError, match="cannot be renamed at once here"):
+        storage.rename("one", "two")
+
+
+def test_a_missing_bucket_is_not_made(s3: str) -> None:
+    storage = RemoteStorage("s3://mispelt/run")
+    storage.make("step")
+    with pytest.raises(FileNotFoundError, match="bucket"):
+        storage.put("step/file", [b"abc"], 3)
+    assert not storage._fs.exists("s3://mispelt")
+
+
+def test_a_folder_that_is_there_is_not_made_again(storage: RemoteStorage) -> None:
+    storage.make("step")
+    storage.put("step/file", [b"1"], 1)
+    with pytest.raises(FileExistsError):
+        storage.make("step")
+    assert storage.modified("step") >= storage.modified("step/file") - 1
+    with pytest.raises(FileNotFoundError):
+        storage.modified("other")
