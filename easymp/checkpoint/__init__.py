@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "accelerate_folder": ("AccelerateStates", "read_accelerate"),
     "comparing": ("Difference", "diff"),
     "catalog": ("Entry", "list_checkpoints"),
     "inspecting": ("Contents", "inspect"),

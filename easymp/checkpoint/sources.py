@@ -6,18 +6,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, nearest
 from .boxes import whole
-from .committed import inside, open_manifest
 from .folders import current
 from .manifest import COMMIT, MANIFEST, Piece, Stored
+from .opening import open_checkpoint
 from .storage import Storage
 from .storages import open_storage
 from .strict import loads
 from .tensor_files import SourceFile, file_in, found_at, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-GROUP = "model/"  # what the first model's tensors are called in a checkpoint
 LARGEST_INDEX = 2**28  # bytes
 
 
@@ -42,10 +41,13 @@ class Source:
         return self.tensors.get(self.aliases.get(name, name))
 
 
-def open_source(place: str | os.PathLike[str]) -> Source:
+def open_source(place: str | os.PathLike[str], which: str = "model") -> Source:
     """What there is at `place`: a ``.safetensors`` file, an ``.index.json``, or a folder with either of them or of ours.
 
     In a folder that holds both, the single file counts, as for Hugging Face's libraries.
+
+    Args:
+        which: whose weights, of a checkpoint of ours.
 
     Raises:
         CheckpointError: nothing of that kind is there, or it is damaged.
@@ -58,10 +60,8 @@ def open_source(place: str | os.PathLike[str]) -> Source:
             return _single(said, *found_at(said))
         folder = open_storage(said)
         there = set(folder.list())
-        if there & {MANIFEST, COMMIT} or not there:
-            parent, name = found_at(said)  # it may have been saved again, beside
-            if (again := current(parent, name)) != name or there:
-                return _committed(said, parent, again)
+        if there & {MANIFEST, COMMIT} or (not there and _lies_beside(said)):
+            return _committed(said, which)
         if SINGLE in there:
             return _single(said, folder, SINGLE)
         if INDEX in there:
@@ -71,6 +71,12 @@ def open_source(place: str | os.PathLike[str]) -> Source:
     raise CheckpointError(f"{said}: {_what_else(there)}")
 
 
+def _lies_beside(place: str) -> bool:
+    """Whether it is a checkpoint whose newest save has a name of its own."""
+    storage, name = found_at(place)
+    return current(storage, name) != name
+
+
 def _what_else(there: set[str]) -> str:
     steps = sorted(name for name in there if name.startswith("step-"))
     if steps:
@@ -78,7 +84,7 @@ def _what_else(there: set[str]) -> str:
     if any(name.endswith((".bin", ".pt", ".pth")) for name in there):
         return (
             "no safetensors, but files of torch.save, which can run code when they are read: convert them with safetensors.torch; folders "
-            "of Accelerate's save_state are read by easymp.checkpoint.accelerate_folder.read_accelerate"
+            "of Accelerate's save_state are read by easymp.checkpoint.read_accelerate"
         )
     single = [name for name in sorted(there) if name.endswith(".safetensors")]
     if single:
@@ -125,13 +131,16 @@ def _indexed(place: str, folder: Storage, name: str) -> Source:
     return Source(place, tensors, {name: of for name, of in aliases.items() if of in tensors and name not in tensors}, files)
 
 
-def _committed(place: str, root: Storage, folder: str) -> Source:
-    manifest = open_manifest(root, folder)
-    n = len(GROUP)
-    tensors = {name[n:]: stored for name, stored in manifest.tensors.items() if name.startswith(GROUP)}
-    aliases = {name[n:]: of[n:] for name, of in manifest.aliases.items() if name.startswith(GROUP) and of.startswith(GROUP)}
-    used = {piece.file for stored in tensors.values() for piece in stored.pieces}
-    files = {
-        name: SourceFile(root, inside(folder, name), f.size, f.checksums) for name, f in manifest.files.items() if name in used
-    }
-    return Source(place, tensors, aliases, files)
+def _committed(place: str, which: str) -> Source:
+    found = open_checkpoint(place)
+    tensors, others = found.manifest.tensors, found.manifest.aliases
+    known = dict.fromkeys(name.partition("/")[0] for name in tensors if name.startswith("model"))
+    if which not in known:
+        raise CheckpointError(
+            f"{place} has no weights of {which!r}{nearest(which, known) or '.'} It has: {', '.join(known) or 'no model'}"
+        )
+    prefix = f"{which}/"
+    mine = {name.removeprefix(prefix): stored for name, stored in tensors.items() if name.startswith(prefix)}
+    aliases = {name.removeprefix(prefix): of.removeprefix(prefix) for name, of in others.items() if name.startswith(prefix)}
+    used = {piece.file for stored in mine.values() for piece in stored.pieces}
+    return Source(place, mine, aliases, {name: file for name, file in found.files.items() if name in used})

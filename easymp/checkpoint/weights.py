@@ -37,6 +37,7 @@ def load_weights(
     strict: bool = True,
     dtype: torch.dtype | str | None = None,
     device_map: torch.device | str | None = None,
+    which: str = "model",
 ) -> Skipped:
     """Put the weights at `place` into `model`, in place.
 
@@ -54,6 +55,7 @@ def load_weights(
             Integers and booleans are never converted.
         device_map: where tensors that are on the meta device get memory: a device, "rank" for this rank's own accelerator (the CPU
             where there is none), None for the CPU. Others stay where they are, which on each rank is its own device.
+        which: whose weights, of a checkpoint of ours: "model", or "model_1" and so on where several were prepared.
 
     Returns:
         What was skipped; it is false where nothing was.
@@ -65,7 +67,7 @@ def load_weights(
     """
     wanted = _read_dtype(dtype)
     device = _read_device(device_map)
-    source = open_source(place)
+    source = open_source(place, which)
     live = live_tensors(model)
     renamed = renamed_in(source, live.keys())
     skipped = match(source, renamed, live)

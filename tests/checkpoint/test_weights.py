@@ -124,6 +124,28 @@ def test_from_our_own_checkpoints(ranks: Any, tmp_path: Path, label: str, kind: 
     assert found == [[]] * len(found)
 
 
+def test_a_checkpoint_that_was_saved_again_beside(tmp_path: Path) -> None:
+    """As on object stores, where two folders cannot swap names."""
+    with Accelerator(mixed_precision="no", cpu=True) as acc:
+        acc.prepare(make("mlp"))
+        acc.save_state(tmp_path / "step")
+    (tmp_path / "step").rename(tmp_path / "step.save-2")
+    model = MODELS["mlp"]()
+    load_weights(model, tmp_path / "step")
+    check(model, make("mlp").state_dict())
+
+
+def test_one_of_several_models(tmp_path: Path) -> None:
+    with Accelerator(mixed_precision="no", cpu=True) as acc:
+        acc.prepare(make("mlp"), make("conv"))
+        acc.save_state(tmp_path / "step")
+    model = MODELS["conv"]()
+    load_weights(model, tmp_path / "step", which="model_1")
+    check(model, make("conv").state_dict())
+    with pytest.raises(CheckpointError, match=r"no weights of 'modell_1', did you mean 'model_1'\? It has: model, model_1"):
+        load_weights(model, tmp_path / "step", which="modell_1")
+
+
 def test_from_a_url(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
@@ -381,7 +403,7 @@ def test_not_strict_says_what_was_skipped(tmp_path: Path, caplog: pytest.LogCapt
 
 NOTHING_THERE = {
     "nothing": ({}, r"it is empty or missing"),
-    "pickles": ({"pytorch_model.bin": b"x"}, r"accelerate_folder.read_accelerate"),
+    "pickles": ({"pytorch_model.bin": b"x"}, r"checkpoint.read_accelerate"),
     "checkpoints": ({"step-00000010/COMMIT": b"x"}, r"pass that of one of them, such as step-00000010"),
     "another file": ({"adapter.safetensors": b"x"}, r"pass a file, such as adapter.safetensors"),
     "no header": ({"model.safetensors": b"x" * 64}, r"model.safetensors: "),
