@@ -66,12 +66,12 @@ class LocalStorage:
         return bytes(memory)
 
     def size(self, name: str) -> int | None:
-        path = self._path(name)
+        path, link = self._find(name)
         try:
             found = calls.do("stat", path, os.lstat, path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return found.st_size if stat.S_ISREG(found.st_mode) and not link else None
 
     def fetch(
         self,
@@ -127,7 +127,9 @@ class LocalStorage:
     # -- names ---------------------------------------------------------------------------------------------------------
 
     def list(self, folder: str = "") -> list[str]:
-        path = self._path(folder)
+        path, link = self._find(folder)
+        if link or (folder and os.path.islink(path)):
+            return []
         try:
             return sorted(calls.do("list", path, os.listdir, path))
         except (FileNotFoundError, NotADirectoryError):
@@ -205,13 +207,18 @@ class LocalStorage:
         Raises:
             CheckpointError: a name that leads out of the folder, or a link on the way.
         """
-        folders = components(name, self.place)
-        path = self.place
-        for folder in folders[:-1]:
-            path = os.path.join(path, folder)
-            if os.path.islink(path):
-                raise CheckpointError(f"{path}: a link, and links are not followed: put the folder itself there")
-        return os.path.join(path, folders[-1]) if folders else path
+        path, link = self._find(name)
+        if link:
+            raise CheckpointError(f"{link}: a link, and links are not followed: put the folder itself there")
+        return path
+
+    def _find(self, name: str) -> tuple[str, str]:
+        """Where `name` is, and the link on the way, or ""."""
+        path, link = self.place, ""
+        for word in components(name, self.place):
+            link = link or (path if path != self.place and os.path.islink(path) else "")
+            path = os.path.join(path, word)
+        return path, link
 
 
 def _fill(path: str, descriptor: int, views: list[memoryview], at: int) -> None:

@@ -38,11 +38,17 @@ def spread(function: Callable[[T], R], items: Iterable[T], name: str) -> Iterato
     running = 0
     try:
         for item in items:
+            if len(threads) < WORKERS:
+                thread = Thread(target=work, name=f"easymp-{name}", daemon=True)
+                try:
+                    thread.start()
+                    threads.append(thread)
+                except RuntimeError:  # no more threads here, or the interpreter ends
+                    if not threads:
+                        yield function(item)
+                        continue
             tasks.put((item,))
             running += 1
-            if len(threads) < WORKERS:
-                threads.append(Thread(target=work, name=f"easymp-{name}", daemon=True))
-                threads[-1].start()
             if running > WORKERS:
                 yield result()
                 running -= 1

@@ -171,7 +171,9 @@ def test_links_pipes_and_folders_are_no_files(tmp_path: Path) -> None:
             storage.get(name, 10)
         with pytest.raises(CheckpointError, match=why):
             storage.fetch(name, 3, crcs(b"abc"), [(0, memoryview(bytearray(3)))])
-    assert [storage.size(name) for name in ("link", "pipe", "real", "real/file")] == [None, None, None, 3]
+    assert [storage.size(name) for name in ("link", "pipe", "real", "linked/file", "real/file")] == [None, None, None, None, 3]
+    assert [storage.list(name) for name in ("link", "linked", "linked/real", "real")] == [[], [], [], ["file"]]
+    assert LocalStorage(tmp_path / "linked").list() == ["file"], "what the user names may be a link"
     for name in ("linked/file", "linked/other"):
         with pytest.raises(CheckpointError, match="a link"):
             storage.put(name, [b"abc"], 3)
