@@ -11,7 +11,7 @@ from .checkpoint.folders import step_folder
 from .checkpoint.loading import Loaded, load
 from .checkpoint.objects import ObjectState
 from .checkpoint.opening import parted
-from .checkpoint.progress import Progress
+from .checkpoint.progress import of_ranks
 from .checkpoint.randomness import RandomState
 from .checkpoint.saves import Saves
 from .checkpoint.saving import Target
@@ -145,7 +145,7 @@ class Checkpointing(Registering):
         self._project.iteration += 1
         try:
             target = Target(open_storage(root), name, step, self._run.plan.as_dict())
-            with Progress(f"saving {place}", f"saved {place}", shown=world.rank == 0, background=async_) as tick:
+            with of_ranks(world, "saving", "saved", place, async_) as tick:
                 self._saves.save(target, list(self._kept(models)), async_, limit, tick)
         except BaseException:
             self._project.iteration -= 1
@@ -216,7 +216,7 @@ class Checkpointing(Registering):
     def _load(self, root: str, name: str, strict: bool) -> Loaded:
         models = self._hooked(self._load_hooks, below(root, name))
         world, place = self._run.world, below(root, name)
-        with Progress(f"loading {place}", f"loaded {place}", shown=world.rank == 0) as tick:
+        with of_ranks(world, "loading", "loaded", place) as tick:
             return load(world, open_storage(root), name, list(self._kept(models)), strict, tick)
 
     def _together(self, act: Callable[[], Any]) -> Any:

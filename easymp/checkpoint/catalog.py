@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 
 from ..errors import CheckpointError
 from .committed import inside, is_committed, open_manifest
-from .folders import checkpoint_of, current, latest, lock_of, step_of, writing
+from .finding import newest
+from .folders import checkpoint_of, current, lock_of, step_of, writing
 from .manifest import COMMIT, MANIFEST, Manifest
 from .storage import Storage
 from .storages import open_storage
@@ -52,8 +53,8 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
     if MANIFEST in names:
         raise CheckpointError(f"{storage.place} is itself a checkpoint: pass the folder above it, or inspect this one")
     found = sorted((_entry(storage, name, names) for name in names if _is_one(storage, name)), key=_order)
-    newest = latest(storage)
-    return [replace(entry, newest=entry.name == newest) for entry in found]
+    last, _, _ = newest(storage)
+    return [replace(entry, newest=entry.name == last) for entry in found]
 
 
 def _order(entry: Entry) -> tuple[int, str, str]:

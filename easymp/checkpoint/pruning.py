@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,21 +55,25 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False) -> Pru
         old[checkpoint_of(folder)] = [save for save in saves if is_committed(storage, save)]
     owners = dict.fromkeys(owner for name in storage.list() if (owner := writing(name)) is not None)
     removed, left_over, busy, size = [], [], [], 0
+    storage.sync()  # a writer may have died just after a swap: what it replaced goes once that is on disk
     for checkpoint in dict.fromkeys([*old, *owners]):
         try:
             claim = storage.claim(checkpoint, claims.words())
         except CheckpointError:
             busy.append(checkpoint)
             continue
+        gone = old.get(checkpoint, [])
         try:
-            gone, rest = old.get(checkpoint, []), _left(storage, checkpoint, claim.left)
+            rest = _left(storage, checkpoint, claim.left)
             size += sum(bytes_in(storage, name) for name in (*gone, *rest))
-            removed += gone
-            left_over += rest
-            if not dry_run:
-                _remove(storage, gone, rest)
+            for folder in () if dry_run else rest:
+                take_away(storage, folder)
         finally:
             claim.release()
+        for folder in () if dry_run else gone:
+            drop(storage, folder)  # which claims it, where that is needed
+        removed += gone
+        left_over += rest
     return Pruned(tuple(steps[:keep]), tuple(removed), tuple(left_over), tuple(busy), size)
 
 
@@ -81,11 +85,3 @@ def _left(storage: Storage, checkpoint: str, words: Mapping[str, Any]) -> list[s
     if named in there and checkpoint_of(str(named)) == checkpoint and not is_committed(storage, str(named)):
         left.append(str(named))
     return left
-
-
-def _remove(storage: Storage, checkpoints: Iterable[str], left: Iterable[str]) -> None:
-    for folder in checkpoints:
-        drop(storage, folder)
-    storage.sync()  # a writer may have died just after a swap: what it replaced goes once that is on disk
-    for folder in left:
-        take_away(storage, folder)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import threading
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from easymp import Accelerator
+from easymp.checkpoint import progress
 from easymp.checkpoint.progress import Progress, expect, of_ranks
 from easymp.world import Ranks, World
 
@@ -127,6 +133,34 @@ def test_rank_0_speaks_for_all(capsys: pytest.CaptureFixture[str]) -> None:
         "saved x: 4.0 MiB in 4.0 s, 1.0 MiB/s",
         "saved x (rank 0 of 4): 4.0 MiB in 4.0 s, 1.0 MiB/s",
     ]
+
+
+def told(folder: str, asynchronous: bool) -> list[str]:
+    """What a rank says of a save and a load when both are long."""
+    progress.SILENT = 0.0
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            acc = Accelerator(strategy="fsdp")
+            model = acc.prepare(torch.nn.Linear(100, 100))
+            acc.save_state(folder, async_=asynchronous)
+            acc._saves.wait()
+            acc.load_state(folder)
+            acc.close()
+        del model
+    finally:
+        progress.SILENT = 2.0
+    return [line for line in said.getvalue().splitlines() if line.startswith(("sav", "load"))]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_accelerator_speaks_on_its_main_process(tmp_path: Path, ranks: Any, asynchronous: bool) -> None:
+    first, second = ranks(told, str(tmp_path / "x"), asynchronous)
+    place = re.escape(str(tmp_path / "x"))
+    expected = [rf"saved {place} \(rank 0 of 2\): [\d.]+ KiB in", rf"loaded {place} \(rank 0 of 2\): [\d.]+ KiB in"]
+    for line, pattern in zip(first, expected[asynchronous:], strict=True):
+        assert re.match(pattern, line)
+    assert second == []
 
 
 def test_other_ticks_are_not_asked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -10,12 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from easymp.checkpoint import progress
 from easymp.checkpoint.manifest import COMMIT
 from easymp.cli import main
 
 from ..checkpoint.samples import flip
 
 OF_ONE, OF_TWO = "step-00000002", "step-00000003"
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing takes so long that progress is told, however busy the machine."""
+    monkeypatch.setattr(progress, "SILENT", math.inf)
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
