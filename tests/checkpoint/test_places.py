@@ -49,7 +49,7 @@ def held(label: str, kind: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [k if k in ("tied", "conv") else pytest.param(k, marks=pytest.mark.slow) for k in MODELS])
 @pytest.mark.parametrize(("label", "size"), [(label, size) for label, way in WAYS.items() for size in way.sizes])
 def test_what_ranks_hold_is_the_whole(ranks, label: str, size: int, kind: str) -> None:
     several = ranks(held, label, kind, processes=size)
