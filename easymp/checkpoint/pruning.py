@@ -57,21 +57,22 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False) -> Pru
     removed, left_over, busy, size = [], [], [], 0
     storage.sync()  # a writer may have died just after a swap: what it replaced goes once that is on disk
     for checkpoint in dict.fromkeys([*old, *owners]):
+        gone = old.get(checkpoint, [])
         try:
-            claim = storage.claim(checkpoint, claims.words())
+            # Named in the claim, so that who comes after a kill knows what was left half done.
+            claim = storage.claim(checkpoint, claims.words(**({"folder": gone[-1]} if gone else {})))
         except CheckpointError:
             busy.append(checkpoint)
             continue
-        gone = old.get(checkpoint, [])
         try:
             rest = _left(storage, checkpoint, claim.left)
             size += sum(bytes_in(storage, name) for name in (*gone, *rest))
             for folder in () if dry_run else rest:
                 take_away(storage, folder)
+            for folder in () if dry_run else gone:
+                drop(storage, folder)
         finally:
             claim.release()
-        for folder in () if dry_run else gone:
-            drop(storage, folder)  # which claims it, where that is needed
         removed += gone
         left_over += rest
     return Pruned(tuple(steps[:keep]), tuple(removed), tuple(left_over), tuple(busy), size)
