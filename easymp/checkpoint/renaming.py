@@ -7,11 +7,14 @@ That step swaps it with the one that it replaces. Where a file system cannot swa
 from __future__ import annotations
 
 from ..errors import CheckpointError
+from ..log import get_logger
 from . import claims
-from .committed import is_committed
+from .committed import inside, is_committed
 from .folders import lock_of, next_save, saves_of, temporary, writing
 from .retention import drop, refuse_foreign, take_away
 from .storage import Storage
+
+logger = get_logger(__name__)
 
 
 class Renaming:
@@ -82,10 +85,18 @@ class Renaming:
             return
         second = next_save(there, name)
         storage.rename(self.folder, second)
-        storage.sync()
-        drop(storage, name)
-        storage.rename(second, name)
-        storage.sync()
+        try:
+            storage.sync()
+        except OSError:
+            self._unsure = True
+            storage.rename(second, self.folder)
+            raise
+        try:  # it counts now; what is left to do is tidying, which the next save does if this one cannot
+            drop(storage, name)
+            storage.rename(second, name)
+            storage.sync()
+        except OSError as error:
+            logger.warning("%s is %s for now: %s", inside(storage.place, name), second, error)
 
     def close(self) -> None:
         if not self._unsure:

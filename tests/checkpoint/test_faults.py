@@ -287,9 +287,8 @@ def _killed_then_power(base: Path, at: int) -> tuple[int, list[str]] | None:
 
 @pytest.mark.slow
 def test_power_fails_after_a_kill(tmp_path):
-    at, tried = 0, 0
-    while True:
-        at += 1
+    tried = 0
+    for at in [*range(1, 16, 5), *range(16, 100)]:
         base = tmp_path / str(at)
         (base / "disk").mkdir(parents=True)
         result = _killed_then_power(base, at)
@@ -338,7 +337,12 @@ def failed_everywhere(root: Path, kind: str, number: int, step: int) -> int:
                 assert newest(place) == values(2), (at, seen)  # what failed was no part of it
             save(place, 3, **how)
             assert newest(place) == values(3)
-            assert clean(place), (at, seen, os.listdir(place))
+            # What cannot be removed where nothing is renamed stays, and the log says so.
+            assert clean(place) or (kind.endswith("renamed") and seen[at - 1] in ("unlink", "rmdir")), (
+                at,
+                seen,
+                os.listdir(place),
+            )
             shutil.rmtree(place)
     return tries
 
