@@ -22,12 +22,16 @@ def contents(plan: FilePlan, parts: Mapping[tuple[str, Box], Tensor]) -> Iterato
             yield as_bytes(tensor.cpu().resolve_conj().resolve_neg().contiguous())
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its memory is its value, row-major, on the CPU."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """`tensor` in parts that follow one another row-major: itself if it has plain bytes, else none of more than CHUNK bytes."""
     if not tensor.numel():
         return
-    plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    if plain or tensor.numel() * tensor.itemsize <= CHUNK:
+    if is_plain(tensor) or tensor.numel() * tensor.itemsize <= CHUNK:
         yield tensor
         return
     row = tensor[0].numel() * tensor.itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,9 +11,14 @@ from torch import Tensor
 from ..log import get_logger
 from .boxes import Box
 from .buffers import aligned, as_bytes
+from .contents import is_plain
+from .cutting import address
 from .planning import FilePlan
+from .spread import spread
 
 PAGE = 4096
+SMALL = 2**18  # bytes of a tensor that is not worth handing to another thread
+CHUNK = 2**25  # bytes of a large one that one thread copies at a time
 logger = get_logger(__name__)
 
 
@@ -26,11 +32,14 @@ class Image:
     def take(self, plans: Sequence[FilePlan], parts: Mapping[tuple[str, Box], Tensor]) -> dict[str, memoryview]:
         """Copy the files of `plans`; the bytes of each, to be read after `wait`.
 
+        Large tensors on the CPU by a few plain threads: torch's own meet once a tensor, which waits for whoever has the cores.
+
         Copies from a GPU run in the order of its current stream: what is enqueued there later may change the tensors, and this
         process does not wait.
         """
         self._reserve(sum(_padded(plan.size) for plan in plans))
         files, at = {}, 0
+        large: list[tuple[memoryview, memoryview]] = []
         for plan in plans:
             image = self._memory[at : at + plan.size]
             files[plan.name] = as_bytes(image)
@@ -39,9 +48,17 @@ class Image:
             for name in plan.contents:
                 tensor = parts[name].detach()
                 end = begin + tensor.numel() * tensor.itemsize
-                _copy(image[begin:end], tensor)
+                if end - begin > SMALL and is_plain(tensor):
+                    source = as_bytes(tensor)
+                    large += [
+                        (files[plan.name][begin + i : end][:CHUNK], source[i : i + CHUNK]) for i in range(0, len(source), CHUNK)
+                    ]
+                else:
+                    _copy(image[begin:end], tensor)
                 begin = end
             at += _padded(plan.size)
+        for _ in spread(_move, large, "copy"):
+            pass
         there = [parts[name] for plan in plans for name in plan.contents if parts[name].is_cuda]
         for device in {tensor.device for tensor in there}:
             # Held until they are copied: some were made for this save only.
@@ -60,6 +77,11 @@ class Image:
             self._memory = aligned(0)  # the old one goes first
             logger.info("asynchronous checkpoints: %.2f GB of memory on this rank for a copy of what is written", size / 1e9)
             self._memory = aligned(size)
+
+
+def _move(task: tuple[memoryview, memoryview]) -> None:
+    into, source = task
+    ctypes.memmove(address(into), address(source), len(source))  # lets other threads run; a slice does not
 
 
 def _copy(into: Tensor, tensor: Tensor) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from easymp.checkpoint import calls, folders
+from easymp.checkpoint import calls, folders, meeting
 from easymp.checkpoint.committed import is_committed
 from easymp.checkpoint.loading import load
 from easymp.checkpoint.local import LocalStorage
@@ -252,6 +252,7 @@ def test_the_end_of_the_process_waits(tmp_path, end):
 
 def _each_way(root):
     ranks = world()
+    before, meeting.CHUNK = meeting.CHUNK, 50  # what ranks tell each other, in several pieces
     saves, rows, told = Saves(ranks), Rows(ranks.rank, ranks.size, 0), []
     gather = ranks.gather_objects
     ranks.gather_objects = lambda item: told.append(len(repr(item))) or gather(item)
@@ -268,6 +269,7 @@ def _each_way(root):
         assert loaded(root, f"step-{seed:08d}", ranks) == there.values()
     saves.close()
     ranks.close()
+    meeting.CHUNK = before
     return told
 
 
