@@ -11,8 +11,9 @@ from .checkpoint.storages import open_storage
 from .checkpointing import Checkpointing, Path
 from .epochs import Epochs
 from .errors import CheckpointError, RefusedError, SettingError
+from .launcher.failure import RESTART
 from .log import get_logger
-from .preemption import RESTART, Preemption
+from .preemption import Preemption
 
 logger = get_logger(__name__)
 

@@ -3,6 +3,7 @@
     python examples/digits.py                                    one process, precision by measurement
     python examples/digits.py --processes 2 --precision fp32     two
     easymp launch --processes 2 examples/digits.py               two, too
+    python examples/digits.py --folder runs/digits               saves itself after each epoch and at SIGTERM; the same again goes on
 
 The batch size is the number of samples in one update, whatever the number of processes and of accumulation steps: in fp32
 they all train the same model, up to rounding.
@@ -19,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import Accelerator, DataLoaderConfiguration, tqdm
+from easymp import Accelerator, DataLoaderConfiguration, ProjectConfiguration, tqdm
 
 TRAINING = 1408  # of 1797 images: 22 batches of 64. The 389 others are no multiple of anything
 
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="samples in one update, over all processes")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in one update")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", help="for checkpoints; a run goes on from the newest one there")
     args = parser.parse_args()
 
     Accelerator.launch(processes=args.processes)  # starts this script on each process; does nothing for one
@@ -76,6 +78,7 @@ def main() -> None:
         mixed_precision=args.precision,
         gradient_accumulation_steps=args.accumulation,
         seed=args.seed,
+        project_config=ProjectConfiguration(args.folder, total_limit=2),
         dataloader_config=DataLoaderConfiguration(split_batches=True),  # a loader's batch is divided among the processes
     )
     training, test = load()
@@ -87,9 +90,12 @@ def main() -> None:
     model, optimizer, loader, test_loader, scheduler = acc.prepare(model, optimizer, loader, test_loader, scheduler)
     acc.print(acc)
 
-    begin = time.perf_counter()
-    for _ in (bar := tqdm(range(args.epochs), unit="epoch")):
-        losses = torch.zeros((), device=acc.device)
+    if args.folder:
+        acc.print(f"resumed from {acc.resume()}")
+
+    begin, batches, loss = time.perf_counter(), 0, float("nan")
+    for _ in (bar := tqdm(acc.epochs(args.epochs), unit="epoch")):
+        losses, count = torch.zeros((), device=acc.device), 0
         for images, labels in loader:
             with acc.accumulate(model):
                 loss = F.cross_entropy(model(images), labels)
@@ -98,9 +104,13 @@ def main() -> None:
                 scheduler.step()
                 optimizer.zero_grad()
             losses += loss.detach()
-        loss = acc.mean(losses / len(loader)).item()
+            count += 1
+        batches += count
+        loss = acc.mean(losses / max(count, 1)).item()  # a run may go on after the last batch of an epoch
         bar.set_postfix(loss=f"{loss:.4f}")
-    speed = args.epochs * len(loader) * loader.total_batch_size / (time.perf_counter() - begin)
+        if args.folder:
+            acc.save_state()
+    speed = batches * loader.total_batch_size / (time.perf_counter() - begin)
 
     accuracy = evaluate(acc, model, test_loader)
     acc.print(f"precision      {acc.plan.precision.value} ({acc.plan.precision.reason})")

@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import env
 from ..errors import SettingError
-from .failure import Failure, collect
+from .failure import RESTART, Failure, collect
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # handed on to the workers
 LOUD = ("torch.distributed.elastic", "torch.distributed.launcher", "torchelastic-events-null")
@@ -50,11 +50,11 @@ class RanksFailed(Exception):
 
 
 class Interrupted(Exception):
-    """A signal stopped the launcher, and the workers with it."""
+    """A signal stopped the launcher, and the workers with it; `saved`: those say that they can be started again."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, saved: bool = False) -> None:
         super().__init__(signal.Signals(number).name)
-        self.number = number
+        self.number, self.saved = number, saved
 
 
 def run(
@@ -100,7 +100,8 @@ def run(
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         raise RanksFailed(collect(Path(directory), codes, place.node_rank * processes), size) from None
     except SignalException as error:
-        raise Interrupted(error.sigval) from None
+        ended = collect(Path(directory), {})
+        raise Interrupted(error.sigval, bool(ended) and all(failure.code == RESTART for failure in ended)) from None
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 FILE = "failure.json"
+RESTART = 75  # EX_TEMPFAIL of sysexits.h: the rank has saved itself and wants to be started again
 FATAL = "fatal.txt"  # Python's stacks at SIGSEGV and its like, by faulthandler
 
 # The types in which a backend says that another rank is gone: a user's own error of another type never means that.
@@ -46,6 +47,8 @@ class Failure:
             return f"{self.type}: {first[0]}" if first else self.type
         if self.code < 0:
             return f"killed by {signal_name(-self.code)}"
+        if self.code == RESTART:
+            return f"told to stop, it saved its state and can be started again (exit code {RESTART})"
         return f"exit code {self.code}"
 
 

@@ -12,7 +12,7 @@ from .. import env
 from ..errors import SettingError
 from . import agent
 from .devices import default_processes
-from .failure import explain, signal_name
+from .failure import RESTART, explain, signal_name
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 
@@ -39,7 +39,8 @@ def launch_script(
         place: where the nodes meet; None for this machine alone.
 
     Returns:
-        0, or the exit code of the rank that failed first: 1 for an exception, n for ``sys.exit(n)``, 128 + n for signal n.
+        0, or the exit code of the rank that failed first: 1 for an exception, n for ``sys.exit(n)``, 128 + n for signal n. 75 where a
+        signal came and all ranks saved themselves.
 
     Raises:
         SettingError: no such script, or an impossible number of processes.
@@ -67,6 +68,9 @@ def launch_script(
         _say(explain(error.failures, error.size))
         return error.failures[0].exit_code
     except agent.Interrupted as error:
+        if error.saved:
+            _say(f"stopped by {signal_name(error.number)}; the ranks saved their state and can be started again")
+            return RESTART
         _say(f"stopped by {signal_name(error.number)}")
         return 128 + error.number
     return 0

@@ -98,16 +98,22 @@ def loader_of(case: Case) -> DataLoader[Any]:
     return DataLoader(Numbered(), batch_size=case.batch, shuffle=True, **more)
 
 
-def die(after: int) -> Callable[[int], None]:
-    """Something that SIGKILLs this process at its `after`-th call."""
+def die(after: int, number: int = signal.SIGKILL) -> Callable[[], None]:
+    """Something that sends this process a signal at its `after`-th call."""
     left = [after]
 
-    def tick(count: int = 1) -> None:
+    def tick() -> None:
         left[0] -= 1
         if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
 
     return tick
+
+
+def signalled(folder: str, case: Case, number: int, to: list[int], step: int) -> dict[str, Any]:
+    """The script, and after `step` updates a signal to the ranks `to`."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    return _train(folder, case, die(step if int(os.environ["RANK"]) in to else 0, number))
 
 
 def train(folder: str, case: Case, kill_step: int = 0, kill_write: int = 0) -> dict[str, Any]:
@@ -183,7 +189,8 @@ def _train(folder: str, case: Case, step_done: Callable[[], None]) -> dict[str, 
 
 def full(model: nn.Module) -> list[tuple[str, Tensor]]:
     """The whole parameters; a collective."""
-    return [(name, p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in model.named_parameters()]  # type: ignore[operator]
+    there = [(name, p) for name, p in model.named_parameters() if not p.is_meta]  # another stage of a pipeline's
+    return [(name, p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in there]  # type: ignore[operator]
 
 
 def left(folder: str | Path) -> list[str]:

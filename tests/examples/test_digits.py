@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 from ..conftest import Ranks
-from .run import number, run, within
+from .run import ROOT, number, run, within
 
 SCRIPT = "examples/digits.py"
 FP32 = ("--precision", "fp32")
@@ -34,6 +41,38 @@ def test_two_processes_and_accumulation_train_the_same_model(ranks: Ranks) -> No
     accuracy, loss = scores(spread)
     assert accuracy == scores(alone)[0]
     assert loss == pytest.approx(scores(alone)[1], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_that_is_preempted_ends_as_one_that_is_not(tmp_path: Path) -> None:
+    """By the launcher, to which the signal goes."""
+    folder = str(tmp_path / "run")
+    command = [
+        sys.executable,
+        "-m",
+        "easymp",
+        "launch",
+        "--processes",
+        "2",
+        str(ROOT / SCRIPT),
+        *FP32,
+        "--epochs",
+        "12",
+        "--folder",
+        folder,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(Path(folder).glob("checkpoints/step-*/COMMIT")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 75, said
+    assert said.endswith("stopped by SIGTERM (signal 15); the ranks saved their state and can be started again\n")
+    again = run(SCRIPT, "--processes", "2", *flags)
+    assert f"resumed from {folder}/checkpoints/step-" in again
+    assert scores(again) == scores(run(SCRIPT, "--processes", "2", *FP32, "--epochs", "4"))
 
 
 @pytest.mark.slow
