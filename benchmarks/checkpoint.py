@@ -11,7 +11,8 @@ than one thread: so all begin with the same memory. Loads go to a run that was j
 state yet, and the clock stops when every page of the state has been touched, or a mapped file would look free. What was loaded is
 compared with what was saved, each time.
 
-durable   until all is on disk: what a contender does not fsync itself (files and folders), the harness does, and counts.
+durable   until all is on disk: what a contender does not fsync itself (files and folders), the harness does, and counts. Each process saves
+          twice, and removes the first one before the second, which is the one that counts: runs save again and again.
 warm      the files are in the page cache (read through beforehand). cold: they were dropped from it, which mincore checks; a
           virtual machine's host may still have them in its memory.
 plain     the same bytes by os.write into one file a rank, then fsync; by readinto, into new memory and into memory that was
@@ -19,9 +20,9 @@ plain     the same bytes by os.write into one file a rank, then fsync; by readin
           given.
 memory    the most that was held beyond the state (anonymous and shared pages; page cache and mapped files are none), by VmHWM and by
           samples every 5 ms, of the rank that needs most. While loading, the state's own memory does not count.
-blocked   how long an asynchronous save holds up training: the first one, and the second, which may use the first one's memory again.
+blocked   how long an asynchronous save holds up training; the second one may use the first one's memory again.
 stall     what the second one costs training in all: blocked, and how much slower the steps were until it was durable. A step is forward,
-          backward and AdamW of one block of the model; it changes the state that is being saved.
+          backward and AdamW of one block of the model, on one thread; it changes the state that is being saved.
 """
 
 from __future__ import annotations
@@ -156,18 +157,33 @@ def touch(run: Contender) -> None:
         tensor.reshape(-1)[:: mmap.PAGESIZE // tensor.itemsize].sum()
 
 
+def away(told: Measuring, path: Path) -> None:
+    """Remove a checkpoint, and let the disk come to rest."""
+    if told.run.rank == 0:
+        shutil.rmtree(path)
+        os.sync()
+    told.meet()
+
+
 def saving(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]:
     run = told.run
+
+    def save(path: Path) -> float:
+        told.meet()
+        begin = time.perf_counter()
+        run.save(path)
+        told.meet()
+        if run.rank == 0 and not run.durable:
+            sync_all(path)
+        told.meet()
+        return time.perf_counter() - begin
+
     before = digests(run)
     told.begin()
-    begin = time.perf_counter()
-    run.save(path)
-    told.meet()
-    if run.rank == 0 and not run.durable:
-        sync_all(path)
-    told.meet()
-    durable = time.perf_counter() - begin
-    return {"durable": durable, "held": told.end(), "digests": before}
+    other = path.with_name(f"{path.name}-first")
+    first = save(other)
+    away(told, other)
+    return {"durable": save(path), "durable_first": first, "held": told.end(), "digests": before}
 
 
 def loading(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]:
@@ -260,15 +276,12 @@ def saving_meanwhile(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]
     alone()
     told.begin()
     other = path.with_name(f"{path.name}-first")
-    first = save(other)["blocked"]
-    if run.rank == 0:
-        shutil.rmtree(other)
-        os.sync()
-    told.meet()
+    first = save(other)
+    away(told, other)
     second = save(path)
     held = told.end()
     run.end()
-    return {**second, "held": held, "blocked_first": first}
+    return {**second, "held": held, "blocked_first": first["blocked"], "durable_first": first["durable"]}
 
 
 def flipped(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]:
@@ -295,6 +308,7 @@ PHASES: dict[str, Callable[[Measuring, Path, Any], dict[str, Any]]] = {
     "flip": flipped,
 }
 FRESH = ("warm", "cold", "flip")  # what begins with a run that was just built
+ALONE = ("save beside training", "copy")  # on one thread, as a process that drives a GPU
 
 
 def child(pipe: Connection, log: str, job: Job, name: str, case: str, phase: str, rank: int, port: int, rest: Any) -> None:
@@ -303,7 +317,7 @@ def child(pipe: Connection, log: str, job: Job, name: str, case: str, phase: str
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     size = CASES[case]
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    torch.set_num_threads(1 if phase in ALONE else max(1, (os.cpu_count() or 1) // size))
     try:
         if size > 1:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
@@ -431,15 +445,16 @@ def one_round(job: Job, name: str, case: str, folder: Path) -> dict[str, float]:
         os.sync()  # what others have written is not this one's to wait for
         beside = CONTENDERS[name].asynchronous
         saved = measured(job, name, case, "save beside training" if beside else "save", path)
-        figures = {"durable": most(saved, "durable"), "save_peak": most(saved, "peak")}
+        figures = {k: most(saved, k) for k in ("durable", "durable_first")} | {"save_peak": most(saved, "peak")}
         if beside:
             figures |= {k: most(saved, k) for k in ("blocked_first", "blocked", "stall", "step", "slower")}
         wanted = [found["digests"] for found in saved]
         fill_cache(path)
         warm = measured(job, name, case, "warm", path, wanted)
-        cold = measured(job, name, case, "cold", path, wanted)
-        figures |= {"warm": most(warm, "load"), "cold": most(cold, "load"), "load_peak": most(warm, "peak")}
-        figures["cached"] = most(cold, "cached")
+        figures |= {"warm": most(warm, "load"), "load_peak": most(warm, "peak")}
+        if not beside:  # the same files otherwise
+            cold = measured(job, name, case, "cold", path, wanted)
+            figures |= {"cold": most(cold, "load"), "cached": most(cold, "cached")}
         if name == BASE:
             figures["warm_used"] = most(warm, "used")
             copied = measured(job, name, case, "copy", path)
@@ -451,7 +466,7 @@ def one_round(job: Job, name: str, case: str, folder: Path) -> dict[str, float]:
     return figures
 
 
-def rehearse(job: Job, names: list[str], cases: list[str], folder: Path) -> dict[str, str]:
+def rehearse(job: Job, names: list[str], cases: list[str], folder: Path, say: Callable[[str], None]) -> dict[str, str]:
     """Every contender once, tiny: imports what it needs, and tells whether a load notices a flipped bit."""
     noticed = {}
     path = folder / "checkpoint"
@@ -459,6 +474,7 @@ def rehearse(job: Job, names: list[str], cases: list[str], folder: Path) -> dict
         for case in cases:
             if case in CONTENDERS[name].cases:
                 one_round(job, name, case, folder)
+        say(f"rehearsal: {name}")
         saved = measured(job, name, "one", "save", path)
         noticed[name] = measured(job, name, "one", "flip", path, [found["digests"] for found in saved])[0]["noticed"]
         shutil.rmtree(path)
@@ -518,7 +534,7 @@ def saves_and_loads(found: Found) -> str:
     rows = []
     for name in found:
         rows.append([
-            name,
+            name, cell(values(found, name, "durable_first")),
             cell(values(found, name, "durable")), middle(ratios(found, name, "durable", BASE, "durable")),
             cell(values(found, name, "warm")),
             middle(ratios(found, name, "warm", BASE, "warm")), middle(ratios(found, name, "warm", BASE, "warm_used")),
@@ -528,10 +544,11 @@ def saves_and_loads(found: Found) -> str:
         ])  # fmt: skip
         if name == BASE:
             used = values(found, name, "warm_used")
-            rows.append(["… read into used memory", "", "", cell(used), middle(ratios(found, name, "warm_used", name, "warm")),
+            rows.append(["… read into used memory", "", "", "", cell(used), middle(ratios(found, name, "warm_used", name, "warm")),
                          "1.00", "", "", "", ""])  # fmt: skip
     head = [
         "",
+        "durable the first time, s",
         "durable, s",
         "× plain",
         "warm load, s",
@@ -662,8 +679,7 @@ def main() -> None:
     described: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=asked.folder) as there:
         folder = Path(there)
-        say(f"rehearsal on {file_system(folder)}")
-        noticed = rehearse(Job("tiny"), names, list(dict.fromkeys(case for case, *_ in runs)), folder)
+        noticed = rehearse(Job("tiny"), names, list(dict.fromkeys(case for case, *_ in runs)), folder, say)
         for (case, size, rounds), before in zip(runs, [None, *runs]):
             if before is None or before[1] != size:
                 job = Job(size)
