@@ -6,10 +6,13 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .checkpoint.accelerate_folder import is_accelerate_folder
+from .checkpoint.accelerated import LOADERS, Translated
 from .checkpoint.finding import below, is_checkpoint, newest
 from .checkpoint.folders import step_folder
-from .checkpoint.loading import Loaded, load
+from .checkpoint.loading import Loaded, load, put_in_place
 from .checkpoint.objects import ObjectState
+from .checkpoint.optimizers import OptimizerState
 from .checkpoint.opening import parted
 from .checkpoint.progress import of_ranks
 from .checkpoint.randomness import RandomState
@@ -172,6 +175,7 @@ class Checkpointing(Registering):
         path: Path | None = None,
         strict: bool = True,
         *,
+        allow_pickle: bool = False,
         input_dir: Path | None = None,
         load_kwargs: Any = None,
         **others: Any,
@@ -187,6 +191,9 @@ class Checkpointing(Registering):
                 takes the newest one in the project's folder.
             strict: whether what is missing, left over, or of another shape is an error; False leaves it out; what, is in the log and
                 in `Loaded.skipped`.
+            allow_pickle: `path` may be a local folder of Accelerate's `save_state`, which holds pickles: reading one runs whatever code
+                its writer chose, with your rights. Only for folders that you, or someone you trust, wrote. What they do not say
+                (where loaders stood) begins anew, and is in `Loaded.skipped`.
             input_dir: another name for `path`.
 
         Raises:
@@ -196,8 +203,25 @@ class Checkpointing(Registering):
         if load_kwargs or others:
             names = ", ".join([*(["load_kwargs"] if load_kwargs else []), *others])
             raise RefusedError(f"load_state({names}=…) is not honoured: files are read in one way. Leave it out")
+        if path is not None and self._together(lambda: is_accelerate_folder(path)):
+            return self._load_accelerates(path, strict, allow_pickle)
         root, name = self._together(lambda: self._find(path))
         return self._load(root, name, strict)
+
+    def _load_accelerates(self, folder: Path, strict: bool, allow_pickle: bool) -> Loaded:
+        left_to_hooks = self._hooked(self._load_hooks, os.fspath(folder))
+        prepared, world = self._prepared, self._run.world
+        models = [model.route.original for model in prepared.models]
+        unsaid = {f"loader_{i}" for i in range(len(prepared.loaders))} | {"steps", "run", "epochs"}
+        kept = [k for k in self._kept(left_to_hooks) if not (isinstance(k, ObjectState) and k.name in unsaid)]
+        optimizers = [k for k in kept if isinstance(k, OptimizerState)]
+
+        def open_it() -> Translated:
+            there = Translated(folder, models, optimizers, prepared.seed, world.rank, strict, allow_pickle)
+            there.skipped += [LOADERS] if prepared.loaders else []
+            return there
+
+        return put_in_place(world, os.fspath(folder), open_it, kept)
 
     def _find(self, path: Path | None) -> tuple[str, str]:
         if path is not None:

@@ -47,13 +47,23 @@ def load(
     Raises:
         CheckpointError: on every rank, if it does not fit or cannot be read on one; nothing live has changed.
     """
-    place = f"{storage.place}/{name}"
+
+    def open_it() -> Reading:
+        folder = current(storage, name)
+        return Reading(storage, folder, open_manifest(storage, folder), world.rank, strict)
+
+    return put_in_place(world, f"{storage.place}/{name}", open_it, kept, tick)
+
+
+def put_in_place(
+    world: World, place: str, open_it: Callable[[], Reading], kept: Sequence[Kept], tick: Tick = lambda n: None
+) -> Loaded:
+    """As `load`, from what `open_it` opens at `place`."""
     puts: list[Callable[[], None]] = []
     found: list[Reading] = []
 
     def prepare() -> None:
-        folder = current(storage, name)
-        reading = Reading(storage, folder, open_manifest(storage, folder), world.rank, strict)
+        reading = open_it()
         puts.extend(_taken(k, reading) for k in kept)
         if left := reading.left():
             reading.complain(f"nothing here takes {several(left)} of the checkpoint: prepare what was saved before loading")
@@ -63,7 +73,7 @@ def load(
     trouble = _trouble(prepare)
     _together(world, place, _words(trouble), trouble)
     (reading,) = found
-    reading.skipped += _attempt(world, place, reading.trials, strict)
+    reading.skipped += _attempt(world, place, reading.trials, reading.strict)
     world.settle()  # whatever waits to be averaged is about to be replaced
     for put in puts:
         put()

@@ -16,7 +16,7 @@ class ObjectState:
     """The state of `thing` under `name`; of rank 0, unless it is each rank's `own`."""
 
     def __init__(self, name: str, thing: Any, own: bool = False) -> None:
-        self._name, self._thing, self._own = f"state/{name}", thing, own
+        self.name, self._name, self._thing, self._own = name, f"state/{name}", thing, own
 
     def bring(self, into: Snapshot) -> None:
         if into.rank == 0 or self._own:

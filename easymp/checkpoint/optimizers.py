@@ -43,6 +43,14 @@ class OptimizerState:
         self._parameters = {self._names[id(p)]: p for p, _ in laid_out}
         self._like = {self._names[id(p)]: like for p, like in laid_out}
 
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def layout(self) -> tuple[str, list[list[str]]]:
+        """The optimizer's class, and the names of the parameters in each param group."""
+        return type(self._optimizer.given).__name__, [group["params"] for group in self._groups()]
+
     def _groups(self) -> Groups:
         return [
             {**{k: v for k, v in group.items() if k != "params"}, "params": [self._names[id(p)] for p in group["params"]]}

@@ -119,13 +119,14 @@ class Reading:
         return unpack(tree, tensor or self.whole)
 
     def left(self) -> list[str]:
-        """Names of what is in the checkpoint and nobody asked for, nor for what it is a part of; beside what is a rank's own."""
+        """Names of what is in the checkpoint and nobody asked for, beside what is a rank's own; without the parts of each."""
 
-        def asked(name: str) -> bool:
+        def known(name: str) -> bool:
             words = name.split("/")
-            return any("/".join(words[:n]) in self._asked for n in range(1, len(words) + 1))
+            above = ["/".join(words[:n]) for n in range(1, len(words))]
+            return name in self._asked or any(n in self._asked or n in self.manifest.states for n in above)
 
-        return sorted(name for name in self.manifest.states if not name.startswith("ranks/") and not asked(name))
+        return sorted(name for name in self.manifest.states if not name.startswith("ranks/") and not known(name))
 
     def stored(self, name: str) -> Stored:
         """What there is of a tensor, by its full name or another one that it has."""

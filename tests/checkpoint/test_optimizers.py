@@ -237,7 +237,7 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found))
     with Accelerator(cpu=True) as acc:
         acc.prepare(net())
-        with pytest.raises(CheckpointError, match=r"nothing here takes model_1, optimizer, optimizer/masters.*optimizer_1"):
+        with pytest.raises(CheckpointError, match="nothing here takes model_1; optimizer; optimizer_1 of the checkpoint"):
             acc.load_state(tmp_path / "a")
 
 
