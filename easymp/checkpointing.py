@@ -12,8 +12,8 @@ from .checkpoint.finding import below, is_checkpoint, newest
 from .checkpoint.folders import step_folder
 from .checkpoint.loading import Loaded, load, put_in_place
 from .checkpoint.objects import ObjectState
-from .checkpoint.optimizers import OptimizerState
 from .checkpoint.opening import parted
+from .checkpoint.optimizers import OptimizerState
 from .checkpoint.progress import of_ranks
 from .checkpoint.randomness import RandomState
 from .checkpoint.saves import Saves

@@ -144,5 +144,9 @@ def streams_of(found: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "numpy_random_seed" in found:
         kind, key, place, has_gauss, cached = found["numpy_random_seed"]
-        streams["numpy"] = {"kind": str(kind), "words": torch.tensor(key.tolist()), "rest": [int(place), int(has_gauss), float(cached)]}
+        streams["numpy"] = {
+            "kind": str(kind),
+            "words": torch.tensor(key.tolist()),
+            "rest": [int(place), int(has_gauss), float(cached)],
+        }
     return streams

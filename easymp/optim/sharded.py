@@ -288,7 +288,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.given.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state in torch's layout, in host memory, on every rank: a plain optimizer can load it. A collective."""
+        """The whole state in torch's layout, in host memory, on every rank: a plain optimizer can load it. A collective.
+
+        `Accelerator.save_state` gathers nothing: each rank writes its shards, and any strategy loads them.
+        """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._follow()
