@@ -71,7 +71,8 @@ class Pipeline:
     it whole, where it was built, with rank 0's values. From then on, in place: parameters and buffers of other stages are on the meta
     device, which takes no memory; they stay the same objects under the same names, get no gradients and no optimizer state. This rank's
     are moved to its device. So `state_dict` holds this rank's stage, and meta tensors in place of the others'; loading a whole state fills
-    what is here. Whole weights are in `save_model` and `get_state_dict`, whole trainings in `save_state`, which any strategy loads. While the model runs, calls of its modules are intercepted.
+    what is here. Whole weights are in `save_model` and `get_state_dict`, whole trainings in `save_state`, which any strategy loads.
+    While the model runs, calls of its modules are intercepted.
 
     Weights that several stages use (a tied embedding) lie on each of these, and get the sum of the gradients: by a hook on the parameter,
     and an average over these ranks after each backward that is not under `no_sync`.
