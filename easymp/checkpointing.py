@@ -175,7 +175,6 @@ class Checkpointing(Registering):
         path: Path | None = None,
         strict: bool = True,
         *,
-        allow_pickle: bool = False,
         input_dir: Path | None = None,
         load_kwargs: Any = None,
         **others: Any,
@@ -191,24 +190,24 @@ class Checkpointing(Registering):
                 takes the newest one in the project's folder.
             strict: whether what is missing, left over, or of another shape is an error; False leaves it out; what, is in the log and
                 in `Loaded.skipped`.
-            allow_pickle: `path` may be a local folder of Accelerate's `save_state`, which holds pickles: reading one runs whatever code
-                its writer chose, with your rights. Only for folders that you, or someone you trust, wrote. What they do not say
-                (where loaders stood) begins anew, and is in `Loaded.skipped`.
             input_dir: another name for `path`.
+            others: for a local folder of Accelerate's `save_state`, the options of `easymp.checkpoint.read_accelerate`, which says
+                what such a folder can do to you. What it does not tell (where loaders stood) is in `Loaded.skipped`.
 
         Raises:
             CheckpointError: it does not fit or cannot be read, on any rank; nothing has changed.
         """
         path = _either(path, input_dir, "input_dir")
-        if load_kwargs or others:
+        accelerates = path is not None and self._together(lambda: is_accelerate_folder(path))
+        if load_kwargs or (others and not accelerates):
             names = ", ".join([*(["load_kwargs"] if load_kwargs else []), *others])
             raise RefusedError(f"load_state({names}=…) is not honoured: files are read in one way. Leave it out")
-        if path is not None and self._together(lambda: is_accelerate_folder(path)):
-            return self._load_accelerates(path, strict, allow_pickle)
+        if path is not None and accelerates:
+            return self._load_accelerates(path, strict, others)
         root, name = self._together(lambda: self._find(path))
         return self._load(root, name, strict)
 
-    def _load_accelerates(self, folder: Path, strict: bool, allow_pickle: bool) -> Loaded:
+    def _load_accelerates(self, folder: Path, strict: bool, options: dict[str, Any]) -> Loaded:
         left_to_hooks = self._hooked(self._load_hooks, os.fspath(folder))
         prepared, world = self._prepared, self._run.world
         models = [model.route.original for model in prepared.models]
@@ -217,7 +216,7 @@ class Checkpointing(Registering):
         optimizers = [k for k in kept if isinstance(k, OptimizerState)]
 
         def open_it() -> Translated:
-            there = Translated(folder, models, optimizers, prepared.seed, world.rank, strict, allow_pickle)
+            there = Translated(folder, models, optimizers, prepared.seed, world.rank, strict, **options)
             there.skipped += [LOADERS] if prepared.loaders else []
             return there
 
