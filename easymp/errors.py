@@ -39,7 +39,7 @@ class WorldError(EasympError, RuntimeError):
 
 
 class CheckpointError(EasympError, RuntimeError):
-    """A checkpoint cannot be written, or is not what it should be; what is live has not changed."""
+    """A checkpoint cannot be written, or is not what it should be; what is live has not changed, unless the message says so."""
 
 
 class EasympWarning(UserWarning):

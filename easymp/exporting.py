@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from .checkpoint.gathering import Gathering, on_host
+from .checkpoint.handover import hand_over
 from .checkpoint.huggingface import Bring, write_model
 from .checkpoint.names import canonical
 from .checkpoint.progress import Progress
-from .checkpoint.sharding import Item, cut, order
+from .checkpoint.sharding import Item, cut
 from .checkpoint.single import save_tree
 from .checkpoint.storage import Storage
 from .checkpoint.storages import open_storage
@@ -97,12 +98,7 @@ class Weights:
         if not _spread(module, state):
             said = _written(place, shards, lambda name: on_host(tensors[name], name), others) if world.rank == 0 else ""
         else:
-            gathering, waiting, said = Gathering(world, tensors), iter(order(shards)), ""
-            if world.rank == 0:
-                said = _written(place, shards, lambda name: gathering.bring(next(waiting)), others)
-            for name in waiting:  # on rank 0 after an error: the others wait to hand theirs over
-                gathering.bring(name)
-            (said,) = world.broadcast_objects([said])
+            said = hand_over(world, Gathering(world, tensors), shards, lambda bring: _written(place, shards, bring, others))
         if said:
             raise CheckpointError(said)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,29 @@ def only_main_saves(folder: str) -> None:
 def test_where_models_are_whole_the_main_process_alone_may_save(ranks: Any, tmp_path: Path) -> None:
     ranks(only_main_saves, str(tmp_path))
     assert read(tmp_path)
+
+
+def slow_disk(folder: str) -> None:
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(3.0)
+        return put(*args, **kwargs)
+
+    put = LocalStorage.put
+    with Accelerator(mixed_precision="no", strategy="fsdp", timeout=2) as acc:
+        model = acc.prepare(make("mlp"))
+        try:
+            LocalStorage.put = slow  # type: ignore[method-assign]
+            acc.save_model(model, folder, max_shard_size=2000)
+        finally:
+            LocalStorage.put = put  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_a_disk_as_long_as_it_takes(ranks: Any, tmp_path: Path) -> None:
+    """Here longer than a collective may, for each file."""
+    ranks(slow_disk, str(tmp_path))
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    load_weights(make("mlp"), tmp_path)
 
 
 def into_a_file(strategy: str, folder: str) -> None:

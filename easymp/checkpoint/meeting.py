@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from collections.abc import Iterable
 from types import TracebackType
 
 import torch.distributed as dist
@@ -113,11 +114,11 @@ class Meeting:
         """
         return self._take(what, 0)
 
-    def forget(self) -> None:
-        """This save is over on all ranks: take what it left in the store out of it."""
+    def forget(self, also: Iterable[str] = ()) -> None:
+        """This save is over on all ranks: take what it left in the store out of it, and words of other names."""
         if self._store.size > 1 and self._store.rank == 0:
             try:
-                for what in ("failed", "begin", "end"):
+                for what in ("failed", "begin", "end", *also):
                     self._delete(f"{self._tag}/{what}")
             except RuntimeError:
                 pass  # the store is gone, which the next one to wait will hear
