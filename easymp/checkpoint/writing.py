@@ -5,7 +5,8 @@ Two ways to the disk, both durable when `write` returns. *Through* the page cach
 staging image); the unaligned tail goes through the page cache.
 
 Which is quicker depends on the disk and the kernel, so the first file of at least `TRIAL` bytes on a device tries both on its own
-first blocks, twice in turn, each time until they are on disk; the better one writes the rest, and all that follows in this process.
+first blocks, twice in turn, each time until they are on disk; the better one writes the rest, and all that follows in this process
+(past it, unless the other way is quicker by a fifth).
 Until then files go through the page cache, and those of one block always.
 """
 
@@ -33,8 +34,9 @@ PIECE = 2**20  # bytes that are hashed at once; a core's own cache holds them un
 BOUNCE = 2**23
 PAGE = 4096  # a multiple of what file systems ask of O_DIRECT; one that asks more says EINVAL
 MOST = 512  # buffers of one call; Linux takes 1024
-ROUND = 4  # blocks of one round of the trial
+ROUND = 2  # blocks of one round of the trial
 TRIAL = 8 * ROUND * BLOCK
+CLEARLY = 0.8  # past the page cache is taken unless this is not enough: it leaves the cache to others, and a trial is a short one
 DIRECT = getattr(os, "O_DIRECT", 0)
 NO_ROOM_AHEAD = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 
@@ -103,7 +105,7 @@ class Writer:
                 self._run(way, islice(groups, ROUND), tick)
                 self._sync()
                 seconds[way] = min(seconds[way], time.perf_counter() - start)
-            past_is_quicker[device] = past_is_quicker.get(device, True) and seconds[self._past] < seconds[self._through]
+            past_is_quicker[device] = past_is_quicker.get(device, True) and CLEARLY * seconds[self._past] < seconds[self._through]
             known = past_is_quicker[device]
         return self._past if known else self._through
 
