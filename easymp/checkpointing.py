@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,7 +50,7 @@ class Checkpointing(Registering):
         self._project = project
         self._saves = Saves(run.world)
         self._epochs = Epochs(self._prepared.loaders, run.clock)
-        self._objects, self._save_hooks, self._load_hooks = [], {}, {}
+        self._objects, self._save_hooks, self._load_hooks = [], OrderedDict(), OrderedDict()
 
     # -- where --------------------------------------------------------------------------------------------------------
 
@@ -143,7 +144,13 @@ class Checkpointing(Registering):
         chosen = below(self._root, step_folder(step)) if path is None else path
         root, name = self._together(lambda: parted(chosen))
         place = below(root, name)
+        before = self._listed(root, name)
         models = self._hooked(self._save_hooks, place, weights=True)
+        if self._listed(root, name) != before:
+            raise CheckpointError(
+                f"a hook wrote to {place}, and the save that follows would replace that folder: let it write beside it, or register an "
+                "object with state_dict and load_state_dict"
+            )
         limit = None if path is not None or self._project.total_limit is None else self._project.total_limit - 1
         self._project.iteration += 1
         try:
@@ -154,6 +161,10 @@ class Checkpointing(Registering):
             self._project.iteration -= 1
             raise
         return place
+
+    def _listed(self, root: str, name: str) -> list[str]:
+        """What is in a folder, where hooks might write to it."""
+        return self._together(lambda: open_storage(root).list(name)) if self._save_hooks else []  # type: ignore[no-any-return]
 
     def _check_settled(self) -> None:
         clock = self._run.clock

@@ -16,7 +16,7 @@ class Registering:
 
     _prepared: Preparation
     _objects: list[Any]
-    _save_hooks: dict[int, Callable[..., None]]
+    _save_hooks: dict[int, Callable[..., None]]  # of a class that takes weak references, which handles need
     _load_hooks: dict[int, Callable[..., None]]
 
     def register_for_checkpointing(self, *objects: Any) -> None:

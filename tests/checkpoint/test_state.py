@@ -1,0 +1,417 @@
+"""save_state, load_state and resume: where checkpoints go, which one is taken, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import easymp
+from easymp import Accelerator, CheckpointError, ProjectConfiguration, RefusedError, SettingError, StepError
+from easymp.checkpoint.manifest import decode, seal
+
+from ..conftest import Ranks
+from .runs import Numbered
+
+
+class Run:
+    """A small training, as far as saves care."""
+
+    def __init__(self, folder: Path | None = None, **options: Any) -> None:
+        self.acc = Accelerator(mixed_precision="no", seed=3, project_dir=folder, **options)
+        model = nn.Linear(12, 5)
+        given = torch.optim.AdamW(model.parameters(), 0.1)
+        self.model, self.optimizer, self.loader = self.acc.prepare(model, given, DataLoader(Numbered(), 8, shuffle=True))
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.acc.close()
+
+    def step(self, batch: Any = None) -> None:
+        x = torch.randn(4, 12) if batch is None else batch[1]
+        self.acc.backward(self.model(x).square().mean())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weight(self) -> torch.Tensor:
+        return self.model.weight.detach().clone()
+
+
+def folders(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir() if p.is_dir())
+
+
+def test_names_follow_updates_and_go_on_after_a_load(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        assert run.acc.project_dir == run.acc.logging_dir == str(tmp_path)
+        run.step()
+        run.step()
+        place = run.acc.save_state()
+        assert place == str(tmp_path / "checkpoints" / "step-00000002")
+        assert run.acc.save_iteration == run.acc.project_configuration.iteration == 1
+        weight = run.weight()
+        run.step()
+    with Run(tmp_path) as run:
+        assert run.acc.load_state().place == place
+        assert torch.equal(run.weight(), weight)
+        assert run.acc.save_iteration == 1
+        assert run.acc.save_state() == place  # the same step again takes its place
+        run.step()
+        assert run.acc.save_state().endswith("step-00000003")
+    assert folders(tmp_path / "checkpoints") == ["step-00000002", "step-00000003"]
+
+
+def test_a_limit_leaves_the_newest_and_what_has_a_name_of_its_own(tmp_path: Path) -> None:
+    with Run(project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)) as run:
+        run.acc.save_state(tmp_path / "checkpoints" / "first")
+        for _ in range(4):
+            run.step()
+            run.acc.save_state()
+    assert folders(tmp_path / "checkpoints") == ["first", "step-00000003", "step-00000004"]
+
+
+def test_a_folder_or_the_root_of_some_by_the_peers_names_too(tmp_path: Path) -> None:
+    with Run() as run:
+        run.acc.save_state(output_dir=tmp_path / "own")
+        own = run.weight()
+        run.step()
+        run.acc.save_state(tmp_path / "all" / "step-00000001")
+        run.step()
+        run.acc.save_state(tmp_path / "all" / "step-00000002")
+        newest = run.weight()
+        run.acc.load_state(input_dir=tmp_path / "own")
+        assert torch.equal(run.weight(), own)
+        assert run.acc.load_state(tmp_path / "all").place.endswith("step-00000002")
+        assert torch.equal(run.weight(), newest)
+        with pytest.raises(CheckpointError, match="no checkpoint there"):
+            run.acc.load_state(tmp_path / "nowhere")
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        with pytest.raises(SettingError, match="two names for one thing"):
+            run.acc.save_state(tmp_path / "a", output_dir=tmp_path / "b")
+        with pytest.raises(RefusedError, match="run code"):
+            run.acc.save_state(safe_serialization=False)
+        with pytest.raises(RefusedError, match="exclude_frozen"):
+            run.acc.save_state(exclude_frozen=True)
+        with pytest.raises(RefusedError, match="map_location"):
+            run.acc.load_state(map_location="cpu")
+        with pytest.raises(
+            CheckpointError, match="a dict cannot be kept in checkpoints: it has no state_dict and no load_state_dict"
+        ):
+            run.acc.register_for_checkpointing({})
+        with pytest.raises(SettingError, match="no number of epochs"):
+            run.acc.epochs(-1)
+    with pytest.raises(SettingError, match="save_on_each_node=True cannot be honoured"):
+        ProjectConfiguration(save_on_each_node=True)
+    with pytest.raises(SettingError, match="total_limit=0"):
+        ProjectConfiguration(total_limit=0)
+    with pytest.raises(SettingError, match="contradicts"):
+        Accelerator(project_dir="a", project_config=ProjectConfiguration("b"))
+
+
+def test_not_within_a_window(tmp_path: Path) -> None:
+    with Run(tmp_path, gradient_accumulation_steps=2) as run:
+        with run.acc.accumulate(run.model):
+            run.acc.backward(run.model(torch.randn(4, 12)).sum())
+            with pytest.raises(StepError, match="micro-step 1 of 2"):
+                run.acc.save_state()
+
+
+def damaged(folder: Path, how: str) -> None:
+    if how == "uncommitted":
+        (folder / "COMMIT").unlink()
+    elif how == "manifest":
+        (folder / "manifest.json").write_bytes((folder / "manifest.json").read_bytes().replace(b'"step":', b'"stop":', 1))
+    else:
+        file = next(folder.glob("model-*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["uncommitted", "manifest", "flipped bit"])
+def test_resume_leaves_out_what_is_not_whole(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    with Run(tmp_path) as run:
+        for _ in range(2):
+            run.step()
+            run.acc.save_state()
+    newest = tmp_path / "checkpoints" / "step-00000002"
+    damaged(newest, how)
+    with Run(tmp_path) as run:
+        assert run.acc.resume() == str(newest.with_name("step-00000001"))
+    assert "left out" in caplog.text and "step-00000002" in caplog.text
+    damaged(newest.with_name("step-00000001"), how)
+    with Run(tmp_path) as run:
+        if how == "uncommitted":
+            assert run.acc.resume() is None
+        else:  # somebody should look before the training begins anew
+            with pytest.raises(CheckpointError, match="no checkpoint is whole any more"):
+                run.acc.resume()
+
+
+def test_a_checkpoint_of_another_model_is_an_error_and_not_left_out(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.acc.save_state()
+    acc = Accelerator(mixed_precision="no", project_dir=tmp_path)
+    acc.prepare(nn.Linear(3, 2))
+    with pytest.raises(CheckpointError, match="nothing has changed"):
+        acc.resume()
+    acc.close()
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.seen: Any = {"best": float("inf"), "last": torch.zeros(2)}
+
+    def state_dict(self) -> Any:
+        return self.seen
+
+    def load_state_dict(self, state: Any) -> None:
+        self.seen = state
+
+
+def test_objects_of_the_users_own(tmp_path: Path) -> None:
+    counter = Counter()
+    with Run(tmp_path) as run:
+        run.acc.register_for_checkpointing(counter, nn.Linear(2, 2))
+        counter.seen = {"best": float("-inf"), "last": torch.arange(3)}
+        run.acc.save_state()
+    fresh = Counter()
+    with Run(tmp_path) as run:
+        run.acc.register_for_checkpointing(fresh, nn.Linear(2, 2))
+        run.acc.load_state()
+    assert fresh.seen["best"] == float("-inf") and fresh.seen["last"].tolist() == [0, 1, 2]
+    with Run(tmp_path) as run:
+        with pytest.raises(CheckpointError, match="object_0"):
+            run.acc.load_state()
+        assert run.acc.load_state(strict=False).skipped
+
+
+def test_hooks(tmp_path: Path) -> None:
+    called: list[Any] = []
+
+    def save(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        called.append((len(models), sorted(weights[0]), output_dir))
+        weights.pop()
+
+    def load(models: list[nn.Module], input_dir: str) -> None:
+        called.append((len(models), input_dir))
+        models.pop()
+
+    with Run(tmp_path) as run:
+        handle = run.acc.register_save_state_pre_hook(save)
+        place = run.acc.save_state()
+        assert called == [(1, ["bias", "weight"], place)]
+        run.acc.register_load_state_pre_hook(load)
+        run.step()
+        weight = run.weight()
+        run.acc.load_state()
+        assert called[1:] == [(1, place)]
+        assert torch.equal(run.weight(), weight)  # its weights were left to the hook
+        handle.remove()
+        run.acc.save_state()
+        assert len(called) == 2
+        run.acc.register_save_state_pre_hook(lambda models, weights, folder: (Path(folder) / "mine").write_text(""))
+        with pytest.raises(CheckpointError, match="a hook wrote to"):
+            run.acc.save_state(place)
+
+
+def without(folder: Path, word: str) -> None:
+    """Takes states whose name holds `word` out of a checkpoint, and seals it again."""
+    manifest = decode((folder / "manifest.json").read_bytes(), "a")
+    states = {name: state for name, state in manifest.states.items() if word not in name}
+    text = replace(manifest, states=states).encode()
+    (folder / "manifest.json").write_bytes(text)
+    (folder / "COMMIT").write_bytes(seal(text))
+
+
+def test_missing_random_streams_are_an_error_unless_that_is_allowed(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        place = Path(run.acc.save_state())
+        without(place, "random")
+        with pytest.raises(CheckpointError, match="no random streams of rank 0"):
+            run.acc.load_state()
+        assert "no random streams" in str(run.acc.load_state(strict=False).skipped)
+
+
+def draw(folder: str, save: bool) -> Any:
+    acc = Accelerator(mixed_precision="no", seed=3, project_dir=folder)
+    acc.prepare(nn.Linear(2, 2))
+    if save:
+        acc.save_state()
+    else:
+        acc.load_state()
+    drawn = (torch.rand(1).item(), random.random())
+    acc.close()
+    return drawn
+
+
+def test_ranks_that_are_new_draw_something_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
+    then = ranks(draw, str(tmp_path), True, processes=2)
+    now = ranks(draw, str(tmp_path), False, processes=4)
+    assert now[:2] == then
+    assert len({torch_drawn for torch_drawn, _ in now}) == len({own for _, own in now}) == 4
+    assert ranks(draw, str(tmp_path), False, processes=1) == then[:1]
+
+
+def test_auto_goes_on_in_what_was_measured(tmp_path: Path) -> None:
+    def prepared() -> Accelerator:
+        acc = Accelerator(mixed_precision="auto", project_dir=tmp_path, cpu=True)
+        acc.prepare(nn.Linear(4, 4))
+        return acc
+
+    acc = prepared()
+    if acc.mixed_precision != "auto":
+        acc.close()
+        pytest.skip("needs a CPU with bf16 instructions, where 'auto' measures")
+    acc._precision.follow("bf16")
+    acc.save_state()
+    acc.close()
+    acc = prepared()
+    acc.resume()
+    assert acc.mixed_precision == "bf16" and "resumes" in acc.plan.precision.reason
+    acc.close()
+
+
+# -- loaders and epochs ------------------------------------------------------------------------------------------------
+
+
+def indices(batches: Any) -> list[int]:
+    return [int(i) for batch in batches for i in batch[0]]
+
+
+@pytest.mark.parametrize("with_epoch", [False, True])
+def test_the_peers_idiom(tmp_path: Path, with_epoch: bool) -> None:
+    """load_state, then skip_first_batches with the batches that were done: nothing is left out twice."""
+    seen: list[list[int]] = []
+    with Run(tmp_path) as run:
+        for epoch in range(3):
+            run.loader.set_epoch(epoch)
+            seen.append([])
+            for number, batch in enumerate(run.loader):
+                seen[-1] += indices([batch])
+                if (epoch, number) == (1, 2):
+                    run.acc.save_state()
+    for done, expected in ((3, seen[1][24:]), (1, seen[1][8:]), (0, seen[1][24:])):
+        with Run(tmp_path) as run:
+            run.acc.load_state()
+            if with_epoch:
+                run.loader.set_epoch(1)
+            first = run.acc.skip_first_batches(run.loader, done)
+            assert indices(first) == expected
+            if with_epoch:
+                run.loader.set_epoch(2)
+            assert indices(run.loader) == seen[2]
+
+
+def two_passes(run: Run, test: Any, save_at: str = "") -> list[str]:
+    """What a script sees that trains and then validates in each epoch, and saves once."""
+    said = []
+
+    def at(epoch: int, where: str, what: Any = 0) -> None:
+        said.append(f"{epoch} {where} {what}")
+        if said[-1] == save_at:
+            run.acc.save_state()
+
+    for epoch in run.acc.epochs(3):
+        at(epoch, "begin")
+        for batch in run.loader:
+            at(epoch, "train", indices([batch]))
+        at(epoch, "between")
+        for batch in test:
+            at(epoch, "test", indices([batch]))
+        at(epoch, "end")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("epoch", "where", "number", "first"),
+    [
+        (1, "begin", 0, "1 begin 0"),
+        (1, "train", 1, None),
+        (1, "train", 4, None),
+        (1, "between", 0, "2 begin 0"),
+        (1, "test", 0, None),
+        (1, "test", 2, None),
+        (1, "end", 0, "2 begin 0"),
+        (2, "end", 0, "nothing"),
+    ],
+)
+def test_epochs_go_on_where_the_save_was(tmp_path: Path, epoch: int, where: str, number: int, first: str | None) -> None:
+    def begin() -> tuple[Run, Any]:
+        run = Run(tmp_path)
+        return run, run.acc.prepare(DataLoader(Numbered(24), 8))
+
+    run, test = begin()
+    straight = two_passes(run, test)
+    run.acc.close()
+    place = [line for line in straight if line.startswith(f"{epoch} {where}")][number]
+    run, test = begin()
+    two_passes(run, test, place)
+    run.acc.close()
+    run, test = begin()
+    run.acc.load_state()
+    again = two_passes(run, test)
+    run.acc.close()
+    if first == "nothing":
+        assert again == []
+    elif first is not None:
+        assert again == straight[straight.index(first) :]
+    else:  # the body begins again, with what is left of its passes
+        after = straight[straight.index(place) + 1 :]
+        assert again[0] == f"{epoch} begin 0"
+        ended = ["1 between 0"] if where == "test" else []
+        assert again[1:] == ended + after
+
+
+def test_epochs_is_range_and_loops_are_told_apart(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        assert list(run.acc.epochs(0)) == [] and list(run.acc.epochs(2)) == [0, 1]
+        for epoch in run.acc.epochs(4):
+            for batch in run.loader:
+                run.step(batch)
+            if epoch == 1:
+                run.acc.save_state()
+    with Run(tmp_path) as run:
+        run.acc.resume()
+        assert [list(run.acc.epochs(n)) for n in (0, 2, 4, 3)] == [[], [], [2, 3], [0, 1, 2]]
+
+
+def test_a_save_in_another_kind_of_loop_does_not_say_which_epochs_are_left(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        for batch in run.loader:
+            run.step(batch)
+        run.acc.save_state()
+    with Run(tmp_path) as run:
+        run.acc.resume()
+        with pytest.raises(StepError, match=r"outside of accelerator.epochs\(\)"):
+            list(run.acc.epochs(2))
+
+
+def test_a_load_within_a_pass_ends_it(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        order = [indices(run.loader)]
+        run.loader.set_epoch(0)
+        read = []
+        for number, batch in enumerate(run.loader):
+            read += indices([batch])
+            if number == 1:
+                run.acc.save_state()
+            if number == 3:
+                run.acc.load_state()
+        assert read == order[0][:32]
+        assert indices(run.loader) == order[0][16:]
+
+
+def test_it_is_there_by_name() -> None:
+    assert easymp.ProjectConfiguration is ProjectConfiguration
