@@ -114,3 +114,16 @@ def _add_corners(steps: Counter[Shape], ends: Sequence[tuple[int, int]], sign: i
         corners = [corner for at, by in corners for corner in (((*at, low), by), ((*at, high), -by))]
     for at, by in corners:
         steps[at] += by
+
+
+def slices(box: Box, most: int) -> Iterator[Box]:
+    """`box` in parts of at most `most` elements, in the order in which they lie in its memory."""
+    dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
+    if box.count <= most or dim is None:
+        yield box
+        return
+    each = max(most // (box.count // box.shape[dim]), 1)
+    for first in range(0, box.shape[dim], each):
+        offset = (*box.offset[:dim], box.offset[dim] + first, *box.offset[dim + 1 :])
+        shape = (*box.shape[:dim], min(each, box.shape[dim] - first), *box.shape[dim + 1 :])
+        yield from slices(Box(offset, shape), most)

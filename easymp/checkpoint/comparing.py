@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .boxes import whole
+from .boxes import slices, whole
+from .inspecting import dtype_name
 from .manifest import BLOCK, Manifest, Stored
 from .opening import Opened, open_checkpoint
-from .passing import one_by_one, room, slices
+from .passing import one_by_one, room
 from .progress import expect
 from .storage import Tick
 from .trees import TAG
@@ -87,7 +88,7 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick 
     kinds = [Unequal(n, x, y) for n in common if (x := _kind(names[0][n])) != (y := _kind(names[1][n]))]
     tied = a.manifest.aliases.items() & b.manifest.aliases.items()  # compared under their other name
     alike = [n for n in common if _kind(names[0][n]) == _kind(names[1][n]) and (n, a.manifest.aliases.get(n)) not in tied]
-    expect(tick, 2 * sum(whole(names[0][n].shape).count * names[0][n].dtype.itemsize for n in alike))
+    expect(tick, 2 * sum(names[0][n].bytes for n in alike))
     values = list(_compare(a, b, [(n, names[0][n], names[1][n]) for n in alike], tick))
     return Difference(
         missing=tuple(n for n in names[0] if n not in names[1]),
@@ -105,7 +106,7 @@ def _names(manifest: Manifest) -> dict[str, Stored]:
 
 
 def _kind(stored: Stored) -> str:
-    return f"{str(stored.dtype).removeprefix('torch.')} {list(stored.shape)}"
+    return f"{dtype_name(stored.dtype)} {list(stored.shape)}"
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

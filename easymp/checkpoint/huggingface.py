@@ -16,16 +16,18 @@ from itertools import count
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .boxes import whole
 from .buffers import as_bytes
 from .committed import inside
 from .header import encode
-from .manifest import COMMIT, MANIFEST
+from .manifest import COMMIT, MANIFEST, Stored
 from .sharding import Item
 from .sources import INDEX, SINGLE
 from .storage import Part, Storage, Tick, nothing
 
 SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 TEMPORARY = re.compile(r"\.model.*\.safetensors\.tmp")
+GROUP = "model/"  # what the first model's tensors are called in a checkpoint
 
 Bring = Callable[[str], Tensor | None]
 
@@ -73,7 +75,8 @@ def write_model(
             storage.supplant(inside(folder, f".{name}.tmp"), inside(folder, name))
         storage.sync(folder)
     if not alone:
-        storage.replace(inside(folder, INDEX), _index(names, shards))
+        files = {item.name: name for name, shard in zip(names, shards) for item in shard}
+        storage.replace(inside(folder, INDEX), _index(files, sum(item.bytes for shard in shards for item in shard)))
     outdated = [name for name in there if SHARD.fullmatch(name) and name not in names]
     for name in [*({INDEX} if alone else {SINGLE}) & there, *outdated]:
         storage.remove(inside(folder, name))
@@ -106,7 +109,14 @@ def _write(storage: Storage, path: str, shard: Sequence[Item], bring: Bring, ali
     storage.put(path, parts(), slots[-1].end if slots else len(header), tick)
 
 
-def _index(names: Sequence[str], shards: Sequence[Sequence[Item]]) -> bytes:
-    total = sum(item.bytes for shard in shards for item in shard)
-    table = {item.name: name for name, shard in zip(names, shards) for item in shard}
-    return (json.dumps({"metadata": {"total_size": total}, "weight_map": table}, indent=2, sort_keys=True) + "\n").encode()
+def index_of(tensors: Mapping[str, Stored]) -> bytes | None:
+    """What makes a checkpoint's folder one of weights, too: where all those of its first model are whole in their files."""
+    weights = {name.removeprefix(GROUP): stored for name, stored in tensors.items() if name.startswith(GROUP)}
+    if not weights or any([piece.box for piece in s.pieces] != [whole(s.shape)] for s in weights.values()):
+        return None
+    return _index({name: s.pieces[0].file for name, s in weights.items()}, sum(s.bytes for s in weights.values()))
+
+
+def _index(files: Mapping[str, str], total: int) -> bytes:
+    """Which file each tensor is in, and the bytes of all of them."""
+    return (json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2, sort_keys=True) + "\n").encode()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .catalog import bytes_of
-from .manifest import Manifest, Stored
+from .manifest import Manifest
 from .opening import open_checkpoint
 from .planning import group
 
@@ -81,7 +81,7 @@ def inspect(folder: str | os.PathLike[str]) -> Contents:
         size=bytes_of(it),
         plan=it.plan,
         groups=tuple(_group(word, it) for word in words),
-        tensors=tuple(TensorFacts(n, dtype_name(t.dtype), t.shape, _bytes(t), len(t.pieces)) for n, t in it.tensors.items()),
+        tensors=tuple(TensorFacts(n, dtype_name(t.dtype), t.shape, t.bytes, len(t.pieces)) for n, t in it.tensors.items()),
         aliases=it.aliases,
         states=tuple(it.states),
         files={name: file.size for name, file in it.files.items()},
@@ -98,11 +98,7 @@ def _group(word: str, manifest: Manifest) -> GroupFacts:
     dtypes: dict[str, int] = {}
     for t in tensors:
         name = dtype_name(t.dtype)
-        dtypes[name] = dtypes.get(name, 0) + _bytes(t)
+        dtypes[name] = dtypes.get(name, 0) + t.bytes
     files = sorted({piece.file for t in tensors for piece in t.pieces})
     elements = sum(prod(t.shape) for t in tensors)
     return GroupFacts(word, len(tensors), elements, sum(dtypes.values()), dtypes, tuple(files))
-
-
-def _bytes(tensor: Stored) -> int:
-    return sum(piece.box.count for piece in tensor.pieces) * tensor.dtype.itemsize

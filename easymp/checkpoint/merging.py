@@ -17,13 +17,12 @@ from .boxes import whole
 from .buffers import as_bytes
 from .commits import begin
 from .committed import inside, write_manifest
-from .huggingface import write_model
+from .huggingface import index_of, write_model
 from .manifest import FileRecord, Stored
 from .opening import Opened, open_checkpoint
 from .passing import one_by_one, room
 from .planning import Brought, Division, FilePlan, divide, group
 from .progress import expect
-from .saving import hugging_face_index
 from .sharding import Item, cut, order
 from .sources import INDEX
 from .storage import Part, Tick
@@ -92,7 +91,7 @@ def _merge_all(source: Opened, out: str | os.PathLike[str], most: int, model: st
             files[plan.name] = FileRecord(
                 plan.size, storage.put(inside(commit.folder, plan.name), _contents(plan, parts), plan.size)
             )
-        index = hugging_face_index(division)
+        index = index_of(division.tensors)
         if index is not None:
             files[INDEX] = FileRecord(len(index), storage.put(inside(commit.folder, INDEX), [index], len(index)))
         write_manifest(storage, commit.folder, dataclasses.replace(manifest, tensors=division.tensors, files=files))
@@ -111,9 +110,9 @@ def _divide(tensors: Mapping[str, Stored], most: int) -> Division:
 
 
 def _pass(source: Opened, tensors: Iterable[Stored], tick: Tick) -> Iterator[torch.Tensor]:
-    wanted = [(stored, whole(stored.shape)) for stored in tensors]
-    expect(tick, sum(box.count * stored.dtype.itemsize for stored, box in wanted))
-    return one_by_one(source.files, wanted, room(len(source.files)), tick)
+    wanted = list(tensors)
+    expect(tick, sum(stored.bytes for stored in wanted))
+    return one_by_one(source.files, ((stored, whole(stored.shape)) for stored in wanted), room(len(source.files)), tick)
 
 
 def _contents(plan: FilePlan, tensors: Iterator[torch.Tensor]) -> Iterator[Part]:

@@ -51,16 +51,3 @@ def _read(files: Mapping[str, SourceFile], batch: list[Want], tick: Tick) -> Ite
     tick(sum(want.into.nbytes for want in batch))  # not what was read for it: blocks at the edges are read twice
     while batch:
         yield batch.pop(0).into  # who takes it may let it go before the next
-
-
-def slices(box: Box, most: int) -> Iterator[Box]:
-    """`box` in parts of at most `most` elements, in the order in which they lie in its memory."""
-    dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
-    if box.count <= most or dim is None:
-        yield box
-        return
-    each = max(most // (box.count // box.shape[dim]), 1)
-    for first in range(0, box.shape[dim], each):
-        offset = (*box.offset[:dim], box.offset[dim] + first, *box.offset[dim + 1 :])
-        shape = (*box.shape[:dim], min(each, box.shape[dim] - first), *box.shape[dim + 1 :])
-        yield from slices(Box(offset, shape), most)

@@ -17,12 +17,12 @@ from typing import Any
 from ..errors import CheckpointError
 from ..version import __version__
 from .agreeing import Agreement, first, merged, trouble
-from .boxes import whole
 from .commits import Commit, begin
 from .committed import inside, write_manifest
+from .huggingface import index_of
 from .manifest import FileRecord, Manifest
 from .meeting import Meeting, Store
-from .planning import Division, FilePlan
+from .planning import FilePlan
 from .progress import expect
 from .retention import retain
 from .sources import INDEX
@@ -166,7 +166,7 @@ class Save:
         for _, _, others in reports[1:]:
             for name, state in others.items():
                 states[name] = merged(states[name], state, name) if name in states else state
-        index = hugging_face_index(self.agreement.division)
+        index = index_of(self.agreement.division.tensors)
         if index is not None:
             files[INDEX] = FileRecord(len(index), storage.put(f"{folder}/{INDEX}", [index], len(index)))
         manifest = Manifest(
@@ -187,13 +187,3 @@ class Save:
 
 def _digest(state: Any) -> str:
     return hashlib.sha256(dumps(state)).hexdigest()
-
-
-def hugging_face_index(division: Division) -> bytes | None:
-    """The index that Hugging Face's tools read, where all weights of the first model are whole in their files."""
-    weights = {name: stored for name, stored in division.tensors.items() if name.startswith("model/")}
-    if not weights or any(len(s.pieces) != 1 or s.pieces[0].box != whole(s.shape) for s in weights.values()):
-        return None
-    total = sum(s.pieces[0].box.count * s.dtype.itemsize for s in weights.values())
-    table = {name.partition("/")[2]: stored.pieces[0].file for name, stored in weights.items()}
-    return dumps({"metadata": {"total_size": total}, "weight_map": table})

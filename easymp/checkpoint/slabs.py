@@ -13,7 +13,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from .boxes import Box, overlap, runs, span
+from .boxes import Box, overlap, runs, slices, span
 from .manifest import Piece, Stored
 
 STAGE = 2**25  # bytes read before they are converted
@@ -66,16 +66,14 @@ def slabs_of(want: Want) -> Iterator[Slab]:
         common = overlap(piece.box, want.box)
         if common is None:
             continue
-        into = want.into
-        for d, (o, n, base) in enumerate(zip(common.offset, common.shape, want.box.offset)):
-            into = into.narrow(d, o - base, n)
+        into = _within(want.into, want.box, common)
         plain = into.is_cpu and into.is_contiguous() and not into.is_conj() and not into.is_neg()
         closed = _in_short_runs(common, piece.box, size)
         direct = plain and into.dtype == stored.dtype and not closed
         most = STAGE // size * common.count // (span(common, piece.box) if closed else common.count)
-        for box, view in [(common, into)] if direct else _rows(common, into, max(most, 1)):
+        for box in [common] if direct else slices(common, max(most, 1)):
             first, _ = next(runs(box, piece.box))
-            yield Slab(piece.begin + first * size, piece, stored.dtype, box, view, direct, closed)
+            yield Slab(piece.begin + first * size, piece, stored.dtype, box, _within(into, common, box), direct, closed)
 
 
 def _in_short_runs(part: Box, within: Box, size: int) -> bool:
@@ -86,16 +84,8 @@ def _in_short_runs(part: Box, within: Box, size: int) -> bool:
     return second > first and length * size < SHORT and (second - first) * size <= NEAR
 
 
-def _rows(box: Box, view: Tensor, most: int) -> Iterator[tuple[Box, Tensor]]:
-    """`box` in parts of at most `most` elements, in order, each with its part of `view`."""
-    dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
-    if box.count <= most or dim is None:
-        yield box, view
-        return
-    each = max(most // (box.count // box.shape[dim]), 1)
-    for first in range(0, box.shape[dim], each):
-        count = min(each, box.shape[dim] - first)
-        part = Box(
-            (*box.offset[:dim], box.offset[dim] + first, *box.offset[dim + 1 :]), (*box.shape[:dim], count, *box.shape[dim + 1 :])
-        )
-        yield from _rows(part, view.narrow(dim, first, count), most)
+def _within(memory: Tensor, box: Box, part: Box) -> Tensor:
+    """Where the elements of `part` are in `memory`, which holds those of `box`."""
+    for d, (base, first, count) in enumerate(zip(box.offset, part.offset, part.shape)):
+        memory = memory.narrow(d, first - base, count)
+    return memory

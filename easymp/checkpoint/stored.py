@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,11 @@ class Stored:
     dtype: torch.dtype
     shape: Shape
     pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        """In the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

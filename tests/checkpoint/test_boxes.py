@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easymp.checkpoint import boxes
-from easymp.checkpoint.boxes import SPLIT, Box, fault, overlap, runs, whole
+from easymp.checkpoint.boxes import SPLIT, Box, fault, overlap, runs, slices, whole
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -151,3 +151,14 @@ def test_a_pinwheel_and_a_grid_of_cubes() -> None:
     assert fault((3, 3), pinwheel[:-1]) is not None
     cubes = [Box((a, b, c), (1, 1, 1)) for a, b, c in itertools.product(range(12), repeat=3)]
     assert fault((12, 12, 12), cubes) is None
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 4, 5), (1, 1, 6), (2, 0, 3)])
+@pytest.mark.parametrize("most", [1, 3, 5, 1000])
+def test_slices_follow_one_another(shape: tuple[int, ...], most: int) -> None:
+    box = whole(shape)
+    found = list(slices(box, most))
+    places = [first + i for part in found for first, count in runs(part, box) for i in range(count)]
+    assert places == list(range(box.count))
+    assert all(part.count <= most for part in found)
+    assert found != [] and all(isinstance(part, Box) for part in found)

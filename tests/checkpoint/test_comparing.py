@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from easymp.checkpoint import comparing, diff, inspect, passing
-from easymp.checkpoint.boxes import Box, runs, whole
 from easymp.checkpoint.header import NAMES
 from easymp.checkpoint.local import LocalStorage
-from easymp.checkpoint.passing import slices
 from easymp.checkpoint.saves import Saves
 from easymp.checkpoint.saving import Target
 from easymp.checkpoint.snapshot import Reading, Snapshot
@@ -152,17 +150,6 @@ def test_tensors_pass_through_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
     assert diff(one, other) == whole_
     assert next((v.name, v.count, v.largest) for v in whole_.values) == ("tree/a", 3, 1.0)
     assert max(sizes) <= 40 and len(sizes) > 10
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 4, 5), (1, 1, 6), (2, 0, 3)])
-@pytest.mark.parametrize("most", [1, 3, 5, 1000])
-def test_slices_follow_one_another(shape: tuple[int, ...], most: int) -> None:
-    box = whole(shape)
-    found = list(slices(box, most))
-    places = [first + i for part in found for first, count in runs(part, box) for i in range(count)]
-    assert places == list(range(box.count))
-    assert all(part.count <= most for part in found)
-    assert found != [] and all(isinstance(part, Box) for part in found)
 
 
 def test_damaged_bytes_are_no_difference_but_an_error(root: Path, samples: Path) -> None:

@@ -40,7 +40,7 @@ def test_a_flipped_bit(root: Path, at: int) -> None:
 
 def test_truncated_longer_and_missing_files(root: Path) -> None:
     folder = root / OF_TWO
-    names = sorted(f.name for f in folder.glob("*.safetensors"))
+    names = sorted(f.name for f in folder.glob("*.safetensors"))[:4]
     whole = (folder / names[0]).read_bytes()
     (folder / names[0]).write_bytes(whole[:-1])
     with (folder / names[1]).open("ab") as file:
