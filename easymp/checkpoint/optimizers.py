@@ -42,6 +42,7 @@ class OptimizerState:
         self._names = {id(p): owner[id(back.get(id(p), p))] for p, _ in laid_out}
         self._parameters = {self._names[id(p)]: p for p, _ in laid_out}
         self._like = {self._names[id(p)]: like for p, like in laid_out}
+        self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
     @property
     def name(self) -> str:
@@ -166,7 +167,7 @@ class OptimizerState:
     def _fresh(self, source: Reading, names: str, name: str) -> Any:
         """The state of one parameter, in new tensors."""
         parameter, like = self._parameters[name], self._like[name]
-        group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
+        group = self._group_of[id(parameter)]
         there = self._stepped(source, name)
 
         def tensor(path: str) -> Tensor:
