@@ -19,6 +19,9 @@ fail one, to shorten a write, or to record the order. It may be called from seve
 | ``"close"`` | descriptor | |
 | ``"read"`` | descriptor, buffers, offset → count | as ``os.preadv`` |
 | ``"list"``, ``"stat"`` | path | |
+
+A file of one block or less is "create", "write", "fsync", "close"; a larger one is allocated after "create", and written from a few
+threads. Behind a URL the operations have the same names and the arguments of fsspec's calls; a file is there with its "replace".
 """
 
 from __future__ import annotations
