@@ -37,6 +37,7 @@ import mmap
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import statistics
 import sys
@@ -313,6 +314,7 @@ ALONE = ("save beside training", "copy")  # on one thread, as a process that dri
 
 def child(pipe: Connection, log: str, job: Job, name: str, case: str, phase: str, rank: int, port: int, rest: Any) -> None:
     """A measuring process's whole life."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -672,6 +674,7 @@ def main() -> None:
     names = [name for name in CONTENDERS if not asked.only or name in asked.only or name == BASE]
     records = Records(asked.record)
     begun = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and remove what lies on the disk
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - begun:6.0f} s  {text}", file=sys.stderr, flush=True)
