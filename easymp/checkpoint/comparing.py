@@ -17,7 +17,7 @@ from .manifest import BLOCK, Manifest, Stored
 from .opening import Opened, open_checkpoint
 from .passing import one_by_one, room
 from .progress import expect
-from .storage import Tick
+from .storage import Tick, nothing
 from .trees import TAG
 
 LONG = 60  # characters of a value that is shown
@@ -73,7 +73,7 @@ class Difference:
         return not (self.missing or self.added or self.kinds or self.values or self.states)
 
 
-def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick = lambda n: None) -> Difference:
+def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick = nothing) -> Difference:
     """What differs between the committed checkpoints `one` and `other`, folders or URLs, however their tensors are cut.
 
     Memory does not grow with the tensors: 64 MiB of each is held at a time, more where there are more than four files.

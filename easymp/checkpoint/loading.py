@@ -17,7 +17,7 @@ from .fitting import several
 from .folders import current
 from .manifest import Manifest
 from .snapshot import Kept, Reading, Trial
-from .storage import Storage, Tick
+from .storage import Storage, Tick, nothing
 
 logger = get_logger(__name__)
 
@@ -39,9 +39,7 @@ class Loaded:
     skipped: tuple[str, ...] = ()
 
 
-def load(
-    world: World, storage: Storage, name: str, kept: Sequence[Kept], strict: bool = True, tick: Tick = lambda n: None
-) -> Loaded:
+def load(world: World, storage: Storage, name: str, kept: Sequence[Kept], strict: bool = True, tick: Tick = nothing) -> Loaded:
     """Put the checkpoint `name` of `storage` into what is live, on all ranks together.
 
     Raises:
@@ -55,9 +53,7 @@ def load(
     return put_in_place(world, f"{storage.place}/{name}", open_it, kept, tick)
 
 
-def put_in_place(
-    world: World, place: str, open_it: Callable[[], Reading], kept: Sequence[Kept], tick: Tick = lambda n: None
-) -> Loaded:
+def put_in_place(world: World, place: str, open_it: Callable[[], Reading], kept: Sequence[Kept], tick: Tick = nothing) -> Loaded:
     """As `load`, from what `open_it` opens at `place`."""
     puts: list[Callable[[], None]] = []
     found: list[Reading] = []

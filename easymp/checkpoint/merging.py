@@ -25,7 +25,7 @@ from .planning import Brought, Division, FilePlan, divide, group
 from .progress import expect
 from .sharding import Item, cut, order
 from .sources import INDEX
-from .storage import Part, Tick
+from .storage import Part, Tick, nothing
 from .storages import open_storage, parted
 
 SHARD_SIZE = "5GB"
@@ -38,7 +38,7 @@ def merge(
     max_shard_size: int | str = SHARD_SIZE,
     all: bool = False,
     model: str = MODEL,
-    tick: Tick = lambda n: None,
+    tick: Tick = nothing,
 ) -> None:
     """Write the checkpoint in `folder` to `out` with whole tensors; each is a folder or a URL.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .boxes import Box
 from .manifest import BLOCK, Stored
-from .storage import Tick
+from .storage import Tick, nothing
 from .streaming import Want, stream
 from .tensor_files import SourceFile
 
@@ -26,7 +26,7 @@ def room(files: int) -> int:
 
 
 def one_by_one(
-    files: Mapping[str, SourceFile], wanted: Iterable[tuple[Stored, Box]], together: int, tick: Tick = lambda n: None
+    files: Mapping[str, SourceFile], wanted: Iterable[tuple[Stored, Box]], together: int, tick: Tick = nothing
 ) -> Iterator[Tensor]:
     """A new tensor of each box, in the order of `wanted`; as many are read at once as have `together` bytes, or one.
 

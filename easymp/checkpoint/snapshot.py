@@ -18,7 +18,7 @@ from .planning import Brought
 from .preflight import preflight
 from .progress import expect
 from .sources import SourceFile
-from .storage import Storage, Tick
+from .storage import Storage, Tick, nothing
 from .streaming import Want, stream
 from .trees import pack, unpack
 
@@ -158,7 +158,7 @@ class Reading:
             raise CheckpointError(f"{words}; strict=False loads what fits")
         self.skipped.append(words)
 
-    def run(self, tick: Tick = lambda n: None) -> None:
+    def run(self, tick: Tick = nothing) -> None:
         """Fill all that was asked for.
 
         Raises:

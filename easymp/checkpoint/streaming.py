@@ -14,11 +14,11 @@ from torch import Tensor
 from .boxes import Box, overlap, runs, strides
 from .buffers import aligned, as_bytes
 from .slabs import STAGE, Slab, Want, slabs_of
-from .storage import Tick
+from .storage import Tick, nothing
 from .tensor_files import SourceFile
 
 
-def stream(files: Mapping[str, SourceFile], wants: Iterable[Want], tick: Tick = lambda n: None) -> None:
+def stream(files: Mapping[str, SourceFile], wants: Iterable[Want], tick: Tick = nothing) -> None:
     """Read all `wants`, file by file, in the order in which the bytes lie there.
 
     Raises:

@@ -13,7 +13,7 @@ from .manifest import BLOCK, FileRecord, Manifest
 from .opening import Opened, open_checkpoint
 from .preflight import expected, faults
 from .progress import expect
-from .storage import Storage, Tick
+from .storage import Storage, Tick, nothing
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Damage:
     tensors: tuple[str, ...] = ()
 
 
-def verify(folder: str | os.PathLike[str], tick: Tick = lambda n: None) -> list[Damage]:
+def verify(folder: str | os.PathLike[str], tick: Tick = nothing) -> list[Damage]:
     """All that is wrong with the committed checkpoint in `folder` (or at that URL); empty where it is as it was written.
 
     Args:
