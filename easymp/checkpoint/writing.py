@@ -15,11 +15,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from itertools import islice
 from queue import SimpleQueue
+from time import perf_counter
 
 from ..errors import CheckpointError
 from . import calls
@@ -101,10 +101,10 @@ class Writer:
         if known is None:
             seconds = {self._past: float("inf"), self._through: float("inf")}
             for way in (self._past, self._through) * 2:
-                start = time.perf_counter()
+                start = perf_counter()
                 self._run(way, islice(groups, ROUND), tick)
                 self._sync()
-                seconds[way] = min(seconds[way], time.perf_counter() - start)
+                seconds[way] = min(seconds[way], perf_counter() - start)
             past_is_quicker[device] = past_is_quicker.get(device, True) and CLEARLY * seconds[self._past] < seconds[self._through]
             known = past_is_quicker[device]
         return self._past if known else self._through
