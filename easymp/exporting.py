@@ -65,9 +65,9 @@ class Weights:
     ) -> None:
         """Write the model's weights as Hugging Face's tools want them: ``model.safetensors``, or shards and an index.
 
-        All ranks call it. Rank 0 writes, and holds one whole tensor at a time. A model that is in the folder is replaced when the new one
-        is on disk, and not before. Of tied weights one is written; the metadata names the others. Where every rank holds the whole model,
-        rank 0 alone may call it, and only rank 0 hears of an error.
+        All ranks call it. Rank 0 writes, and holds a few whole tensors at a time: those being written, and the next one. A model that is
+        in the folder is replaced when the new one is on disk, and not before. Of tied weights one is written; the metadata names the
+        others. Where every rank holds the whole model, rank 0 alone may call it, and only rank 0 hears of an error.
 
         Args:
             save_directory: a folder, made where it is missing; a path or URL. One save at a time.

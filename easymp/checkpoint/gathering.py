@@ -1,4 +1,4 @@
-"""Whole tensors of a model that is spread over the ranks, one after the other on rank 0, which holds one at a time beside its own."""
+"""Whole tensors of a model that is spread over the ranks, one after the other on rank 0, which may let each go before the next."""
 
 from __future__ import annotations
 

@@ -101,10 +101,12 @@ def _write(storage: Storage, path: str, shard: Sequence[Item], bring: Bring, ali
     def parts() -> Iterator[Part]:
         yield header
         for item in shard:
-            tensor = bring(item.name)
-            assert tensor is not None, "this is rank 0"
-            if tensor.numel():
-                yield as_bytes(tensor)
+            yield content(item.name)  # held by nobody else, so that it goes when it is written
+
+    def content(name: str) -> Part:
+        tensor = bring(name)
+        assert tensor is not None, "this is rank 0"
+        return as_bytes(tensor)
 
     storage.put(path, parts(), slots[-1].end if slots else len(header), tick)
 
