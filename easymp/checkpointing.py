@@ -215,6 +215,7 @@ class Checkpointing(Registering):
             raise RefusedError(f"load_state({names}=…) is not honoured: files are read in one way. Leave it out")
         if path is not None and accelerates:
             return self._load_accelerates(path, strict, others)
+        self._saves.wait()  # what is being written may be what is asked for
         root, name = self._together(lambda: self._find(path))
         return self._load(root, name, strict)
 

@@ -48,6 +48,7 @@ class Resuming(Checkpointing):
         """
         if self._save_on_signal is None:
             self._preemption.start()
+        self._saves.wait()  # what is being written may be the newest
         passed: list[str] = []
         while True:
             root, name = self._together(lambda: self._newest(path, passed))

@@ -13,6 +13,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -453,11 +454,9 @@ def flipped(one: list[Path], root: Path, step: int) -> None:
         for at in range(0, len(content), step if record else min(step, 3)):
             content[at] ^= 1 << at % 8
             file.write_bytes(content)
+            look = partial(storage.verify, f"{FIRST}/{file.name}", record.size, record.checksums) if record else None
             with pytest.raises(CheckpointError):
-                if record:
-                    storage.verify(f"{FIRST}/{file.name}", record.size, record.checksums)
-                else:
-                    open_manifest(storage, FIRST)
+                (look or partial(open_manifest, storage, FIRST))()
             if at % (97 * step) == 0:
                 assert refused(root, FIRST) or "index" in file.name, (file.name, at)
             content[at] ^= 1 << at % 8
