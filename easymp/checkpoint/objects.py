@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from ..errors import CheckpointError
 from ..optim import PreparedScheduler
 from ..precision import Scaler
 from .models import nothing
@@ -29,10 +31,19 @@ class ObjectState:
             source.complain(f"the checkpoint has no {self._name}")
             return nothing
         state = source.state(name)
-        before = copy.deepcopy(self._thing.state_dict())
-        source.trials.append(
-            Trial(self._name, lambda: self._thing.load_state_dict(state), lambda: self._thing.load_state_dict(before))
-        )
+        before: list[Any] = []
+
+        def change() -> None:
+            with suppress(Exception):  # one whose state cannot be had now may well take another
+                before.append(copy.deepcopy(self._thing.state_dict()))
+            self._thing.load_state_dict(state)
+
+        def undo() -> None:
+            if not before:
+                raise CheckpointError("what it was could not be copied")
+            self._thing.load_state_dict(before.pop())
+
+        source.trials.append(Trial(self._name, change, undo))
         return nothing
 
 

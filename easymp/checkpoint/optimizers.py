@@ -26,7 +26,8 @@ class OptimizerState:
 
     A tensor of the shape of its parameter lies as the parameter's states do here; others are whole. Which implementation steps (fused,
     foreach, capturable) stays this run's. A run without masters passes them by, for its parameters are the masters (see `ModelState`);
-    masters that the checkpoint does not have are the weights in it.
+    masters that the checkpoint does not have are the weights in it. The optimizer's own `load_state_dict` is called only where its class
+    or a hook has a part in it.
 
     Args:
         name: "optimizer", or "optimizer_1" and so on.
@@ -102,9 +103,8 @@ class OptimizerState:
         if unfit:
             source.complain(f"{self._name} remembers parameters of another shape: {several(unfit)}")
         masters = self._masters(source)
-        rest = saved["rest"]
-        if rest:
-            source.trials.append(self._trial(rest, groups))
+        if saved["rest"] or self._optimizer.listens():
+            source.trials.append(self._trial(saved["rest"], groups, {**saved["shared"], **fresh}))
 
         def put() -> None:
             inner = self._optimizer
@@ -200,8 +200,8 @@ class OptimizerState:
                 fills += [(part, source.part(path, box)) for box, part in place.parts]
         return fills
 
-    def _trial(self, rest: dict[str, Any], groups: Groups) -> Trial:
-        """What its class or a hook added, given to `load_state_dict`, together with what is remembered here until then."""
+    def _trial(self, rest: dict[str, Any], groups: Groups, states: Mapping[Any, Any]) -> Trial:
+        """All of it through `load_state_dict`, which its class or a hook has a part in."""
         inner = self._optimizer
         before: list[Any] = []
 
@@ -209,7 +209,10 @@ class OptimizerState:
             before.append(copy.deepcopy(inner.state_dict()))
             now = inner.state_dict()
             merged = [{**own, **taken} for own, taken in zip(now["param_groups"], groups)]
-            inner.load_state_dict({**now, "param_groups": merged, **rest})
+            held = [p for group in inner.param_groups for p in group["params"]]
+            numbers = dict(zip(map(id, held), (n for group in merged for n in group["params"])))
+            numbered = {numbers[id(key)] if isinstance(key, Tensor) else key: state for key, state in states.items()}
+            inner.load_state_dict({**now, "state": numbered, "param_groups": merged, **rest})
 
         def undo() -> None:
             if before:

@@ -152,6 +152,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return {}
         return {key: value for key, value in there.state_dict().items() if key not in ("state", "param_groups")}
 
+    def listens(self) -> bool:
+        """Whether the class or a hook has a part in `load_state_dict`."""
+        there: Any = self.optimizer
+        hooks = there._optimizer_load_state_dict_pre_hooks or there._optimizer_load_state_dict_post_hooks
+        return type(self.given).load_state_dict is not torch.optim.Optimizer.load_state_dict or bool(hooks)
+
     def laid_out(self) -> list[tuple[Tensor, Tensor]]:
         """What the param groups hold, each parameter as its states lie: itself, or a DTensor where they are sharded and it is not."""
         held = [p for group in self.param_groups for p in group["params"]]

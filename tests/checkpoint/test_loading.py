@@ -201,6 +201,17 @@ def test_an_object_that_cannot_be_put_back_is_named(saved: Path) -> None:
             acc.load_state(saved)
 
 
+def test_an_object_whose_state_cannot_be_had_may_take_another(saved: Path) -> None:
+    with (run := Run(net(3, 4, 2), 3)).acc as acc:
+
+        def refuse() -> Any:
+            raise ValueError("not now")
+
+        run.schedule.scheduler.state_dict = refuse
+        acc.load_state(saved)
+        assert run.schedule.scheduler.last_epoch == 1
+
+
 def test_without_strict_an_object_that_fails_is_put_back_and_the_rest_is_loaded(saved: Path) -> None:
     with (run := Run(net(3, 4, 2), 3)).acc as acc:
         take = run.schedule.scheduler.load_state_dict

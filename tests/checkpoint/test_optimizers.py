@@ -171,6 +171,30 @@ def test_a_load_state_dict_that_fails_leaves_all_as_it_was(tmp_path: Path) -> No
         assert all(torch.equal(m, optimizer.state[p]["momentum_buffer"]) for m, p in zip(momentum, model.parameters()))
 
 
+def heard(strategy: str, folder: Path) -> None:
+    """A hook of load_state_dict sees what was loaded."""
+    for load in (False, True):
+        with Accelerator(cpu=True, strategy=strategy, fused=False, timeout=50) as acc:
+            model = net(5 if load else 3)
+            model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.5 if load else 0.25))
+            steps(acc, model, optimizer, 0, 1 if load else 3)
+            if not load:
+                acc.save_state(folder)
+                continue
+            seen = []
+
+            def hook(of: Any, seen: list[Any] = seen) -> None:
+                seen.append((of.param_groups[0]["lr"], [float(of.state[p]["step"]) for p in of.param_groups[0]["params"]]))
+
+            optimizer.register_load_state_dict_post_hook(hook)
+            acc.load_state(folder)
+            assert seen == [(0.25, [3.0, 3.0])]
+
+
+def test_hooks_of_load_state_dict_are_heard(tmp_path: Path) -> None:
+    heard("single", tmp_path / "a")
+
+
 def groups(model: Any, *which: list[int], **options: Any) -> torch.optim.Optimizer:
     """AdamW with these layers in its groups."""
     return torch.optim.AdamW([{"params": [model[i].weight for i in layers], **options} for layers in which])
@@ -356,6 +380,7 @@ def many(folder: Path) -> dict[str, bool]:
         if name in CLASSES:
             found[f"{strategy} {name}"] = spread(strategy, name, folder / strategy)
     own("zero1", folder / "own")
+    heard("zero1", folder / "heard")
     return found
 
 
