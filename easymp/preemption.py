@@ -8,6 +8,9 @@ How ranks agree on the place: they count these places. A rank that was told to s
 the store), and each answers with the number of the last place that its main thread has passed; from then on that thread asks before
 it passes one. All stop at the first place that none had passed. Ranks that are behind go on until there, so nobody waits in a
 collective for one that has stopped.
+
+Workers of a DataLoader that were forked leave SIGUSR1 to their parent. A SIGTERM of their own ends them (that is torch's handler), and the
+run by an error with them: where a scheduler signals every process of a job, have it send SIGUSR1.
 """
 
 from __future__ import annotations

@@ -103,7 +103,10 @@ class Resuming(Checkpointing):
 
     def _leave(self, number: int | None) -> None:
         """A signal has come, here or to another rank: save, end, exit."""
-        self._saves.wait()
+        try:
+            self._saves.wait()
+        except CheckpointError as error:  # what an earlier save met with is no reason not to try again
+            logger.error("%s", error)
         place = self.save_state()
         self._saves.wait()
         logger.warning("preempted%s: saved %s, and exiting with %d", f" by signal {number}" if number else "", place, RESTART)
