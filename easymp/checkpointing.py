@@ -173,6 +173,11 @@ class Checkpointing(Registering):
                 f"save_state() in micro-step {clock.micro} of {clock.accumulation}: gradients of an unfinished window are "
                 "not kept. Save where accelerator.sync_gradients is true, after the optimizer's step"
             )
+        if any(optimizer.unused() for optimizer in self._prepared.optimizers):
+            logger.warning(
+                "save_state() while gradients wait for an optimizer's step: they are not kept, so a run that resumes here goes on without "
+                "them. Save after the step"
+            )
         if self._alone and self._run.world.size > 1:
             raise StepError(
                 "save_state() inside no_sync() or LocalSGD, where the ranks' models differ, and one of them would be kept: save after the "

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..clock import StepClock
 from ..errors import StepError
 from ..precision import Scaler
+from ..shards import local
 from .fused import fill_momentum, keep_implementation
 from .masters import Masters
 from .sharded import ShardedOptimizer
@@ -87,6 +88,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if self._sums is not None and self._sums.on:
             self._forget()
         return result
+
+    def unused(self) -> bool:
+        """Whether this rank holds gradients that no step has used since they were cleared. Waits for the device."""
+        if self._spent:
+            return False
+        grads = [local(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return any(bool((g._values() if g.is_sparse else g).any()) for g in grads)
 
     def gather(self) -> None:
         """Put gradients where the step looks for them, before they are unscaled or clipped."""

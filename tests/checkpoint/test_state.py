@@ -127,6 +127,18 @@ def test_not_within_a_window(tmp_path: Path) -> None:
                 run.acc.save_state()
 
 
+def test_gradients_that_wait_for_a_step_are_not_lost_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Run(tmp_path) as run:
+        run.step()
+        run.acc.save_state()
+        run.optimizer.zero_grad(set_to_none=False)
+        run.acc.save_state()
+        assert "gradients wait" not in caplog.text
+        run.acc.backward(run.model(torch.randn(4, 12)).sum())
+        run.acc.save_state()
+        assert "gradients wait" in caplog.text
+
+
 def damaged(folder: Path, how: str) -> None:
     if how == "uncommitted":
         (folder / "COMMIT").unlink()
