@@ -29,10 +29,11 @@ def open_storage(place: str | os.PathLike[str]) -> Storage:
 
 
 def parted(place: str | os.PathLike[str]) -> tuple[str, str]:
-    """The folder above a file or folder, and its name there."""
+    """The folder above a file or folder, and its name there; where a link leads, if it leads to a folder."""
     said = os.fspath(place)
     kind, mark, rest = said.partition("://")
     if not mark:
-        return os.path.split(os.path.abspath(said))
+        path = os.path.abspath(said)
+        return os.path.split(os.path.realpath(path) if os.path.isdir(path) else path)
     folder, _, name = rest.rstrip("/").rpartition("/")
     return f"{kind}://{folder}", name

@@ -427,3 +427,14 @@ def test_a_load_within_a_pass_ends_it(tmp_path: Path) -> None:
 
 def test_it_is_there_by_name() -> None:
     assert easymp.ProjectConfiguration is ProjectConfiguration
+
+
+def test_a_link_to_a_checkpoint_leads_to_it(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.acc.save_state(tmp_path / "one")
+        (tmp_path / "best").symlink_to(tmp_path / "one")
+        before = run.model.weight.detach().clone()
+        with torch.no_grad():
+            run.model.weight.zero_()
+        run.acc.load_state(tmp_path / "best")
+        assert torch.equal(run.model.weight, before)
