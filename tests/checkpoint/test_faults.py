@@ -425,10 +425,9 @@ def one(tmp_path):
     return sorted((tmp_path / FIRST).iterdir())
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(5))
 def test_a_file_of_another_length(one, tmp_path, number):
-    if number >= len(one):
-        pytest.skip("fewer files")
+    assert len(one) == 5
     file = one[number]
     content = file.read_bytes()
     size = len(content)
