@@ -198,8 +198,7 @@ class Checkpointing(Registering):
         """Put a checkpoint into all that is prepared and registered.
 
         Strategy and number of processes may be others than those it was saved with. On the same number the run goes on bit for bit in
-        fp32 (on three or more, ddp and zero1 only with ``find_unused_parameters=True``: else torch sums in another order after a first
-        backward); on another one with the same samples in the same order. Each prepared loader goes on where it stood: the next ``for``
+        fp32; on another one with the same samples in the same order. Each prepared loader goes on where it stood: the next ``for``
         over it reads the rest of the pass, once, and `skip_first_batches` counts from the start of that epoch.
 
         Args:

@@ -131,6 +131,11 @@ class Framed(nn.Module):
 class Replica(DistributedDataParallel):
     """DistributedDataParallel that knows its parameters by the user's names, and says them when it waits for some.
 
+    Gradients are reduced in buckets, and in which order the ranks' parts of a bucket are summed depends on where they lie in it. torch lays
+    buckets out once, for a first backward that does not know the order in which gradients come, and again for all others. A run that goes
+    on from a checkpoint would have a first backward where the one that it continues had a later one, and on three or more ranks the last
+    bits would differ. So they are laid out once and for all, from the last parameter to the first, as gradients mostly come.
+
     Args:
         module: what is called: `root`, or `root` under autocast.
         root: the user's module.
@@ -138,9 +143,18 @@ class Replica(DistributedDataParallel):
     """
 
     def __init__(self, module: nn.Module, root: nn.Module, options: dict[str, Any]) -> None:
+        self._backwards = not options["find_unused_parameters"]  # with which torch keeps its first layout
         super().__init__(module, **options)
-        self._names = [name for name, p in root.named_parameters() if p.requires_grad]  # as the reducer counts them
+        self._in_order = [name for name, p in root.named_parameters() if p.requires_grad]
+        self._names = self._in_order[::-1] if self._backwards else self._in_order  # as the reducer counts them
+        if self._backwards:
+            self.reducer._push_all_rebuilt_params()
+            self.reducer._rebuild_buckets()
         self._begun = False  # whether gradients have been reduced once
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, sparse = super()._build_params_for_reducer()
+        return (parameters[::-1], sparse[::-1]) if self._backwards else (parameters, sparse)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -166,7 +180,8 @@ class Replica(DistributedDataParallel):
     def _unused(self, said: str) -> str:
         """torch's sentence about parameters that it waits for, with their names and the way out for these options."""
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
-        names = [repr(self._names[int(i)]) for i in found[1].split()] if found else []
+        missing = {self._names[int(i)] for i in found[1].split()} if found else set()
+        names = [repr(name) for name in self._in_order if name in missing]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         who = f"no gradient came for {', '.join(names[:5])}{more}" if names else "not every parameter got a gradient"
         if self.static_graph:

@@ -13,8 +13,6 @@ from ..conftest import Ranks
 from .runs import Case, left, train
 
 PERSISTENT = {"workers": 2}
-# torch's DDP lays its buckets out anew after a first backward, and in them three or more ranks' gradients are summed in another order.
-FIXED = {"find_unused_parameters": True}
 # case, processes before, processes after, killed after updates, killed at the n-th beginning or end of a write of a rank
 ROWS: dict[str, tuple[Case, int, int, int, int]] = {
     "one process, in a save": (Case(accumulation=2), 1, 1, 0, 30),
@@ -36,8 +34,8 @@ SLOW: dict[str, tuple[Case, int, int, int, int]] = {
         )
         for strategy, options, n in (
             *(
-                ("ddp", FIXED, 4),
-                ("zero1", FIXED, 4),
+                ("ddp", {}, 4),
+                ("zero1", {}, 4),
                 ("fsdp", {}, 4),
                 ("hsdp", {"shard_size": 2}, 4),
                 ("tensor_parallel", {}, 2),
