@@ -438,3 +438,19 @@ def test_a_link_to_a_checkpoint_leads_to_it(tmp_path: Path) -> None:
             run.model.weight.zero_()
         run.acc.load_state(tmp_path / "best")
         assert torch.equal(run.model.weight, before)
+
+
+@pytest.mark.parametrize("kind", ["memory", "s3"])
+def test_a_run_in_an_object_store_saves_again_and_goes_on(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    place = "memory://" + tmp_path.name if kind == "memory" else request.getfixturevalue("s3") + "/run"
+    with Run(place, project_config=ProjectConfiguration(total_limit=2)) as run:
+        for asynchronous in (False, True, False):
+            run.step()
+            run.acc.save_state(async_=asynchronous)
+        run.acc.save_state()  # the same step once more
+        before = run.model.weight.detach().clone()
+    names = [entry.name for entry in easymp.checkpoint.list_checkpoints(f"{place}/checkpoints") if entry.committed]
+    assert [name.partition(".")[0] for name in names] == ["step-00000002", "step-00000003"]
+    with Run(place) as run:
+        assert run.acc.resume().startswith(f"{place}/checkpoints/step-00000003")
+        assert torch.equal(run.model.weight, before)
