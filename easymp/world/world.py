@@ -155,6 +155,7 @@ class World:
             failing = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
             self._say_farewell(0.0 if failing else min(self.timeout, FAREWELL))
             dist.destroy_process_group()
+            forget_meshes()
         self.owned = False
 
     def _say_farewell(self, seconds: float) -> None:
@@ -204,6 +205,7 @@ class World:
         """Begin again over fresh connections, on all ranks together, after one of them broke off."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        forget_meshes()
         assert self._store is not None
         self._connect(self._store)
 
@@ -377,6 +379,17 @@ class World:
             raise WorldError(
                 f"{what}: the ranks' tensors differ: {odd_one_out(seen)}; every rank must pass the same shape and dtype"
             )
+
+
+def forget_meshes() -> None:
+    """Empty torch's caches of layouts. They hold meshes, and an equal mesh of a later world would be given this one's groups."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug  # half a second that runs without DTensors have no use for
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # older torch has none
+    if clear is not None:
+        clear()
 
 
 def odd_one_out(values: list[Any]) -> str:

@@ -109,3 +109,25 @@ def test_groups_of_unequal_size_are_refused(ranks) -> None:
 def test_shard_size_is_checked(size: Any) -> None:
     with pytest.raises(SettingError, match="shard_size="):
         HSDPOptions(shard_size=size)
+
+
+def after_another_run(groups: int) -> list[float]:
+    """Sums of whole parameters after a step, of two runs, before the first of which `groups` other groups were made."""
+    found = []
+    for extra in (groups, 0):
+        with Accelerator(mixed_precision="no", strategy="hsdp", strategy_options={"shard_size": 2}, timeout=30) as acc:
+            for _ in range(extra):
+                acc._run.world.group(range(acc.num_processes))
+            torch.manual_seed(0)
+            model = make("mlp")
+            model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            acc.backward(model(torch.ones(2, 12)).sum())
+            optimizer.step()
+            found.append(float(sum(whole(p).sum() for p in model.parameters())))
+    return found
+
+
+def test_a_run_after_another_does_not_use_its_groups(ranks) -> None:
+    """torch keeps layouts of tensors in caches, with the mesh that they were made for, and takes equal meshes for the same."""
+    for one, other in ranks(after_another_run, 3, processes=4):
+        assert one == other
