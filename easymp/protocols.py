@@ -164,7 +164,10 @@ class Strategy(Protocol):
         ...
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer to step in place of `optimizer`, whose models are wrapped; itself where nothing is to be done."""
+        """The optimizer to step in place of `optimizer`, whose models are wrapped; itself where nothing is to be done.
+
+        Another one has `laid_out` and `remember`, by which checkpoints know its states (see `ShardedOptimizer`).
+        """
         ...
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

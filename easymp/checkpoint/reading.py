@@ -1,7 +1,7 @@
 """Bytes of a file straight into the memory that wants them; each block that is touched is read whole and verified by the way.
 
 A block is read in pieces by `preadv`: what is wanted goes to its place, the rest to scratch memory, and the piece is hashed while it is
-in the cache. Where a piece is wanted in so many small runs that a call for all of them would be slower, it goes to scratch and is copied.
+in the cache. Where a piece is wanted in more small runs than one call takes, it goes to scratch and is copied.
 
 Where no checksums are known (files of other programs), what lies before, between and after the wanted pieces is left unread.
 """

@@ -1,7 +1,7 @@
 """The parts in which a box of a stored tensor is read, and where each of them goes in memory.
 
-Of columns, a file has short runs, thousands of them. They are read with what lies between, as one, which storages read anyway: to verify
-it, or as no disk is quicker at less.
+Of columns, a file has short runs, thousands of them. They are read with what lies between, as one call, which storages read anyway
+where they verify it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from ..precision import Scaler
 from ..shards import local
 from .fused import fill_momentum, keep_implementation
 from .masters import Masters
-from .sharded import ShardedOptimizer
 from .sums import Sums
 
 
@@ -169,17 +168,17 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def laid_out(self) -> list[tuple[Tensor, Tensor]]:
         """What the param groups hold, each parameter as its states lie: itself, or a DTensor where they are sharded and it is not."""
         held = [p for group in self.param_groups for p in group["params"]]
-        there = self.optimizer
-        return list(zip(held, there.laid_out(held) if isinstance(there, ShardedOptimizer) else held))
+        there: Any = self.optimizer
+        return list(zip(held, held if there is self.given else there.laid_out(held)))
 
     def remember(self, states: Mapping[Any, dict[str, Any]]) -> None:
         """These are the states from now on, and no others; as `state` shows them. Parameters become their masters, rounded."""
-        there = self.optimizer
-        if isinstance(there, ShardedOptimizer):
-            there.remember(states)
-        else:
+        there: Any = self.optimizer
+        if there is self.given:
             there.state.clear()
             there.state.update(states)
+        else:
+            there.remember(states)
         if self._masters is not None:
             self._masters.give_back()
         fill_momentum(there)
