@@ -21,6 +21,7 @@ _HOMES = {
             "CheckpointError",
             "EasympError",
             "EasympWarning",
+            "KernelError",
             "PrepareError",
             "RefusedError",
             "SettingError",

@@ -42,6 +42,10 @@ class CheckpointError(EasympError, RuntimeError):
     """A checkpoint cannot be written, or is not what it should be; what is live has not changed, unless the message says so."""
 
 
+class KernelError(EasympError, RuntimeError):
+    """A kernel cannot be compiled or started on this machine; torch's own path is taken where there is one."""
+
+
 class EasympWarning(UserWarning):
     """Something works, but probably not as meant."""
 

@@ -1,0 +1,84 @@
+"""Adam and AdamW, as torch has them.
+
+"Adam: A Method for Stochastic Optimization", Kingma and Ba, arXiv:1412.6980; decoupled decay: Loshchilov and Hutter, arXiv:1711.05101;
+amsgrad: Reddi, Kale and Kumar, arXiv:1904.09237.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .rule import Group, Rule
+
+
+def _uses(group: Group) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+
+def _refuse(group: Group) -> str | None:
+    if any(isinstance(b, Tensor) for b in group["betas"]):
+        return "betas are tensors"
+    return None
+
+
+def _hyper(group: Group) -> tuple[float, ...]:
+    decay = float(group["weight_decay"])
+    decoupled = bool(group.get("decoupled_weight_decay"))
+    return (
+        *(float(b) for b in group["betas"]),
+        float(group["eps"]),
+        0.0 if decoupled else decay,
+        decay if decoupled else 0.0,
+        -1.0 if group["maximize"] else 1.0,
+    )
+
+
+def _element(states: tuple[str, ...]) -> str:
+    second = "exp_avg_sq"
+    most = ""
+    if "max_exp_avg_sq" in states:
+        most = "max_exp_avg_sq = exp_avg_sq > max_exp_avg_sq ? exp_avg_sq : max_exp_avg_sq;"
+        second = "max_exp_avg_sq"
+    return f"""
+const float d = g * sign + l2 * p;
+exp_avg += (d - exp_avg) * rest1;
+exp_avg_sq = keep2 * exp_avg_sq + rest2 * d * d;
+{most}
+p = p * shrink - size * (exp_avg / (sqrtf({second}) * root + eps));
+"""
+
+
+def reference(p: Tensor, g: Tensor, states: dict[str, Any], group: Group, step: int) -> None:
+    beta1, beta2 = group["betas"]
+    d = -g if group["maximize"] else g
+    if group.get("decoupled_weight_decay"):
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+    else:
+        d = d + group["weight_decay"] * p
+    states["exp_avg"].lerp_(d, 1 - beta1)
+    states["exp_avg_sq"].mul_(beta2).addcmul_(d, d, value=1 - beta2)
+    second = states["exp_avg_sq"]
+    if group["amsgrad"]:
+        second = torch.maximum(states["max_exp_avg_sq"], second, out=states["max_exp_avg_sq"])
+    p.sub_(group["lr"] / (1 - beta1**step) * states["exp_avg"] / ((second / (1 - beta2**step)).sqrt() + group["eps"]))
+
+
+ADAM = Rule(
+    name="adam",
+    states=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    uses=_uses,
+    refuse=_refuse,
+    hyper=_hyper,
+    numbers=("beta1", "beta2", "epsilon", "decay", "decoupled", "direction"),
+    prepare="""
+sign = direction; l2 = decay; shrink = 1.0 - lr * decoupled; eps = epsilon;
+keep2 = beta2; rest2 = 1.0 - beta2; rest1 = 1.0 - beta1;
+size = lr / (1.0 - pow(beta1, step)); root = 1.0 / sqrt(1.0 - pow(beta2, step));
+""",
+    constants=("sign", "l2", "shrink", "eps", "rest1", "keep2", "rest2", "size", "root"),
+    element=_element,
+    reference=reference,
+)

@@ -1,0 +1,70 @@
+"""The table of addresses and the map of chunks, from which one launch finds all its tensors where they lie.
+
+Nothing is copied together or moved, so gradients in DDP's buckets, shards of FSDP and torch's own state stay what they are. The table
+owns nothing: who fills it keeps the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 16384  # elements that one block takes
+HEAD = 3  # words of a row before its addresses: elements, whether all addresses are multiples of 16, copies over the ranks
+ROLES = 9  # most addresses of a row
+WORDS = HEAD + ROLES
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """The tensors of one parameter.
+
+    Attributes:
+        tensors: one a role; dense, with equal sizes and strides.
+        copies: ranks that hold the same elements, over which a sum counts them once.
+    """
+
+    tensors: tuple[Tensor, ...]
+    copies: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """On the device.
+
+    Attributes:
+        rows: int64, rows × `WORDS`.
+        chunks: int64: row << 32 | chunk of the row; rows without elements have none.
+        starts: of each list of rows that was laid out, its first chunk; and the number of all chunks.
+    """
+
+    rows: Tensor
+    chunks: Tensor
+    starts: tuple[int, ...]
+
+
+def lay_out(kinds: Sequence[Sequence[Row]], device: torch.device) -> Table:
+    """A table of the rows of all `kinds`, one list a kernel that will run over it; copied without a wait for the device."""
+    words: list[int] = []
+    chunks: list[int] = []
+    starts = [0]
+    number = 0
+    for rows in kinds:
+        for row in rows:
+            count = row.tensors[0].numel()
+            addresses = [t.data_ptr() for t in row.tensors]
+            aligned = not any(a & 15 for a in addresses)
+            words += [count, aligned, row.copies, *addresses, *[0] * (ROLES - len(addresses))]
+            chunks += [number << 32 | part for part in range(-(-count // CHUNK))]
+            number += 1
+        starts.append(len(chunks))
+    return Table(upload(words, torch.int64, device).view(-1, WORDS), upload(chunks, torch.int64, device), tuple(starts))
+
+
+def upload(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`numbers` as a tensor on `device`, without a wait for it."""
+    here = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return here.to(device, non_blocking=True)

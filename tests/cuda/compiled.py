@@ -1,0 +1,107 @@
+"""Kernels on a CPU: their text, compiled by g++, one thread of a block after the other."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from easymp.cuda.kernel import THREADS, Kernel
+from easymp.cuda.preamble import PREAMBLE
+
+CTYPES = {"uint64": ctypes.c_uint64, "int64": ctypes.c_int64, "float64": ctypes.c_double}
+C = {"uint64": "unsigned long long", "int64": "long long", "float64": "double"}
+
+HERE = r"""
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+#define DEVICE static inline
+struct uint2 { unsigned int x, y; };
+struct alignas(16) uint4 { unsigned int x, y, z, w; };
+template <class T> static inline T __ldcs(const T* p) { return *p; }
+template <class T> static inline void __stcs(T* p, T v) { *p = v; }
+static inline double total(double (&of)[THREADS]) {
+  for (int n = THREADS / 2; n; n /= 2)
+    for (int t = 0; t < n; ++t) of[t] += of[t + n];
+  return of[0];
+}
+static inline float half_to_float(unsigned short b) { _Float16 h; memcpy(&h, &b, 2); return (float)h; }
+static inline unsigned short float_to_half(float x) { _Float16 h = (_Float16)x; unsigned short b; memcpy(&b, &h, 2); return b; }
+"""
+
+
+def source(kernel: Kernel) -> str:
+    """The whole C++ file of `kernel`."""
+    given = ", ".join(f"{C[kind]} {name}" for kind, name in (a.split() for a in kernel.arguments))
+    sums = " ".join(f"double {s} = 0.0;" for s in kernel.sums)
+    kept = " ".join(f"{s}_of[thread] = {s};" for s in kernel.sums)
+    arrays = " ".join(f"double {s}_of[{THREADS}];" for s in kernel.sums)
+    totals = " ".join(f"const double {s} = total({s}_of);" for s in kernel.sums)
+    return f"""#define THREADS {THREADS}
+{HERE}{PREAMBLE}
+extern "C" void run(long long blocks, {given}) {{
+  for (long long block = 0; block < blocks; ++block) {{
+    {arrays}
+    for (int thread = 0; thread < {THREADS}; ++thread) {{
+      {sums}
+      {{ {kernel.body} }}
+      {kept}
+    }}
+    {totals}
+    {kernel.after}
+  }}
+}}
+"""
+
+
+@cache
+def folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="kernels-"))
+
+
+@cache
+def compiled(text: str, arguments: tuple[str, ...], flags: tuple[str, ...]) -> ctypes._CFuncPtr:
+    name = hashlib.sha256("\n".join([text, *flags]).encode()).hexdigest()[:16]
+    path = folder() / f"{name}.so"
+    (folder() / f"{name}.cpp").write_text(text)
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        "-ffp-contract=off",
+    ]
+    command += ["-Wno-unused-parameter", *flags]
+    done = subprocess.run([*command, "-o", os.fspath(path), f"{folder() / name}.cpp"], capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stderr}\n{text}"
+    run = ctypes.CDLL(os.fspath(path)).run
+    run.argtypes = [ctypes.c_int64, *(CTYPES[a.split()[0]] for a in arguments)]
+    run.restype = None
+    return run
+
+
+class CompiledLauncher:
+    """A launcher on the CPU."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, flags: tuple[str, ...] = ()) -> None:
+        self.launches: list[str] = []
+        self._flags = flags
+
+    def launch(self, kernel: Kernel, blocks: int, arguments: Sequence[int | float]) -> None:
+        self.launches.append(kernel.name)
+        compiled(source(kernel), kernel.arguments, self._flags)(blocks, *arguments)
