@@ -1,5 +1,7 @@
 # A fresh clone needs nothing before `make demo` or `make test`: both make .venv and install into it.
 PYTHON ?= python3
+# Kernels are compiled by the tests on any machine, for this CUDA; cuda12 where that one is installed.
+CUDA ?= cuda13
 BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST := $(BIN)/python -m pytest
@@ -10,7 +12,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,examples]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,examples,$(CUDA)]'
 	touch $@
 
 # The same training in one process and in two.

@@ -22,7 +22,8 @@ class Rule:
         refuse: of a param group, why it is not for these kernels, in words; None where it is.
         hyper: of a param group, its numbers without lr, in the order of `numbers`.
         numbers: what `prepare` calls them; "lr" comes before them.
-        prepare: C++ on doubles, once a tensor and step: sees `numbers`, ``lr`` and ``step`` (this step's number, from 1), and sets `constants`.
+        prepare: C++ on doubles, once a tensor and step: sees `numbers`, ``lr`` and ``step`` (of this step, from 1), and sets
+            `constants`.
         constants: floats that `element` sees.
         element: C++ on floats, once an element: ``p``, ``g`` (unscaled and clipped) and the states.
         reference: the same by torch in float64 or float32: ``(p, g, states, group, step)``, in place, for tests.
