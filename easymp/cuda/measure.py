@@ -6,6 +6,8 @@ as `torch.nn.utils.clip_grad_norm_` has it; the step multiplies by it as it read
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ RESULT = ("norm", "factor", "found_inf", "inverse_scale")  # float32, what `conc
 _INVERSE = "const float inverse = scale ? (float)(1.0 / (double)*at<const float>(scale)) : 1.f;"
 
 
+@cache
 def squares(dtype: torch.dtype) -> Kernel:
     """Σ (g / scale)² and the number of elements that are not finite, of each chunk, at ``partials``."""
     return stream(
@@ -24,6 +27,20 @@ def squares(dtype: torch.dtype) -> Kernel:
         [Role("g")],
         {"g": dtype},
         "const float x = g * inverse; squares += x * x; bad += finite(g) ? 0.f : 1.f;",
+        arguments=("uint64 scale",),
+        setup=_INVERSE,
+        sums={"squares": "squares / copies", "bad": "bad"},
+    )
+
+
+@cache
+def unscaled(dtype: torch.dtype) -> Kernel:
+    """`squares`, and each gradient becomes g / scale, rounded, where it lies: torch's ``_amp_foreach_non_finite_check_and_unscale_``."""
+    return stream(
+        "unscale",
+        [Role("g", writes=True)],
+        {"g": dtype},
+        "bad += finite(g) ? 0.f : 1.f; g = g * inverse; squares += g * g;",
         arguments=("uint64 scale",),
         setup=_INVERSE,
         sums={"squares": "squares / copies", "bad": "bad"},
@@ -75,5 +92,6 @@ def reference(grads: list[Tensor], scale: Tensor | None, max_norm: float) -> Ten
     total = torch.stack([(g.double() * inverse).square().sum() for g in grads]).sum() if grads else torch.zeros(()).double()
     bad = any(not bool(g.isfinite().all()) for g in grads)
     norm = total.sqrt()
-    clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    clip = max_norm / (norm + 1e-6)
+    clip = torch.where(norm.isnan(), norm, torch.where(clip < 1.0, clip, 1.0))
     return torch.stack([norm, inverse * clip, torch.tensor(float(bad)).double(), inverse]).float()

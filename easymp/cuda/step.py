@@ -10,7 +10,7 @@ Of 32 bytes an fp32 parameter, 4 are for the norm: torch's GradScaler, clip and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from ..shards import local
+from .gradients import Gradients, OverRanks
 from .kernel import THREADS, Kernel, Launcher
-from .measure import CONCLUDE, RESULT, TOTAL, squares
 from .prepare import MOST, TENSOR, prepare
 from .rules.rule import Rule
 from .streams import TYPES
-from .table import Row, Table, lay_out, upload
-from .update import AVERAGE, COPY, GRADIENT, PARAMETER, roles_of, update
+from .table import Row, Table, alike, dense, lay_out, place, upload
+from .update import roles_of, update
 
-STATES = (torch.float32, torch.bfloat16)
 EMA = "ema"  # key of the average in an optimizer's state
 
 Gradient = Callable[[Tensor], "Tensor | None"]
@@ -40,17 +39,30 @@ class _Kind:
     dtypes: tuple[tuple[str, torch.dtype], ...]
 
 
+@dataclass(frozen=True)
+class _Item:
+    """One parameter with a gradient.
+
+    Attributes:
+        facts: all that the table takes of it; while they stay, so does the table.
+    """
+
+    facts: tuple[Any, ...]
+    kind: _Kind
+    row: Row
+    words: tuple[int, ...]
+
+
 @dataclass
 class _Layout:
-    """One set of parameters with gradients, where they lie."""
+    """One set of parameters with gradients, where they lay. It owns none of them: gradients can be freed, states replaced."""
 
-    addresses: list[int]
+    facts: dict[tuple[Any, ...], _Kind] = field(default_factory=dict)
     kinds: tuple[_Kind, ...] = ()
     table: Table | None = None
     tensors: Tensor | None = None
     partials: Tensor | None = None
     constants: Tensor | None = None
-    keep: list[Any] = field(default_factory=list)  # what the table points at
 
 
 class FusedStep:
@@ -80,7 +92,9 @@ class FusedStep:
         self.optimizer, self.rule, self.ema_decay = optimizer, rule, ema_decay
         self.rest: list[Tensor] = []
         self._launcher, self._gradient, self._copy, self._copies = launcher, gradient, copy or {}, copies
-        self._layout = _Layout([])
+        self.unmeasured: list[Tensor] = []
+        self._gradients = Gradients(launcher)
+        self._layout = _Layout()
         self._hyper: list[float] = []
         self._groups: Tensor | None = None
         self._kernels: dict[Any, Kernel] = {}
@@ -88,36 +102,27 @@ class FusedStep:
     # -- the four launches ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def measure(
-        self,
-        max_norm: float = float("inf"),
-        scale: Tensor | None = None,
-        over_ranks: Callable[[Tensor], None] | None = None,
-    ) -> Tensor:
+    def measure(self, max_norm: float = float("inf"), scale: Tensor | None = None, over_ranks: OverRanks | None = None) -> Tensor:
         """float32 [4] on the device, as `measure.RESULT` names them: the norm of the gradients divided by `scale`, the factor …
+
+        Of all gradients that are dense floats on the device, those of `rest` too; `unmeasured` are the parameters of the others.
 
         Args:
             scale: float32, 0-dim: the loss scale.
             over_ranks: adds up a float64 tensor [2] over the ranks, in place. A collective.
         """
-        layout = self._lay_out()
-        device = self._launcher.device
-        result = torch.empty(len(RESULT), dtype=torch.float32, device=device)
-        totals = torch.empty(2, dtype=torch.float64, device=device)
-        at = 0 if scale is None else scale.data_ptr()
-        count = 0
-        if layout.table is not None and layout.partials is not None:
-            for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
-                kernel = self._make(("squares", kind.dtypes[0][1]), lambda dtype=kind.dtypes[0][1]: squares(dtype))
-                self._stream(kernel, first, last, at)
-            count = layout.table.starts[-1]
-        partials = 0 if layout.partials is None else layout.partials.data_ptr()
-        alone = over_ranks is None
-        self._launcher.launch(TOTAL, 1, [partials, count, totals.data_ptr(), alone, at, max_norm, result.data_ptr()])
-        if over_ranks is not None:
-            over_ranks(totals)
-            self._launcher.launch(CONCLUDE, 1, [totals.data_ptr(), at, max_norm, result.data_ptr()])
-        return result
+        self.unmeasured = []
+        found: list[tuple[Tensor, int]] = []
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = self._gradient(parameter)
+                if gradient is None:
+                    continue
+                if self._gradients.takes(gradient):
+                    found.append((gradient, self._copies(parameter)))
+                else:
+                    self.unmeasured.append(parameter)
+        return self._gradients.measure(found, max_norm, scale, over_ranks)
 
     @torch.no_grad()
     def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None) -> None:
@@ -127,19 +132,19 @@ class FusedStep:
             factor: float32, 0-dim: what gradients are multiplied by.
             found_inf: float32, 0-dim: above 0, nothing changes, the counters included.
         """
-        layout = self._lay_out()
+        layout, held = self._lay_out()
         if layout.table is None or layout.tensors is None or layout.constants is None:
             return
         times, skip = (0 if t is None else t.data_ptr() for t in (factor, found_inf))
         count = len(layout.tensors)
         constants, follow = layout.constants.data_ptr(), 1.0 - (self.ema_decay or 0.0)
+        hyper = self._hypers()
         kernel = self._make("prepare", lambda: prepare(self.rule))
-        self._launcher.launch(
-            kernel, -(-count // THREADS), [layout.tensors.data_ptr(), count, self._hypers().data_ptr(), skip, constants]
-        )
+        self._launcher.launch(kernel, -(-count // THREADS), [layout.tensors.data_ptr(), count, hyper.data_ptr(), skip, constants])
         for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
             kernel = self._make(kind, lambda kind=kind: update(self.rule, kind.states, dict(kind.dtypes)))
             self._stream(kernel, first, last, constants, times, skip, follow)
+        del held  # until all that reads them is in the stream
 
     def _make(self, key: Any, make: Callable[[], Kernel]) -> Kernel:
         kernel = self._kernels.get(key)
@@ -162,91 +167,111 @@ class FusedStep:
         """Numbers of the param groups, on the device; copied there when one has changed."""
         numbers: list[float] = []
         for group in self.optimizer.param_groups:
-            lr = group["lr"]
-            mine = [0.0 if isinstance(lr, Tensor) and lr.is_cuda else float(lr), *self.rule.hyper(group)]
+            mine = [0.0 if self._lr_at(group["lr"]) else float(group["lr"]), *self.rule.hyper(group)]
             numbers += mine + [0.0] * (MOST - len(mine))
         if self._groups is None or numbers != self._hyper:
             self._hyper = numbers
             self._groups = upload(numbers, torch.float64, self._launcher.device)
         return self._groups
 
-    def _lay_out(self) -> _Layout:
-        """The table of the parameters that have gradients now; the last one, if all is where it was."""
-        kinds: dict[_Kind, list[tuple[Row, int, Tensor, Any]]] = {}
-        addresses: list[int] = []
+    def _lr_at(self, lr: float | Tensor) -> int:
+        """Where the device finds `lr`, 0 where it is told the number: as a tensor elsewhere, or of another dtype, is."""
+        here = isinstance(lr, Tensor) and lr.device == self._launcher.device and lr.dtype == torch.float32
+        return lr.data_ptr() if here else 0  # type: ignore[union-attr]
+
+    def _lay_out(self) -> tuple[_Layout, list[_Item]]:
+        """The table of the parameters that have gradients now, the last one if all is where it was; and what it points at."""
+        items: list[_Item] = []
         self.rest = []
+        known = self._layout.facts
         for number, group in enumerate(self.optimizer.param_groups):
             fits = self.rule.refuse(group) is None
             uses = self.rule.uses(group) if fits else ()
+            lr = self._lr_at(group["lr"]) if fits else 0
             for parameter in group["params"]:
                 gradient = self._gradient(parameter)
                 if gradient is None:
                     continue
-                row = self._row(parameter, gradient, uses) if fits else None
-                if row is None:
+                item = self._item(parameter, gradient, number, lr, uses, known) if fits else None
+                if item is None:
                     self.rest.append(parameter)
-                    continue
-                kind, tensors = row
-                state = self.optimizer.state[parameter]
-                kinds.setdefault(kind, []).append((Row(tensors, self._copies(parameter)), number, state["step"], group["lr"]))
-                addresses += [t.data_ptr() for t in tensors]
-        if addresses == self._layout.addresses:
-            return self._layout
-        self._layout = self._new(addresses, kinds)
-        return self._layout
+                else:
+                    items.append(item)
+        if [item.facts for item in items] != list(known):
+            self._layout = self._new(items)
+        return self._layout, items
 
-    def _new(self, addresses: list[int], kinds: dict[_Kind, list[tuple[Row, int, Tensor, Any]]]) -> _Layout:
+    def _new(self, items: Sequence[_Item]) -> _Layout:
+        if not items:
+            return _Layout()
         device = self._launcher.device
-        if not kinds:
-            return _Layout(addresses)
-        table = lay_out([[row for row, *_ in rows] for rows in kinds.values()], device)
-        words: list[int] = []
-        for rows in kinds.values():
-            for _, group, counter, lr in rows:
-                words += [group, counter.data_ptr(), lr.data_ptr() if isinstance(lr, Tensor) and lr.is_cuda else 0]
+        kinds: dict[_Kind, list[_Item]] = {}
+        for item in items:
+            kinds.setdefault(item.kind, []).append(item)
+        table = lay_out([[item.row for item in of] for of in kinds.values()], device)
+        words = [word for of in kinds.values() for item in of for word in item.words]
         tensors = upload(words, torch.int64, device).view(-1, TENSOR)
         partials = torch.empty((table.starts[-1], 2), dtype=torch.float64, device=device)
         constants = torch.empty((len(tensors), MOST), dtype=torch.float32, device=device)
-        return _Layout(addresses, tuple(kinds), table, tensors, partials, constants, [list(rows) for rows in kinds.values()])
+        return _Layout({item.facts: item.kind for item in items}, tuple(kinds), table, tensors, partials, constants)
 
-    def _row(self, parameter: Tensor, gradient: Tensor, uses: tuple[str, ...]) -> tuple[_Kind, tuple[Tensor, ...]] | None:
-        """The tensors of `parameter`, in the order of their roles; None where the kernels do not take them."""
-        here = local(parameter)
-        if here.device != self._launcher.device or here.dtype not in TYPES or gradient.is_sparse:
+    def _item(
+        self, parameter: Tensor, gradient: Tensor, number: int, lr: int, uses: tuple[str, ...], known: Mapping[Any, _Kind]
+    ) -> _Item | None:
+        """`parameter` as a row, its tensors in the order of their roles; None where the kernels do not take it."""
+        copies = self._copies(parameter)
+        state = self.optimizer.state.get(parameter, {})
+        tensors = self._tensors(parameter, gradient, state, uses)
+        if tensors is not None and not tensors[0].is_neg():
+            facts = (number, lr, copies, uses, *map(place, tensors))
+            if facts in known:
+                return _Item(facts, known[facts], Row(tensors[1:], copies), (number, tensors[0].data_ptr(), lr))
+        if not self._takes(parameter, gradient, state, uses):
             return None
-        state = self._state(parameter, uses)
+        counter, gradient, *others = self._tensors(parameter, gradient, self._state(parameter, uses), uses) or ()
+        if not alike(gradient, others[0]) or gradient.is_neg():
+            gradient = torch.empty_like(others[0], dtype=gradient.dtype).copy_(gradient)
+        facts = (number, lr, copies, uses, *map(place, (counter, gradient, *others)))
+        roles = roles_of(uses, self.ema_decay is not None, id(parameter) in self._copy)
+        kind = _Kind(uses, tuple((role.name, t.dtype) for role, t in zip(roles, (gradient, *others))))
+        return _Item(facts, kind, Row((gradient, *others), copies), (number, counter.data_ptr(), lr))
+
+    def _tensors(
+        self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Any], uses: tuple[str, ...]
+    ) -> tuple[Tensor, ...] | None:
+        """The step counter, and what lies here of the tensors of each role, in their order; None where there are not all of them yet."""
+        keys = (*uses, EMA) if self.ema_decay is not None else uses
+        if not isinstance(state.get("step"), Tensor) or any(state.get(key) is None for key in keys):
+            return None
         low = self._copy.get(id(parameter))
-        roles = roles_of(uses, self.ema_decay is not None, low is not None)
-        by_role = {GRADIENT: gradient, PARAMETER: parameter, AVERAGE: state.get(EMA), COPY: low, **{s: state[s] for s in uses}}
-        tensors = [local(by_role[role.name]) for role in roles]
-        if not _dense(here) or any(t.dtype not in TYPES or t.device != here.device for t in tensors):
-            return None
-        if tensors[0].stride() != here.stride():
-            tensors[0] = torch.empty_like(here, dtype=tensors[0].dtype).copy_(tensors[0])
-        if any(t.stride() != here.stride() for t in tensors):
-            return None
-        return _Kind(uses, tuple((role.name, t.dtype) for role, t in zip(roles, tensors))), tuple(tensors)
+        found = (gradient, parameter, *(state[key] for key in keys), *(() if low is None else (low,)))
+        return state["step"], *map(local, found)
+
+    def _takes(self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Any], uses: tuple[str, ...]) -> bool:
+        """Whether the kernels can; before any state is made, for what they leave to others is not theirs."""
+        device = self._launcher.device
+        here, low = local(parameter), self._copy.get(id(parameter))
+        there = [state[key] for key in (*uses, EMA) if state.get(key) is not None]
+        others = [local(t) for t in (gradient, *there, *(() if low is None else (low,)))]
+        if here.device != device or here.dtype not in TYPES or not dense(here):
+            return False
+        if any(t.layout is not torch.strided or t.device != device or t.dtype not in TYPES for t in others):
+            return False
+        return all(t.shape == here.shape for t in others) and (low is None or alike(local(low), here))
 
     def _state(self, parameter: Tensor, uses: Sequence[str]) -> dict[str, Any]:
+        """The state of `parameter`, made where there is none; what was loaded comes into the parameter's own layout."""
         state = self.optimizer.state[parameter]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=self._launcher.device)
-        elif state["step"].device != self._launcher.device or state["step"].dtype != torch.float32:
-            state["step"] = state["step"].to(self._launcher.device, torch.float32)
-        for key in uses:
-            if key not in state:
-                state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        if self.ema_decay is not None and EMA not in state:
-            state[EMA] = parameter.detach().clone(memory_format=torch.preserve_format)
+        device = self._launcher.device
+        state["step"] = torch.as_tensor(state.get("step", 0.0)).to(device, torch.float32)
+        for key in (*uses, EMA) if self.ema_decay is not None else uses:
+            value = state.get(key)
+            if value is not None and alike(local(value), local(parameter)):
+                continue
+            like = None if value is None else value.dtype
+            state[key] = torch.zeros_like(parameter, dtype=like, memory_format=torch.preserve_format)
+            if value is not None:
+                local(state[key]).copy_(local(value))
+            elif key == EMA:
+                local(state[key]).copy_(local(parameter))
         return state
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Whether `tensor` fills a run of memory, in any order of its dimensions."""
-    end = 1
-    for stride, count in sorted(zip(tensor.stride(), tensor.shape)):
-        if count > 1:
-            if stride != end:
-                return False
-            end *= count
-    return True

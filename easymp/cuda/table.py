@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,17 +55,43 @@ def lay_out(kinds: Sequence[Sequence[Row]], device: torch.device) -> Table:
     number = 0
     for rows in kinds:
         for row in rows:
-            count = row.tensors[0].numel()
+            count = row.tensors[0].numel()  # below 2^46, for the part of a chunk's word
             addresses = [t.data_ptr() for t in row.tensors]
             aligned = not any(a & 15 for a in addresses)
             words += [count, aligned, row.copies, *addresses, *[0] * (ROLES - len(addresses))]
             chunks += [number << 32 | part for part in range(-(-count // CHUNK))]
             number += 1
         starts.append(len(chunks))
-    return Table(upload(words, torch.int64, device).view(-1, WORDS), upload(chunks, torch.int64, device), tuple(starts))
+    return Table(upload(words, torch.int64, device).view(number, WORDS), upload(chunks, torch.int64, device), tuple(starts))
 
 
 def upload(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`numbers` as a tensor on `device`, without a wait for it."""
     here = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return here.to(device, non_blocking=True)
+
+
+def place(tensor: Tensor) -> tuple[Any, ...]:
+    """Where `tensor` lies and how: what a table took of it. The same memory may later be another tensor's, of another kind."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def dense(tensor: Tensor) -> bool:
+    """Whether `tensor` fills a run of memory, each number once, in any order of its dimensions."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return True
+    end = 1
+    for stride, count in sorted((s, c) for s, c in zip(tensor.stride(), tensor.shape) if c > 1):
+        if stride != end:
+            return False
+        end *= count
+    return True
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether the same index is at the same distance from the beginning in both."""
+    if one.shape != other.shape:
+        return False
+    return one.stride() == other.stride() or all(
+        a == b for a, b, count in zip(one.stride(), other.stride(), one.shape) if count > 1 and one.numel()
+    )

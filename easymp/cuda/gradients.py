@@ -1,0 +1,99 @@
+"""All gradients at once, of whatever dtypes: measured, or unscaled where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..shards import local
+from .kernel import Kernel, Launcher
+from .measure import CONCLUDE, RESULT, TOTAL, squares, unscaled
+from .streams import TYPES
+from .table import Row, Table, dense, lay_out, place
+
+OverRanks = Callable[[Tensor], None]  # adds up a float64 tensor [2] over the ranks, in place; a collective
+
+
+@dataclass
+class _Laid:
+    """Gradients where they lay when the table was made; it owns none of them, so that they can be freed."""
+
+    places: list[Any] = field(default_factory=list)
+    dtypes: tuple[torch.dtype, ...] = ()
+    table: Table | None = None
+    partials: Tensor | None = None
+
+
+class Gradients:
+    """Kernels over lists of gradients on the launcher's device."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._laid = _Laid()
+
+    def takes(self, gradient: Tensor) -> bool:
+        """Whether these kernels read it: a strided tensor on this device, of a dtype that they know."""
+        return gradient.layout is torch.strided and gradient.device == self._launcher.device and gradient.dtype in TYPES
+
+    def measure(
+        self,
+        gradients: Iterable[tuple[Tensor, int]],
+        max_norm: float = float("inf"),
+        scale: Tensor | None = None,
+        over_ranks: OverRanks | None = None,
+    ) -> Tensor:
+        """float32 [4], as `measure.RESULT` names them, of gradients, each with the number of ranks that hold the same elements."""
+        held = [(_readable(local(g)), copies) for g, copies in gradients]
+        return self._run(squares, held, max_norm, scale, over_ranks)
+
+    def unscale(self, gradients: Iterable[Tensor], scale: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Divide gradients by `scale` in place; float32, 0-dim, above 0 if one was not finite; and those left to torch."""
+        mine, rest = [], []
+        for gradient in map(local, gradients):
+            fits = self.takes(gradient) and dense(gradient) and not gradient.is_neg()
+            (mine if fits else rest).append(gradient)
+        return self._run(unscaled, [(g, 1) for g in mine], float("inf"), scale, None)[RESULT.index("found_inf")], rest
+
+    def _run(
+        self,
+        make: Callable[[torch.dtype], Kernel],
+        held: list[tuple[Tensor, int]],
+        max_norm: float,
+        scale: Tensor | None,
+        over_ranks: OverRanks | None,
+    ) -> Tensor:
+        device, launch = self._launcher.device, self._launcher.launch
+        laid = self._lay_out(held)
+        result = torch.empty(len(RESULT), dtype=torch.float32, device=device)
+        totals = torch.empty(2, dtype=torch.float64, device=device)
+        at, count, partials = (0 if scale is None else scale.data_ptr()), 0, 0
+        if laid.table is not None and laid.partials is not None:
+            count, partials = laid.table.starts[-1], laid.partials.data_ptr()
+            rows, chunks = laid.table.rows.data_ptr(), laid.table.chunks.data_ptr()
+            for dtype, first, last in zip(laid.dtypes, laid.table.starts, laid.table.starts[1:]):
+                if last > first:
+                    launch(make(dtype), last - first, [rows, chunks + 8 * first, partials + 16 * first, at])
+        launch(TOTAL, 1, [partials, count, totals.data_ptr(), over_ranks is None, at, max_norm, result.data_ptr()])
+        if over_ranks is not None:
+            over_ranks(totals)
+            launch(CONCLUDE, 1, [totals.data_ptr(), at, max_norm, result.data_ptr()])
+        return result
+
+    def _lay_out(self, held: list[tuple[Tensor, int]]) -> _Laid:
+        places = [(*place(g), copies) for g, copies in held]
+        if places != self._laid.places:
+            kinds: dict[torch.dtype, list[Row]] = {}
+            for gradient, copies in held:
+                kinds.setdefault(gradient.dtype, []).append(Row((gradient,), copies))
+            table = lay_out(list(kinds.values()), self._launcher.device)
+            partials = torch.empty((table.starts[-1], 2), dtype=torch.float64, device=self._launcher.device)
+            self._laid = _Laid(places, tuple(kinds), table, partials)
+        return self._laid
+
+
+def _readable(gradient: Tensor) -> Tensor:
+    return gradient if dense(gradient) and not gradient.is_neg() else gradient.contiguous().resolve_neg()
