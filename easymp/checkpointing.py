@@ -140,25 +140,28 @@ class Checkpointing(Registering):
         self._check_settled()
         world = self._run.world
         world.settle()
+        self._saves.wait()  # one at a time, and hooks write for one, too
         step = max((o.updates for o in self._prepared.optimizers), default=0)
         chosen = below(self._root, step_folder(step)) if path is None else path
         root, name = self._together(lambda: parted(chosen))
         place = below(root, name)
         before = self._listed(root, name)
-        models = self._hooked(self._save_hooks, place, weights=True)
-        if self._listed(root, name) != before:
-            raise CheckpointError(
-                f"a hook wrote to {place}, and the save that follows would replace that folder: let it write beside it, or register an "
-                "object with state_dict and load_state_dict"
-            )
+        storage = open_storage(root)
+        models, extra = self._before_save(storage, name)
         limit = None if path is not None or self._project.total_limit is None else self._project.total_limit - 1
         self._project.iteration += 1
         try:
-            target = Target(open_storage(root), name, step, self._run.plan.as_dict())
+            if self._listed(root, name) != before:
+                raise CheckpointError(
+                    f"a hook wrote to {place}, and the save that follows would replace that folder: let it write to the output_dir that it "
+                    "is given"
+                )
+            target = Target(storage, name, step, self._run.plan.as_dict())
             with of_ranks(world, "saving", "saved", place, async_) as tick:
-                self._saves.save(target, list(self._kept(models)), async_, limit, tick)
+                self._saves.save(target, list(self._kept(models)), async_, limit, tick, extra)
         except BaseException:
             self._project.iteration -= 1
+            extra.close()
             raise
         return place
 
@@ -225,7 +228,7 @@ class Checkpointing(Registering):
         return self._load(root, name, strict)
 
     def _load_accelerates(self, folder: Path, strict: bool, options: dict[str, Any]) -> Loaded:
-        left_to_hooks = self._hooked(self._load_hooks, os.fspath(folder))
+        left_to_hooks = self._loaded_by_hooks(os.fspath(folder))
         prepared, world = self._prepared, self._run.world
         models = [model.route.original for model in prepared.models]
         unsaid = {f"loader_{i}" for i in range(len(prepared.loaders))} | {"steps", "run", "epochs"}
@@ -254,10 +257,9 @@ class Checkpointing(Registering):
         return inside, folder
 
     def _load(self, root: str, name: str, strict: bool) -> Loaded:
-        models = self._hooked(self._load_hooks, below(root, name))
-        world, place = self._run.world, below(root, name)
-        with of_ranks(world, "loading", "loaded", place) as tick:
-            return load(world, open_storage(root), name, list(self._kept(models)), strict, tick)
+        world, place, storage = self._run.world, below(root, name), open_storage(root)
+        with self._before_load(storage, name) as models, of_ranks(world, "loading", "loaded", place) as tick:
+            return load(world, storage, name, list(self._kept(models)), strict, tick)
 
     def _together(self, act: Callable[[], Any]) -> Any:
         """What `act` returns on rank 0, on all ranks; its error, too."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..log import get_logger
+from .manifest import MANIFEST
 from .single import load
 
 logger = get_logger(__name__)
@@ -70,7 +71,8 @@ class AccelerateStates:
 def is_accelerate_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether `folder` looks like one of Accelerate's `save_state`; nothing is opened."""
     try:
-        return any(RNG.fullmatch(name) for name in os.listdir(folder))
+        names = os.listdir(folder)
+        return MANIFEST not in names and any(map(RNG.fullmatch, names))
     except OSError:
         return False
 

@@ -89,12 +89,13 @@ def _entry(storage: Storage, name: str, names: Sequence[str]) -> Entry:
 
 def bytes_of(manifest: Manifest) -> int:
     """Bytes of its files, beside the manifest."""
-    return sum(file.size for file in manifest.files.values())
+    return sum(file.size for file in manifest.all_files.values())
 
 
 def bytes_in(storage: Storage, folder: str) -> int:
-    """Bytes of the files that lie right in a folder."""
-    return sum(storage.size(inside(folder, file)) or 0 for file in storage.list(folder))
+    """Bytes of the files in a folder, and in those below it."""
+    below = [inside(folder, name) for name in storage.list(folder)]
+    return sum(bytes_in(storage, path) if (size := storage.size(path)) is None else size for path in below)
 
 
 def _modified(storage: Storage, name: str) -> str | None:

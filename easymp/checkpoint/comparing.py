@@ -56,7 +56,7 @@ class Difference:
         added: tensors of the second that the first lacks.
         kinds: tensors of another dtype or shape.
         values: tensors of the same kind with other values.
-        states: what is no tensor, and how the runs were made (step, ranks, plan).
+        states: what is no tensor, how the runs were made (step, ranks, plan), and files of hooks by size and checksums.
         equal: how many tensors are equal, bit for bit.
     """
 
@@ -147,7 +147,8 @@ def _apart(x: Tensor, y: Tensor) -> float:
 
 def _said(manifest: Manifest) -> dict[str, Any]:
     run = {"step": manifest.step, "world_size": manifest.world_size, "plan": manifest.plan}
-    return {**run, "tied": manifest.aliases, **manifest.states}
+    extra = {name: {"bytes": file.size, "crc32": list(file.checksums)} for name, file in manifest.extra.items()}
+    return {**run, "tied": manifest.aliases, "extra": extra, **manifest.states}
 
 
 def _unequal(one: Any, other: Any, path: str) -> Iterator[Unequal]:

@@ -54,7 +54,7 @@ def newest(storage: Storage, passed: Collection[str] = ()) -> tuple[str | None, 
 def damage(storage: Storage, folder: str) -> str:
     """What is wrong with the files of a committed checkpoint, in words; "" where all of them are what was written. Reads all of it."""
     try:
-        for name, record in open_manifest(storage, folder).files.items():
+        for name, record in open_manifest(storage, folder).all_files.items():
             storage.verify(inside(folder, name), record.size, record.checksums)
     except (OSError, CheckpointError) as error:
         return str(error)

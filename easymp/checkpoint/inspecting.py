@@ -46,6 +46,7 @@ class Contents:
     Attributes:
         size: bytes of all files but the manifest.
         files: their bytes by name.
+        extra: names of those that hooks wrote.
         aliases: names of tensors that are other names of stored ones.
     """
 
@@ -61,6 +62,7 @@ class Contents:
     aliases: Mapping[str, str]
     states: tuple[str, ...]
     files: Mapping[str, int]
+    extra: tuple[str, ...]
 
 
 def inspect(folder: str | os.PathLike[str]) -> Contents:
@@ -84,7 +86,8 @@ def inspect(folder: str | os.PathLike[str]) -> Contents:
         tensors=tuple(TensorFacts(n, dtype_name(t.dtype), t.shape, t.bytes, len(t.pieces)) for n, t in it.tensors.items()),
         aliases=it.aliases,
         states=tuple(it.states),
-        files={name: file.size for name, file in it.files.items()},
+        files={name: file.size for name, file in it.all_files.items()},
+        extra=tuple(it.extra),
     )
 
 

@@ -44,6 +44,9 @@ class LocalStorage:
         self.place = os.fspath(place)
         self._direct = direct
 
+    def path(self, name: str) -> str:
+        return self._path(name)
+
     # -- contents ------------------------------------------------------------------------------------------------------
 
     def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = nothing) -> tuple[int, ...]:

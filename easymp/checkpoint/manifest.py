@@ -17,9 +17,18 @@ from .stored import FileRecord as FileRecord
 from .stored import Piece as Piece
 from .stored import Stored as Stored
 from .strict import dumps, loads
-from .wellformed import check_aliases, check_files, check_number, check_states, check_tensors, check_text
+from .wellformed import (
+    check_aliases,
+    check_extra,
+    check_files,
+    check_number,
+    check_records,
+    check_states,
+    check_tensors,
+    check_text,
+)
 
-VERSION = 1
+VERSION = 2  # with files of hooks; what has none is version 1, which says nothing of them, and is written as such
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,7 @@ class Manifest:
         files: by name.
         states: Python state by name, as `trees.pack` leaves it.
         aliases: names of tensors that are other names of stored ones (tied weights).
+        extra: files that hooks wrote, by their paths below the folder; nothing is known of what is in them.
     """
 
     step: int
@@ -47,6 +57,12 @@ class Manifest:
     files: dict[str, FileRecord]
     states: dict[str, Any]
     aliases: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, FileRecord] = field(default_factory=dict)
+
+    @property
+    def all_files(self) -> dict[str, FileRecord]:
+        """The checkpoint's own, and those of hooks."""
+        return {**self.files, **self.extra}
 
     def check(self) -> None:
         """Raises CheckpointError where something in it cannot be."""
@@ -55,6 +71,8 @@ class Manifest:
         check_text("written", self.written)
         check_text("made_by", self.made_by)
         check_files(self.files)
+        check_extra(self.extra, self.files)
+        check_records(self.extra)
         check_tensors(self.tensors, self.files)
         check_aliases(self.aliases, self.tensors)
         check_states(self.states, ChainMap(self.tensors, self.aliases))
@@ -70,14 +88,15 @@ class Manifest:
             raise CheckpointError("the plan of a checkpoint is stored as JSON, and has values that are none: pass Plan.as_dict()")
         return dumps(
             {
-                "version": VERSION,
+                "version": VERSION if self.extra else 1,
                 "made_by": self.made_by,
                 "written": self.written,
                 "step": self.step,
                 "world_size": self.world_size,
                 "plan": self.plan,
                 "block": BLOCK,
-                "files": {name: {"size": f.size, "crc32": list(f.checksums)} for name, f in self.files.items()},
+                "files": _table(self.files),
+                **({"extra": _table(self.extra)} if self.extra else {}),
                 "tensors": {
                     name: {
                         "dtype": NAMES[t.dtype],
@@ -90,6 +109,10 @@ class Manifest:
                 "states": self.states,
             }
         )
+
+
+def _table(files: dict[str, FileRecord]) -> dict[str, Any]:
+    return {name: {"size": f.size, "crc32": list(f.checksums)} for name, f in files.items()}
 
 
 def seal(manifest: bytes) -> bytes:
@@ -119,15 +142,12 @@ def decode(text: bytes, what: str) -> Manifest:
 
 def _manifest(raw: Any) -> Manifest:
     """What the JSON says, in our types; the values are still to be checked."""
-    _fields("the manifest", raw, FIELDS)
+    _fields("the manifest", raw, FIELDS if raw["version"] == 1 else {**FIELDS, "extra": dict})
     if raw["block"] != BLOCK:
         raise CheckpointError(
             f"checksums are of blocks of {raw['block']} bytes, and this easymp reads those of {BLOCK}: update easymp"
         )
-    files, tensors = {}, {}
-    for name, file in raw["files"].items():
-        _fields(f"the file {name!r:.300}", file, {"size": int, "crc32": list})
-        files[name] = FileRecord(file["size"], tuple(file["crc32"]))
+    files, extra, tensors = _records(raw["files"]), _records(raw.get("extra", {})), {}
     for name, tensor in raw["tensors"].items():
         _fields(f"the tensor {name!r:.300}", tensor, {"dtype": str, "shape": list, "pieces": list})
         if tensor["dtype"] not in DTYPES:
@@ -145,9 +165,16 @@ def _manifest(raw: Any) -> Manifest:
         tensors[name] = Stored(DTYPES[tensor["dtype"]], tuple(tensor["shape"]), tuple(pieces))
     for name, of in raw["aliases"].items():
         _fields(f"the alias {name!r:.300}", {"of": of}, {"of": str})
-    return Manifest(
-        raw["step"], raw["world_size"], raw["written"], raw["made_by"], raw["plan"], tensors, files, raw["states"], raw["aliases"]
-    )
+    said = (raw[name] for name in ("step", "world_size", "written", "made_by", "plan"))
+    return Manifest(*said, tensors, files, raw["states"], raw["aliases"], extra)
+
+
+def _records(table: dict[str, Any]) -> dict[str, FileRecord]:
+    files = {}
+    for name, file in table.items():
+        _fields(f"the file {name!r:.300}", file, {"size": int, "crc32": list})
+        files[name] = FileRecord(file["size"], tuple(file["crc32"]))
+    return files
 
 
 FIELDS: dict[str, type] = {

@@ -17,6 +17,7 @@ from .boxes import whole
 from .buffers import as_bytes
 from .commits import begin
 from .committed import inside, write_manifest
+from .extra import copied
 from .huggingface import index_of, write_model
 from .manifest import FileRecord, Stored
 from .opening import Opened, open_checkpoint
@@ -44,7 +45,7 @@ def merge(
 
     Args:
         max_shard_size: of a file, in bytes or as "5GB"; a larger tensor gets a file of its own.
-        all: a complete checkpoint, for `load_state`, in place of the weights alone.
+        all: a complete checkpoint, for `load_state`, in place of the weights alone; files of hooks go along.
         model: whose weights: "model", or "model_1" and so on where several were prepared. Not with `all`.
         tick: told how many more bytes were read, now and then.
 
@@ -94,7 +95,8 @@ def _merge_all(source: Opened, out: str | os.PathLike[str], most: int, model: st
         index = index_of(division.tensors)
         if index is not None:
             files[INDEX] = FileRecord(len(index), storage.put(inside(commit.folder, INDEX), [index], len(index)))
-        write_manifest(storage, commit.folder, dataclasses.replace(manifest, tensors=division.tensors, files=files))
+        extra = copied(source.extra, storage, commit.folder)
+        write_manifest(storage, commit.folder, dataclasses.replace(manifest, tensors=division.tensors, files=files, extra=extra))
         commit.finish()
     finally:
         commit.close()

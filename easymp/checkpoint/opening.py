@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..errors import CheckpointError
 from .committed import inside, open_manifest
 from .folders import current
-from .manifest import Manifest
+from .manifest import FileRecord, Manifest
 from .storage import Storage
 from .storages import open_storage, parted
 from .tensor_files import SourceFile
@@ -28,9 +28,16 @@ class Opened(NamedTuple):
     @property
     def files(self) -> dict[str, SourceFile]:
         """For `streaming.stream`."""
+        return self._at(self.manifest.files)
+
+    @property
+    def extra(self) -> dict[str, SourceFile]:
+        """Those that hooks wrote."""
+        return self._at(self.manifest.extra)
+
+    def _at(self, files: dict[str, FileRecord]) -> dict[str, SourceFile]:
         return {
-            name: SourceFile(self.storage, inside(self.folder, name), file.size, file.checksums)
-            for name, file in self.manifest.files.items()
+            name: SourceFile(self.storage, inside(self.folder, name), file.size, file.checksums) for name, file in files.items()
         }
 
 

@@ -67,6 +67,9 @@ class RemoteStorage:
         kinds = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self._folders = not kinds & OBJECT_STORES
 
+    def path(self, name: str) -> None:
+        self._path(name)
+
     # -- contents ------------------------------------------------------------------------------------------------------
 
     def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = nothing) -> tuple[int, ...]:

@@ -13,12 +13,15 @@ from ..world import World
 from .agreeing import Agreement, Parts, agree, trouble
 from .commits import check_name
 from .contents import contents
+from .extra import NONE, Extra
 from .meeting import Meeting, Store
 from .planning import FilePlan
 from .saving import Save, Target
 from .snapshot import Kept
+from .sources import INDEX
 from .staging import Image
 from .storage import Part, Tick, nothing
+from .wellformed import check_extra
 
 logger = get_logger(__name__)
 NICE = 10  # by how much the thread that writes stands back behind those that train
@@ -43,6 +46,7 @@ class Saves:
         asynchronous: bool = False,
         limit: int | None = None,
         tick: Tick = nothing,
+        extra: Extra = NONE,
     ) -> None:
         """Write a checkpoint of what is `kept`.
 
@@ -50,6 +54,7 @@ class Saves:
             asynchronous: return as soon as the state is copied; a thread writes. The next save waits for it.
             limit: committed checkpoints named by steps that stay beside `target`'s, the newest ones; None for all.
             tick: told how many more bytes this rank has written, now and then; by that thread, where there is one.
+            extra: files that go with it, and are let go when it is over, unless this raises before it has begun.
 
         Raises:
             CheckpointError: on every rank; also what an asynchronous save before this one met with.
@@ -59,15 +64,19 @@ class Saves:
         if self._store is None:
             self._store = Store(self._world)
         parts, self._agreed = agree(self._world, kept, self._agreed)
+        check_extra(extra.names, [INDEX, *(plan.name for plan in self._agreed.division.files)])
         Meeting(self._store, self._number).forget()
         self._number += 1
         files = self._copied(parts, self._agreed) if asynchronous else lambda plan: contents(plan, parts.tensors)
-        save = Save(self._store, self._number, target, limit, self._agreed, parts.states, files)
+        save = Save(self._store, self._number, target, limit, self._agreed, parts.states, files, extra.files)
         if not asynchronous:
-            save.run(tick)
+            try:
+                save.run(tick)
+            finally:
+                extra.close()
             return
         # No daemon: the interpreter waits for it at its end, while threads (each file is written by some) can still be started.
-        self._thread = threading.Thread(target=self._run, args=(save, tick), name="easymp-save", daemon=False)
+        self._thread = threading.Thread(target=self._run, args=(save, tick, extra), name="easymp-save", daemon=False)
         self._thread.start()
 
     def _copied(self, parts: Parts, agreed: Agreement) -> Callable[[FilePlan], Iterable[Part]]:
@@ -84,10 +93,13 @@ class Saves:
 
         return copied
 
-    def _run(self, save: Save, tick: Tick) -> None:
+    def _run(self, save: Save, tick: Tick, extra: Extra) -> None:
         if sys.platform == "linux":  # where a priority can be one thread's; those that it starts inherit it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
-        said = trouble(lambda: save.run(tick))
+        try:
+            said = trouble(lambda: save.run(tick))
+        finally:
+            extra.close()
         if said:
             self._error = CheckpointError(said)
             logger.error("asynchronous checkpoint: %s", said)

@@ -19,6 +19,7 @@ from ..version import __version__
 from .agreeing import Agreement, first, merged, trouble
 from .commits import Commit, begin
 from .committed import inside, write_manifest
+from .extra import copied
 from .huggingface import index_of
 from .manifest import FileRecord, Manifest
 from .meeting import Meeting, Store
@@ -28,6 +29,7 @@ from .retention import retain
 from .sources import INDEX
 from .storage import Part, Storage, Tick
 from .strict import dumps
+from .tensor_files import SourceFile
 
 INTERRUPTED = "interrupted"
 
@@ -51,6 +53,7 @@ class Save:
         limit: as `retention.retain` has it.
         states: this rank's Python state.
         files: the bytes of a file that this rank writes.
+        extra: files of hooks that this rank puts there, too.
     """
 
     store: Store
@@ -60,6 +63,7 @@ class Save:
     agreement: Agreement
     states: Mapping[str, Any]
     files: Callable[[FilePlan], Iterable[Part]]
+    extra: Mapping[str, SourceFile]
 
     def run(self, tick: Tick) -> None:
         """Write, and commit.
@@ -126,10 +130,12 @@ class Save:
 
         def work() -> None:
             mine = [plan for plan in self.agreement.division.files if plan.rank == self.store.rank]
-            expect(tick, sum(plan.size for plan in mine))
+            expect(tick, sum(plan.size for plan in mine) + sum(file.size for file in self.extra.values()))
             for plan in mine:
                 meeting.check()
                 written[plan.name] = [plan.size, *self._put(f"{folder}/{plan.name}", plan, ticked)]
+            records = copied(self.extra, self.target.storage, folder, ticked)
+            written.update({name: [record.size, *record.checksums] for name, record in records.items()})
 
         said = trouble(work)
         if said:
@@ -153,10 +159,12 @@ class Save:
 
     def _commit(self, commit: Commit, reports: Sequence[Any]) -> None:
         storage, folder = self.target.storage, commit.folder
-        files = {}
+        files: dict[str, FileRecord] = {}
+        extra: dict[str, FileRecord] = {}
+        ours = {plan.name for plan in self.agreement.division.files}
         for rank, (_, written, _) in enumerate(reports):
             for name, (size, *crcs) in written.items():
-                files[name] = FileRecord(size, tuple(crcs))
+                (files if name in ours else extra)[name] = FileRecord(size, tuple(crcs))
                 if rank and storage.size(f"{folder}/{name}") != size:
                     raise CheckpointError(
                         f"{name}, which rank {rank} wrote, is not to be seen on rank 0: all ranks must share the file system: pass a "
@@ -179,6 +187,7 @@ class Save:
             files=files,
             states=states,
             aliases=dict(self.agreement.aliases),
+            extra=extra,
         )
         write_manifest(storage, folder, manifest)
         commit.finish()

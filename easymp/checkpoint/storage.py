@@ -52,6 +52,10 @@ class Storage(Protocol):
     place: str
     renames: bool
 
+    def path(self, name: str) -> str | None:
+        """Where a file or folder is for programs of this machine; None behind a URL."""
+        ...
+
     def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = nothing) -> tuple[int, ...]:
         """Write a new file of `size` bytes, `parts` one after the other; it is on disk when this returns.
 

@@ -46,11 +46,12 @@ def verify(folder: str | os.PathLike[str], tick: Tick = nothing) -> list[Damage]
     found: list[Damage] = []
     expect(tick, bytes_of(opened.manifest))
     held = expected(opened.manifest, opened.manifest.files)
-    for name, record in opened.manifest.files.items():
-        found += list(_bytes_of(opened, name, record, tick)) or [
-            Damage(name, why, None, tensors)
-            for why, tensors in faults(opened.storage, opened.folder, name, record.size, held[name])
-        ]
+    for name, record in opened.manifest.all_files.items():
+        wrong = list(_bytes_of(opened, name, record, tick))
+        if not wrong and name in held:
+            said = faults(opened.storage, opened.folder, name, record.size, held[name])
+            wrong = [Damage(name, why, None, tensors) for why, tensors in said]
+        found += wrong
     return found
 
 

@@ -5,7 +5,7 @@ Every function raises CheckpointError in one sentence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -16,19 +16,24 @@ from .stored import BLOCK, COMMIT, MANIFEST, FileRecord, Stored
 from .trees import names
 
 LONGEST_NAME = 200  # bytes of a file's name; 255 are the most on usual file systems, and temporary ones are longer
+LONGEST_PATH = 700  # bytes of a path below the checkpoint; object stores take 1024 with all that is above it
+
+
+def portable(word: str) -> bool:
+    """Whether a file or folder can have this name on any file system, and it leads nowhere else."""
+    return (
+        bool(word)
+        and word.isprintable()
+        and len(word.encode()) <= LONGEST_NAME
+        and not set('/\\:*?"<>|') & set(word)
+        and word[0] != " "
+        and word[-1] not in ". "
+    )
 
 
 def plain(name: str) -> bool:
     """Whether a file of this name lies right in the folder, on any file system, and is none of those that every checkpoint has."""
-    return (
-        bool(name)
-        and name.isprintable()
-        and len(name.encode()) <= LONGEST_NAME
-        and not set('/\\:*?"<>|') & set(name)
-        and name[0] not in ". "
-        and name[-1] not in ". "
-        and name.casefold() not in (MANIFEST.casefold(), COMMIT.casefold())
-    )
+    return portable(name) and name[0] != "." and name.casefold() not in (MANIFEST.casefold(), COMMIT.casefold())
 
 
 def check_number(name: str, value: object, low: int, high: int = MOST) -> None:
@@ -43,11 +48,45 @@ def check_text(name: str, value: object) -> None:
 
 
 def check_files(files: Mapping[str, FileRecord]) -> None:
-    for name, file in files.items():
+    """Those that lie right in the folder."""
+    for name in files:
         if not plain(name):
             raise CheckpointError(
                 f"the file {name!r:.300} has no plain name: files lie right in the folder, and hold no manifest"
             )
+    check_records(files)
+
+
+def check_extra(names: Collection[str], files: Collection[str]) -> None:
+    """Paths of hooks' files fit beside the checkpoint's own `files`, and beside one another, on file systems without cases, too."""
+    own = {name.casefold() for name in (*files, MANIFEST, COMMIT)}
+    taken: dict[str, str] = {}
+    for name in names:
+        if len(name) > LONGEST_PATH or not all(map(portable, name.split("/"))) or len(name.encode()) > LONGEST_PATH:
+            raise CheckpointError(
+                f"the file {name!r:.300} of a hook has no name that every file system takes: words of letters, digits and most signs (not "
+                f'\\ : * ? " < > |), / between them, and at most {LONGEST_PATH} bytes'
+            )
+        if name.partition("/")[0].casefold() in own:
+            raise CheckpointError(
+                f"the file {name!r:.300} of a hook has the name of one that is the checkpoint's own: let the hook write to a folder below "
+                "the one that it is given"
+            )
+        if name.casefold() in taken:
+            raise CheckpointError(
+                f"the files {taken[name.casefold()]!r:.300} and {name!r:.300} of hooks have one name: change one"
+            )
+        taken[name.casefold()] = name
+    for name in names:
+        words = name.casefold().split("/")
+        for count in range(1, len(words)):
+            if file := taken.get("/".join(words[:count])):
+                raise CheckpointError(f"{file!r:.300} is a file of a hook, and a folder with {name!r:.300} in it: change one")
+
+
+def check_records(files: Mapping[str, FileRecord]) -> None:
+    """Sizes and checksums."""
+    for name, file in files.items():
         check_number(f"the size of {name}", file.size, 0)
         blocks = -(-file.size // BLOCK)
         if len(file.checksums) != blocks:

@@ -103,6 +103,8 @@ def run_inspect(args: argparse.Namespace) -> int:
         rows += [[name, "", f"= {of}", "", ""] for name, of in it.aliases.items()]
         print(f"\n{table(rows, right={3, 4})}")
     print(f"\nstates: {', '.join(map(plain, it.states)) or 'none'}")
+    if it.extra:
+        print(f"files of hooks: {few([plain(name) for name in it.extra])}")
     if it.aliases and not args.tensors:
         print(f"tied: {few([f'{name} = {of}' for name, of in it.aliases.items()])}")
     return 0

@@ -7,6 +7,7 @@ in, a reader returns or raises CheckpointError, soon and in little memory; what 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import sys
@@ -128,12 +129,13 @@ def seeds(target: str) -> list[bytes]:
     made = manifest.Manifest(
         1, 2, "2026-01-01", "easymp", {"a": [1]}, stored, {file: record}, {"state": packed}, {"b": "state/w"}
     )
+    hooked = dataclasses.replace(made, extra={"unet/a.bin": record, "unet/.b": manifest.FileRecord(0, ()), "c": record})
     real = {
         "header": [
             head + bytes(slots[-1].end - len(head)),
             (slots[-1].end - len(head)).to_bytes(2, "little") + head[8:].rstrip(),
         ],
-        "manifest": [made.encode()],
+        "manifest": [made.encode(), hooked.encode()],
         "strict": [strict.dumps(packed), b'[1e5,-0.0,"\\ud83d\\ude00\\n",{"a":{}}]'],
         "trees": [strict.dumps(part) for part in (packed, *packed["kinds"], *packed["torch"], packed["array"], packed["scalar"])],
     }

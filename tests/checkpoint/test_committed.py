@@ -79,9 +79,9 @@ def test_a_link_is_no_manifest(storage: LocalStorage, tmp_path: Path) -> None:
 
 
 def test_another_format_says_what_to_do(storage: LocalStorage) -> None:
-    text = GOOD.encode().replace(b'"version":1', b'"version":2')
+    text = GOOD.encode().replace(b'"version":1', b'"version":3')
     Path(storage.place, STEP, MANIFEST).write_bytes(text)
     Path(storage.place, STEP, COMMIT).write_bytes(seal(text))
     assert is_committed(storage, STEP)
-    with pytest.raises(CheckpointError, match=r"version 2.*update easymp"):
+    with pytest.raises(CheckpointError, match=r"version 3.*update easymp"):
         open_manifest(storage, STEP)

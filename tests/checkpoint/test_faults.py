@@ -35,7 +35,8 @@ SAVES: dict[str, dict[str, Any]] = {
 }
 NO_SWAP = "the same step, where names cannot be swapped"
 STAYING = "the same step, where nothing can be renamed"
-ALL = [*SAVES, NO_SWAP, STAYING, f"the next step{STAYING.removeprefix('the same step')}"]
+HOOKED = "the same step, with files of hooks"
+ALL = [*SAVES, NO_SWAP, STAYING, f"the next step{STAYING.removeprefix('the same step')}", HOOKED]
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def file_system(kind: str) -> Iterator[dict[str, Any]]:
             LocalStorage.exchange = lambda self, one, other: False
         if kind.endswith("renamed"):
             LocalStorage.renames = False
-        yield SAVES.get(kind.partition(",")[0], {"step": 1})
+        yield {**SAVES.get(kind.partition(",")[0], {"step": 1}), "hooked": kind == HOOKED}
     finally:
         LocalStorage.exchange, LocalStorage.renames = exchange, True
 

@@ -41,6 +41,17 @@ def test_it_comes_back() -> None:
     assert decode(GOOD.encode(), "x") == GOOD
 
 
+def test_one_without_files_of_hooks_is_of_the_version_that_knew_none() -> None:
+    extra = {
+        "unet/config.json": FileRecord(3, (7,)),
+        "unet/.metadata": FileRecord(BLOCK + 1, (1, 2)),
+        "COMMIT.txt": FileRecord(0, ()),
+    }
+    more = dataclasses.replace(GOOD, extra=extra)
+    assert decode(more.encode(), "x") == more
+    assert [json.loads(it.encode())["version"] for it in (GOOD, more)] == [1, 2]
+
+
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     """Tensors cut along one dimension, in files one after the other."""
@@ -81,6 +92,9 @@ def test_any_comes_back(manifest: Manifest) -> None:
     assert decode(manifest.encode(), "x") == manifest
 
 
+FILE = {"size": 0, "crc32": []}
+
+
 def edited(**changes: Any) -> bytes:
     raw = json.loads(GOOD.encode())
     for path, value in changes.items():
@@ -99,13 +113,23 @@ def edited(**changes: Any) -> bytes:
     return json.dumps(raw).encode()
 
 
-FILE = {"size": 0, "crc32": []}
 STORED = {"dtype": "F32", "shape": [1], "pieces": [[[0], [1], A, 0]]}
 BAD: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "JSON"),
     "a list": (b"[]", "no manifest of a checkpoint"),
     "no version": (edited(version=...), "its version is None"),
-    "newer": (edited(version=2, files=1), "format version 2, and this easymp reads 1: update easymp"),
+    "newer": (edited(version=3, files=1), "format version 3, and this easymp reads 2: update easymp"),
+    "version 1 with files of hooks": (edited(extra={}), "has, which nobody writes, 'extra'"),
+    "version 2 without": (edited(version=2), "lacks 'extra'"),
+    "files of hooks as a list": (edited(version=2, extra=[]), "as extra, and should have a table"),
+    "file of a hook without a size": (edited(version=2, extra={"a": {"crc32": []}}), "lacks 'size'"),
+    "file of a hook of more blocks": (edited(version=2, extra={"a": {"size": 1, "crc32": []}}), "so 1 checksums"),
+    "tensor in a file of a hook": (
+        edited(version=2, extra={"a": {"size": 4114, "crc32": [1]}}, tensors__w__pieces__0__2="a"),
+        "none of the files",
+    ),
+    "file and folder of hooks": (edited(version=2, extra={"a/B": FILE, "A/b/c": FILE}), "is a file of a hook, and a folder"),
+    "files of hooks of one name": (edited(version=2, extra={"a/b": FILE, "A/B": FILE}), "have one name"),
     "version 0": (edited(version=0), "its version is 0"),
     "version True": (edited(version=True), "its version is True"),
     "version a word": (edited(version="1"), "its version is '1'"),
@@ -182,6 +206,13 @@ for _name in (
     "\u202ea",
 ):
     BAD[f"file called {_name!r}"] = (edited(files={**json.loads(GOOD.encode())["files"], _name: FILE}), "no plain name")
+for _name in (
+    *("", ".", "..", "../a", "/a", "a/", "a//b", "a/../b", "./a", "a/.", "a\\b", "a\0b", "a/b\nc", "C:a", "a/b.", "a/ b"),
+    *("a/" + "é" * 101, "/".join(["a" * 100] * 8), "\u202ea/b"),
+):
+    BAD[f"file of a hook called {_name!r}"] = (edited(version=2, extra={_name: FILE}), "no name that every file system takes")
+for _name in ("COMMIT", "manifest.json", "Manifest.JSON/a", A, f"{A.upper()}/a", "index.json"):
+    BAD[f"file of a hook called {_name!r}"] = (edited(version=2, extra={_name: FILE}), "one that is the checkpoint's own")
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -213,7 +213,7 @@ def test_hooks(tmp_path: Path) -> None:
     called: list[Any] = []
 
     def save(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        called.append((len(models), sorted(weights[0]), output_dir))
+        called.append((len(models), sorted(weights[0]), Path(output_dir).name))
         weights.pop()
 
     def load(models: list[nn.Module], input_dir: str) -> None:
@@ -223,7 +223,7 @@ def test_hooks(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
         handle = run.acc.register_save_state_pre_hook(save)
         place = run.acc.save_state()
-        assert called == [(1, ["bias", "weight"], place)]
+        assert called == [(1, ["bias", "weight"], Path(place).name)]
         run.acc.register_load_state_pre_hook(load)
         run.step()
         weight = run.weight()
@@ -233,7 +233,7 @@ def test_hooks(tmp_path: Path) -> None:
         handle.remove()
         run.acc.save_state()
         assert len(called) == 2
-        run.acc.register_save_state_pre_hook(lambda models, weights, folder: (Path(folder) / "mine").write_text(""))
+        run.acc.register_save_state_pre_hook(lambda models, weights, folder: (Path(place) / "mine").write_text(""))
         with pytest.raises(CheckpointError, match="a hook wrote to"):
             run.acc.save_state(place)
 

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from easymp.checkpoint.boxes import Box
+from easymp.checkpoint.extra import NONE, Extra
+from easymp.checkpoint.hook_folders import HookFolder, folder_to_read
 from easymp.checkpoint.loading import load
 from easymp.checkpoint.local import LocalStorage
 from easymp.checkpoint.planning import Brought
 from easymp.checkpoint.saves import Saves
 from easymp.checkpoint.saving import Target
 from easymp.checkpoint.snapshot import Reading, Snapshot
+from easymp.errors import CheckpointError
 from easymp.world import Ranks, World, read_ranks
 
 
@@ -81,18 +84,45 @@ def target(root: str | Path, step: int, name: str | None = None) -> Target:
     return Target(LocalStorage(root), name or f"step-{step:08d}", step, {})
 
 
-def save(root: str | Path, seed: int, step: int | None = None, **more: Any) -> None:
-    """A checkpoint of a world of one, whose values are those of `seed`."""
-    saves = Saves(alone())
-    saves.save(target(root, seed if step is None else step), [Rows(0, 1, seed)], **more)
+def save(root: str | Path, seed: int, step: int | None = None, hooked: bool = False, **more: Any) -> None:
+    """A checkpoint of a world of one, whose values are those of `seed`; with two files of a hook, if `hooked`."""
+    saves, where = Saves(alone()), target(root, seed if step is None else step)
+    extra = of_a_hook(where, seed) if hooked else NONE
+    try:
+        saves.save(where, [Rows(0, 1, seed)], extra=extra, **more)
+    finally:
+        extra.close()
     saves.close()
+
+
+def of_a_hook(where: Target, seed: int) -> Extra:
+    folder = HookFolder(alone(), where.storage, where.name)
+    try:
+        there = LocalStorage(folder.path)
+        there.make("a/b")
+        for name in HOOKED:
+            there.put(name, [bytes([seed]) * 5000], 5000)
+        return folder.collect()
+    except BaseException as error:
+        folder.close()
+        if isinstance(error, OSError):  # the hook's own
+            raise CheckpointError(str(error)) from error
+        raise
+
+
+HOOKED = ("a/b/one.bin", "a/.two")
 
 
 def loaded(root: str | Path, name: str, ranks: World | None = None) -> list[Any]:
     """What is in a checkpoint, verified."""
     ranks = ranks or alone()
     rows = Rows(ranks.rank, ranks.size, seed=-1)
-    load(ranks, LocalStorage(root), name, [rows])
+    storage = LocalStorage(root)
+    manifest = load(ranks, storage, name, [rows]).manifest
+    if manifest.extra:
+        with folder_to_read(ranks, storage, name) as folder:
+            assert sorted(manifest.extra) == sorted(HOOKED)
+            assert all(Path(folder, hooked).read_bytes() == bytes([rows.seed]) * 5000 for hooked in HOOKED)
     return rows.values()
 
 

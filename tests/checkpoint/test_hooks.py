@@ -1,0 +1,257 @@
+"""What hooks write into a checkpoint is part of it, and comes back to hooks, wherever it lies; on all ranks or on none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from easymp import Accelerator, CheckpointError
+from easymp.checkpoint import diff, inspect, list_checkpoints, merge, prune, verify
+from easymp.cli import main
+
+from ..conftest import Ranks
+from .samples import flip
+
+NAMES = ("unet/.notes", "unet/config.json", "unet/weights.safetensors")
+
+
+class Run:
+    """A training whose hooks see to its weights, as scripts of diffusers do: on the main process when saving, on each when loading."""
+
+    def __init__(self, folder: Path | None = None, hooks: bool = True, **options: Any) -> None:
+        self.acc = Accelerator(mixed_precision="no", seed=3, project_dir=folder, **options)
+        model = nn.Linear(4, 3)
+        self.model, self.optimizer = self.acc.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+        self.given: list[str] = []
+        if hooks:
+            self.acc.register_save_state_pre_hook(self.save)
+            self.acc.register_load_state_pre_hook(self.load)
+
+    def save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+        self.given.append(output_dir)
+        assert os.listdir(output_dir) == [] and len(models) == len(weights) == 1
+        if self.acc.is_main_process:
+            folder = Path(output_dir, "unet")
+            folder.mkdir()
+            save_file(
+                {name: t.clone() for name, t in self.acc.unwrap_model(models[0]).state_dict().items()},
+                folder / "weights.safetensors",
+            )
+            (folder / "config.json").write_text("{}")
+            (folder / ".notes").write_bytes(b"")
+            weights.pop()
+
+    def load(self, models: list[Any], input_dir: str) -> None:
+        self.given.append(input_dir)
+        assert json.loads(Path(input_dir, "unet/config.json").read_text()) == {}
+        models.pop().load_state_dict(load_file(Path(input_dir, "unet/weights.safetensors")))
+
+    def step(self) -> None:
+        self.acc.backward(self.model(torch.ones(2, 4)).square().mean())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weight(self) -> torch.Tensor:
+        return self.model.weight.detach().clone()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.acc.close()
+
+
+@pytest.fixture
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return str(tmp_path / "root")
+    return f"{'memory:/' if request.param == 'memory' else request.getfixturevalue('s3')}/{tmp_path.name}"
+
+
+@pytest.mark.parametrize(
+    ("root", "async_"), [("folder", False), ("folder", True), ("memory", False), ("s3", True)], indirect=["root"]
+)
+def test_their_files_are_part_of_it(root: str, async_: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    place = f"{root}/checkpoint-7"
+    with Run() as run:
+        run.step()
+        run.acc.save_state(place, async_=async_)
+        weight = run.weight()
+        run.step()
+        run.acc.load_state(place)
+        assert torch.equal(run.weight(), weight)
+        assert [Path(given).name for given in run.given] == ["checkpoint-7"] * 2
+        assert [os.path.exists(given) for given in run.given] == [False, "://" not in root]
+    assert not [name for name in os.listdir(tmp_path / "tmp") if name.startswith("easymp-")]
+    assert [entry.name for entry in list_checkpoints(root)] == ["checkpoint-7"]
+    found = inspect(place)
+    assert found.extra == tuple(name for name in found.files if name.startswith("unet")) and sorted(found.extra) == list(NAMES)
+    assert not any(tensor.name.startswith("model/") for tensor in found.tensors)
+    assert verify(place) == []
+    if "://" not in root:
+        assert not [name for name in os.listdir(root) if name.startswith(".")]
+        assert (Path(place) / "unet/config.json").read_text() == "{}"
+
+
+def test_they_are_compared_merged_shown_and_go_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Run(tmp_path) as run:
+        for _ in range(3):
+            run.step()
+            run.acc.save_state()
+    steps = [tmp_path / "checkpoints" / f"step-0000000{i}" for i in (1, 2, 3)]
+    assert [it.path.partition("/crc32")[0] for it in diff(steps[0], steps[1]).states if it.path.startswith("extra")] == [
+        "extra/unet/weights.safetensors"
+    ]
+    merge(steps[2], tmp_path / "merged", all=True)
+    assert verify(tmp_path / "merged") == [] and diff(steps[2], tmp_path / "merged").same
+    with Run() as run:
+        run.acc.load_state(tmp_path / "merged")
+    assert main(["checkpoint", "inspect", str(steps[0])]) == 0
+    assert "unet/config.json" in capsys.readouterr().out
+    size = sum(file.stat().st_size for step in steps[:2] for file in step.rglob("*") if file.is_file())
+    assert prune(tmp_path / "checkpoints", 1).size == size
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000003"]
+
+
+def link(file: Path) -> None:
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to("elsewhere")
+
+
+def link_above(file: Path) -> None:
+    file.parent.rename(file.parent.with_name("elsewhere"))
+    file.parent.symlink_to("elsewhere")
+
+
+DAMAGE = {
+    "flipped": (lambda file: flip(file, 0), "is not what was written"),
+    "longer": (lambda file: file.write_bytes(b"{} "), "3 bytes, and 2 were written"),
+    "missing": (Path.unlink, "no such file"),
+    "a link": (link, "link"),
+    "in a link": (link_above, "link"),
+}
+
+
+def test_damage_is_found_before_hooks_see_it(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        whole = Path(run.acc.save_state())
+        run.step()
+        weight, given = run.weight(), len(run.given)
+        for name, (damage, words) in DAMAGE.items():
+            place = tmp_path / name
+            shutil.copytree(whole, place)
+            damage(place / "unet/config.json")
+            with pytest.raises(CheckpointError, match=f"was not loaded, and nothing has changed: .*{words}"):
+                run.acc.load_state(place)
+            assert {it.file for it in verify(place)} == (set(NAMES) if damage is link_above else {"unet/config.json"})
+        assert torch.equal(run.weight(), weight) and len(run.given) == given
+
+
+def write(path: str, text: str = "") -> Any:
+    def hook(models: Any, weights: Any, output_dir: str) -> None:
+        file = Path(output_dir, path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    return hook
+
+
+def fail(*_: object) -> None:
+    raise ZeroDivisionError("mine")
+
+
+REFUSED = {
+    "a manifest": (write("manifest.json"), "the checkpoint's own"),
+    "in a file of ours": (write("model-00001-of-00001.safetensors/a"), "the checkpoint's own"),
+    "a name of other systems": (write("a:b"), "every file system"),
+    "beside": (write("../a"), "wrote a beside the folder"),
+    "a link": (lambda models, weights, to: Path(to, "a").symlink_to("/etc/hostname"), "made a, a link"),
+    "a link to a folder": (lambda models, weights, to: Path(to, "a").symlink_to("/etc"), "made a, a link"),
+    "a pipe": (lambda models, weights, to: os.mkfifo(Path(to, "a")), "made a, a link or a device"),
+    "one name but for its case": (lambda *given: (write("a")(*given), write("A")(*given)), "have one name"),
+    "an error": (fail, "mine"),
+}
+
+
+def test_what_cannot_be_kept_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with Run(tmp_path, hooks=False) as run:
+        run.acc.save_state()
+        for hook, words in REFUSED.values():
+            handle = run.acc.register_save_state_pre_hook(hook)
+            with pytest.raises(ZeroDivisionError if hook is fail else CheckpointError, match=words):
+                run.acc.save_state()
+            handle.remove()
+            assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000000"]
+            assert run.acc.save_iteration == 1
+        run.acc.save_state()
+
+
+def test_what_a_killed_run_left_of_them_goes_with_the_next_save(tmp_path: Path) -> None:
+    left = tmp_path / "checkpoints" / ".tmp-step-00000000.hooks-0123abcd" / "00000" / "step-00000000"
+    left.mkdir(parents=True)
+    (left / "a").write_text("")
+    (tmp_path / "checkpoints" / ".tmp-step-00000000.hooks.lock").write_text("")
+    with Run(tmp_path) as run:
+        run.acc.save_state()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000000"]
+
+
+def test_a_checkpoint_without_their_files_gives_them_an_empty_folder_behind_a_url() -> None:
+    seen: list[list[str]] = []
+    place = "memory://empty/step-00000000"
+    with Run(hooks=False) as run:
+        run.acc.save_state(place)
+        run.acc.register_load_state_pre_hook(lambda models, folder: seen.append(os.listdir(folder)))
+        run.acc.load_state(place)
+    assert seen == [[]]
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def _together(folder: str) -> Any:
+    with Run(Path(folder), strategy="ddp") as run:
+        rank = run.acc.process_index
+        run.acc.register_save_state_pre_hook(write(f"ranks/{rank}.json", str(rank)))
+        run.acc.register_save_state_pre_hook(write("all.json", "[1]"))
+        run.step()
+        place = run.acc.save_state(async_=True)
+        weight = run.weight()
+        run.step()
+        run.acc.load_state(place)
+        same = torch.equal(run.weight(), weight)
+        said = []
+        for hook in (write("differs", str(rank)), fail if rank else write("a"), write("one") if rank else write("one/a")):
+            handle = run.acc.register_save_state_pre_hook(hook)
+            with pytest.raises((CheckpointError, ZeroDivisionError)) as caught:
+                run.acc.save_state()
+            said.append(str(caught.value))
+            handle.remove()
+        run.acc.save_state()
+        return same, said, run.given
+
+
+def test_files_of_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(_together, str(tmp_path), processes=2)
+    for rank, (same, said, _) in enumerate(found):
+        assert same
+        assert "the hooks of ranks 0 and 1 wrote differs, each with other bytes" in said[0]
+        assert said[1] == ("mine" if rank else "a hook failed: rank 1: ZeroDivisionError: mine")
+        assert "'one' is a file of a hook, and a folder with 'one/a' in it" in said[2]
+    assert found[0][2][0] != found[1][2][0]
+    place = tmp_path / "checkpoints" / "step-00000001"
+    assert verify(place) == []
+    assert sorted(inspect(place).extra) == sorted(["all.json", "ranks/0.json", "ranks/1.json", *NAMES])
+    assert not any(tensor.name.startswith("model/") for tensor in inspect(place).tensors), "the main process left none to save"
+    assert sorted(os.listdir(place.parent)) == ["latest", "step-00000001"]
