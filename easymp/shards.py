@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 
 
@@ -13,3 +17,20 @@ def local(tensor: Tensor) -> Tensor:
     """
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def add_up(tensors: Sequence[Tensor], totals: Tensor) -> None:
+    """Make sums over the local parts of `tensors`, a row of `totals` each, sums over the whole ones, in place.
+
+    Of DTensors that are sharded, a collective on their mesh: one a mesh dimension, for all rows at once. Nothing for others.
+    """
+    rows: dict[tuple[Any, int], list[int]] = {}
+    for row, tensor in enumerate(tensors):
+        for dim, placement in enumerate(getattr(tensor, "placements", ())):
+            if placement.is_shard():
+                rows.setdefault((tensor.device_mesh, dim), []).append(row)  # type: ignore[attr-defined]
+    for (mesh, dim), which in rows.items():
+        mine = totals if len(which) == len(totals) else totals[which]
+        torch.distributed.all_reduce(mine, group=mesh.get_group(dim))
+        if mine is not totals:
+            totals[which] = mine

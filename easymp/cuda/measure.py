@@ -86,6 +86,26 @@ CONCLUDE = Kernel(
 )
 
 
+def totals(count: int) -> Kernel:
+    """Of each row, `count` sums over its chunks, in their order; a block a row.
+
+    Arguments: ``partials`` float64 [chunks, count]; ``firsts`` of the table; ``totals`` float64 [rows, count].
+    """
+    names = tuple(f"sum{i}" for i in range(count))
+    adds = " ".join(f"{n} += at<const double>(partials)[{count} * j + {i}];" for i, n in enumerate(names))
+    stores = " ".join(f"at<double>(totals)[{count} * block + {i}] = {n};" for i, n in enumerate(names))
+    return Kernel(
+        f"totals_{count}",
+        ("uint64 partials", "uint64 firsts", "uint64 totals"),
+        f"""
+const i64* const first = at<const i64>(firsts) + block;
+for (i64 j = first[0] + thread; j < first[1]; j += {THREADS}) {{ {adds} }}
+""",
+        names,
+        stores,
+    )
+
+
 def reference(grads: list[Tensor], scale: Tensor | None, max_norm: float) -> Tensor:
     """What the kernels compute, by torch: float32 in the order of `RESULT`."""
     inverse = torch.ones((), dtype=torch.float64) if scale is None else scale.double().reciprocal().float().double()

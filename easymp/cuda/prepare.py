@@ -7,9 +7,9 @@ optimizer's own, so a captured step goes on counting when it is replayed.
 from __future__ import annotations
 
 from .kernel import THREADS, Kernel
-from .rules.rule import Rule
+from .rules.rule import Rule, Survey
 
-TENSOR = 3  # words that each tensor has here: its group, the address of its step counter, the address of its lr (0: the group's)
+TENSOR = 4  # words of each tensor: its group, and the addresses of its step counter, its lr (0: the group's) and its scalar
 MOST = 16  # most numbers of a group, and most constants of a tensor
 
 
@@ -17,30 +17,56 @@ def prepare(rule: Rule) -> Kernel:
     """For each tensor: its counter goes up, unless the step is skipped, and its constants are written.
 
     Arguments: ``tensors`` int64 [count, TENSOR]; ``hyper`` float64 [groups, MOST], lr first; ``skip``, the address of
-    a float that is above 0 if the step is skipped, or 0;
-    ``constants`` float32 [count, MOST].
+    a float that is above 0 if the step is skipped, or 0; ``constants`` float32 [count, MOST]; ``measured``, the address of
+    `measure.RESULT`, and ``factor`` of what gradients are multiplied by, or 0.
     """
-    numbers = " ".join(f"const double {n} = group[{i + 1}]; (void){n};" for i, n in enumerate(rule.numbers))
     declared = " ".join(f"double {c} = 0.0;" for c in rule.constants)
+    text = f"""
+float* const counter = at<float>(mine[1]);
+const double step = (double)*counter + 1.0; (void)step;
+*counter = (float)step;
+const float* const seen = at<const float>(measured);
+const double norm = seen ? (double)seen[0] * (factor ? (double)*at<const float>(factor) / (double)seen[3] : 1.0) : 0.0; (void)norm;
+{declared}
+{rule.prepare}
+"""
+    return _each(f"prepare_{rule.name}", rule, ("uint64 measured", "uint64 factor"), text)
+
+
+def weigh(rule: Rule, survey: Survey) -> Kernel:
+    """For each tensor: its constants, with what the survey has found.
+
+    Arguments: those of `prepare`, with ``totals`` float64 [count, sums] in place of the last two.
+    """
+    loaded = " ".join(f"double {c} = (double)out[{i}]; (void){c};" for i, c in enumerate(rule.constants))
+    loaded += "".join(
+        f"\nconst double {s} = at<const double>(totals)[tensor * {len(survey.sums)} + {i}];" for i, s in enumerate(survey.sums)
+    )
+    before, after = "", ""
+    if rule.scalar:
+        before = f"float* const kept = at<float>(mine[3]); double {rule.scalar} = (double)*kept;"
+        after = f"*kept = (float){rule.scalar};"
+    return _each(f"weigh_{rule.name}", rule, ("uint64 totals",), f"{loaded}\n{before}\n{survey.weigh}\n{after}\n")
+
+
+def _each(name: str, rule: Rule, arguments: tuple[str, ...], text: str) -> Kernel:
+    """A kernel with a thread a tensor; the step is skipped where ``skip`` says so."""
+    numbers = " ".join(f"const double {n} = group[{i + 1}]; (void){n};" for i, n in enumerate(rule.numbers))
     stored = " ".join(f"out[{i}] = (float){c};" for i, c in enumerate(rule.constants))
     assert len(rule.numbers) < MOST
     assert len(rule.constants) <= MOST
     return Kernel(
-        f"prepare_{rule.name}",
-        ("uint64 tensors", "int64 count", "uint64 hyper", "uint64 skip", "uint64 constants"),
+        name,
+        ("uint64 tensors", "int64 count", "uint64 hyper", "uint64 skip", "uint64 constants", *arguments),
         f"""
 const i64 tensor = block * {THREADS} + thread;
 if (tensor < count && !(skip && *at<const float>(skip) > 0.f)) {{
   const u64* const mine = at<const u64>(tensors) + tensor * {TENSOR};
   const double* const group = at<const double>(hyper) + mine[0] * {MOST};
   const double lr = mine[2] ? (double)*at<const float>(mine[2]) : group[0]; (void)lr;
-  float* const counter = at<float>(mine[1]);
-  const double step = (double)*counter + 1.0; (void)step;
-  *counter = (float)step;
-  {numbers}
-  {declared}
-  {rule.prepare}
   float* const out = at<float>(constants) + tensor * {MOST};
+  {numbers}
+  {text}
   {stored}
 }}
 """,

@@ -5,6 +5,9 @@
 3. `prepare`: counters and constants;
 4. `update`: everything else (one launch a combination of dtypes).
 
+A rule that needs sums over whole tensors has a survey between 3 and 4: `survey_of`, `totals` (the ranks add up here, where tensors
+are sharded) and `weigh`.
+
 Of 32 bytes an fp32 parameter, 4 are for the norm: torch's GradScaler, clip and fused AdamW move 48.
 """
 
@@ -17,14 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shards import local
+from ..shards import add_up, local
 from .gradients import Gradients, OverRanks
 from .kernel import THREADS, Kernel, Launcher
-from .prepare import MOST, TENSOR, prepare
-from .rules.rule import Rule
+from .measure import totals
+from .prepare import MOST, TENSOR, prepare, weigh
+from .rules.rule import Group, Rule, Survey
 from .streams import TYPES
 from .table import Row, Table, alike, dense, lay_out, place, upload
-from .update import roles_of, update
+from .update import roles_of, survey_of, update
 
 EMA = "ema"  # key of the average in an optimizer's state
 
@@ -47,6 +51,7 @@ class _Item:
         facts: all that the table takes of it; while they stay, so does the table.
     """
 
+    parameter: Tensor
     facts: tuple[Any, ...]
     kind: _Kind
     row: Row
@@ -98,6 +103,8 @@ class FusedStep:
         self._hyper: list[float] = []
         self._groups: Tensor | None = None
         self._kernels: dict[Any, Kernel] = {}
+        self._counters: dict[Tensor, Tensor] = {}  # of steps, where the rule's states have none
+        self._result: Tensor | None = None  # what was measured of the gradients that the next step takes
 
     # -- the four launches ----------------------------------------------------------------------------------------------
 
@@ -122,7 +129,8 @@ class FusedStep:
                     found.append((gradient, self._copies(parameter)))
                 else:
                     self.unmeasured.append(parameter)
-        return self._gradients.measure(found, max_norm, scale, over_ranks)
+        self._result = self._gradients.measure(found, max_norm, scale, over_ranks)
+        return self._result
 
     @torch.no_grad()
     def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None) -> None:
@@ -136,15 +144,39 @@ class FusedStep:
         if layout.table is None or layout.tensors is None or layout.constants is None:
             return
         times, skip = (0 if t is None else t.data_ptr() for t in (factor, found_inf))
-        count = len(layout.tensors)
+        result = self.measure() if self.rule.norm and self._result is None else self._result
+        self._result = None
         constants, follow = layout.constants.data_ptr(), 1.0 - (self.ema_decay or 0.0)
-        hyper = self._hypers()
-        kernel = self._make("prepare", lambda: prepare(self.rule))
-        self._launcher.launch(kernel, -(-count // THREADS), [layout.tensors.data_ptr(), count, hyper.data_ptr(), skip, constants])
+        self._each(self._make("prepare", lambda: prepare(self.rule)), skip, 0 if result is None else result.data_ptr(), times)
+        if self.rule.survey is not None:
+            self._survey(self.rule.survey, held, times, skip)
         for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
             kernel = self._make(kind, lambda kind=kind: update(self.rule, kind.states, dict(kind.dtypes)))
             self._stream(kernel, first, last, constants, times, skip, follow)
         del held  # until all that reads them is in the stream
+
+    def _survey(self, survey: Survey, held: Sequence[_Item], times: int, skip: int) -> None:
+        layout = self._layout
+        assert layout.table is not None
+        assert layout.partials is not None
+        assert layout.constants is not None
+        for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
+            kernel = self._make(("survey", kind), lambda kind=kind: survey_of(self.rule, survey, kind.states, dict(kind.dtypes)))
+            self._stream(kernel, first, last, layout.constants.data_ptr(), times, skip)
+        found = torch.empty((len(held), len(survey.sums)), dtype=torch.float64, device=self._launcher.device)
+        arguments = [layout.partials.data_ptr(), layout.table.firsts.data_ptr(), found.data_ptr()]
+        self._launcher.launch(self._make("totals", lambda: totals(len(survey.sums))), len(held), arguments)
+        add_up([item.parameter for kind in layout.kinds for item in held if item.kind == kind], found)
+        self._each(self._make("weigh", lambda: weigh(self.rule, survey)), skip, found.data_ptr())
+
+    def _each(self, kernel: Kernel, skip: int, *arguments: int) -> None:
+        """One of `prepare`'s kernels."""
+        layout = self._layout
+        assert layout.tensors is not None
+        assert layout.constants is not None
+        count = len(layout.tensors)
+        given = [layout.tensors.data_ptr(), count, self._hypers().data_ptr(), skip, layout.constants.data_ptr()]
+        self._launcher.launch(kernel, -(-count // THREADS), [*given, *arguments])
 
     def _make(self, key: Any, make: Callable[[], Kernel]) -> Kernel:
         kernel = self._kernels.get(key)
@@ -158,7 +190,7 @@ class FusedStep:
         assert layout.partials is not None
         if last > first:
             chunks = layout.table.chunks.data_ptr() + 8 * first
-            partials = layout.partials.data_ptr() + 16 * first
+            partials = layout.partials.data_ptr() + 8 * len(kernel.sums) * first
             self._launcher.launch(kernel, last - first, [layout.table.rows.data_ptr(), chunks, partials, *arguments])
 
     # -- what they run over ---------------------------------------------------------------------------------------------
@@ -222,30 +254,40 @@ class FusedStep:
         copies = self._copies(parameter)
         state = self.optimizer.state.get(parameter, {})
         tensors = self._tensors(parameter, gradient, state, uses)
-        if tensors is not None and not tensors[0].is_neg():
+        if tensors is not None and not gradient.is_neg():
             facts = (number, lr, copies, uses, *map(place, tensors))
             if facts in known:
-                return _Item(facts, known[facts], Row(tensors[1:], copies), (number, tensors[0].data_ptr(), lr))
+                counter, scalar, *row = tensors
+                return _Item(parameter, facts, known[facts], Row(tuple(row), copies), self._words(number, lr, counter, scalar))
         if not self._takes(parameter, gradient, state, uses):
             return None
-        counter, gradient, *others = self._tensors(parameter, gradient, self._state(parameter, uses), uses) or ()
+        state = self._state(parameter, uses, self.optimizer.param_groups[number])
+        counter, scalar, gradient, *others = self._tensors(parameter, gradient, state, uses) or ()
         if not alike(gradient, others[0]) or gradient.is_neg():
             gradient = torch.empty_like(others[0], dtype=gradient.dtype).copy_(gradient)
-        facts = (number, lr, copies, uses, *map(place, (counter, gradient, *others)))
+        facts = (number, lr, copies, uses, *map(place, (counter, scalar, gradient, *others)))
         roles = roles_of(uses, self.ema_decay is not None, id(parameter) in self._copy)
         kind = _Kind(uses, tuple((role.name, t.dtype) for role, t in zip(roles, (gradient, *others))))
-        return _Item(facts, kind, Row((gradient, *others), copies), (number, counter.data_ptr(), lr))
+        return _Item(parameter, facts, kind, Row((gradient, *others), copies), self._words(number, lr, counter, scalar))
+
+    def _words(self, number: int, lr: int, counter: Tensor, scalar: Tensor) -> tuple[int, ...]:
+        return number, counter.data_ptr(), lr, scalar.data_ptr()
 
     def _tensors(
         self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Any], uses: tuple[str, ...]
     ) -> tuple[Tensor, ...] | None:
-        """The step counter, and what lies here of the tensors of each role, in their order; None where there are not all of them yet."""
+        """The step counter, the scalar (or the counter again), and what lies here of the tensors of each role, in their order.
+
+        None where there are not all of them yet.
+        """
         keys = (*uses, EMA) if self.ema_decay is not None else uses
-        if not isinstance(state.get("step"), Tensor) or any(state.get(key) is None for key in keys):
+        counter = state.get("step") if self.rule.counts else self._counters.get(parameter)
+        scalar = state.get(self.rule.scalar) if self.rule.scalar else counter
+        if not isinstance(counter, Tensor) or not isinstance(scalar, Tensor) or any(state.get(key) is None for key in keys):
             return None
         low = self._copy.get(id(parameter))
         found = (gradient, parameter, *(state[key] for key in keys), *(() if low is None else (low,)))
-        return state["step"], *map(local, found)
+        return counter, scalar, *map(local, found)
 
     def _takes(self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Any], uses: tuple[str, ...]) -> bool:
         """Whether the kernels can; before any state is made, for what they leave to others is not theirs."""
@@ -259,19 +301,25 @@ class FusedStep:
             return False
         return all(t.shape == here.shape for t in others) and (low is None or alike(local(low), here))
 
-    def _state(self, parameter: Tensor, uses: Sequence[str]) -> dict[str, Any]:
+    def _state(self, parameter: Tensor, uses: Sequence[str], group: Group) -> dict[str, Any]:
         """The state of `parameter`, made where there is none; what was loaded comes into the parameter's own layout."""
         state = self.optimizer.state[parameter]
         device = self._launcher.device
-        state["step"] = torch.as_tensor(state.get("step", 0.0)).to(device, torch.float32)
+        for key in ("step",) * self.rule.counts + (self.rule.scalar,) * bool(self.rule.scalar):
+            state[key] = torch.as_tensor(state.get(key, 0.0)).to(device, torch.float32)
+        fresh = any(state.get(key) is None for key in uses)
+        if not self.rule.counts and (fresh or parameter not in self._counters):
+            self._counters[parameter] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=device)
         for key in (*uses, EMA) if self.ema_decay is not None else uses:
             value = state.get(key)
             if value is not None and alike(local(value), local(parameter)):
                 continue
             like = None if value is None else value.dtype
-            state[key] = torch.zeros_like(parameter, dtype=like, memory_format=torch.preserve_format)
+            state[key] = torch.empty_like(parameter, dtype=like, memory_format=torch.preserve_format, requires_grad=False)
             if value is not None:
                 local(state[key]).copy_(local(value))
             elif key == EMA:
                 local(state[key]).copy_(local(parameter))
+            else:
+                local(state[key]).fill_(self.rule.starts(group))
         return state

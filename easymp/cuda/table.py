@@ -40,18 +40,20 @@ class Table:
         rows: int64, rows × `WORDS`.
         chunks: int64: row << 32 | chunk of the row; rows without elements have none.
         starts: of each list of rows that was laid out, its first chunk; and the number of all chunks.
+        firsts: int64: of each row, its first chunk; and the number of all chunks.
     """
 
     rows: Tensor
     chunks: Tensor
     starts: tuple[int, ...]
+    firsts: Tensor
 
 
 def lay_out(kinds: Sequence[Sequence[Row]], device: torch.device) -> Table:
     """A table of the rows of all `kinds`, one list a kernel that will run over it; copied without a wait for the device."""
     words: list[int] = []
     chunks: list[int] = []
-    starts = [0]
+    starts, firsts = [0], [0]
     number = 0
     for rows in kinds:
         for row in rows:
@@ -60,9 +62,11 @@ def lay_out(kinds: Sequence[Sequence[Row]], device: torch.device) -> Table:
             aligned = not any(a & 15 for a in addresses)
             words += [count, aligned, row.copies, *addresses, *[0] * (ROLES - len(addresses))]
             chunks += [number << 32 | part for part in range(-(-count // CHUNK))]
+            firsts.append(len(chunks))
             number += 1
         starts.append(len(chunks))
-    return Table(upload(words, torch.int64, device).view(number, WORDS), upload(chunks, torch.int64, device), tuple(starts))
+    rows = upload(words, torch.int64, device).view(number, WORDS)
+    return Table(rows, upload(chunks, torch.int64, device), tuple(starts), upload(firsts, torch.int64, device))
 
 
 def upload(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
