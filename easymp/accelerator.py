@@ -29,7 +29,7 @@ from .log import get_logger
 from .memory_retry import release_memory
 from .microstep import ForeignSteps, MicroStep
 from .operations import Collectives
-from .optim import ItemWindow, PreparedOptimizer, PreparedScheduler
+from .optim import ItemWindow, PreparedOptimizer, PreparedScheduler, leave_to_step, may_leave
 from .plan import Plan, make_plan
 from .precision import PRECISIONS, Measured, Scaler, rule_from
 from .prepared import unwrap
@@ -354,6 +354,8 @@ class Accelerator(Collectives, Resuming, Weights):
                     "backward() without num_items in a window that began with it: pass it for every micro-batch, or for none"
                 )
             loss = loss / clock.accumulation
+        for optimizer in self._prepared.optimizers:
+            optimizer.apply_factor()  # of a clip without a step: this backward adds to gradients that were clipped
         clock.backwards += 1
         scaler = self._scaler
         if scaler.enabled:
@@ -479,35 +481,50 @@ class Accelerator(Collectives, Resuming, Weights):
         for item in chosen:
             if isinstance(item, PreparedOptimizer):
                 item.gather()
+                item.apply_factor()
             self._scaler.ensure_unscaled(item.optimizer if isinstance(item, PreparedOptimizer) else item)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Scale gradients so that their total norm is at most `max_norm`; returns the norm before (0-dim).
 
         Acts once a window, as the optimizer does: None on other micro-steps.
+
+        Where `parameters` are all that one or several prepared optimizers step, and torch's fused step or ours runs (see the plan),
+        gradients are only read: the step multiplies by the factor, and by 1 / the loss scale, as it reads them again. Until then `.grad`
+        is what backward left there, and afterwards it may be either. To read or change clipped gradients before the step, use
+        ``Accelerator(fused=False)``; a change in between is an error. Under a loss scale an overflow skips the steps of all of them.
+
+        Raises:
+            StepError: gradients changed since the last clip, which no step has followed; under a loss scale: there are none.
         """
-        chosen = self._to_clip(parameters)
-        return None if chosen is None else self._prepared.strategy.clip(chosen, max_norm, norm_type)
+        if self._clock.accumulation != 1 and not self._clock.sync:
+            return None
+        chosen = self._as_list(parameters)
+        optimizers = self._prepared.steppers(chosen) if norm_type == 2 else None
+        if optimizers and may_leave(optimizers, self._scaler):
+            return leave_to_step(optimizers, max_norm, self._scaler, self._prepared.strategy.counting)
+        return self._prepared.strategy.clip(self._unscaled(chosen), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]; acts once a window, as the optimizer does."""
-        chosen = self._to_clip(parameters)
-        if chosen is not None:
-            grads = [local(p.grad) for p in chosen if p.grad is not None]
-            if grads:
-                torch._foreach_clamp_min_(grads, -float(clip_value))
-                torch._foreach_clamp_max_(grads, float(clip_value))
-
-    def _to_clip(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor] | None:
         if self._clock.accumulation != 1 and not self._clock.sync:
-            return None
+            return
+        grads = [local(p.grad) for p in self._unscaled(self._as_list(parameters)) if p.grad is not None]
+        if grads:
+            torch._foreach_clamp_min_(grads, -float(clip_value))
+            torch._foreach_clamp_max_(grads, float(clip_value))
+
+    def _as_list(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+        """What the optimizers hold of `parameters`, with the gradients."""
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if self._prepared.masters:
-            chosen = self._prepared.stepped(chosen)
-        if self._scaler.enabled:
-            for optimizer in self._prepared.optimizers_of(chosen):
-                self._scaler.ensure_unscaled(optimizer.optimizer)
-        return chosen
+        return self._prepared.stepped(chosen) if self._prepared.masters else chosen
+
+    def _unscaled(self, parameters: list[Tensor]) -> list[Tensor]:
+        """`parameters`, whose gradients are in memory what they shall be so far."""
+        for optimizer in self._prepared.optimizers_of(parameters):
+            optimizer.apply_factor()
+            self._scaler.ensure_unscaled(optimizer.optimizer)
+        return parameters
 
     @property
     def _alike(self) -> int:

@@ -19,7 +19,7 @@ from .data import PreparedLoader, SkippedLoader, prepare_loader
 from .errors import PrepareError, StepError, WorldError
 from .fitting import Fitting
 from .log import get_logger
-from .optim import Masters, PreparedOptimizer, PreparedScheduler, Sums, fuse
+from .optim import Masters, PreparedOptimizer, PreparedScheduler, Sums, engine_for, fuse
 from .precision import Scaler
 from .prepared import Route, make_view
 from .protocols import Choice, Manner, Precision, Strategy
@@ -220,7 +220,9 @@ class Preparation:
         if fused:  # before it is spread: an optimizer in its place has a class of its own
             why_not = fuse(optimizer, [model.route.original for model in self.models])
         stepped = self.strategy.spread(optimizer)
-        prepared = PreparedOptimizer(stepped, self._run.clock, self._scaler, optimizer, masters, self.sums)
+        counting = self.strategy.counting
+        engine = engine_for(stepped, counting.copies, fused)
+        prepared = PreparedOptimizer(stepped, self._run.clock, self._scaler, optimizer, masters, self.sums, engine, counting)
         self.stepped_by.update((p, prepared) for p in held)
         self.optimizers.append(prepared)
         if fused:
@@ -325,6 +327,20 @@ class Preparation:
         """The prepared optimizers that hold any of `parameters`, groups that were added later included."""
         wanted = {id(p) for p in parameters}
         return [o for o in self.optimizers if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
+
+    def steppers(self, parameters: Sequence[torch.Tensor]) -> list[PreparedOptimizer] | None:
+        """The optimizers that step just `parameters` among those that train or have gradients; None where there are no such ones."""
+        wanted = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
+        found = []
+        for optimizer in self.optimizers:
+            held = [id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad or p.grad is not None]
+            mine = sum(p in wanted for p in held)
+            if mine:
+                if mine < len(held):
+                    return None
+                wanted.difference_update(held)
+                found.append(optimizer)
+        return None if wanted else found
 
     def release(self) -> None:
         """Let go of everything. Views stay callable, each rank for itself; optimizers hold their parameters again."""

@@ -124,6 +124,21 @@ class Layout:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Counting:
+    """How Σ g² over all gradients comes about on the ranks, each element counted once.
+
+    Attributes:
+        copies: of a parameter, on how many ranks each element of its gradient lies, of those that `add` adds up; 0: others count it.
+        add: adds up a tensor over the ranks, in place; None: gradients are whole on every rank.
+        settle: gives a parameter's gradient the layout of the parameter; a collective.
+    """
+
+    copies: Callable[[Tensor], int] = lambda parameter: 1
+    add: Callable[[Tensor], None] | None = None
+    settle: Callable[[Tensor], None] = lambda parameter: None
+
+
 class Strategy(Protocol):
     """How parameters and gradients are spread over the ranks.
 
@@ -187,6 +202,11 @@ class Strategy(Protocol):
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Inside: ranks may run out of batches at different times; `models` are what `wrap` returned."""
+        ...
+
+    @property
+    def counting(self) -> Counting:
+        """How 2-norms of gradients come about."""
         ...
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:

@@ -1,5 +1,7 @@
 """Optimizers and schedulers as `prepare` hands them back."""
 
+from .engines import Engine, TorchEngine, engine_for
+from .factor import leave_to_step, may_leave
 from .fused import fuse
 from .items import ItemWindow
 from .masters import Masters
@@ -7,4 +9,16 @@ from .optimizer import PreparedOptimizer
 from .scheduler import PreparedScheduler
 from .sums import Sums
 
-__all__ = ["ItemWindow", "Masters", "PreparedOptimizer", "PreparedScheduler", "Sums", "fuse"]
+__all__ = [
+    "Engine",
+    "ItemWindow",
+    "Masters",
+    "PreparedOptimizer",
+    "PreparedScheduler",
+    "Sums",
+    "TorchEngine",
+    "engine_for",
+    "fuse",
+    "leave_to_step",
+    "may_leave",
+]

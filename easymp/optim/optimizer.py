@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ..clock import StepClock
 from ..errors import StepError
 from ..precision import Scaler
+from ..protocols import Counting
 from ..shards import local
+from .engines import Engine, TorchEngine
+from .factor import Factor, leave_to_step, may_leave
 from .fused import fill_momentum, keep_implementation
 from .masters import Masters
 from .sums import Sums
@@ -26,6 +30,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         given: what the user passed, where the strategy steps another one in its place.
         masters: what `given` holds in place of low-precision parameters; None where it holds the parameters.
         sums: of gradients over the window, to be forgotten with the gradients.
+        engine: what runs the step; torch's own by default.
+        counting: how norms of gradients come about on the ranks.
+
+    Attributes:
+        factor: what a clip has left to the next step.
     """
 
     def __init__(
@@ -36,6 +45,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         given: torch.optim.Optimizer | None = None,
         masters: Masters | None = None,
         sums: Sums | None = None,
+        engine: Engine | None = None,
+        counting: Counting | None = None,
     ) -> None:
         # torch's own __init__ would build param groups and state a second time.
         self.optimizer = optimizer
@@ -44,6 +55,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._sums = sums
         self._clock = clock
         self._scaler = scaler
+        self.engine: Engine = engine or TorchEngine(optimizer, free=False)
+        self._counting = counting or Counting()
+        self._factor: Factor | None = None
+        self._by_itself: RemovableHandle | None = None  # hears of a step of the wrapped optimizer while there is a factor
         self.updates = 0  # steps that ended a window, skipped ones included
         self._spent = False  # whether the gradients have been stepped on, and not cleared since
         self._waiting = False  # whether the last call was a step that waits for the end of the window
@@ -69,8 +84,22 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.updates += 1
         given = () if closure is None else (closure,)
         if self._masters is None and (self._sums is None or not self._sums.on):
-            return self._scaler.step(self.optimizer, *given) if self._scaler.enabled else self.optimizer.step(*given)
+            return self._step(*given)
         return self._step_low(*given)
+
+    def _step(self, *given: Any) -> Any:
+        scaler = self._scaler
+        if given:
+            self.apply_factor()
+            return scaler.step(self.optimizer, *given)
+        if scaler.enabled and may_leave([self], scaler):
+            leave_to_step([self], float("inf"), scaler, self._counting)
+        factor = self.factor
+        if factor is not None:
+            factor.check()
+        found = scaler.begin_step(self.optimizer) if scaler.enabled else None
+        self.factor = None
+        return self.engine.step(None if factor is None else factor.value, found)
 
     def _step_low(self, *given: Any) -> Any:
         """`step` where parameters are low-precision."""
@@ -81,12 +110,31 @@ class PreparedOptimizer(torch.optim.Optimizer):
                     "that the model does not have yet. Use an optimizer without one, or another precision"
                 )
             self._masters.gather()
-        result = self._scaler.step(self.optimizer, *given)
+        result = self._step(*given)
         if self._masters is not None:
             self._masters.give_back()
         if self._sums is not None and self._sums.on:
             self._forget()
         return result
+
+    @property
+    def factor(self) -> Factor | None:
+        return self._factor
+
+    @factor.setter
+    def factor(self, factor: Factor | None) -> None:
+        self._factor = factor
+        if self._by_itself is not None:
+            self._by_itself.remove()
+            self._by_itself = None
+        if factor is not None:
+            self._by_itself = self.optimizer.register_step_pre_hook(lambda *_: self.apply_factor())
+
+    def apply_factor(self) -> None:
+        """Multiply gradients in memory by what a clip has left to the step, so that they can be looked at and changed."""
+        factor, self.factor = self.factor, None
+        if factor is not None:
+            factor.apply()
 
     def unused(self) -> bool:
         """Whether this rank holds gradients that no step has used since they were cleared. Waits for the device."""
@@ -123,6 +171,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             if (begins and clock.micro > 1) or (clock.backwards and not clock.sync):
                 return
         self._spent = False
+        self.factor = None
         self.optimizer.zero_grad(set_to_none)
         if self._masters is not None:
             self._masters.clear()
@@ -211,6 +260,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.engine = TorchEngine(self.optimizer, free=False)
+        self._counting, self._factor, self._by_itself = Counting(), None, None
 
 
 for _name in (

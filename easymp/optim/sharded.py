@@ -85,7 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._patch_step_function()  # torch's own __init__ would build param groups and state a second time
         self._twin = _twin(given)
         self._follow()
-        given.register_step_pre_hook(_refuse_alone)
+        given.register_step_pre_hook(refuse_alone)
         _taken.add(given)
 
     # -- the twin -----------------------------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ def _check(given: torch.optim.Optimizer) -> None:
             )
 
 
-def _refuse_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def refuse_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not isinstance(optimizer, ShardedOptimizer):
         raise StepError(
             f"this {type(optimizer).__name__} was prepared under zero1, and its state is in shards: step what prepare() returned"

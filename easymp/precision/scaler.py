@@ -11,6 +11,7 @@ Scale and counters live on the device; nothing here waits for it, but for the st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -85,7 +86,7 @@ class Phase(Enum):
     """Where an optimizer is in its step."""
 
     READY = "its gradients are scaled, as backward left them"
-    UNSCALED = "its gradients have been divided by the scale"
+    UNSCALED = "its gradients have been divided by the scale, or its step will do it"
     STEPPED = "it has stepped; update() begins the next round"
 
 
@@ -186,13 +187,53 @@ class Scaler:
             torch._amp_foreach_non_finite_check_and_unscale_(grads, here, inverse.to(device, non_blocking=True))
             if here is not found:
                 found = torch.maximum(found, here.to(found.device, non_blocking=True))
-        if self._world is not None and self.agree:
-            # This rank may hold none of the parameters that got gradients (a stage, a shard); below zero: nor does any other.
-            found = self._world.reduce(found if by_kind else found - 1, "max")
-            if not by_kind and found.item() < 0:
-                raise StepError(NO_GRADIENTS)
+        found = self.agreed(found, bool(by_kind))
         turn.found_inf = found
         turn.phase = Phase.UNSCALED
+
+    def agreed(self, found: Tensor, here: bool) -> Tensor:
+        """`found` on any rank.
+
+        Args:
+            here: whether this rank holds gradients; it may hold none of the parameters that got some (a stage, a shard).
+
+        Raises:
+            StepError: no rank does.
+        """
+        if self._world is not None and self.agree:
+            found = self._world.reduce(found if here else found - 1, "max")  # below zero: nor does any other
+        if not here and (self._world is None or not self.agree or found.item() < 0):
+            raise StepError(NO_GRADIENTS)
+        return found
+
+    def phase(self, optimizer: torch.optim.Optimizer) -> Phase:
+        """Where `optimizer` is in its step; without a loss scale, always ready."""
+        turn = self._rounds.get(id(optimizer))
+        return Phase.READY if turn is None else turn.phase
+
+    def scale_of(self, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor | None:
+        """The scale that the gradients of all these still have, for who measures them; None: they are not scaled.
+
+        Raises:
+            StepError: no loss has been scaled yet.
+        """
+        if not self.enabled or any(self.phase(o) is not Phase.READY for o in optimizers):
+            return None
+        if self._scale is None:
+            raise StepError(NO_GRADIENTS)
+        return self._scale
+
+    def take(self, optimizers: Sequence[torch.optim.Optimizer], found: Tensor | None) -> None:
+        """Their gradients have been measured, and their steps will divide by the scale.
+
+        Args:
+            found: above 0 where one is not finite, on any rank; None: it is known already.
+        """
+        for optimizer in optimizers if self.enabled else ():
+            turn = self._rounds.setdefault(id(optimizer), _Round())
+            turn.phase = Phase.UNSCALED
+            if found is not None:
+                turn.found_inf = found
 
     def ensure_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """`unscale_`, unless that was done since the last update: clipping part by part asks more than once."""
@@ -214,6 +255,17 @@ class Scaler:
             return optimizer.step(*args, **kwargs)
         if (args and args[0] is not None) or kwargs.get("closure") is not None:
             raise StepError("closures cannot be used with a loss scale: an overflow inside them could not be skipped")
+        found = self.begin_step(optimizer)
+        if takes_found_inf(optimizer):
+            return step_told(optimizer, found, None, *args, **kwargs)
+        return None if found.item() else optimizer.step(*args, **kwargs)
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """`optimizer` steps now; returns whether it is to do nothing: above 0. Its gradients are divided, if nobody has done it.
+
+        Raises:
+            StepError: a second step before update().
+        """
         turn = self._rounds.setdefault(id(optimizer), _Round())
         if turn.phase is Phase.STEPPED:
             raise StepError("step() was called twice for this optimizer since the last update(): call update() in between")
@@ -223,14 +275,7 @@ class Scaler:
         found = turn.found_inf
         assert found is not None
         self._skipped[id(optimizer)] = found
-        if takes_found_inf(optimizer):
-            # torch's own protocol for fused optimizers, GradScaler's too.
-            optimizer.found_inf, optimizer.grad_scale = found, None  # type: ignore[attr-defined]
-            try:
-                return optimizer.step(*args, **kwargs)
-            finally:
-                del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
-        return None if found.item() else optimizer.step(*args, **kwargs)
+        return found
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `optimizer`'s last step was skipped. Waits for the device."""
@@ -344,6 +389,19 @@ class Scaler:
         self._rounds.clear()
         if device is not None:
             self._on(device)
+
+
+def step_told(
+    optimizer: torch.optim.Optimizer, found: Tensor | None, grad_scale: Tensor | None, *args: Any, **kwargs: Any
+) -> Any:
+    """A step by torch's own protocol for fused optimizers, GradScaler's too: gradients are divided by `grad_scale` as they are read, and
+    nothing changes where `found` is above 0."""
+    it: Any = optimizer
+    it.found_inf, it.grad_scale = found, grad_scale
+    try:
+        return it.step(*args, **kwargs)
+    finally:
+        del it.found_inf, it.grad_scale
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import PrepareError, RefusedError, StepError
-from ..protocols import Facts, Layout, Manner, Refusal
+from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..records import DistributedDataParallelKwargs
 from ..world import World
 from .compiling import passed_over
@@ -109,6 +109,10 @@ class DDP:
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         return Join([m for m in models if isinstance(m, DistributedDataParallel)])
+
+    @property
+    def counting(self) -> Counting:
+        return Counting()
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

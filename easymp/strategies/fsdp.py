@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
-from ..protocols import Facts, Layout, Manner, Refusal, nowhere, pieces
+from ..protocols import Counting, Facts, Layout, Manner, Refusal, nowhere, pieces
 from ..rebind import names_of, rebind
 from ..world import World
 from .blocks import find_blocks
 from .materialising import materialise, on_meta
-from .norms import clip_to_norm
+from .norms import clip_to_norm, counting
 
 
 @dataclass(frozen=True)
@@ -188,6 +188,10 @@ class FSDP:
             f"strategy {self.name!r} cannot join uneven inputs: every rank's forward needs the other ranks' shards. Keep "
             "even_batches=True, or use strategy='ddp'"
         )
+
+    @property
+    def counting(self) -> Counting:
+        return counting(self._world)
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         return clip_to_norm(parameters, max_norm, norm_type, self._world)

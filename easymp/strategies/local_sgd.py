@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import EasympWarning, RefusedError, SettingError
-from ..protocols import Facts, Layout, Manner, Refusal
+from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..world import World
 
 
@@ -131,6 +131,10 @@ class LocalTraining:
             "strategy 'local_sgd' cannot join uneven inputs: models are averaged after as many updates on every rank. Keep "
             "even_batches=True, or use strategy='ddp'"
         )
+
+    @property
+    def counting(self) -> Counting:
+        return Counting()
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..protocols import Counting
 from ..shards import local
 from ..world import World
 
@@ -32,6 +33,15 @@ def clip_to_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float
         for device, parts in by_device.items():
             torch._foreach_mul_(parts, factor.to(device))
     return total
+
+
+def counting(world: World) -> Counting:
+    """For gradients in any layouts over the ranks of `world`."""
+
+    def add(totals: Tensor) -> None:
+        totals.copy_(world.reduce(totals))
+
+    return Counting(lambda parameter: copies(parameter, world.size), add, settle)
 
 
 def total_norm(tensors: Sequence[Tensor], norm_type: float, world: World) -> Tensor:

@@ -17,17 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import PrepareError, RefusedError, SettingError, StepError
-from ..protocols import Facts, Layout, Manner, Refusal
+from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..world import World
 from .cuts import Cuts, balance, candidates, choose, survey
 from .materialising import LEFT
+from .norms import counting
 from .schedule import Pipelined, Shared
 
 SCHEDULES = ("gpipe", "1f1b")
@@ -235,6 +236,16 @@ class Pipeline:
             "strategy 'pipeline' cannot join uneven inputs: every batch goes through the stages of all ranks, which all see the same ones. "
             "There is nothing to join: leave join_uneven_inputs out"
         )
+
+    @property
+    def counting(self) -> Counting:
+        rank, size, homes = self._world.rank, self._world.size, self._homes
+
+        def copies(parameter: Tensor) -> int:
+            home = homes.get(id(parameter))
+            return size if home is None else int(home == rank)  # of no stage: the same on all ranks
+
+        return replace(counting(self._world), copies=copies)
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         rank = self._world.rank

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..protocols import Facts, Layout, Manner, Refusal
+from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..records import DistributedDataParallelKwargs
 from ..world import World
 
@@ -65,6 +65,10 @@ class Single:
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    @property
+    def counting(self) -> Counting:
+        return Counting()
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

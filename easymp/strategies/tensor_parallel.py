@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import PrepareError, RefusedError, SettingError, StepError
-from ..protocols import Facts, Layout, Manner, Refusal
+from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..rebind import names_of, rebind
 from ..shards import local
 from ..world import World
 from .blocks import find_blocks
 from .fsdp import FSDPOptions, Released, Sharded, check_shardable, shard, shards_of, take_rank_0s
-from .norms import clip_to_norm, settle
+from .norms import clip_to_norm, counting, settle
 from .tensor_plan import apply, read_plan, split_dims
 
 
@@ -277,6 +277,10 @@ class TensorParallel:
             "strategy 'tensor_parallel' cannot join uneven inputs: every rank's forward needs the other ranks' parts. Keep "
             "even_batches=True, or use strategy='ddp'"
         )
+
+    @property
+    def counting(self) -> Counting:
+        return counting(self._world)
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         return clip_to_norm(parameters, max_norm, norm_type, self._world)

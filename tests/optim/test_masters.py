@@ -76,7 +76,7 @@ def test_weights_written_from_outside_reach_the_masters(how: str) -> None:
 
 
 def test_the_tools_of_the_step_take_the_models_own_parameters() -> None:
-    with Accelerator(mixed_precision="O2", cpu=True, kwargs_handlers=[SCALE]) as acc:
+    with Accelerator(mixed_precision="O2", cpu=True, fused=False, kwargs_handlers=[SCALE]) as acc:
         model = nn.Linear(4, 1, bias=False)
         nn.init.ones_(model.weight)
         model = acc.prepare(model)
