@@ -578,7 +578,8 @@ class Accelerator(Collectives, Resuming, Weights):
             return
         self._closed = True
         try:
-            self._saves.close()  # what is being written in the background; its ranks still need the world's store
+            if self._saves is not None:
+                self._saves.close()  # what is being written in the background; its ranks still need the world's store
         finally:
             self.free_memory()
             self._undo.close()

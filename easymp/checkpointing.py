@@ -5,23 +5,9 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .checkpoint.accelerate_folder import is_accelerate_folder
-from .checkpoint.accelerated import LOADERS, Translated
-from .checkpoint.finding import below, is_checkpoint, newest
-from .checkpoint.folders import step_folder
-from .checkpoint.loading import Loaded, load, put_in_place
-from .checkpoint.objects import ObjectState
-from .checkpoint.opening import parted
-from .checkpoint.optimizers import OptimizerState
-from .checkpoint.progress import of_ranks
-from .checkpoint.randomness import RandomState
-from .checkpoint.saves import Saves
-from .checkpoint.saving import Target
-from .checkpoint.snapshot import Kept
-from .checkpoint.storages import open_storage
-from .checkpoint.training import kept_of, numbered
+from . import checkpoint
 from .epochs import Epochs
 from .errors import CheckpointError, EasympError, RefusedError, SettingError, StepError
 from .kept import LeftOut, Owed, RunState, Skipped, drawing_devices
@@ -31,6 +17,12 @@ from .preparing import Preparation
 from .records import ProjectConfiguration
 from .registering import Registering
 from .state import Run
+
+if TYPE_CHECKING:
+    from .checkpoint.accelerated import Translated
+    from .checkpoint.loading import Loaded
+    from .checkpoint.saves import Saves
+    from .checkpoint.snapshot import Kept
 
 logger = get_logger(__name__)
 Path = str | os.PathLike[str]
@@ -44,11 +36,11 @@ class Checkpointing(Registering):
     _precision: Any
     _scaler: Scaler
     _alone: bool
+    _saves: Saves | None = None  # from the first one on
 
     def _begin_checkpoints(self, project: ProjectConfiguration) -> None:
         run = self._run
         self._project = project
-        self._saves = Saves(run.world)
         self._epochs = Epochs(self._prepared.loaders, run.clock)
         self._objects, self._save_hooks, self._load_hooks = [], OrderedDict(), OrderedDict()
 
@@ -73,7 +65,7 @@ class Checkpointing(Registering):
 
     @property
     def _root(self) -> str:
-        return below(self._project.project_dir or os.curdir, "checkpoints")
+        return checkpoint.below(self._project.project_dir or os.curdir, "checkpoints")
 
     # -- what is kept -------------------------------------------------------------------------------------------------
 
@@ -86,23 +78,23 @@ class Checkpointing(Registering):
         prepared, run = self._prepared, self._run
         modules = [model.route.original for model in prepared.models]
         self._scaler.settle()
-        training = kept_of(
+        training = checkpoint.kept_of(
             *(modules, prepared.optimizers, prepared.schedulers, self._scaler, prepared.masters.keys(), prepared.strategy.apart)
         )
         for i, item in enumerate(training):
-            yield LeftOut(numbered("model", i)) if i < len(modules) and i not in models else item
+            yield LeftOut(checkpoint.numbered("model", i)) if i < len(modules) and i not in models else item
         for i, loader in enumerate(prepared.loaders):
-            yield ObjectState(f"loader_{i}", loader)
+            yield checkpoint.ObjectState(f"loader_{i}", loader)
         for i, item in enumerate(self._objects):
-            yield ObjectState(f"object_{i}", item)
-        yield ObjectState("steps", Skipped(self._scaler, prepared.optimizers))
-        yield ObjectState("run", RunState(run, self._precision, self._project))
-        yield ObjectState("epochs", self._epochs)
+            yield checkpoint.ObjectState(f"object_{i}", item)
+        yield checkpoint.ObjectState("steps", Skipped(self._scaler, prepared.optimizers))
+        yield checkpoint.ObjectState("run", RunState(run, self._precision, self._project))
+        yield checkpoint.ObjectState("epochs", self._epochs)
         yield Owed(prepared.schedulers)
         spread, world = prepared.strategy, run.world
         devices = drawing_devices(run, world.device)
         # The last one, so that nothing draws after it.
-        yield RandomState(world.rank, world.size, devices, spread.data_rank, spread.data_size, prepared.seed)
+        yield checkpoint.RandomState(world.rank, world.size, devices, spread.data_rank, spread.data_size, prepared.seed)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -140,13 +132,13 @@ class Checkpointing(Registering):
         self._check_settled()
         world = self._run.world
         world.settle()
-        self._saves.wait()  # one at a time, and hooks write for one, too
+        self._settle_saves()  # one at a time, and hooks write for one, too
         step = max((o.updates for o in self._prepared.optimizers), default=0)
-        chosen = below(self._root, step_folder(step)) if path is None else path
-        root, name = self._together(lambda: parted(chosen))
-        place = below(root, name)
+        chosen = checkpoint.below(self._root, checkpoint.step_folder(step)) if path is None else path
+        root, name = self._together(lambda: checkpoint.parted(chosen))
+        place = checkpoint.below(root, name)
         before = self._listed(root, name)
-        storage = open_storage(root)
+        storage = checkpoint.open_storage(root)
         models, extra = self._before_save(storage, name)
         limit = None if path is not None or self._project.total_limit is None else self._project.total_limit - 1
         self._project.iteration += 1
@@ -156,8 +148,10 @@ class Checkpointing(Registering):
                     f"a hook wrote to {place}, and the save that follows would replace that folder: let it write to the output_dir that it "
                     "is given"
                 )
-            target = Target(storage, name, step, self._run.plan.as_dict())
-            with of_ranks(world, "saving", "saved", place, async_) as tick:
+            target = checkpoint.Target(storage, name, step, self._run.plan.as_dict())
+            with checkpoint.of_ranks(world, "saving", "saved", place, async_) as tick:
+                if self._saves is None:
+                    self._saves = checkpoint.Saves(world)
                 self._saves.save(target, list(self._kept(models)), async_, limit, tick, extra)
         except BaseException:
             self._project.iteration -= 1
@@ -165,9 +159,14 @@ class Checkpointing(Registering):
             raise
         return place
 
+    def _settle_saves(self) -> None:
+        """Until what is being written is committed; raises what it met with."""
+        if self._saves is not None:
+            self._saves.wait()
+
     def _listed(self, root: str, name: str) -> list[str]:
         """What is in a folder, where hooks might write to it."""
-        return self._together(lambda: open_storage(root).list(name)) if self._save_hooks else []  # type: ignore[no-any-return]
+        return self._together(lambda: checkpoint.open_storage(root).list(name)) if self._save_hooks else []  # type: ignore[no-any-return]
 
     def _check_settled(self) -> None:
         clock = self._run.clock
@@ -217,13 +216,13 @@ class Checkpointing(Registering):
             CheckpointError: it does not fit or cannot be read, on any rank; nothing has changed.
         """
         path = _either(path, input_dir, "input_dir")
-        accelerates = path is not None and self._together(lambda: is_accelerate_folder(path))
+        accelerates = path is not None and self._together(lambda: checkpoint.is_accelerate_folder(path))
         if load_kwargs or (others and not accelerates):
             names = ", ".join([*(["load_kwargs"] if load_kwargs else []), *others])
             raise RefusedError(f"load_state({names}=…) is not honoured: files are read in one way. Leave it out")
         if path is not None and accelerates:
             return self._load_accelerates(path, strict, others)
-        self._saves.wait()  # what is being written may be what is asked for
+        self._settle_saves()  # what is being written may be what is asked for
         root, name = self._together(lambda: self._find(path))
         return self._load(root, name, strict)
 
@@ -232,24 +231,24 @@ class Checkpointing(Registering):
         prepared, world = self._prepared, self._run.world
         models = [model.route.original for model in prepared.models]
         unsaid = {f"loader_{i}" for i in range(len(prepared.loaders))} | {"steps", "run", "epochs"}
-        kept = [k for k in self._kept(left_to_hooks) if not (isinstance(k, ObjectState) and k.name in unsaid)]
-        optimizers = [k for k in kept if isinstance(k, OptimizerState)]
+        kept = [k for k in self._kept(left_to_hooks) if not (isinstance(k, checkpoint.ObjectState) and k.name in unsaid)]
+        optimizers = [k for k in kept if isinstance(k, checkpoint.OptimizerState)]
 
         def open_it() -> Translated:
-            there = Translated(folder, models, optimizers, prepared.seed, world.rank, strict, **options)
-            there.skipped += [LOADERS] if prepared.loaders else []
+            there = checkpoint.Translated(folder, models, optimizers, prepared.seed, world.rank, strict, **options)
+            there.skipped += [checkpoint.LOADERS] if prepared.loaders else []
             return there
 
-        return put_in_place(world, os.fspath(folder), open_it, kept)
+        return checkpoint.put_in_place(world, os.fspath(folder), open_it, kept)
 
     def _find(self, path: Path | None) -> tuple[str, str]:
         if path is not None:
-            root, name = parted(path)
-            if is_checkpoint(open_storage(root), name):
+            root, name = checkpoint.parted(path)
+            if checkpoint.is_checkpoint(checkpoint.open_storage(root), name):
                 return root, name
-        place = self._root if path is None else below(root, name)
-        inside = below(*parted(place))
-        folder, said, _ = newest(open_storage(inside))
+        place = self._root if path is None else checkpoint.below(root, name)
+        inside = checkpoint.below(*checkpoint.parted(place))
+        folder, said, _ = checkpoint.newest(checkpoint.open_storage(inside))
         if folder is None:
             raise CheckpointError("; ".join([f"{inside}: no checkpoint there", *said]))
         for words in said:
@@ -257,9 +256,9 @@ class Checkpointing(Registering):
         return inside, folder
 
     def _load(self, root: str, name: str, strict: bool) -> Loaded:
-        world, place, storage = self._run.world, below(root, name), open_storage(root)
-        with self._before_load(storage, name) as models, of_ranks(world, "loading", "loaded", place) as tick:
-            return load(world, storage, name, list(self._kept(models)), strict, tick)
+        world, place, storage = self._run.world, checkpoint.below(root, name), checkpoint.open_storage(root)
+        with self._before_load(storage, name) as models, checkpoint.of_ranks(world, "loading", "loaded", place) as tick:
+            return checkpoint.load(world, storage, name, list(self._kept(models)), strict, tick)
 
     def _together(self, act: Callable[[], Any]) -> Any:
         """What `act` returns on rank 0, on all ranks; its error, too."""

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from .checkpoint.gathering import Gathering, on_host
-from .checkpoint.handover import hand_over
-from .checkpoint.huggingface import Bring, write_model
-from .checkpoint.names import canonical
-from .checkpoint.progress import Progress
-from .checkpoint.sharding import Item, cut
-from .checkpoint.single import save_tree
-from .checkpoint.storage import Storage
-from .checkpoint.storages import open_storage
+from . import checkpoint
 from .errors import CheckpointError, RefusedError
 from .prepared import unwrap as unwrapped
 from .settings import read_bytes
 from .state import Run
 from .strategies.materialising import left_to_others
+
+if TYPE_CHECKING:
+    from .checkpoint.huggingface import Bring
+    from .checkpoint.sharding import Item
+    from .checkpoint.storage import Storage
 
 
 class Weights:
@@ -45,11 +42,11 @@ class Weights:
         self._run.world.settle()
         module = unwrapped(model, keep_torch_compile=not unwrap)
         state = module.state_dict(keep_vars=True)
-        names = {name: canonical(name) if unwrap else name for name in state}
+        names = {name: checkpoint.canonical(name) if unwrap else name for name in state}
         if not _spread(module, state):
             return {names[name]: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
         first, aliases = _distinct(state)
-        gathering = Gathering(self._run.world, first)
+        gathering = checkpoint.Gathering(self._run.world, first)
         whole = {name: gathering.bring(name) for name in first}
         if self._run.world.rank:
             return {}
@@ -91,14 +88,18 @@ class Weights:
                     "tensors: save_state keeps it, or let get_extra_state return a tensor"
                 )
         first, aliases = _distinct(state)
-        tensors = {canonical(name): tensor for name, tensor in first.items()}
-        others = {canonical(name): canonical(of) for name, of in aliases.items()}
-        shards = cut([Item(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], most)
+        tensors = {checkpoint.canonical(name): tensor for name, tensor in first.items()}
+        others = {checkpoint.canonical(name): checkpoint.canonical(of) for name, of in aliases.items()}
+        shards = checkpoint.cut([checkpoint.Item(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], most)
         place = os.fspath(save_directory)
         if not _spread(module, state):
-            said = _written(place, shards, lambda name: on_host(tensors[name], name), others) if world.rank == 0 else ""
+            said = (
+                _written(place, shards, lambda name: checkpoint.on_host(tensors[name], name), others) if world.rank == 0 else ""
+            )
         else:
-            said = hand_over(world, Gathering(world, tensors), shards, lambda bring: _written(place, shards, bring, others))
+            said = checkpoint.hand_over(
+                world, checkpoint.Gathering(world, tensors), shards, lambda bring: _written(place, shards, bring, others)
+            )
         if said:
             raise CheckpointError(said)
 
@@ -116,15 +117,15 @@ class Weights:
         """
         _refuse_code(safe_serialization, "save")
         if self._run.world.rank == 0:
-            save_tree(obj, f)
+            checkpoint.save_tree(obj, f)
 
 
 def _written(place: str, shards: list[list[Item]], bring: Bring, aliases: dict[str, str]) -> str:
     """Write a model; what went wrong, in words."""
     try:
-        with Progress(f"saving {place}", f"saved {place}") as tick:
+        with checkpoint.Progress(f"saving {place}", f"saved {place}") as tick:
             tick.expect(sum(item.bytes for shard in shards for item in shard))
-            write_model(*_folder(place), shards, bring, aliases, tick)
+            checkpoint.write_model(*_folder(place), shards, bring, aliases, tick)
     except (OSError, CheckpointError) as error:
         return f"{place}: the model was not saved ({error})"
     return ""
@@ -132,11 +133,11 @@ def _written(place: str, shards: list[list[Item]], bring: Bring, aliases: dict[s
 
 def _folder(place: str) -> tuple[Storage, str]:
     """Where names of files in a folder, made or not, lead to: the storage above it where it is ours to make, and its name there."""
-    storage = open_storage(place)
+    storage = checkpoint.open_storage(place)
     if not storage.renames:
         return storage, ""
     above, name = os.path.split(os.path.realpath(storage.place))
-    return open_storage(above), name
+    return checkpoint.open_storage(above), name
 
 
 def _refuse_code(safe: bool, what: str) -> None:

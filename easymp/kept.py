@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checkpoint.models import nothing
-from .checkpoint.snapshot import Reading, Snapshot
 from .log import get_logger
 from .optim import PreparedOptimizer, PreparedScheduler
 from .precision import Measured, Scaler
 from .records import ProjectConfiguration
 from .state import Run
+
+if TYPE_CHECKING:
+    from .checkpoint.snapshot import Reading, Snapshot
 
 logger = get_logger(__name__)
 
@@ -30,7 +31,7 @@ class LeftOut:
     def take(self, source: Reading) -> Callable[[], None]:
         """Asks for it, so that nobody misses it, and takes nothing."""
         _ = self._name in source
-        return nothing
+        return lambda: None
 
 
 class Owed:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
 
-from .checkpoint.agreeing import first, trouble
-from .checkpoint.extra import NONE, Extra
-from .checkpoint.hook_folders import HookFolder, folder_to_read
-from .checkpoint.storage import Storage
+from . import checkpoint
 from .errors import CheckpointError
 from .preparing import Preparation
 from .state import Run
+
+if TYPE_CHECKING:
+    from .checkpoint.extra import Extra
+    from .checkpoint.storage import Storage
 
 
 class Registering:
@@ -79,9 +80,9 @@ class Registering:
         """Calls the hooks: the numbers of the models that they leave to be saved, and the files that they wrote."""
         models = [model.view for model in self._prepared.models]
         if not self._save_hooks:
-            return list(range(len(models))), NONE
+            return list(range(len(models))), checkpoint.NONE
         world = self._run.world
-        folder = HookFolder(world, storage, name)
+        folder = checkpoint.HookFolder(world, storage, name)
         try:
             weights = [model.state_dict() for model in models]
             left = self._hooked(self._save_hooks, weights, lambda hook, of: hook(models, of, folder.path))
@@ -98,7 +99,7 @@ class Registering:
         if not self._load_hooks:
             yield list(range(len(models)))
             return
-        with folder_to_read(self._run.world, storage, name) as folder:
+        with checkpoint.folder_to_read(self._run.world, storage, name) as folder:
             yield self._loaded_by_hooks(folder)
 
     def _loaded_by_hooks(self, folder: str) -> list[int]:
@@ -121,10 +122,10 @@ class Registering:
                 error.append(raised)
                 raise
 
-        said = self._run.world.gather_objects(trouble(act))
+        said = self._run.world.gather_objects(checkpoint.trouble(act))
         if error:
             raise error[0]  # as it is: it is the user's own
-        if wrong := first(said):
+        if wrong := checkpoint.first(said):
             raise CheckpointError(f"a hook failed: {wrong}")
         return [known[id(item)] for item in left if id(item) in known]
 

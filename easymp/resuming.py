@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from .checkpoint.finding import below, damage, newest
-from .checkpoint.opening import parted
-from .checkpoint.storages import open_storage
+from . import checkpoint
 from .checkpointing import Checkpointing, Path
 from .epochs import Epochs
 from .errors import CheckpointError, RefusedError, SettingError
@@ -48,18 +46,18 @@ class Resuming(Checkpointing):
         """
         if self._save_on_signal is None:
             self._preemption.start()
-        self._saves.wait()  # what is being written may be the newest
+        self._settle_saves()  # what is being written may be the newest
         passed: list[str] = []
         while True:
             root, name = self._together(lambda: self._newest(path, passed))
             if name is None:
                 logger.info("nothing to resume in %s", root)
                 return None
-            place = below(root, name)
+            place = checkpoint.below(root, name)
             try:
                 self._load(root, name, strict)
             except CheckpointError as error:
-                found: str = self._together(partial(damage, open_storage(root), name))
+                found: str = self._together(partial(checkpoint.damage, checkpoint.open_storage(root), name))
                 if not found:
                     raise
                 logger.warning("left out: %s (%s)", found, error)
@@ -69,8 +67,8 @@ class Resuming(Checkpointing):
             return place
 
     def _newest(self, path: Path | None, passed: list[str]) -> tuple[str, str | None]:
-        root = below(*parted(self._root if path is None else path))
-        folder, said, damaged = newest(open_storage(root), passed)
+        root = checkpoint.below(*checkpoint.parted(self._root if path is None else path))
+        folder, said, damaged = checkpoint.newest(checkpoint.open_storage(root), passed)
         for words in said:
             logger.warning("left out: %s", words)
         if folder is None and (passed or damaged):
@@ -104,11 +102,11 @@ class Resuming(Checkpointing):
     def _leave(self, number: int | None) -> None:
         """A signal has come, here or to another rank: save, end, exit."""
         try:
-            self._saves.wait()
+            self._settle_saves()
         except CheckpointError as error:  # what an earlier save met with is no reason not to try again
             logger.error("%s", error)
         place = self.save_state()
-        self._saves.wait()
+        self._settle_saves()
         logger.warning("preempted%s: saved %s, and exiting with %d", f" by signal {number}" if number else "", place, RESTART)
         self.close()
         raise SystemExit(RESTART)

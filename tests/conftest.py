@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from .pool import Failure, Pool, RanksFailed, explain, leaked_threads, names_from_the_hosts_file_only
 
@@ -24,6 +25,13 @@ SPARE_DESCRIPTORS = 40  # pipes of the pool's workers, libraries loaded by a tes
 
 def pytest_configure() -> None:
     names_from_the_hosts_file_only()
+    torch.set_num_threads(1)  # beside the workers, two threads on models of this size take several times as long
+
+
+def pytest_collection_finish() -> None:
+    """An Accelerator that closes collects garbage: from now on that looks at what tests made, and not at torch and pytest."""
+    gc.collect()
+    gc.freeze()
 
 
 # -- which tests run ---------------------------------------------------------------------------------------------------
@@ -43,8 +51,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _no_gpu() -> str:
-    import torch
-
     if torch.version.cuda is None:
         return "needs an NVIDIA GPU; this torch is built without CUDA"
     return "" if torch.cuda.is_available() else "needs an NVIDIA GPU; none is here"
@@ -173,7 +179,8 @@ def _unclosed(before: dict[int, str]) -> Iterator[str]:
     while True:
         new = {number: target for number, target in _descriptors().items() if target not in known}
         files = sorted(t for t in new.values() if t.startswith("/") and not t.startswith(("/dev/", "/proc/", "/memfd:")))
-        sockets = [c for c in psutil.Process().net_connections("inet") if c.fd in new] if new else []
+        plugged = any(target.startswith("socket:") for target in new.values())  # looking for the peer of each takes long
+        sockets = [c for c in psutil.Process().net_connections("inet") if c.fd in new] if plugged else []
         if (not files and not sockets and len(new) <= SPARE_DESCRIPTORS) or time.monotonic() > deadline:
             break
         gc.collect()  # a reference cycle may hold what is as good as closed
@@ -186,11 +193,8 @@ def _unclosed(before: dict[int, str]) -> Iterator[str]:
         yield f"{len(new)} new descriptors"
 
 
-def _switches() -> dict[str, Any] | None:
-    """torch's process-wide settings, or None before torch is imported."""
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "get_num_threads"):
-        return None
+def _switches() -> dict[str, Any]:
+    """torch's process-wide settings."""
     return {
         "default dtype": torch.get_default_dtype(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -204,11 +208,8 @@ def _switches() -> dict[str, Any] | None:
     }
 
 
-def _changed_switches(before: dict[str, Any] | None) -> Iterator[str]:
+def _changed_switches(before: dict[str, Any]) -> Iterator[str]:
     after = _switches()
-    if before is None or after is None:
-        return
-    torch = sys.modules["torch"]
     for name, value in before.items():
         if after[name] != value:
             yield f"torch {name}={after[name]}, was {value}"

@@ -78,6 +78,8 @@ def _work(pipe: Connection, log: str, directory: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # type: ignore[arg-type]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then kills the workers
     names_from_the_hosts_file_only()
+    # As in a process of a user's: out of a fork server of their own, each DataLoader's workers would import torch again.
+    multiprocessing.set_start_method(None, force=True)
     torch.set_num_threads(1)  # two threads on busy cores are 4 to 5 times slower
     gc.collect()
     gc.freeze()  # the collection after each call looks at that call's objects only

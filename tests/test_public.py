@@ -57,8 +57,8 @@ OPTIONAL = ("cupy", "matplotlib", "tensorboard", "wandb", "sklearn", "tqdm", "pa
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Top-level modules in a fresh interpreter after `statement`."""
-    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    """Modules in a fresh interpreter after `statement`."""
+    code = f"{statement}\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=HOUSE.parent)
     return set(json.loads(done.stdout))
 
@@ -74,6 +74,12 @@ def test_the_accelerator_imports_nothing_optional() -> None:
     torchs = loaded_by("import torch, torch.distributed, torch.utils.data, torch.nn.parallel")
     ours = loaded_by("from easymp import *")
     assert (ours - torchs).isdisjoint(OPTIONAL)
+
+
+def test_an_accelerator_loads_what_saves_at_the_first_save() -> None:
+    used = loaded_by("from easymp import Accelerator\nAccelerator(cpu=True).close()")
+    assert {name for name in used if name.startswith("easymp.checkpoint.")} == set()
+    assert "fsspec" not in used
 
 
 # -- one door to the environment ---------------------------------------------------------------------------------------

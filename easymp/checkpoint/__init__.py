@@ -1,6 +1,7 @@
 """Checkpoints: sharded safetensors and JSON, committed at once, verified, read by any number of ranks. Reading runs no code.
 
-Names are loaded at first use, so that the command line can list its commands without waiting for torch.
+Names are loaded at first use, so that the command line can list its commands without waiting for torch, and an Accelerator that saves
+nothing does not wait for what saves.
 """
 
 from __future__ import annotations
@@ -18,9 +19,35 @@ _HOMES = {
     "pruning": ("Pruned", "prune"),
     "verifying": ("Damage", "verify"),
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+# What an Accelerator takes from here; for no one else.
+_INNER = {
+    "accelerate_folder": ("is_accelerate_folder",),
+    "accelerated": ("LOADERS", "Translated"),
+    "agreeing": ("first", "trouble"),
+    "extra": ("NONE",),
+    "finding": ("below", "damage", "is_checkpoint", "newest"),
+    "folders": ("step_folder",),
+    "gathering": ("Gathering", "on_host"),
+    "handover": ("hand_over",),
+    "hook_folders": ("HookFolder", "folder_to_read"),
+    "huggingface": ("write_model",),
+    "loading": ("load", "put_in_place"),
+    "names": ("canonical",),
+    "objects": ("ObjectState",),
+    "opening": ("parted",),
+    "optimizers": ("OptimizerState",),
+    "progress": ("of_ranks",),
+    "randomness": ("RandomState",),
+    "saves": ("Saves",),
+    "saving": ("Target",),
+    "sharding": ("Item", "cut"),
+    "single": ("save_tree",),
+    "storages": ("open_storage",),
+    "training": ("kept_of", "numbered"),
+}
+_HOME = {name: home for homes in (_HOMES, _INNER) for home, names in homes.items() for name in names}
 
-__all__ = sorted(_HOME)
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:

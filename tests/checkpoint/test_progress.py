@@ -144,7 +144,7 @@ def told(folder: str, asynchronous: bool) -> list[str]:
             acc = Accelerator(strategy="fsdp")
             model = acc.prepare(torch.nn.Linear(100, 100))
             acc.save_state(folder, async_=asynchronous)
-            acc._saves.wait()
+            acc._settle_saves()
             acc.load_state(folder)
             acc.close()
         del model
