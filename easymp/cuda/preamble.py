@@ -4,7 +4,10 @@ A launcher puts its own part in front: ``DEVICE`` (what marks a function of the 
 streaming loads and stores ``__ldcs`` and ``__stcs`` of 4-, 8- and 16-byte words. No header is needed, so any CUDA toolkit will do.
 """
 
-PREAMBLE = r"""
+from .rounding import ROUNDING
+
+PREAMBLE = (
+    r"""
 typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -63,3 +66,5 @@ template <int N, class T> DEVICE void put(T* to, const float (&from)[N]) {
     __stcs(reinterpret_cast<typename pack<T, N>::word*>(to) + k, p.raw[k]);
 }
 """
+    + ROUNDING
+)

@@ -10,7 +10,7 @@ from .kernel import THREADS, Kernel
 from .rules.rule import Rule, Survey
 
 TENSOR = 4  # words of each tensor: its group, and the addresses of its step counter, its lr (0: the group's) and its scalar
-MOST = 16  # most numbers of a group, and most constants of a tensor
+MOST = 16  # most numbers of a group, and most constants of a tensor, whose last is the number of the step
 
 
 def prepare(rule: Rule) -> Kernel:
@@ -29,6 +29,7 @@ const float* const seen = at<const float>(measured);
 const double norm = seen ? (double)seen[0] * (factor ? (double)*at<const float>(factor) / (double)seen[3] : 1.0) : 0.0; (void)norm;
 {declared}
 {rule.prepare}
+out[{MOST - 1}] = (float)step;
 """
     return _each(f"prepare_{rule.name}", rule, ("uint64 measured", "uint64 factor"), text)
 
@@ -54,7 +55,7 @@ def _each(name: str, rule: Rule, arguments: tuple[str, ...], text: str) -> Kerne
     numbers = " ".join(f"const double {n} = group[{i + 1}]; (void){n};" for i, n in enumerate(rule.numbers))
     stored = " ".join(f"out[{i}] = (float){c};" for i, c in enumerate(rule.constants))
     assert len(rule.numbers) < MOST
-    assert len(rule.constants) <= MOST
+    assert len(rule.constants) < MOST
     return Kernel(
         name,
         ("uint64 tensors", "int64 count", "uint64 hyper", "uint64 skip", "uint64 constants", *arguments),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .gradients import Gradients, OverRanks
 from .kernel import THREADS, Kernel, Launcher
 from .measure import totals
 from .prepare import MOST, TENSOR, prepare, weigh
+from .rounding import Rounding
 from .rules.rule import Group, Rule, Survey
 from .streams import TYPES
 from .table import Row, Table, alike, dense, lay_out, place, upload
@@ -37,10 +39,11 @@ Gradient = Callable[[Tensor], "Tensor | None"]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What one launch of `update` takes: states and dtypes of all its rows."""
+    """What one launch of `update` takes: states and dtypes of all its rows, and how they are rounded."""
 
     states: tuple[str, ...]
     dtypes: tuple[tuple[str, torch.dtype], ...]
+    stochastic: bool
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,11 @@ class FusedStep:
         optimizer: of whose class `rule` is.
         gradient: where the gradient of a parameter is; ``.grad`` by default.
         copy: id of a parameter → the low-precision tensor that becomes the parameter, rounded, at each step.
-        ema_decay: keep an exponential moving average of the weights under the state key "ema": ema += (p - ema) × (1 - ema_decay).
+        ema_decay: keep an exponential moving average of the weights, in fp32, under the state key "ema":
+            ema += (p - ema) × (1 - ema_decay).
+        state_dtype: of states; that of their parameter where None, as torch has it. To be bf16 they want `rounding`: to the nearest, a
+            second moment that falls by a thousandth a step stays where it is.
+        rounding: of bf16 parameters and states; to the nearest where None.
         copies: of a parameter, on how many ranks each of its elements lies, of those that `over_ranks` adds up.
     """
 
@@ -92,9 +99,12 @@ class FusedStep:
         gradient: Gradient = lambda parameter: parameter.grad,
         copy: dict[int, Tensor] | None = None,
         ema_decay: float | None = None,
+        state_dtype: torch.dtype | None = None,
+        rounding: Rounding | None = None,
         copies: Callable[[Tensor], int] = lambda parameter: 1,
     ) -> None:
         self.optimizer, self.rule, self.ema_decay = optimizer, rule, ema_decay
+        self.state_dtype, self.rounding = state_dtype, rounding
         self.rest: list[Tensor] = []
         self._launcher, self._gradient, self._copy, self._copies = launcher, gradient, copy or {}, copies
         self.unmeasured: list[Tensor] = []
@@ -151,8 +161,8 @@ class FusedStep:
         if self.rule.survey is not None:
             self._survey(self.rule.survey, held, times, skip)
         for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
-            kernel = self._make(kind, lambda kind=kind: update(self.rule, kind.states, dict(kind.dtypes)))
-            self._stream(kernel, first, last, constants, times, skip, follow)
+            kernel = self._make(kind, lambda kind=kind: update(self.rule, kind.states, dict(kind.dtypes), kind.stochastic))
+            self._stream(kernel, first, last, constants, times, skip, follow, *self._seed(kind))
         del held  # until all that reads them is in the stream
 
     def _survey(self, survey: Survey, held: Sequence[_Item], times: int, skip: int) -> None:
@@ -161,8 +171,9 @@ class FusedStep:
         assert layout.partials is not None
         assert layout.constants is not None
         for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
-            kernel = self._make(("survey", kind), lambda kind=kind: survey_of(self.rule, survey, kind.states, dict(kind.dtypes)))
-            self._stream(kernel, first, last, layout.constants.data_ptr(), times, skip)
+            made = partial(survey_of, self.rule, survey, kind.states, dict(kind.dtypes), kind.stochastic)
+            kernel = self._make(("survey", kind), made)
+            self._stream(kernel, first, last, layout.constants.data_ptr(), times, skip, *self._seed(kind))
         found = torch.empty((len(held), len(survey.sums)), dtype=torch.float64, device=self._launcher.device)
         arguments = [layout.partials.data_ptr(), layout.table.firsts.data_ptr(), found.data_ptr()]
         self._launcher.launch(self._make("totals", lambda: totals(len(survey.sums))), len(held), arguments)
@@ -177,6 +188,9 @@ class FusedStep:
         count = len(layout.tensors)
         given = [layout.tensors.data_ptr(), count, self._hypers().data_ptr(), skip, layout.constants.data_ptr()]
         self._launcher.launch(kernel, -(-count // THREADS), [*given, *arguments])
+
+    def _seed(self, kind: _Kind) -> tuple[int, ...]:
+        return (self.rounding.seed,) if kind.stochastic and self.rounding is not None else ()
 
     def _make(self, key: Any, make: Callable[[], Kernel]) -> Kernel:
         kernel = self._kernels.get(key)
@@ -216,15 +230,17 @@ class FusedStep:
         items: list[_Item] = []
         self.rest = []
         known = self._layout.facts
+        position = -1
         for number, group in enumerate(self.optimizer.param_groups):
             fits = self.rule.refuse(group) is None
             uses = self.rule.uses(group) if fits else ()
             lr = self._lr_at(group["lr"]) if fits else 0
             for parameter in group["params"]:
+                position += 1
                 gradient = self._gradient(parameter)
                 if gradient is None:
                     continue
-                item = self._item(parameter, gradient, number, lr, uses, known) if fits else None
+                item = self._item(parameter, gradient, position, number, lr, uses, known) if fits else None
                 if item is None:
                     self.rest.append(parameter)
                 else:
@@ -248,30 +264,38 @@ class FusedStep:
         return _Layout({item.facts: item.kind for item in items}, tuple(kinds), table, tensors, partials, constants)
 
     def _item(
-        self, parameter: Tensor, gradient: Tensor, number: int, lr: int, uses: tuple[str, ...], known: Mapping[Any, _Kind]
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        position: int,
+        number: int,
+        lr: int,
+        uses: tuple[str, ...],
+        known: Mapping[Any, _Kind],
     ) -> _Item | None:
         """`parameter` as a row, its tensors in the order of their roles; None where the kernels do not take it."""
         copies = self._copies(parameter)
-        state = self.optimizer.state.get(parameter, {})
-        tensors = self._tensors(parameter, gradient, state, uses)
+        first = 0 if self.rounding is None else self.rounding.first(parameter)
+        once = (position, number, lr, copies, first, uses)
+        tensors = self._tensors(parameter, gradient, self.optimizer.state.get(parameter, {}), uses)
+        kind = None
         if tensors is not None and not gradient.is_neg():
-            facts = (number, lr, copies, uses, *map(place, tensors))
-            if facts in known:
-                counter, scalar, *row = tensors
-                return _Item(parameter, facts, known[facts], Row(tuple(row), copies), self._words(number, lr, counter, scalar))
-        if not self._takes(parameter, gradient, state, uses):
-            return None
-        state = self._state(parameter, uses, self.optimizer.param_groups[number])
-        counter, scalar, gradient, *others = self._tensors(parameter, gradient, state, uses) or ()
-        if not alike(gradient, others[0]) or gradient.is_neg():
-            gradient = torch.empty_like(others[0], dtype=gradient.dtype).copy_(gradient)
-        facts = (number, lr, copies, uses, *map(place, (counter, scalar, gradient, *others)))
-        roles = roles_of(uses, self.ema_decay is not None, id(parameter) in self._copy)
-        kind = _Kind(uses, tuple((role.name, t.dtype) for role, t in zip(roles, (gradient, *others))))
-        return _Item(parameter, facts, kind, Row((gradient, *others), copies), self._words(number, lr, counter, scalar))
-
-    def _words(self, number: int, lr: int, counter: Tensor, scalar: Tensor) -> tuple[int, ...]:
-        return number, counter.data_ptr(), lr, scalar.data_ptr()
+            kind = known.get((*once, *map(place, tensors)))
+        if kind is None:
+            if not self._takes(parameter, gradient, self.optimizer.state.get(parameter, {}), uses):
+                return None
+            state = self._state(parameter, uses, self.optimizer.param_groups[number])
+            tensors = self._tensors(parameter, gradient, state, uses)
+            assert tensors is not None
+            if not alike(tensors[2], tensors[3]) or gradient.is_neg():
+                straight = torch.empty_like(tensors[3], dtype=gradient.dtype).copy_(tensors[2])
+                tensors = (*tensors[:2], straight, *tensors[3:])
+            roles = roles_of(uses, self.ema_decay is not None, id(parameter) in self._copy)
+            dtypes = tuple((role.name, t.dtype) for role, t in zip(roles, tensors[2:]))
+            kind = _Kind(uses, dtypes, self.rounding is not None)
+        counter, scalar, *row = tensors  # type: ignore[misc]
+        words = (number, counter.data_ptr(), lr, scalar.data_ptr())
+        return _Item(parameter, (*once, *map(place, tensors)), kind, Row(tuple(row), copies, position, first), words)  # type: ignore[arg-type]
 
     def _tensors(
         self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Any], uses: tuple[str, ...]
@@ -302,7 +326,7 @@ class FusedStep:
         return all(t.shape == here.shape for t in others) and (low is None or alike(local(low), here))
 
     def _state(self, parameter: Tensor, uses: Sequence[str], group: Group) -> dict[str, Any]:
-        """The state of `parameter`, made where there is none; what was loaded comes into the parameter's own layout."""
+        """The state of `parameter`, made where there is none; what was loaded comes into its layout and dtype."""
         state = self.optimizer.state[parameter]
         device = self._launcher.device
         for key in ("step",) * self.rule.counts + (self.rule.scalar,) * bool(self.rule.scalar):
@@ -312,10 +336,10 @@ class FusedStep:
             self._counters[parameter] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=device)
         for key in (*uses, EMA) if self.ema_decay is not None else uses:
             value = state.get(key)
-            if value is not None and alike(local(value), local(parameter)):
+            wanted = self._dtype(key, parameter, value)
+            if value is not None and value.dtype == wanted and alike(local(value), local(parameter)):
                 continue
-            like = None if value is None else value.dtype
-            state[key] = torch.empty_like(parameter, dtype=like, memory_format=torch.preserve_format, requires_grad=False)
+            state[key] = torch.empty_like(parameter, dtype=wanted, memory_format=torch.preserve_format, requires_grad=False)
             if value is not None:
                 local(state[key]).copy_(local(value))
             elif key == EMA:
@@ -323,3 +347,8 @@ class FusedStep:
             else:
                 local(state[key]).fill_(self.rule.starts(group))
         return state
+
+    def _dtype(self, key: str, parameter: Tensor, value: Tensor | None) -> torch.dtype:
+        if key == EMA:
+            return torch.float32  # a bf16 average would not follow what moves by less than 2^-9 of it
+        return self.state_dtype or (parameter if value is None else value).dtype

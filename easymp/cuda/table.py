@@ -6,6 +6,7 @@ owns nothing: who fills it keeps the tensors.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 CHUNK = 16384  # elements that one block takes
-HEAD = 3  # words of a row before its addresses: elements, whether all addresses are multiples of 16, copies over the ranks
+HEAD = (
+    5  # words of a row before its addresses: elements, whether all addresses are multiples of 16, `copies`, `number` and `first`
+)
 ROLES = 9  # most addresses of a row
 WORDS = HEAD + ROLES
 
@@ -26,10 +29,14 @@ class Row:
     Attributes:
         tensors: one a role; dense, with equal sizes and strides.
         copies: ranks that hold the same elements, over which a sum counts them once.
+        number: of the parameter among all of its optimizer.
+        first: number of the first element here in the whole tensor.
     """
 
     tensors: tuple[Tensor, ...]
     copies: int = 1
+    number: int = 0
+    first: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +58,7 @@ class Table:
 
 def lay_out(kinds: Sequence[Sequence[Row]], device: torch.device) -> Table:
     """A table of the rows of all `kinds`, one list a kernel that will run over it; copied without a wait for the device."""
-    words: list[int] = []
-    chunks: list[int] = []
+    words, chunks = array("q"), array("q")
     starts, firsts = [0], [0]
     number = 0
     for rows in kinds:
@@ -60,8 +66,9 @@ def lay_out(kinds: Sequence[Sequence[Row]], device: torch.device) -> Table:
             count = row.tensors[0].numel()  # below 2^46, for the part of a chunk's word
             addresses = [t.data_ptr() for t in row.tensors]
             aligned = not any(a & 15 for a in addresses)
-            words += [count, aligned, row.copies, *addresses, *[0] * (ROLES - len(addresses))]
-            chunks += [number << 32 | part for part in range(-(-count // CHUNK))]
+            head = [count, aligned, row.copies, row.number, row.first]
+            words.extend([*head, *addresses, *[0] * (ROLES - len(addresses))])
+            chunks.extend(range(number << 32, (number << 32) + -(-count // CHUNK)))
             firsts.append(len(chunks))
             number += 1
         starts.append(len(chunks))
@@ -70,8 +77,12 @@ def lay_out(kinds: Sequence[Sequence[Row]], device: torch.device) -> Table:
 
 
 def upload(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`numbers` as a tensor on `device`, without a wait for it."""
-    here = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    """`numbers` as a tensor on `device`, without a wait for it. Quickest for an array of that type."""
+    here = (
+        torch.frombuffer(numbers, dtype=dtype) if isinstance(numbers, array) and numbers else torch.tensor(numbers, dtype=dtype)
+    )
+    if device.type == "cuda":
+        here = here.pin_memory()  # torch keeps it until the copy is done
     return here.to(device, non_blocking=True)
 
 

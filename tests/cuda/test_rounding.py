@@ -1,0 +1,184 @@
+"""Stochastic rounding: torch's operations and the kernels cut the same numbers at the same places, on the average nowhere."""
+
+import pytest
+import torch
+
+from easymp.cuda import table
+from easymp.cuda.rounding import Rounding, key_of, stochastic
+from easymp.cuda.rules import RULES
+from easymp.cuda.step import FusedStep
+from easymp.cuda.streams import Role, stream
+from easymp.cuda.table import Row, lay_out
+from easymp.errors import SettingError
+
+from .compiled import CompiledLauncher
+
+EDGES = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    1e-40,
+    -3e-39,
+    3.3e38,
+    3.4028235e38,
+    -3.4028235e38,
+    float("inf"),
+    -float("inf"),
+    float("nan"),
+    0.1,
+    1 / 3,
+]
+
+
+def by_kernel(x, seed, step, number, role, first):
+    setup = f"const u32 key = key_of((u64)seed, (u32){step}, (u32)row[3]); const i64 origin = (i64)row[4];"
+    kernel = stream(
+        "round",
+        [Role("x"), Role("y", reads=False, writes=True)],
+        {"x": torch.float32, "y": torch.bfloat16},
+        f"y = rounded(x, key, {role}u, origin + e);",
+        arguments=("int64 seed",),
+        setup=setup,
+    )
+    y = torch.empty_like(x, dtype=torch.bfloat16)
+    laid = lay_out([[Row((x, y), 1, number, first)]], torch.device("cpu"))
+    CompiledLauncher().launch(kernel, laid.starts[-1], [laid.rows.data_ptr(), laid.chunks.data_ptr(), 0, seed])
+    return y
+
+
+def bits(tensor):
+    return tensor.view(torch.int16)
+
+
+@pytest.mark.parametrize(
+    ("seed", "step", "number", "role", "first"),
+    [(0, 1, 0, 0, 0), (2**63 - 1, 2**24, 300, 2, 5), (7, 3, 1, 1, 2**32 - 9), (7, 3, 1, 1, 3 * 2**40 + 1)],
+)
+def test_torch_and_the_kernel_round_alike(seed, step, number, role, first):
+    x = torch.cat([torch.tensor(EDGES), torch.randn(40_000) * torch.logspace(-38, 38, 40_000)])
+    theirs = by_kernel(x, seed, step, number, role, first)
+    ours = stochastic(x, key_of(seed, step, number), role, first)
+    assert torch.equal(bits(ours), bits(theirs))
+    assert torch.equal(bits(stochastic(x, key_of(seed, torch.tensor(float(step)), number), role, first)), bits(ours))
+
+
+def test_what_bf16_holds_and_what_is_not_finite_stays():
+    x = torch.tensor([*EDGES[:4], *EDGES[9:12]]).repeat(100)
+    torch.testing.assert_close(stochastic(x, key_of(1, 1, 1)).float(), x, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("sample", ["elements", "steps", "parameters"])
+def test_the_mean_of_many_roundings_is_the_number(sample):
+    values = torch.tensor([1.0 + 2**-9, -(1.0 + 2**-10), 3.14159, 1e-3 * 1.2345, -7.77e-20])
+    if sample == "elements":
+        rounded = stochastic(values.repeat(20_000), key_of(3, 5, 7)).double().view(-1, 5)
+    else:
+        keys = [key_of(3, *((i, 7) if sample == "steps" else (5, i))) for i in range(1, 1001)]
+        rounded = torch.stack([stochastic(values, key) for key in keys]).double()
+    exact = values.double()
+    low, high = rounded.amin(0), rounded.amax(0)
+    share = (exact - low) / (high - low)
+    error = (share * (1 - share) / len(rounded)).sqrt() * (high - low)
+    assert (high - low <= abs(exact) * 2**-7).all()
+    assert (abs(rounded.mean(0) - exact) < 5 * error).all()
+
+
+def test_bits_of_neighbours_steps_parameters_roles_and_shards_have_nothing_in_common():
+    x = torch.full((20_000,), 1 + 2**-8)  # half-way: each bit a fair coin
+    coin = {
+        "base": stochastic(x, key_of(3, 5, 7)),
+        "next step": stochastic(x, key_of(3, 6, 7)),
+        "next parameter": stochastic(x, key_of(3, 5, 8)),
+        "another seed": stochastic(x, key_of(4, 5, 7)),
+        "another role": stochastic(x, key_of(3, 5, 7), 1),
+        "another shard": stochastic(x, key_of(3, 5, 7), 0, 20_000),
+    }
+    sides = {name: (value.double() > 1).double() * 2 - 1 for name, value in coin.items()}
+    for name, side in sides.items():
+        assert abs(side.mean()) < 5 / 20_000**0.5
+        assert name == "base" or abs((side * sides["base"]).mean()) < 5 / 20_000**0.5
+    neighbours = sides["base"]
+    assert abs((neighbours[1:] * neighbours[:-1]).mean()) < 5 / 20_000**0.5
+
+
+def test_rows_of_a_whole_are_rounded_alike_however_it_is_cut():
+    x = torch.randn(100, 33)
+    whole = stochastic(x, key_of(1, 2, 3))
+    for cut in (0, 1, 37, 99):
+        assert torch.equal(stochastic(x[cut:], key_of(1, 2, 3), first=cut * 33), whole[cut:])
+
+
+def test_a_seed_out_of_range_is_refused():
+    with pytest.raises(SettingError, match="2\\^63"):
+        Rounding(-1)
+
+
+# -- in the step --------------------------------------------------------------------------------------------------------
+
+
+def train(steps, rounding, parameters=None, optimizer=None, shapes=((300,), (40, 50)), **options):
+    torch.manual_seed(0)
+    made = [torch.nn.Parameter(torch.randn(s).bfloat16()) for s in shapes]
+    parameters = parameters or made
+    optimizer = optimizer or torch.optim.AdamW(parameters, lr=1e-3, **options)
+    step = FusedStep(optimizer, RULES[torch.optim.AdamW], CompiledLauncher(), rounding=rounding)
+    for turn in steps:
+        for i, p in enumerate(parameters):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(turn * 10 + i)).bfloat16()
+        step.step()
+    return parameters, optimizer
+
+
+def test_one_step_is_torchs_in_fp32_rounded_by_the_same_bits():
+    shapes = ((300,), (40, 50))
+    parameters, optimizer = train([0], Rounding(9), shapes=shapes, weight_decay=0.1)
+    torch.manual_seed(0)
+    exact = [torch.nn.Parameter(torch.randn(s).bfloat16().float()) for s in shapes]
+    reference = torch.optim.AdamW(exact, lr=1e-3, weight_decay=0.1)
+    for p, q in zip(exact, parameters):
+        p.grad = q.grad.float()
+    reference.step()
+    for number, (p, q) in enumerate(zip(parameters, exact)):
+        ours, theirs = optimizer.state[p], reference.state[q]
+        pairs = [(p, q), (ours["exp_avg"], theirs["exp_avg"]), (ours["exp_avg_sq"], theirs["exp_avg_sq"])]
+        for role, (low, wide) in enumerate(pairs):
+            expected = stochastic(wide.detach(), key_of(9, 1, number), role)
+            differ = bits(low.detach()) != bits(expected)
+            assert differ.double().mean() < 1e-2  # where the last bits of fp32 differ, and that decides
+            torch.testing.assert_close(low, expected, rtol=2**-7, atol=1e-30)
+
+
+def test_the_bits_come_from_the_step_counter_alone():
+    whole, _ = train(range(6), Rounding(5))
+    half, optimizer = train(range(3), Rounding(5))
+    state = optimizer.state_dict()
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in half]
+    resumed = torch.optim.AdamW(copies, lr=1e-3)
+    resumed.load_state_dict(state)
+    train(range(3, 6), Rounding(5), copies, resumed)
+    assert all(torch.equal(p, q) for p, q in zip(copies, whole))
+    other, _ = train(range(6), Rounding(6))
+    assert not any(torch.equal(p, q) for p, q in zip(other, whole))
+
+
+def test_the_bits_do_not_depend_on_the_launch(monkeypatch):
+    whole, _ = train(range(3), Rounding(5), shapes=((5000,), (7,)))
+    monkeypatch.setattr("easymp.cuda.streams.CHUNK", 512)
+    monkeypatch.setattr(table, "CHUNK", 512)
+    cut, _ = train(range(3), Rounding(5), shapes=((5000,), (7,)))
+    assert all(torch.equal(p, q) for p, q in zip(whole, cut))
+
+
+def test_updates_below_the_spacing_of_bf16_are_not_lost():
+    def far(rounding):
+        p = torch.nn.Parameter(torch.ones(5000).bfloat16())
+        optimizer = torch.optim.AdamW([p], lr=1e-4, weight_decay=0.0)  # 1e-4 a step, where the spacing is 4e-3
+        step = FusedStep(optimizer, RULES[torch.optim.AdamW], CompiledLauncher(), rounding=rounding)
+        p.grad = torch.ones_like(p)
+        for _ in range(50):
+            step.step()
+        return p.detach().double().mean().item()
+
+    assert far(None) == 1.0
+    assert far(Rounding()) == pytest.approx(1 - 50e-4, abs=3e-4)
