@@ -1,7 +1,7 @@
 """Functions on N real processes, out of a warm pool.
 
 A fresh `spawn` imports torch in every process, 16 s a test; a plain `fork` hangs once the parent has trained on more than
-one thread. So a fork server that has only imported torch, and never computed, forks the workers; they stay alive over the
+one thread. So a fork server that has only imported torch and easymp, and never computed, forks the workers; they stay alive over the
 tests of a session, and a worker that failed is killed, not cleaned. Functions travel by module and name.
 
 Nothing here knows pytest; `conftest.py` makes it the fixture `ranks`.
@@ -33,7 +33,9 @@ from typing import Any, NamedTuple
 PRELOAD = [
     "pytest", "hypothesis", "numpy", "psutil", "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim",
     "torch.utils.data", "torch.distributed.algorithms.join", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
-    "torch.distributed.fsdp",
+    "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "easymp.accelerator", "easymp.checkpoint.loading", "easymp.checkpoint.saves", "easymp.strategies.ddp", "easymp.strategies.fsdp",
+    "easymp.strategies.zero1", "tests.frozen",
 ]  # fmt: skip
 
 GRACE = 3.0  # seconds that the other ranks have to answer once one has failed

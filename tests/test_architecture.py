@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import easymp
@@ -20,9 +21,11 @@ TABLES = {"plan.py", "settings.py"}
 REPORTED = {"accelerator.py", "state.py", "processes.py"}
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(HOUSE.rglob("*.py")):
-        yield path.relative_to(HOUSE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def trees() -> list[tuple[str, ast.Module]]:
+    return [
+        (path.relative_to(HOUSE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(HOUSE.rglob("*.py"))
+    ]
 
 
 def words(node: ast.AST) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -48,6 +49,13 @@ def train(memory: list[str], asked: dict[str, Any]) -> dict[str, Any]:
     return {**done, "before": before, "after": choice.value, "reason": choice.reason, "said": heard.said}
 
 
+@functools.cache
+def alone() -> dict[str, Any]:
+    one = train([FITS], {})
+    assert (one["after"], one["said"]) == ("single", [])
+    return one
+
+
 @pytest.mark.parametrize(
     ("memory", "strategy", "level"),
     [
@@ -59,8 +67,7 @@ def train(memory: list[str], asked: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_what_does_not_fit_whole_is_sharded(ranks: Ranks, memory: list[str], strategy: str, level: str | None) -> None:
-    one = train([FITS], {})
-    assert (one["after"], one["said"]) == ("single", [])
+    one = alone()
     seen = ranks(train, memory, {})
     for it in seen:
         assert (it["before"], it["after"]) == ("ddp", strategy)

@@ -86,7 +86,7 @@ def test_release_memory_gives_back_nones() -> None:
 def one_rank_runs_out() -> tuple[list[int], float]:
     tried = []
 
-    @find_executable_batch_size(starting_batch_size=8)
+    @find_executable_batch_size(starting_batch_size=4)
     def train(batch_size: int) -> float:
         with Accelerator(mixed_precision="no") as acc:
             tried.append(batch_size)
@@ -105,7 +105,7 @@ def one_rank_runs_out() -> tuple[list[int], float]:
 
 
 def test_a_rank_that_runs_out_takes_the_others_along(ranks) -> None:
-    assert ranks(one_rank_runs_out) == [([8, 4, 2], 2.0)] * 2
+    assert ranks(one_rank_runs_out) == [([4, 2], 2.0)] * 2
 
 
 def one_rank_runs_out_in_accelerates_idiom() -> tuple[list[int], float]:

@@ -396,6 +396,7 @@ def test_accelerators_one_after_another(ranks) -> None:
 # -- when ranks disagree or do not come --------------------------------------------------------------------------------
 
 SOON = [InitProcessGroupKwargs(timeout=5)]
+AT_ONCE = [InitProcessGroupKwargs(timeout=3)]  # where it is waited out
 
 
 def different_models() -> None:
@@ -436,9 +437,9 @@ def test_debug_names_the_rank_with_another_shape(ranks) -> None:
 
 
 def a_hang() -> None:
-    with Accelerator(mixed_precision="no", kwargs_handlers=SOON) as acc:
+    with Accelerator(mixed_precision="no", kwargs_handlers=AT_ONCE) as acc:
         if acc.process_index == 1:
-            time.sleep(10)
+            time.sleep(6)
             return
         acc.gather(torch.ones(2))
 
@@ -453,11 +454,11 @@ def test_a_hang_says_where_each_rank_is(ranks) -> None:
 
 
 def a_hang_in_backward() -> None:
-    with Accelerator(mixed_precision="no", kwargs_handlers=SOON) as acc:
+    with Accelerator(mixed_precision="no", kwargs_handlers=AT_ONCE) as acc:
         model = acc.prepare(make())
         if acc.process_index == 1:
             model(torch.ones(1, 4))
-            time.sleep(10)
+            time.sleep(6)
             return
         acc.backward(model(torch.ones(1, 4)).sum())
 
@@ -470,13 +471,13 @@ def test_a_hang_in_backward_says_so_too(ranks) -> None:
 
 
 def alone() -> None:
-    Accelerator(mixed_precision="no", kwargs_handlers=SOON)
+    Accelerator(mixed_precision="no", kwargs_handlers=AT_ONCE)
 
 
 def test_two_announced_and_one_alive(ranks) -> None:
     (failure,) = ranks.fails(alone, processes=1, env={"WORLD_SIZE": "2"})
     assert failure.type == "WorldError"
-    assert "WORLD_SIZE=2 was announced, but rank 1 did not arrive within 5 s" in failure.message
+    assert "WORLD_SIZE=2 was announced, but rank 1 did not arrive within 3 s" in failure.message
 
 
 def rank_without_world() -> None:

@@ -413,7 +413,7 @@ def a_rank_that_stays_away() -> None:
     with Accelerator(mixed_precision="no", strategy="fsdp", timeout=3) as acc:
         model = acc.prepare(make("mlp"))
         if acc.process_index == 1:
-            time.sleep(8)
+            time.sleep(6)
             return
         model(torch.ones(2, 12))
 

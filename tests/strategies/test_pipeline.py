@@ -605,7 +605,7 @@ def gone(how: str) -> None:
         if acc.process_index == 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(10)
+            time.sleep(7)
             return
         acc.backward(loss)
 
