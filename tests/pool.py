@@ -41,7 +41,12 @@ PRELOAD = [
 GRACE = 3.0  # seconds that the other ranks have to answer once one has failed
 HEAD_START = 0.01  # seconds for rank 0 to open its store: a rank that knocks too early waits about 0.5 s to knock again
 THREAD_GRACE = 1.0  # seconds that a thread told to end has to do so
-HARMLESS_THREADS = ("tqdm_monitor",)
+HARMLESS_THREADS = (
+    "tqdm_monitor",
+    "fsspecIO",
+    "asyncio_0",
+    "asyncio_1",
+)  # fsspec keeps one loop, which looks names up by threads
 
 
 class Failure(NamedTuple):

@@ -6,11 +6,12 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from easymp import Accelerator, DataLoaderConfiguration
 from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.remote import RemoteStorage
 
 SAMPLES, EPOCHS = 40, 3
 
@@ -76,6 +78,8 @@ class Case:
         batch: samples a batch, over all ranks.
         data: "map", "stream" or "remembered".
         validate: a second pass in each epoch, over another loader.
+        async_: whether saves go on in the background.
+        store: how fsspec reaches S3.
     """
 
     strategy: str = "auto"
@@ -89,6 +93,8 @@ class Case:
     validate: bool = True
     every: int = 2
     adam: bool = True
+    async_: bool = False
+    store: Mapping[str, Any] = field(default_factory=dict)
 
 
 def loader_of(case: Case) -> DataLoader[Any]:
@@ -120,7 +126,8 @@ def train(folder: str, case: Case, kill_step: int = 0, kill_write: int = 0) -> d
     """The script: as a user would write it, but that it can end itself, after a number of updates or of writes to the disk."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a loader's workers are children
     step_done, written = die(kill_step), die(kill_write)
-    put = LocalStorage.put
+    storage: Any = RemoteStorage if "://" in folder else LocalStorage
+    put = storage.put
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         written()
@@ -128,11 +135,14 @@ def train(folder: str, case: Case, kill_step: int = 0, kill_write: int = 0) -> d
         written()
         return result
 
-    LocalStorage.put = counted  # type: ignore[method-assign]
+    storage.put = counted
+    if case.store:
+        fsspec.config.conf["s3"] = dict(case.store)
     try:
         return _train(folder, case, step_done)
     finally:
-        LocalStorage.put = put  # type: ignore[method-assign]
+        storage.put = put
+        fsspec.config.conf.pop("s3", None)
 
 
 def _train(folder: str, case: Case, step_done: Callable[[], None]) -> dict[str, Any]:
@@ -163,7 +173,7 @@ def _train(folder: str, case: Case, step_done: Callable[[], None]) -> dict[str, 
                 acc.backward(loss)
                 optimizer.step()
                 if acc.sync_gradients and optimizer.updates % case.every == 0:
-                    acc.save_state()  # between the optimizer's step and the schedule's
+                    acc.save_state(async_=case.async_)  # between the optimizer's step and the schedule's
                 schedule.step()
                 optimizer.zero_grad()
             seen.append((epoch, acc.gather(indices).tolist()))
@@ -173,7 +183,7 @@ def _train(folder: str, case: Case, step_done: Callable[[], None]) -> dict[str, 
         plateau.step()
         for indices, *_ in test_loader if case.validate else ():
             tested += acc.gather(indices).tolist()
-        acc.save_state()
+        acc.save_state(async_=case.async_)
     result = {
         "resumed": resumed,
         "seen": seen,
@@ -193,5 +203,6 @@ def full(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in there]  # type: ignore[operator]
 
 
-def left(folder: str | Path) -> list[str]:
-    return sorted(p.name for p in (Path(folder) / "checkpoints").glob("*"))
+if __name__ == "__main__":  # a worker of torchrun, of which the last one dies once
+    first, last = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0", int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    torch.save(train(sys.argv[1], Case("ddp"), 7 if first and last else 0), f"{sys.argv[1]}/{os.environ['RANK']}.pt")

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
+from easymp.checkpoint.storages import open_storage
+
 from ..conftest import Ranks
-from .runs import Case, left, train
+from .runs import Case, train
 
 PERSISTENT = {"workers": 2}
 # case, processes before, processes after, killed after updates, killed at the n-th beginning or end of a write of a rank
 ROWS: dict[str, tuple[Case, int, int, int, int]] = {
     "one process, in a save": (Case(accumulation=2), 1, 1, 0, 30),
-    "ddp, between saves": (Case("ddp", accumulation=2), 2, 2, 5, 0),
+    "ddp, asynchronously, between saves": (Case("ddp", accumulation=2, async_=True), 2, 2, 5, 0),
     "ddp, at an epoch's end": (Case("ddp"), 2, 2, 5, 0),
     "ddp, in fp16": (Case("ddp", precision="fp16"), 2, 2, 7, 0),
     "fsdp, in a save": (Case("fsdp"), 2, 2, 0, 19),
@@ -44,6 +50,9 @@ SLOW: dict[str, tuple[Case, int, int, int, int]] = {
         )
         for precision, accumulation, step, write in (("no", 2, 5, 0), ("bf16", 1, 0, 23))
     },
+    "one process, asynchronously, in a save": (Case(accumulation=2, async_=True), 1, 1, 0, 30),
+    "fsdp in bf16, asynchronously, in a save": (Case("fsdp", precision="bf16", async_=True), 2, 2, 0, 31),
+    "two processes, asynchronously, then one": (Case(accumulation=2, async_=True), 2, 1, 5, 0),
     "fsdp, four processes, then two": (Case("fsdp"), 4, 2, 8, 0),
     "ddp, one process, then four": (Case("auto"), 1, 4, 8, 0),
     "a stream": (Case("ddp", data="stream"), 2, 2, 8, 0),
@@ -54,45 +63,66 @@ SLOW: dict[str, tuple[Case, int, int, int, int]] = {
 }
 
 
-def whole_life(ranks: Ranks, folder: Path, row: tuple[Case, int, int, int, int]) -> tuple[list[Any], list[Any]]:
+def whole_life(ranks: Ranks, folder: str, row: tuple[Case, int, int, int, int]) -> tuple[list[Any], list[Any]]:
     """What each rank says of a run without interruption, and of one with, on the processes after it."""
     case, before, after, step, write = row
     if case.strategy == "pipeline":
         case = replace(case, options={"microbatches": 2})
-    straight = ranks(train, str(folder / "straight"), case, processes=after)
-    died = ranks.fails(train, str(folder / "killed"), case, step, write, processes=before)
+    straight = ranks(train, f"{folder}/straight", case, processes=after)
+    died = ranks.fails(train, f"{folder}/killed", case, step, write, processes=before)
     assert any(getattr(outcome, "type", "") == "SIGKILL" for outcome in died)
-    return straight, ranks(train, str(folder / "killed"), case, processes=after)
+    return straight, ranks(train, f"{folder}/killed", case, processes=after)
 
 
-def same_end(ranks: Ranks, folder: Path, row: tuple[Case, int, int, int, int]) -> None:
+def same_end(ranks: Ranks, folder: str, row: tuple[Case, int, int, int, int]) -> None:
     straight, again = whole_life(ranks, folder, row)
+    went_on(straight, again, exactly=row[1] == row[2])
+    assert not [name for name in open_storage(f"{folder}/straight/checkpoints").list() if name.startswith(".tmp")]
+
+
+def went_on(straight: list[Any], again: list[Any], exactly: bool) -> None:
     for one, other in zip(straight, again):
         assert other["resumed"] is not None
         assert 0 < len(other["seen"]) < len(one["seen"])
         assert other["seen"] == one["seen"][-len(other["seen"]) :]
         assert other["tested"] == one["tested"][-len(other["tested"]) :]
         assert (other["updates"], other["lr"]) == (one["updates"], one["lr"])
-        if row[1] == row[2]:
+        if exactly:
             assert all(torch.equal(weights, one["weights"][name]) for name, weights in other["weights"].items())
             assert other["drawn"][1] == one["drawn"][1] and torch.equal(other["drawn"][0], one["drawn"][0])
-    assert not [name for name in left(folder / "straight") if name.startswith(".tmp")]
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_killed_and_started_again(ranks: Ranks, tmp_path: Path, row: tuple[Case, int, int, int, int]) -> None:
-    same_end(ranks, tmp_path, row)
+    same_end(ranks, str(tmp_path), row)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", SLOW.values(), ids=SLOW)
 def test_killed_and_started_again_in_all_ways(ranks: Ranks, tmp_path: Path, row: tuple[Case, int, int, int, int]) -> None:
-    same_end(ranks, tmp_path, row)
+    same_end(ranks, str(tmp_path), row)
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_in_an_object_store(ranks: Ranks, tmp_path: Path, s3: str) -> None:
+    case = Case("ddp", store=fsspec.config.conf["s3"], async_=True)
+    same_end(ranks, f"{s3}/{tmp_path.name}", (case, 2, 2, 0, 29))
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_by_torchrun(ranks: Ranks, tmp_path: Path) -> None:
+    straight, folder = ranks(train, str(tmp_path / "straight"), Case("ddp"), processes=2), tmp_path / "killed"
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [sys.executable, "-m", *launch, "-m", "tests.checkpoint.runs", str(folder)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert "exitcode: -9" in done.stderr
+    went_on(straight, [torch.load(folder / f"{rank}.pt") for rank in (0, 1)], exactly=True)
 
 
 @pytest.mark.parametrize("write", [1, 2, 6])
 def test_killed_in_the_first_save_it_begins_anew(ranks: Ranks, tmp_path: Path, write: int) -> None:
-    straight, again = whole_life(ranks, tmp_path, (Case(), 1, 1, 0, write))
+    straight, again = whole_life(ranks, str(tmp_path), (Case(), 1, 1, 0, write))
     assert again[0]["resumed"] is None
     assert again[0]["seen"] == straight[0]["seen"]
     assert all(torch.equal(weights, straight[0]["weights"][name]) for name, weights in again[0]["weights"].items())
