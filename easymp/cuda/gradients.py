@@ -68,6 +68,7 @@ class Gradients:
     ) -> Tensor:
         device, launch = self._launcher.device, self._launcher.launch
         laid = self._lay_out(held)
+        self._launcher.ready([*map(make, laid.dtypes), TOTAL, *([] if over_ranks is None else [CONCLUDE])])
         result = torch.empty(len(RESULT), dtype=torch.float32, device=device)
         totals = torch.empty(2, dtype=torch.float64, device=device)
         at, count, partials = (0 if scale is None else scale.data_ptr()), 0, 0

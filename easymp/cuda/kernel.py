@@ -7,7 +7,7 @@ runs one thread after another on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +39,14 @@ class Launcher(Protocol):
     """Runs kernels on one device, in the order of torch's current stream there."""
 
     device: torch.device
+
+    def ready(self, kernels: Iterable[Kernel]) -> None:
+        """Compile what is not compiled yet, so that a failure comes before the first launch changes anything.
+
+        Raises:
+            KernelError: one of them cannot be compiled.
+        """
+        ...
 
     def launch(self, kernel: Kernel, blocks: int, arguments: Sequence[int | float]) -> None:
         """Run `kernel` on `blocks` blocks, with a number for each of its arguments; does not wait for the device.

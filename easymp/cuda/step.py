@@ -13,7 +13,7 @@ Of 32 bytes an fp32 parameter, 4 are for the norm: torch's GradScaler, clip and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import KernelError
 from ..shards import add_up, local
 from .gradients import Gradients, OverRanks
 from .kernel import THREADS, Kernel, Launcher
@@ -113,6 +114,7 @@ class FusedStep:
         self._hyper: list[float] = []
         self._groups: Tensor | None = None
         self._kernels: dict[Any, Kernel] = {}
+        self._before: list[tuple[dict[str, Any], str, Any]] = []  # what the state had where a new layout has put something
         self._counters: dict[Tensor, Tensor] = {}  # of steps, where the rule's states have none
         self._result: Tensor | None = None  # what was measured of the gradients that the next step takes
 
@@ -157,12 +159,11 @@ class FusedStep:
         result = self.measure() if self.rule.norm and self._result is None else self._result
         self._result = None
         constants, follow = layout.constants.data_ptr(), 1.0 - (self.ema_decay or 0.0)
-        self._each(self._make("prepare", lambda: prepare(self.rule)), skip, 0 if result is None else result.data_ptr(), times)
+        self._each(self._prepare(), skip, 0 if result is None else result.data_ptr(), times)
         if self.rule.survey is not None:
             self._survey(self.rule.survey, held, times, skip)
         for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
-            kernel = self._make(kind, lambda kind=kind: update(self.rule, kind.states, dict(kind.dtypes), kind.stochastic))
-            self._stream(kernel, first, last, constants, times, skip, follow, *self._seed(kind))
+            self._stream(self._update(kind), first, last, constants, times, skip, follow, *self._seed(kind))
         del held  # until all that reads them is in the stream
 
     def _survey(self, survey: Survey, held: Sequence[_Item], times: int, skip: int) -> None:
@@ -171,14 +172,12 @@ class FusedStep:
         assert layout.partials is not None
         assert layout.constants is not None
         for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
-            made = partial(survey_of, self.rule, survey, kind.states, dict(kind.dtypes), kind.stochastic)
-            kernel = self._make(("survey", kind), made)
-            self._stream(kernel, first, last, layout.constants.data_ptr(), times, skip, *self._seed(kind))
+            self._stream(self._look(survey, kind), first, last, layout.constants.data_ptr(), times, skip, *self._seed(kind))
         found = torch.empty((len(held), len(survey.sums)), dtype=torch.float64, device=self._launcher.device)
         arguments = [layout.partials.data_ptr(), layout.table.firsts.data_ptr(), found.data_ptr()]
-        self._launcher.launch(self._make("totals", lambda: totals(len(survey.sums))), len(held), arguments)
+        self._launcher.launch(self._totals(survey), len(held), arguments)
         add_up([item.parameter for kind in layout.kinds for item in held if item.kind == kind], found)
-        self._each(self._make("weigh", lambda: weigh(self.rule, survey)), skip, found.data_ptr())
+        self._each(self._weigh(survey), skip, found.data_ptr())
 
     def _each(self, kernel: Kernel, skip: int, *arguments: int) -> None:
         """One of `prepare`'s kernels."""
@@ -191,6 +190,44 @@ class FusedStep:
 
     def _seed(self, kind: _Kind) -> tuple[int, ...]:
         return (self.rounding.seed,) if kind.stochastic and self.rounding is not None else ()
+
+    # -- the kernels, each made once ------------------------------------------------------------------------------------
+
+    def _prepare(self) -> Kernel:
+        return self._make("prepare", lambda: prepare(self.rule))
+
+    def _update(self, kind: _Kind) -> Kernel:
+        return self._make(kind, lambda: update(self.rule, kind.states, dict(kind.dtypes), kind.stochastic))
+
+    def _look(self, survey: Survey, kind: _Kind) -> Kernel:
+        made = partial(survey_of, self.rule, survey, kind.states, dict(kind.dtypes), kind.stochastic)
+        return self._make(("survey", kind), made)
+
+    def _totals(self, survey: Survey) -> Kernel:
+        return self._make("totals", lambda: totals(len(survey.sums)))
+
+    def _weigh(self, survey: Survey) -> Kernel:
+        return self._make("weigh", lambda: weigh(self.rule, survey))
+
+    def _compile(self, kinds: Collection[_Kind]) -> None:
+        """All of them, before the first launch of a step; where one cannot be compiled, the state is what it was.
+
+        Raises:
+            KernelError: one of them cannot be compiled.
+        """
+        kernels = [self._prepare(), *map(self._update, kinds)] if kinds else []
+        if kinds and (survey := self.rule.survey) is not None:
+            kernels += [*(self._look(survey, kind) for kind in kinds), self._totals(survey), self._weigh(survey)]
+        try:
+            self._launcher.ready(kernels)
+        except KernelError:
+            for state, key, value in reversed(self._before):
+                if value is None:
+                    del state[key]
+                else:
+                    state[key] = value
+            self._before.clear()
+            raise
 
     def _make(self, key: Any, make: Callable[[], Kernel]) -> Kernel:
         kernel = self._kernels.get(key)
@@ -246,7 +283,9 @@ class FusedStep:
                 else:
                     items.append(item)
         if [item.facts for item in items] != list(known):
+            self._compile({item.kind for item in items})
             self._layout = self._new(items)
+        self._before.clear()
         return self._layout, items
 
     def _new(self, items: Sequence[_Item]) -> _Layout:
@@ -330,7 +369,7 @@ class FusedStep:
         state = self.optimizer.state[parameter]
         device = self._launcher.device
         for key in ("step",) * self.rule.counts + (self.rule.scalar,) * bool(self.rule.scalar):
-            state[key] = torch.as_tensor(state.get(key, 0.0)).to(device, torch.float32)
+            self._put(state, key, torch.as_tensor(state.get(key, 0.0)).to(device, torch.float32))
         fresh = any(state.get(key) is None for key in uses)
         if not self.rule.counts and (fresh or parameter not in self._counters):
             self._counters[parameter] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=device)
@@ -339,7 +378,8 @@ class FusedStep:
             wanted = self._dtype(key, parameter, value)
             if value is not None and value.dtype == wanted and alike(local(value), local(parameter)):
                 continue
-            state[key] = torch.empty_like(parameter, dtype=wanted, memory_format=torch.preserve_format, requires_grad=False)
+            made = torch.empty_like(parameter, dtype=wanted, memory_format=torch.preserve_format, requires_grad=False)
+            self._put(state, key, made)
             if value is not None:
                 local(state[key]).copy_(local(value))
             elif key == EMA:
@@ -352,3 +392,7 @@ class FusedStep:
         if key == EMA:
             return torch.float32  # a bf16 average would not follow what moves by less than 2^-9 of it
         return self.state_dtype or (parameter if value is None else value).dtype
+
+    def _put(self, state: dict[str, Any], key: str, value: Tensor) -> None:
+        self._before.append((state, key, state.get(key)))
+        state[key] = value

@@ -7,7 +7,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -28,9 +28,13 @@ struct uint2 { unsigned int x, y; };
 struct alignas(16) uint4 { unsigned int x, y, z, w; };
 template <class T> static inline T __ldcs(const T* p) { return *p; }
 template <class T> static inline void __stcs(T* p, T v) { *p = v; }
+// In the order of a GPU: within each warp of 32, then over the warps.
 static inline double total(double (&of)[THREADS]) {
-  for (int n = THREADS / 2; n; n /= 2)
-    for (int t = 0; t < n; ++t) of[t] += of[t + n];
+  for (int warp = 0; warp < THREADS; warp += 32)
+    for (int n = 16; n; n /= 2)
+      for (int t = warp; t < warp + n; ++t) of[t] += of[t + n];
+  for (int n = THREADS / 2; n > 16; n /= 2)
+    for (int t = 0; t < n; t += 32) of[t] += of[t + n];
   return of[0];
 }
 static inline float half_to_float(unsigned short b) { _Float16 h; memcpy(&h, &b, 2); return (float)h; }
@@ -101,6 +105,10 @@ class CompiledLauncher:
     def __init__(self, flags: tuple[str, ...] = ()) -> None:
         self.launches: list[str] = []
         self._flags = flags
+
+    def ready(self, kernels: Iterable[Kernel]) -> None:
+        for kernel in kernels:
+            compiled(source(kernel), kernel.arguments, self._flags)
 
     def launch(self, kernel: Kernel, blocks: int, arguments: Sequence[int | float]) -> None:
         self.launches.append(kernel.name)
