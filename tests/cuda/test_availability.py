@@ -1,0 +1,122 @@
+"""Where kernels cannot run, torch's path does, and the reason is said in words."""
+
+import builtins
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from easymp import env
+from easymp.cuda import availability
+from easymp.cuda.availability import Facts, Unavailable, facts, keep_cache_writable, launcher_for, probe, unavailable, warn_once
+from easymp.errors import EasympWarning, KernelError
+
+from .compiled import CompiledLauncher
+
+GOOD = Facts(cuda="13.0", hip=None, importable=True, wheels={"cupy-cuda13x": "14.2.0"}, capability=(9, 0))
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(availability, "_launchers", {})
+    monkeypatch.setattr(availability, "_warned", [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"cuda": "12.6", "wheels": {"cupy-cuda12x": "13.6.0"}, "capability": (7, 0)}, None),
+        ({"wheels": {"cupy": "14.2.0"}}, None),  # built from source, or conda's: the probe finds out
+        ({"wheels": {}}, None),  # a checkout on the path
+        ({"cuda": "14.0", "wheels": {"cupy-cuda14x": "15.0"}}, None),
+        ({"cuda": None, "hip": "6.4"}, "ROCm"),
+        ({"cuda": None}, "without CUDA"),
+        ({"capability": None}, "NVIDIA GPUs only"),
+        ({"importable": False, "wheels": {}}, "pip install 'easymp[cuda13]'"),
+        ({"cuda": "12.8"}, "pip uninstall cupy-cuda13x, then pip install 'easymp[cuda12]'"),
+        ({"wheels": {"cupy-cuda12x": "14.2.0"}}, "built for CUDA 13.0: pip uninstall cupy-cuda12x"),
+        ({"wheels": {"cupy-cuda13x": "14.2.0", "cupy-cuda12x": "14.2.0"}}, "pip uninstall cupy-cuda12x cupy-cuda13x"),
+        ({"wheels": {"cupy-cuda13x": "14.2.0", "cupy": "14.2.0"}}, "cupy and cupy-cuda13x write over one another"),
+        ({"capability": (7, 0)}, "7.5 and newer, and this GPU has 7.0"),
+        ({"cuda": "14.1", "wheels": {}, "capability": (6, 1)}, "7.5 and newer"),
+    ],
+)
+def test_the_reason(changes, said):
+    reason = unavailable(replace(GOOD, **changes))
+    assert reason is None if said is None else said in reason
+
+
+def test_facts_are_had_without_importing_cupy(monkeypatch):
+    def no_cupy(name, *args, **kwargs):
+        assert not name.startswith("cupy")
+        return original(name, *args, **kwargs)
+
+    original = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", no_cupy)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    assert facts(torch.device("cpu")).capability is None
+    assert "cupy" not in sys.modules
+
+
+def test_a_device_without_kernels_says_why_and_warns_of_nothing():
+    found = launcher_for(torch.device("cpu"))
+    assert isinstance(found, Unavailable)
+    assert found.reason
+    assert launcher_for(torch.device("cpu")) is found
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ImportError("no libnvrtc.so.13"), KernelError("nvrtc: error"), OSError(30, "Read-only file system"), RuntimeError("driver")],
+)
+def test_what_fails_at_the_probe_is_one_warning_and_a_reason(monkeypatch, error):
+    def fail(launcher):
+        raise error
+
+    monkeypatch.setattr(availability, "facts", lambda device: GOOD)
+    monkeypatch.setattr(availability, "probe", fail)
+    monkeypatch.setattr(availability, "keep_cache_writable", lambda: None)
+    with pytest.warns(EasympWarning, match="torch's own steps run instead") as said:
+        found, other = [launcher_for(torch.device("cuda", n)) for n in range(2)]
+    assert len(said) == 1
+    assert isinstance(found, Unavailable) and isinstance(other, Unavailable)
+    assert str(error) in found.reason
+
+
+def test_a_later_failure_warns_once_as_well():
+    with pytest.warns(EasympWarning, match="adam_f32"):
+        warn_once("adam_f32 cannot be compiled")
+    warn_once("again")  # an EasympWarning is an error in these tests
+
+
+def test_the_probe_knows_its_answer():
+    probe(CompiledLauncher())
+
+
+def test_a_wrong_answer_is_a_failure():
+    launcher = CompiledLauncher()
+    launcher.launch = lambda kernel, blocks, arguments: None
+    with pytest.raises(KernelError, match="was due"):
+        probe(launcher)
+
+
+def test_a_folder_that_cannot_be_written_leaves_compiled_kernels_in_memory(tmp_path):
+    (tmp_path / "home").write_text("no folder")
+    with env.override(HOME=str(tmp_path / "home"), CUPY_CACHE_DIR=None, CUPY_CACHE_IN_MEMORY=None):
+        keep_cache_writable()
+        assert env.read("CUPY_CACHE_IN_MEMORY") == "1"
+    with env.override(HOME=str(tmp_path), CUPY_CACHE_DIR=None, CUPY_CACHE_IN_MEMORY=None):
+        keep_cache_writable()
+        assert env.read("CUPY_CACHE_IN_MEMORY") is None
+        assert env.read("CUPY_CACHE_DIR") is None
+
+
+def test_cupy_can_be_imported_without_a_home(tmp_path):
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    (tmp_path / "home").write_text("no folder")
+    with env.override(HOME=str(tmp_path / "home"), CUPY_CACHE_DIR=None, CUPY_CACHE_IN_MEMORY=None):
+        keep_cache_writable()
+        subprocess.run([sys.executable, "-c", "import cupy"], check=True, timeout=60, capture_output=True)
