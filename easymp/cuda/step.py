@@ -152,12 +152,12 @@ class FusedStep:
             factor: float32, 0-dim: what gradients are multiplied by.
             found_inf: float32, 0-dim: above 0, nothing changes, the counters included.
         """
+        result = self.measure() if self.rule.norm and self._result is None else self._result
+        self._result = None
         layout, held = self._lay_out()
         if layout.table is None or layout.tensors is None or layout.constants is None:
             return
         times, skip = (0 if t is None else t.data_ptr() for t in (factor, found_inf))
-        result = self.measure() if self.rule.norm and self._result is None else self._result
-        self._result = None
         constants, follow = layout.constants.data_ptr(), 1.0 - (self.ema_decay or 0.0)
         self._each(self._prepare(), skip, 0 if result is None else result.data_ptr(), times)
         if self.rule.survey is not None:
