@@ -1,7 +1,9 @@
 """What a checkpoint costs: time, lost training and memory, beside torch, safetensors, DCP, Accelerate, Fabric and the plain bytes.
 
-    python benchmarks/checkpoint.py                                   # 1 and 4 GB on one process, 1 GB on two; --keep keeps the tables
-    python benchmarks/checkpoint.py --case ddp --size 4GB --rounds 2  # as much as memory allows
+    python benchmarks/checkpoint.py                                   # 1 and 4 GB, on one process and on two; --keep keeps the tables
+    python benchmarks/checkpoint.py --case ddp --size 4GB --rounds 2
+    python benchmarks/checkpoint.py --record FILE --seconds 130       # a piece: begins nothing after 130 s, and ends with 75 if work is
+                                                                      # left, which the same command goes on with
 
 The state is a GPT in fp32 with its AdamW states. Each contender saves and loads as its own users would; rounds are interleaved, each in
 another order. A cell is the median of the rounds (least … most), a ratio the median of the ratios within a round.
@@ -9,7 +11,8 @@ another order. A cell is the median of the rounds (least … most), a ratio the 
 Every measurement is a process of its own, forked off this one, which holds the state and the imports and has never computed on more
 than one thread: so all begin with the same memory. Loads go to a run that was just built, with parameters in memory and no optimizer
 state yet, and the clock stops when every page of the state has been touched, or a mapped file would look free. What was loaded is
-compared with what was saved, each time.
+compared with what was saved, each time. A measurement that does not end in time, or fails, costs its contender the later rounds of that
+case, and the table says so; the others go on.
 
 durable   until all is on disk: what a contender does not fsync itself (files and folders), the harness does, and counts. Each process saves
           twice, and removes the first one before the second, which is the one that counts: runs save again and again.
@@ -48,6 +51,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -56,14 +60,19 @@ import psutil
 import report
 import torch
 import torch.distributed as dist
-from checkpointers import ASYNC, BASE, CONTENDERS, OURS, SIZES, THEIRS, Contender, Job, Plain, local, memory_of, sync
+from checkpointers import ASYNC, BASE, CONTENDERS, OURS, SIZES, THEIRS, Contender, Job, Plain, described, local, memory_of, sync
+
+from easymp.checkpoint.checksums import crc32
 
 CASES = {"one": 1, "ddp": 2, "fsdp": 2}  # processes
 TITLES = {"one": "one process", "ddp": "ddp, two processes", "fsdp": "fsdp, two processes"}
-RUNS = {("one", "1GB"): 5, ("one", "4GB"): 3, ("ddp", "1GB"): 3, ("fsdp", "1GB"): 3}  # rounds
+RUNS = {  # rounds
+    ("one", "1GB"): 3, ("one", "4GB"): 3, ("ddp", "1GB"): 3, ("ddp", "4GB"): 1, ("fsdp", "1GB"): 3, ("fsdp", "4GB"): 1
+}  # fmt: skip
 STEPS = 12  # before and after a save, to know what a step costs alone
 AIMS = {"1GB": 1.05, "4GB": 0.9}  # durable save / plain write
-LIMIT = 600.0  # seconds for one measurement
+LIMITS = {"tiny": 20.0, "64MB": 30.0, "1GB": 60.0, "4GB": 90.0}  # seconds for one measurement: what takes longer hangs
+LEFT = 75  # exit code: there is work left (EX_TEMPFAIL)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------------------
@@ -197,7 +206,7 @@ def loading(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]:
     new = 2 * sum(local(p).nbytes for p in run.net.parameters())  # the optimizer's states, which have to be
     took["held"] = told.end()
     if digests(run) != wanted[run.rank]:
-        raise SystemExit("what was loaded is not what was saved: no use timing it")
+        raise ValueError("what was loaded is not what was saved")
     if isinstance(run, Plain):
         told.meet()
         begin = time.perf_counter()
@@ -234,8 +243,7 @@ def saving_meanwhile(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]
     def steps(done: Callable[[], bool]) -> list[float]:
         """Seconds of each step, until `done` on all ranks."""
         took = []
-        limit = time.perf_counter() + LIMIT / 2
-        while time.perf_counter() < limit:
+        while True:
             begin = time.perf_counter()
             net(x).square().mean().backward()
             if run.case == "ddp":
@@ -250,7 +258,6 @@ def saving_meanwhile(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]
             took.append(time.perf_counter() - begin)
             if ready:
                 return took
-        raise SystemExit("an asynchronous save did not end")
 
     def alone() -> list[float]:
         left = iter(range(STEPS - 1))
@@ -341,6 +348,14 @@ def child(pipe: Connection, log: str, job: Job, name: str, case: str, phase: str
     os._exit(0)  # nothing is left to say; peers that clean up at exit would wait for each other
 
 
+class Failed(Exception):
+    """Why a contender has no figures, in a few words; the rest is in the log."""
+
+    def __init__(self, why: str, log: str) -> None:
+        super().__init__(why)
+        self.log = log
+
+
 def free_port() -> int:
     with socket.socket() as there:
         there.bind(("127.0.0.1", 0))
@@ -348,7 +363,7 @@ def free_port() -> int:
 
 
 def measured(job: Job, name: str, case: str, phase: str, path: Path, wanted: Any = None) -> list[dict[str, Any]]:
-    """What each rank found; "peak" is the most that it held above its start."""
+    """What each rank found; "peak" is the most that it held above its start. Raises Failed, after `LIMITS` seconds at the latest."""
     context = multiprocessing.get_context("fork")
     port, size = free_port(), CASES[case]
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
@@ -364,23 +379,24 @@ def measured(job: Job, name: str, case: str, phase: str, path: Path, wanted: Any
         results: list[Any] = [None] * size
         start: dict[int, int] = {}
         peak = [0] * size
-        limit = time.monotonic() + LIMIT
+        limit = time.monotonic() + LIMITS[job.size]
         try:
             while any(found is None for found in results):
                 if time.monotonic() > limit:
-                    raise SystemExit(f"{name}, {case}, {phase}: no end after {LIMIT:g} s\n{log.read()}")
+                    raise Failed(f"hangs: {phase!r} had no end after {LIMITS[job.size]:g} s", log.read())
                 for pipe in wait([pipe for pipe, found in zip(pipes, results) if found is None], 0.005):
                     rank = pipes.index(pipe)  # type: ignore[arg-type]
                     try:
                         said = pipe.recv()  # type: ignore[union-attr]
                     except EOFError:
-                        said = "it died"
+                        workers[rank].join()
+                        said = f"it ended with {workers[rank].exitcode} (below zero: a signal)"
                     if said == "begin":
                         start[rank] = resident(workers[rank].pid)["held"]
                     elif said == "end":
                         start.pop(rank, None)
                     elif isinstance(said, str):
-                        raise SystemExit(f"{name}, {case}, {phase}, rank {rank}: {said}\n{log.read()}")
+                        raise Failed(f"fails: {phase!r}: {said.strip().splitlines()[-1]}", f"rank {rank}: {said}\n{log.read()}")
                     else:
                         results[rank], modules = said
                         load_modules(modules)
@@ -430,9 +446,20 @@ class Records:
         """Contender → round → figures."""
         table: dict[str, dict[int, dict[str, float]]] = {}
         for r in self.all:
-            if (r["case"], r["size"]) == (case, size):
+            if (r.get("case"), r.get("size")) == (case, size) and "figures" in r:
                 table.setdefault(r["contender"], {})[r["round"]] = r["figures"]
         return {name: table[name] for name in CONTENDERS if name in table}
+
+    def why_not(self, case: str, size: str) -> dict[str, str]:
+        """Contender → why it has no figures, or no more of them. One that failed its rehearsal (of any size) has none."""
+        there = {name: f"left out: {kind.left_out[case]}" for name, kind in CONTENDERS.items() if case in kind.left_out}
+        return there | {
+            r["contender"]: r["why"] for r in self.all if "why" in r and r["case"] == case and r["size"] in ("tiny", size)
+        }
+
+    def told(self, word: str) -> dict[str, Any]:
+        """Contender → what was found once for all."""
+        return {r["contender"]: r[word] for r in self.all if word in r}
 
 
 def most(results: list[dict[str, Any]], word: str) -> float:
@@ -468,25 +495,21 @@ def one_round(job: Job, name: str, case: str, folder: Path) -> dict[str, float]:
     return figures
 
 
-def rehearse(job: Job, names: list[str], cases: list[str], folder: Path, say: Callable[[str], None]) -> dict[str, str]:
-    """Every contender once, tiny: imports what it needs, and tells whether a load notices a flipped bit."""
-    noticed = {}
-    path = folder / "checkpoint"
-    for name in names:
-        for case in cases:
-            if case in CONTENDERS[name].cases:
-                one_round(job, name, case, folder)
-        say(f"rehearsal: {name}")
+def rehearse(job: Job, name: str, case: str, records: Records, folder: Path) -> None:
+    """Once, tiny: imports what the contender needs, and tells whether it runs at all and whether a load notices a flipped bit."""
+    one_round(job, name, case, folder)
+    if name not in records.told("noticed"):
+        path = folder / "checkpoint"
         saved = measured(job, name, "one", "save", path)
-        noticed[name] = measured(job, name, "one", "flip", path, [found["digests"] for found in saved])[0]["noticed"]
+        noticed = measured(job, name, "one", "flip", path, [found["digests"] for found in saved])[0]["noticed"]
         shutil.rmtree(path)
-    return noticed
+        records.add({"contender": name, "noticed": noticed})
 
 
 def room(job: Job, case: str, folder: Path) -> None:
     """Refuse to begin what would fill the disk or the memory."""
     disk, memory = shutil.disk_usage(folder).free, psutil.virtual_memory().available
-    copies = 3 if case == "fsdp" else 2 * CASES[case] + 1
+    copies = {"one": 2.5, "fsdp": 3, "ddp": 4}[case]  # beside the state itself
     for what, free, needed in (("disk", disk, 2.5 * job.bytes), ("memory", memory, copies * job.bytes)):
         if free < needed:
             raise SystemExit(
@@ -532,9 +555,17 @@ def megabytes(numbers: list[float]) -> str:
     return f"{max(0.0, statistics.median(numbers)) / 1e6:.0f}" if numbers else ""
 
 
-def saves_and_loads(found: Found) -> str:
+def short(why: str) -> str:
+    return why.partition(":")[0]
+
+
+def saves_and_loads(found: Found, why_not: dict[str, str]) -> str:
     rows = []
-    for name in found:
+    for name in CONTENDERS:
+        if name not in found:
+            if name in why_not:
+                rows.append([name, *[short(why_not[name])] * 2, *[""] * 8])
+            continue
         rows.append([
             name, cell(values(found, name, "durable_first")),
             cell(values(found, name, "durable")), middle(ratios(found, name, "durable", BASE, "durable")),
@@ -564,10 +595,14 @@ def saves_and_loads(found: Found) -> str:
     return report.table(head, rows)
 
 
-def beside_training(found: Found) -> str:
+def beside_training(found: Found, why_not: dict[str, str]) -> str:
     copies = [cell(values(found, BASE, word)) for word in ("copy_first", "copy")]
     rows = [["a copy of the state in memory", *copies, "1.00", "", "", "", ""]]
-    for name in (name for name in found if CONTENDERS[name].asynchronous):
+    for name in (name for name in CONTENDERS if CONTENDERS[name].asynchronous):
+        if name not in found:
+            if name in why_not:
+                rows.append([name, *[short(why_not[name])] * 2, *[""] * 5])
+            continue
         rows.append([
             name,
             cell(values(found, name, "blocked_first")), cell(values(found, name, "blocked")),
@@ -617,22 +652,24 @@ def aims(found: Found, size: str, state: int) -> Iterator[str]:
     yield from line("memory beyond the state, asynchronous", None if held is None else held / 1e6, 1.05 * state / 1e6, " MB")
 
 
-def section(found: Found, case: str, size: str, described: dict[str, Any]) -> str:
-    count = max(len(rounds) for rounds in found.values())
+def section(found: Found, why_not: dict[str, str], case: str, size: str) -> str:
+    count = max((len(rounds) for rounds in found.values()), default=0)
+    state, tensors = described(size)
     still = max((v for name in found for v in values(found, name, "cached")), default=0.0)
     return "\n".join([
         f"## {TITLES[case]}, {size}",
         "",
         (
-            f"{described['bytes'] / 1e6:.0f} MB in {described['tensors']} tensors (beside AdamW's step counts); {count} rounds. Before "
+            f"{state / 1e6:.0f} MB in {tensors} tensors (beside AdamW's step counts); {count} round{'s' * (count != 1)}. Before "
             f"cold loads at most {still:.1%} of the files were still in the page cache."
         ),
         "",
-        saves_and_loads(found),
+        saves_and_loads(found, why_not),
         "",
-        beside_training(found),
+        beside_training(found, why_not),
         "",
-        *(aims(found, size, described["bytes"] // CASES[case]) if size in AIMS else ["No aims are set for this size."]),
+        *(f"- {name}: {why}" for name, why in why_not.items()),
+        *(aims(found, size, state // CASES[case]) if size in AIMS else ["- No aims are set for this size."]),
         "",
     ])  # fmt: skip
 
@@ -643,18 +680,29 @@ def file_system(folder: Path) -> str:
     return max(there, key=lambda p: len(p.mountpoint)).fstype if there else "unknown"
 
 
+def checksum_engine() -> str:
+    """What easymp hashes with: ``"isal 1.9.1"``, or ``"zlib"``, which is several times slower."""
+    package = crc32().__module__.partition(".")[0]
+    return package if package == "zlib" else f"{package} {metadata.version(package)}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, help="turns of each contender (5 with 1 GB on one process, else 3)")
-    parser.add_argument("--size", nargs="*", choices=list(SIZES), help="of the state (1GB and 4GB on one process, 1GB on two)")
+    parser.add_argument("--rounds", type=int, help="turns of each contender (3; 1 with 4 GB on two processes)")
+    parser.add_argument("--size", nargs="*", choices=list(SIZES), help="of the state (1GB and 4GB)")
     parser.add_argument("--case", nargs="*", choices=list(CASES), help="all of them")
     parser.add_argument("--only", nargs="*", metavar="CONTENDER", choices=list(CONTENDERS), help="these, beside the plain bytes")
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure (the temporary one)"
     )
     parser.add_argument("--record", type=Path, help="file that keeps every measurement; those it has are not made again")
+    parser.add_argument(
+        "--seconds", type=float, help=f"begin no measurement after that many; the exit code is {LEFT} where some are left"
+    )
     report.options(parser, "checkpoint")
     asked = parser.parse_args()
+    if asked.seconds is not None and asked.record is None:
+        parser.error("--seconds needs --record FILE, which the next piece goes on from")
     if sys.platform != "linux":
         raise SystemExit("this benchmark reads /proc and drops files from Linux's page cache: run it there")
     torch.set_num_threads(1)  # a process that has computed on more cannot be forked
@@ -665,6 +713,7 @@ def main() -> None:
     import accelerate  # noqa: F401 - here, not in each child
     import lightning_fabric  # noqa: F401
 
+    begun = time.monotonic()
     where = report.here("safetensors", "accelerate", "lightning-fabric")
     runs = [
         (case, size, asked.rounds or RUNS.get((case, size), 3))
@@ -673,51 +722,80 @@ def main() -> None:
     ]
     names = [name for name in CONTENDERS if not asked.only or name in asked.only or name == BASE]
     records = Records(asked.record)
-    begun = time.monotonic()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and remove what lies on the disk
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - begun:6.0f} s  {text}", file=sys.stderr, flush=True)
 
-    described: dict[str, dict[str, Any]] = {}
+    def failed(key: dict[str, Any], error: Failed) -> None:
+        if key["contender"] == BASE:
+            raise SystemExit(f"{BASE}, which all is measured by: {error}\n{error.log}")
+        say(f"{key['contender']}: {error}\n{error.log}")
+        records.add({**key, "why": str(error)})
+
+    engine = checksum_engine()
+    left = 0
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=asked.folder) as there:
         folder = Path(there)
-        noticed = rehearse(Job("tiny"), names, list(dict.fromkeys(case for case, *_ in runs)), folder, say)
-        for (case, size, rounds), before in zip(runs, [None, *runs]):
-            if before is None or before[1] != size:
-                job = Job(size)
-            described[size] = {"bytes": job.bytes, "tensors": job.tensors}
-            room(job, case, folder)
-            warm_memory(min(2 * job.bytes * CASES[case], psutil.virtual_memory().available // 2))
-            mine = [name for name in names if case in CONTENDERS[name].cases]
+        tiny, job = Job("tiny"), None
+        rehearsed: set[tuple[str, str]] = set()
+        ready: tuple[str, str] | None = None
+        for case, size, rounds in runs:
             for k in range(rounds):
-                order = mine[k % len(mine) :] + mine[: k % len(mine)]
+                order = names[k % len(names) :] + names[: k % len(names)]
                 for name in order if k % 2 == 0 else reversed(order):
                     key = {"case": case, "size": size, "contender": name, "round": k}
-                    if records.has(**key):
+                    if records.has(**key) or name in records.why_not(case, size):
                         continue
-                    figures = one_round(job, name, case, folder)
-                    records.add({**key, "figures": figures})
+                    if asked.seconds is not None and time.monotonic() - begun > asked.seconds:
+                        left += 1
+                        continue
+                    try:
+                        if (case, name) not in rehearsed:
+                            rehearse(tiny, name, case, records, folder)
+                            rehearsed.add((case, name))
+                    except Failed as error:
+                        failed({**key, "size": "tiny"}, error)
+                        continue
+                    if ready != (case, size):
+                        ready = (case, size)
+                        if job is None or job.size != size:
+                            job = None  # two would not fit
+                            job = Job(size)
+                        room(job, case, folder)
+                        warm_memory(min(2 * job.bytes * CASES[case], psutil.virtual_memory().available // 2))
+                    try:
+                        figures = one_round(job, name, case, folder)
+                    except Failed as error:
+                        failed(key, error)
+                        continue
+                    records.add({**key, "figures": figures, "engine": engine})
                     told = ", ".join(
                         f"{word} {figures[word]:.2f}" for word in ("durable", "stall", "warm", "cold") if word in figures
                     )
                     say(f"{case} {size} round {k + 1} of {rounds}: {name}: {told}")
         kind = file_system(folder)
-    facts = [[name, *CONTENDERS[name].facts, noticed[name]] for name in names if name != BASE]
+    noticed = records.told("noticed")
+    facts = [[name, *CONTENDERS[name].facts, noticed.get(name, "?")] for name in names if name != BASE]
+    engines = " and ".join(sorted(set(records.told("engine").values()) | {engine}))
     text = "\n".join([
         "# Checkpoints",
         "",
         "Medians (least … most) of interleaved rounds; ratios are medians of the ratios within a round. `benchmarks/checkpoint.py` says",
         "what each column is.",
         "",
-        *(section(records.found(case, size), case, size, described[size]) for case, size, _ in runs),
+        *(section(records.found(case, size), records.why_not(case, size), case, size) for case, size, _ in runs),
         "## What a checkpoint is worth",
         "",
         report.table(["", "whole or not at all", "checksums", "pickle in it", "a flipped bit is noticed"], facts),
         "",
         where + f"; files on {kind}",
+        f"- easymp's CRC-32 is computed by {engines}",
+        *([f"- {left} measurements are left to make"] if left else []),
     ])  # fmt: skip
     report.hand_in(text, asked.out)
+    if left:
+        raise SystemExit(LEFT)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from blocks import Block
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 SIZES = {  # width, blocks, words, positions
     "tiny": (64, 4, 512, 64),
+    "64MB": (256, 6, 2048, 256),
     "1GB": (768, 12, 6144, 1024),  # GPT-2 with fewer words
     "4GB": (1024, 24, 50257, 1024),  # GPT-2 medium
 }
@@ -26,31 +27,24 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 # -- the state ---------------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        q, k, v = (f(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.second(x))))
-
-
 class GPT(nn.Module):
     """Its forward uses the first block only, so that a step is short beside a save; all of it is saved."""
 
     def __init__(self, width: int, blocks: int, words: int, positions: int) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(words, width), nn.Embedding(positions, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(width, HEAD) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.blocks[0](x))
+
+
+def described(size: str) -> tuple[int, int]:
+    """Bytes and tensors of a state, beside AdamW's step counts."""
+    with torch.device("meta"):
+        there = list(GPT(*SIZES[size]).parameters())
+    return 3 * sum(p.nbytes for p in there), 3 * len(there)
 
 
 class Job:
@@ -58,6 +52,7 @@ class Job:
 
     def __init__(self, size: str) -> None:
         self.size = size
+        self.bytes, _ = described(size)
         with torch.device("meta"):
             self.net = GPT(*SIZES[size])
         self.net.to_empty(device="cpu")
@@ -76,8 +71,6 @@ class Job:
 
         with torch.no_grad():
             self.moments = [{k: fill(torch.empty_like(p)) for k in MOMENTS} for p in map(fill, self.net.parameters())]
-        self.tensors = 3 * len(self.moments)
-        self.bytes = 3 * sum(p.nbytes for p in self.net.parameters())
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -87,6 +80,14 @@ def local(tensor: Tensor) -> Tensor:
 
 def memory_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).numpy()).cast("B")
+
+
+def shard(net: GPT, mesh: Any) -> None:
+    """As FSDP2's users do: each block, then what is left."""
+    from torch.distributed.fsdp import fully_shard
+
+    for part in [*net.blocks, net]:
+        fully_shard(part, mesh=mesh)
 
 
 def sync(path: Path) -> None:
@@ -103,12 +104,13 @@ class Contender:
 
     Attributes:
         durable: whether a save is on disk when it returns.
+        left_out: case → why it has no figures there.
         facts: is a save that was cut short told from a whole one, are there checksums, is there pickle.
     """
 
     durable: ClassVar[bool] = False
     asynchronous: ClassVar[bool] = False
-    cases: ClassVar[tuple[str, ...]] = ("one", "ddp")
+    left_out: ClassVar[dict[str, str]] = {}
     facts: ClassVar[tuple[str, str, str]]
 
     def __init__(self, job: Job, case: str) -> None:
@@ -126,11 +128,8 @@ class Contender:
             self.model = DistributedDataParallel(self.net, gradient_as_bucket_view=True)
         if self.case == "fsdp":
             from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
 
-            mesh = init_device_mesh("cpu", (self.size,))
-            for part in [*self.net.blocks, self.net]:
-                fully_shard(part, mesh=mesh)
+            shard(self.net, init_device_mesh("cpu", (self.size,)))
         self.optimizer = self.adamw()
 
     def remember(self, job: Job) -> None:
@@ -166,7 +165,6 @@ class Contender:
 
 class Plain(Contender):
     durable = True
-    cases = ("one", "ddp", "fsdp")
     facts = ("–", "–", "–")
     read: list[Tensor] | None = None
 
@@ -205,7 +203,6 @@ class Plain(Contender):
 
 class Easymp(Contender):
     durable = True
-    cases = ("one", "ddp", "fsdp")
     facts = ("yes", "CRC-32 of every byte, SHA-256 of the manifest", "none")
 
     def wrap(self) -> None:
@@ -234,51 +231,80 @@ class EasympAsync(Easymp):
         self.accelerator.end_training()
 
 
-class TorchSave(Contender):
+class Whole(Contender):
+    """The first rank writes one state, whole. Under fsdp as torch's tutorial has it: gathered there, read there, and sent to the others."""
+
+    def whole(self) -> dict[str, Any]:
+        """On the first rank."""
+        if self.case != "fsdp":
+            return {"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+        gathered = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, optimizer = get_state_dict(self.net, self.optimizer, options=gathered)
+        return {"model": model, "optimizer": optimizer}
+
+    def take(self, read: Callable[[], dict[str, Any]]) -> None:
+        if self.case != "fsdp":
+            state = read()
+            self.net.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            return
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+
+        state = read() if self.rank == 0 else {"model": {}, "optimizer": {}}
+        sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(self.net, state["model"], options=sent)
+        set_optimizer_state_dict(self.net, self.optimizer, state["optimizer"], options=sent)
+
+
+class TorchSave(Whole):
     facts = ("no", "of the zip file, not looked at", "all, restricted by weights_only")
 
     def save(self, path: Path) -> None:
+        state = self.whole()
         if self.rank == 0:
             path.mkdir()
-            torch.save({"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}, path / "state.pt")
+            torch.save(state, path / "state.pt")
 
     def load(self, path: Path) -> None:
-        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-        self.net.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.take(lambda: torch.load(path / "state.pt", map_location="cpu", weights_only=True))
 
 
-class Safetensors(Contender):
+class Safetensors(Whole):
     facts = ("no", "none", "none")
 
     def save(self, path: Path) -> None:
         from safetensors.torch import save_file
 
+        state = self.whole()
         if self.rank == 0:
             path.mkdir()
-            save_file(self.net.state_dict(), path / "model.safetensors")
-            state = self.optimizer.state_dict()
-            flat = {f"{i}.{k}": v for i, entry in state["state"].items() for k, v in entry.items()}
-            save_file(flat, path / "optimizer.safetensors", {"groups": json.dumps(state["param_groups"])})
+            save_file(state["model"], path / "model.safetensors")
+            optimizer = state["optimizer"]
+            flat = {f"{i}.{k}": v for i, entry in optimizer["state"].items() for k, v in entry.items()}
+            save_file(flat, path / "optimizer.safetensors", {"groups": json.dumps(optimizer["param_groups"])})
 
     def load(self, path: Path) -> None:
         from safetensors import safe_open
         from safetensors.torch import load_file
 
-        self.net.load_state_dict(load_file(path / "model.safetensors"))
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in load_file(path / "optimizer.safetensors").items():
-            i, _, k = name.partition(".")
-            state.setdefault(int(i), {})[k] = tensor
-        with safe_open(path / "optimizer.safetensors", "pt") as file:
-            groups = json.loads(file.metadata()["groups"])
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        def read() -> dict[str, Any]:
+            state: dict[int | str, dict[str, Tensor]] = {}  # by numbers, or by names where it was gathered
+            for name, tensor in load_file(path / "optimizer.safetensors").items():
+                i, _, k = name.rpartition(".")
+                state.setdefault(int(i) if i.isdigit() else i, {})[k] = tensor
+            with safe_open(path / "optimizer.safetensors", "pt") as file:
+                groups = json.loads(file.metadata()["groups"])
+            optimizer = {"state": state, "param_groups": groups}
+            return {"model": load_file(path / "model.safetensors"), "optimizer": optimizer}
+
+        self.take(read)
 
 
 class DCP(Contender):
     """As torch's recipe has it: an object whose state is that of model and optimizer, by names."""
 
-    cases = ("one", "ddp", "fsdp")
     facts = ("by .metadata, written last", "none", ".metadata")
 
     def app(self) -> dict[str, Any]:
@@ -309,12 +335,19 @@ class DCP(Contender):
 
 
 class DCPAsync(DCP):
+    """Its thread calls collectives while training goes on. In the group that training uses they would meet training's own, in an order
+    that differs from rank to rank: that hangs, or crashes in gloo. So it has a group to itself."""
+
     asynchronous = True
+
+    def wrap(self) -> None:
+        super().wrap()
+        self.group = dist.new_group(backend="gloo") if self.size > 1 else None
 
     def begin(self, path: Path) -> Callable[[], bool]:
         import torch.distributed.checkpoint as dcp
 
-        self.saving = dcp.async_save(self.app(), checkpoint_id=path)
+        self.saving = dcp.async_save(self.app(), checkpoint_id=path, process_group=self.group)
         return self.saving.done
 
     def end(self) -> None:
@@ -322,6 +355,9 @@ class DCPAsync(DCP):
 
 
 class Accelerate(Contender):
+    left_out: ClassVar[dict[str, str]] = {
+        "fsdp": "on CPUs it passes over its FullyShardedDataParallelPlugin without a word, and would save what ddp saves"
+    }
     facts = ("no", "none", "optimizer, scheduler, RNG")
 
     def wrap(self) -> None:
@@ -339,17 +375,25 @@ class Accelerate(Contender):
 
 
 class Fabric(Contender):
-    facts = ("no", "of the zip file, not looked at", "all")
+    facts = ("no", "of the zip file, not looked at; none under fsdp", "all; .metadata and meta.pt under fsdp")
 
     def wrap(self) -> None:
         from lightning_fabric import Fabric
 
-        self.fabric = Fabric(
-            accelerator="cpu", strategy="ddp" if self.case == "ddp" else "auto", devices=self.size, precision="32-true"
-        )
+        strategy: Any = {"one": "auto", "ddp": "ddp"}.get(self.case)
+        if self.case == "fsdp":  # its FSDPStrategy is for GPUs; this is its one for FSDP2
+            from lightning_fabric.strategies import ModelParallelStrategy
+
+            def sharded(net: GPT, mesh: Any) -> GPT:
+                shard(net, mesh["data_parallel"])
+                return net
+
+            strategy = ModelParallelStrategy(sharded, data_parallel_size=self.size, tensor_parallel_size=1)
+        self.fabric = Fabric(accelerator="cpu", strategy=strategy, devices=self.size, precision="32-true")
         self.fabric.launch()
+        self.model = self.fabric.setup_module(self.net)
         self.optimizer = self.adamw()
-        self.model, self.prepared = self.fabric.setup(self.net, self.optimizer)
+        self.prepared = self.fabric.setup_optimizers(self.optimizer)
 
     def save(self, path: Path) -> None:
         path.mkdir(exist_ok=True)

@@ -40,6 +40,7 @@ import report
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from blocks import Block
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,27 +62,12 @@ EVERY = 4  # local steps between two averages
 # -- the model ---------------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        q, k, v = (f(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.o(y)
-        return x + self.down(F.gelu(self.up(self.second(x))))
-
-
 class GPT(nn.Module):
     def __init__(self, size: str) -> None:
         super().__init__()
         width, blocks, words, length, _ = SIZES[size]
         self.embed, self.place = nn.Embedding(words, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(width, HEAD) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
 
     def begin(self, x: Tensor) -> Tensor:

@@ -53,12 +53,55 @@ def test_strategies(only: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert out.read_text() == told
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "peers"), [("one", ["DCP"]), ("fsdp", [])])
-def test_checkpoint(case: str, peers: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    out = tmp_path / "checkpoint.md"
-    sizes = ["--case", case, "--size", "tiny", "--rounds", "1", "--only", "easymp", *peers]
-    told = run("checkpoint", *sizes, "--folder", str(tmp_path), "--out", str(out), monkeypatch=monkeypatch)
-    assert all(f"| {name} " in told for name in ("plain write and read", "easymp", *peers))
+def checkpoints(*arguments: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    out = folder / "checkpoint.md"
+    asked = ["--size", "tiny", "--rounds", "1", "--only", *arguments, "--folder", str(folder), "--out", str(out)]
+    told = run("checkpoint", *asked, monkeypatch=monkeypatch)
     assert out.read_text() == told
-    assert os.listdir(tmp_path) == ["checkpoint.md"], "checkpoints are left on the disk"
+    assert os.listdir(folder) == ["checkpoint.md"], "checkpoints are left on the disk"
+    assert "CRC-32 is computed by" in told and "read into used memory" in told
+    return told
+
+
+@pytest.mark.slow
+def test_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = checkpoints("easymp", "DCP", "--case", "one", folder=tmp_path, monkeypatch=monkeypatch)
+    assert all(f"| {name} " in told for name in ("plain write and read", "easymp", "DCP"))
+    assert "fails" not in told and "hangs" not in told
+
+
+@pytest.mark.slow
+def test_checkpoints_of_two_processes_beside_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = checkpoints("DCP, async", "Accelerate", "--case", "fsdp", folder=tmp_path, monkeypatch=monkeypatch)
+    assert "| DCP, async " in told and "fails" not in told and "hangs" not in told
+    assert "- Accelerate: left out: on CPUs it passes over" in told
+
+
+STUCK = """
+import sys, time
+sys.path.insert(0, "benchmarks")
+import checkpoint, checkpointers
+class Stuck(checkpointers.Contender):
+    facts = ("", "", "")
+    def save(self, path): time.sleep(3600)
+checkpointers.CONTENDERS.update(stuck=Stuck)
+checkpoint.LIMITS["tiny"] = 3.0
+checkpoint.main()
+"""
+
+
+@pytest.mark.slow
+def test_checkpoints_in_pieces_of_which_one_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def piece(seconds: float) -> tuple[int, str]:
+        record = ["--record", str(tmp_path / "record"), "--seconds", str(seconds)]
+        asked = ["--size", "tiny", "--rounds", "1", "--case", "one", "--only", "stuck", *record, "--folder", str(tmp_path)]
+        done = subprocess.run([sys.executable, "-c", STUCK, *asked], cwd=ROOT, capture_output=True, text=True)
+        return done.returncode, done.stdout
+
+    assert piece(0)[0] == 75, "nothing was begun, and all is left"
+    code, told = piece(60)
+    assert code == 0 and "- stuck: hangs: 'save' had no end after 3 s" in told
+    assert "| plain write and read " in told, "the others go on"
+    assert piece(0)[0] == 0, "what is there is not made again"
