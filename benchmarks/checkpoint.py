@@ -383,7 +383,9 @@ def measured(job: Job, name: str, case: str, phase: str, path: Path, wanted: Any
         try:
             while any(found is None for found in results):
                 if time.monotonic() > limit:
-                    raise Failed(f"hangs: {phase!r} had no end after {LIMITS[job.size]:g} s", log.read())
+                    busy = max(sum(psutil.Process(worker.pid).cpu_times()[:2]) for worker in workers)
+                    why = f"hangs: {phase!r} had no end after {LIMITS[job.size]:g} s, in which it computed for {busy:.0f}"
+                    raise Failed(why, log.read())
                 for pipe in wait([pipe for pipe, found in zip(pipes, results) if found is None], 0.005):
                     rank = pipes.index(pipe)  # type: ignore[arg-type]
                     try:
@@ -687,6 +689,7 @@ def checksum_engine() -> str:
 
 
 def main() -> None:
+    begun = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, help="turns of each contender (3; 1 with 4 GB on two processes)")
     parser.add_argument("--size", nargs="*", choices=list(SIZES), help="of the state (1GB and 4GB)")
@@ -713,7 +716,6 @@ def main() -> None:
     import accelerate  # noqa: F401 - here, not in each child
     import lightning_fabric  # noqa: F401
 
-    begun = time.monotonic()
     where = report.here("safetensors", "accelerate", "lightning-fabric")
     runs = [
         (case, size, asked.rounds or RUNS.get((case, size), 3))
@@ -726,6 +728,9 @@ def main() -> None:
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - begun:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+    def why_not(case: str, size: str) -> dict[str, str]:
+        return {name: why for name, why in records.why_not(case, size).items() if name in names}
 
     def failed(key: dict[str, Any], error: Failed) -> None:
         if key["contender"] == BASE:
@@ -745,7 +750,7 @@ def main() -> None:
                 order = names[k % len(names) :] + names[: k % len(names)]
                 for name in order if k % 2 == 0 else reversed(order):
                     key = {"case": case, "size": size, "contender": name, "round": k}
-                    if records.has(**key) or name in records.why_not(case, size):
+                    if records.has(**key) or name in why_not(case, size):
                         continue
                     if asked.seconds is not None and time.monotonic() - begun > asked.seconds:
                         left += 1
@@ -784,7 +789,7 @@ def main() -> None:
         "Medians (least … most) of interleaved rounds; ratios are medians of the ratios within a round. `benchmarks/checkpoint.py` says",
         "what each column is.",
         "",
-        *(section(records.found(case, size), records.why_not(case, size), case, size) for case, size, _ in runs),
+        *(section(records.found(case, size), why_not(case, size), case, size) for case, size, _ in runs),
         "## What a checkpoint is worth",
         "",
         report.table(["", "whole or not at all", "checksums", "pickle in it", "a flipped bit is noticed"], facts),
