@@ -75,33 +75,3 @@ def test_checkpoints_of_two_processes_beside_training(monkeypatch: pytest.Monkey
     told = checkpoints("DCP, async", "Accelerate", "--case", "fsdp", folder=tmp_path, monkeypatch=monkeypatch)
     assert "| DCP, async " in told and "fails" not in told and "hangs" not in told
     assert "- Accelerate: left out: on CPUs it passes over" in told
-
-
-STUCK = """
-import sys, time
-sys.path.insert(0, "benchmarks")
-import checkpoint, checkpointers
-class Stuck(checkpointers.Contender):
-    facts = ("", "", "")
-    def save(self, path): time.sleep(3600)
-checkpointers.CONTENDERS.update(stuck=Stuck)
-checkpoint.LIMITS["tiny"] = 3.0
-checkpoint.main()
-"""
-
-
-@pytest.mark.slow
-def test_checkpoints_in_pieces_of_which_one_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-    def piece(seconds: float) -> tuple[int, str]:
-        record = ["--record", str(tmp_path / "record"), "--seconds", str(seconds)]
-        asked = ["--size", "tiny", "--rounds", "1", "--case", "one", "--only", "stuck", *record, "--folder", str(tmp_path)]
-        done = subprocess.run([sys.executable, "-c", STUCK, *asked], cwd=ROOT, capture_output=True, text=True)
-        return done.returncode, done.stdout
-
-    assert piece(0)[0] == 75, "nothing was begun, and all is left"
-    code, told = piece(60)
-    assert code == 0 and "- stuck: hangs: 'save' had no end after 3 s" in told
-    assert "| plain write and read " in told, "the others go on"
-    assert piece(0)[0] == 0, "what is there is not made again"
