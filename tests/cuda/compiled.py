@@ -42,6 +42,7 @@ static inline unsigned short float_to_half(float x) { _Float16 h = (_Float16)x; 
 """
 
 
+@cache
 def source(kernel: Kernel) -> str:
     """The whole C++ file of `kernel`."""
     given = ", ".join(f"{C[kind]} {name}" for kind, name in (a.split() for a in kernel.arguments))

@@ -1,0 +1,285 @@
+"""The table follows what it points at: new only when something lies elsewhere, never stale, and it keeps nothing alive."""
+
+import copy
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from easymp.cuda import gradients
+from easymp.cuda import step as steps
+from easymp.cuda.rules import ADAM
+from easymp.cuda.step import FusedStep
+from easymp.cuda.streams import Role, stream
+from easymp.cuda.table import CHUNK, HEAD, WORDS, Row, alike, dense, lay_out
+
+from .compiled import CompiledLauncher
+
+CPU = torch.device("cpu")
+
+
+class Run:
+    """Ours and torch's AdamW over the same parameters and gradients."""
+
+    def __init__(self, groups=None, **options):
+        torch.manual_seed(0)
+        self.ours = [torch.nn.Parameter(torch.randn(s)) for s in ((5,), (3, 7), (100,), (1,))]
+        self.theirs = [torch.nn.Parameter(p.detach().clone()) for p in self.ours]
+        options = {"lr": 1e-2, **options}
+        self.mine = torch.optim.AdamW(self._groups(self.ours, groups), **copy.deepcopy(options))
+        self.reference = torch.optim.AdamW(self._groups(self.theirs, groups), **copy.deepcopy(options))
+        self.step = FusedStep(self.mine, ADAM, CompiledLauncher())
+
+    def _groups(self, parameters, groups):
+        return parameters if groups is None else [{"params": [parameters[i] for i in of], **rest} for of, rest in groups]
+
+    def __call__(self, which=None, measured=True):
+        for i, (p, q) in enumerate(zip(self.ours, self.theirs)):
+            q.grad = torch.randn(q.shape) if which is None or i in which else None
+            if q.grad is None:
+                p.grad = None
+            elif p.grad is None:
+                p.grad = q.grad.clone()
+            else:
+                p.grad.copy_(q.grad)
+        if measured:
+            self.step.measure()
+        self.step.step()
+        self.reference.step()
+        self.check()
+
+    def check(self):
+        for p, q in zip(self.ours, self.theirs):
+            torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+            assert self.mine.state.get(p, {}).get("step", 0) == self.reference.state.get(q, {}).get("step", 0)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Tables that were made, of steps and of measurements."""
+    count = {"step": 0, "gradients": 0}
+
+    def counting(name):
+        def lay(*arguments):
+            count[name] += 1
+            return lay_out(*arguments)
+
+        return lay
+
+    monkeypatch.setattr(steps, "lay_out", counting("step"))
+    monkeypatch.setattr(gradients, "lay_out", counting("gradients"))
+    return count
+
+
+def test_it_is_made_once_while_all_stays_where_it_is(made):
+    run = Run()
+    for _ in range(4):
+        run()
+    assert made == {"step": 1, "gradients": 1}
+
+
+def test_parameters_gain_and_lose_gradients(made):
+    run = Run()
+    for which in ([0, 2], [0, 2], [0, 1, 2, 3], [1], [], [3], [0, 1, 2, 3]):
+        run(which)
+    assert made["step"] == 5  # for no gradients there is none
+
+
+def test_gradients_at_other_addresses(made):
+    run = Run()
+    kept = []
+    for _ in range(3):
+        run()
+        kept += [p.grad for p in run.ours]
+        for p in run.ours:
+            p.grad = None
+    assert made == {"step": 3, "gradients": 3}
+
+
+def test_it_keeps_nothing_alive():
+    run = Run()
+    run()
+    gradients = [weakref.ref(p.grad) for p in run.ours]
+    states = [weakref.ref(run.mine.state[p]["exp_avg"]) for p in run.ours]
+    run.mine.zero_grad()
+    run.mine.state.clear()
+    assert not any(r() is not None for r in (*gradients, *states))
+
+
+def test_another_tensor_at_the_same_address_is_seen():
+    buffer = torch.zeros(32)
+    p = torch.nn.Parameter(torch.zeros(4, 4))
+    optimizer = torch.optim.AdamW([p], lr=1.0, weight_decay=0.0)
+    step = FusedStep(optimizer, ADAM, CompiledLauncher(), gradient=lambda p: p.extra)
+    p.extra = buffer[:16].view(4, 4).copy_(torch.tensor([[1.0], [2.0], [3.0], [4.0]]).expand(4, 4))
+    assert step.measure()[0].item() == pytest.approx(120**0.5)
+    step.step()
+    p.extra = buffer.view(torch.bfloat16)[:16].view(4, 4).copy_(torch.ones(4, 4))  # of another dtype
+    assert p.extra.data_ptr() == buffer.data_ptr()
+    assert step.measure()[0].item() == 4.0
+    step.step()
+    assert optimizer.state[p]["exp_avg"][3, 0].item() == pytest.approx(0.9 * 0.4 + 0.1)
+    p.extra = torch.as_strided(buffer, (4, 4), (1, 4))  # of other strides
+    buffer[:16] = torch.arange(16.0)
+    before = optimizer.state[p]["exp_avg"].clone()
+    step.step()
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"], before * 0.9 + 0.1 * torch.arange(16.0).view(4, 4).T)
+    p.extra = buffer[:8].view(2, 4)  # of another shape: not of this parameter
+    step.step()
+    assert [r is p for r in step.rest] == [True]
+
+
+def test_measuring_makes_no_state():
+    run = Run()
+    for p in run.ours:
+        p.grad = torch.ones_like(p)
+    run.step.measure(1.0)
+    assert not run.mine.state
+
+
+def test_torchs_state_comes_in_and_ours_goes_out():
+    run = Run(amsgrad=True)
+    for turn in range(3):
+        run(measured=turn != 1)
+    ours, theirs = run.mine.state_dict(), run.reference.state_dict()
+    assert {k: set(v) for k, v in ours["state"].items()} == {k: set(v) for k, v in theirs["state"].items()}
+    run.mine.load_state_dict(copy.deepcopy(theirs))
+    run.reference.load_state_dict(copy.deepcopy(ours))
+    for _ in range(3):
+        run()
+    assert run.mine.state[run.ours[0]]["step"] == 6
+
+
+def test_a_counter_or_a_state_that_is_replaced_or_a_plain_number(made):
+    run = Run()
+    run()
+    for p, q in zip(run.ours, run.theirs):
+        mine, theirs = run.mine.state[p], run.reference.state[q]
+        mine["step"], theirs["step"] = torch.tensor(41.0), torch.tensor(41.0)
+    run()
+    for p, q in zip(run.ours, run.theirs):
+        run.mine.state[p]["step"], run.reference.state[q]["step"] = 7, torch.tensor(7.0)
+        run.mine.state[p]["exp_avg"] = torch.ones_like(p, dtype=torch.bfloat16)
+        run.reference.state[q]["exp_avg"].fill_(1.0)
+    run()
+    assert made["step"] == 3
+
+
+def test_states_of_other_strides_are_straightened_once(made):
+    p = torch.nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    q = torch.nn.Parameter(p.detach().clone())
+    mine, reference = torch.optim.AdamW([p]), torch.optim.AdamW([q])
+    step = FusedStep(mine, ADAM, CompiledLauncher())
+    for turn in range(3):
+        q.grad = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+        p.grad = q.grad.clone() if p.grad is None else p.grad.copy_(q.grad)
+        step.step()
+        reference.step()
+        if not turn:
+            mine.state[p]["exp_avg"] = mine.state[p]["exp_avg"].contiguous()
+    torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+    assert made["step"] == 2
+    assert not step.rest
+
+
+# -- param groups ---------------------------------------------------------------------------------------------------------
+
+
+def test_groups_have_their_own_numbers_and_schedulers_change_them(made):
+    run = Run(
+        groups=[([0, 3], {"lr": 1e-1, "betas": (0.5, 0.7)}), ([1], {"weight_decay": 0.3, "eps": 1e-3}), ([2], {"maximize": True})]
+    )
+    for _ in range(4):
+        run()
+        for group in (*run.mine.param_groups, *run.reference.param_groups):
+            group["lr"] *= 0.5
+    assert made["step"] == 1
+
+
+def test_a_group_that_comes_later(made):
+    run = Run(groups=[([0, 1], {})])
+    run([0, 1])
+    for optimizer, held in ((run.mine, run.ours), (run.reference, run.theirs)):
+        optimizer.add_param_group({"params": held[2:], "lr": 0.5, "betas": (0.1, 0.2)})
+    run()
+    run()
+    assert made["step"] == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lr_is_a_tensor_that_changes_in_place_and_is_replaced(dtype, made):
+    run = Run(lr=torch.tensor(0.25, dtype=dtype))
+    run()
+    for optimizer in (run.mine, run.reference):
+        optimizer.param_groups[0]["lr"].fill_(0.5)
+    run()
+    run()
+    for optimizer in (run.mine, run.reference):
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.125, dtype=dtype)
+    run()
+    for optimizer in (run.mine, run.reference):
+        optimizer.param_groups[0]["lr"] = 0.01
+    run()
+    assert made["step"] == (3 if dtype == torch.float32 else 1)
+
+
+def test_a_group_that_is_not_for_the_kernels():
+    run = Run(groups=[([0, 1], {}), ([2, 3], {})])
+    run.mine.param_groups[1]["betas"] = (torch.tensor(0.9), torch.tensor(0.99))
+    for p in run.ours:
+        p.grad = torch.ones_like(p)
+    run.step.step()
+    assert [id(p) for p in run.step.rest] == [id(p) for p in run.ours[2:]]
+    assert set(map(id, run.mine.state)) == set(map(id, run.ours[:2]))
+
+
+# -- pure layout ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_and_chunks():
+    a, b, c = torch.zeros(CHUNK + 1), torch.zeros(0), torch.zeros(5)[1:]
+    table = lay_out([[Row((a,)), Row((b,))], [], [Row((c, a), 3, 7, 11)]], CPU)
+    assert table.chunks.tolist() == [0, 1, 2 << 32]
+    assert table.starts == (0, 2, 2, 3)
+    assert table.rows[:, :HEAD].tolist() == [[CHUNK + 1, 1, 1, 0, 0], [0, 1, 1, 0, 0], [4, 0, 3, 7, 11]]
+    assert table.rows[2, HEAD:].tolist() == [c.data_ptr(), a.data_ptr(), *[0] * (WORDS - HEAD - 2)]
+    nothing = lay_out([], CPU)
+    assert nothing.rows.shape == (0, WORDS) and nothing.chunks.numel() == 0 and nothing.starts == (0,)
+    only_empty = lay_out([[Row((b,))]], CPU)
+    assert only_empty.starts == (0, 0) and only_empty.rows.shape == (1, WORDS)
+
+
+def test_more_than_four_billion_elements():
+    size = 2**33 + 5
+    huge = SimpleNamespace(numel=lambda: size, data_ptr=lambda: 2**46)
+    table = lay_out([[Row((torch.zeros(1),)), Row((huge,))]], CPU)
+    word = int(table.chunks[-1])
+    assert (word >> 32, word & 0xFFFFFFFF) == (1, size // CHUNK)
+    assert table.starts[-1] == 1 + -(-size // CHUNK)
+    # The last chunk of a tensor whose other elements are not there.
+    last = torch.arange(5.0)
+    begin = size // CHUNK * CHUNK
+    away = SimpleNamespace(numel=lambda: begin + 5, data_ptr=lambda: last.data_ptr() - 4 * begin)
+    table = lay_out([[Row((away,))]], CPU)
+    kernel = stream("number", [Role("x", writes=True)], {"x": torch.float32}, f"x = (float)(e - {begin}ll) + x;")
+    CompiledLauncher().launch(kernel, 1, [table.rows.data_ptr(), table.chunks.data_ptr() + 8 * (table.starts[-1] - 1), 0])
+    assert last.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
+
+
+def test_dense_and_alike():
+    x = torch.zeros(2, 3, 4, 5)
+    for good in (
+        x,
+        x.permute(3, 0, 2, 1),
+        x.to(memory_format=torch.channels_last),
+        x[1:],
+        x[:0],
+        torch.zeros(()),
+        x[:, :, :, :0],
+    ):
+        assert dense(good)
+    for bad in (x[:, 1:], x[..., ::2], torch.zeros(3, 1).expand(3, 4), torch.zeros(4).as_strided((3, 2), (1, 1))):
+        assert not dense(bad)
+    assert alike(x, torch.ones_like(x)) and not alike(x, x.to(memory_format=torch.channels_last)) and not alike(x, x[1:])
+    assert alike(torch.zeros(5, 1, 3), torch.zeros(15).as_strided((5, 1, 3), (3, 9, 1)))
