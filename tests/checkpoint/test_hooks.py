@@ -14,11 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import easymp
 from easymp import Accelerator, CheckpointError
 from easymp.checkpoint import diff, inspect, list_checkpoints, merge, prune, verify
 from easymp.cli import main
 
 from ..conftest import Ranks
+from ..strategies.models import make, whole
+from ..strategies.ways import WAYS
 from .samples import flip
 
 NAMES = ("unet/.notes", "unet/config.json", "unet/weights.safetensors")
@@ -145,17 +148,21 @@ DAMAGE = {
 
 def test_damage_is_found_before_hooks_see_it(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
-        whole = Path(run.acc.save_state())
+        saved = Path(run.acc.save_state())
         run.step()
         weight, given = run.weight(), len(run.given)
         for name, (damage, words) in DAMAGE.items():
             place = tmp_path / name
-            shutil.copytree(whole, place)
+            shutil.copytree(saved, place)
             damage(place / "unet/config.json")
             with pytest.raises(CheckpointError, match=f"was not loaded, and nothing has changed: .*{words}"):
                 run.acc.load_state(place)
             assert {it.file for it in verify(place)} == (set(NAMES) if damage is link_above else {"unet/config.json"})
         assert torch.equal(run.weight(), weight) and len(run.given) == given
+        older = run.acc.save_state()
+        run.step()
+        damage(Path(run.acc.save_state()) / "unet/config.json")
+        assert run.acc.resume() == older, "a damaged one is left out"
 
 
 def write(path: str, text: str = "") -> Any:
@@ -255,3 +262,57 @@ def test_files_of_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
     assert sorted(inspect(place).extra) == sorted(["all.json", "ranks/0.json", "ranks/1.json", *NAMES])
     assert not any(tensor.name.startswith("model/") for tensor in inspect(place).tensors), "the main process left none to save"
     assert sorted(os.listdir(place.parent)) == ["latest", "step-00000001"]
+
+
+def _whole_weights(folder: str, labels: list[str]) -> list[Any]:
+    return [_whole_weights_of(folder, label) for label in labels]
+
+
+def _whole_weights_of(folder: str, label: str) -> Any:
+    """Hooks that keep whole weights, as Hugging Face's tools read them, of a way to spread a model."""
+    way = WAYS[label]
+    acc = Accelerator(strategy=way.strategy, strategy_options=way.options)
+    model = make("mlp")
+    model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+
+    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        tensors = acc.get_state_dict(models[0])
+        if acc.is_main_process:
+            Path(output_dir, "whole").mkdir()
+            save_file(tensors, Path(output_dir, "whole/model.safetensors"))
+            weights.pop()
+
+    def load(models: list[Any], input_dir: str) -> None:
+        easymp.load_weights(models.pop(), Path(input_dir, "whole"))
+
+    acc.register_save_state_pre_hook(save)
+    acc.register_load_state_pre_hook(load)
+
+    def step() -> None:
+        acc.backward(torch.nn.functional.cross_entropy(model(torch.ones(8, 12)), torch.arange(8) % 5))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def values() -> list[torch.Tensor]:
+        return [whole(p).clone() for p in model.parameters() if not p.is_meta]
+
+    step()
+    before = values()
+    place = acc.save_state(f"{folder}/{label.replace(' ', '_')}", async_=True)
+    step()
+    after = values()
+    acc.load_state(place)
+    again = values()
+    step()
+    there = inspect(place)
+    kept = [tensor.name for tensor in there.tensors if tensor.name.startswith("model/")]
+    found = (all(map(torch.equal, before, again)), all(map(torch.equal, after, values())), kept, there.extra, verify(place))
+    acc.close()
+    return found
+
+
+@pytest.mark.slow
+def test_whole_weights_of_models_in_parts(ranks: Ranks, tmp_path: Path) -> None:
+    labels = ["ddp", "zero1", "fsdp", "tensor_parallel", "pipeline"]
+    for found in ranks(_whole_weights, str(tmp_path), labels, processes=2):
+        assert dict(zip(labels, found)) == dict.fromkeys(labels, (True, True, [], ("whole/model.safetensors",), []))
