@@ -25,6 +25,7 @@ SPARE_DESCRIPTORS = 40  # pipes of the pool's workers, libraries loaded by a tes
 
 def pytest_configure() -> None:
     names_from_the_hosts_file_only()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what tests start imports byte code, as from an installed package
     torch.set_num_threads(1)  # beside the workers, two threads on models of this size take several times as long
 
 

@@ -98,8 +98,3 @@ def committed_steps(storage: Storage) -> Iterator[tuple[int, str]]:
         if step != last and is_committed(storage, folder):
             last = step
             yield step, folder
-
-
-def latest(storage: Storage) -> str | None:
-    """The folder of the committed checkpoint with the highest step; None where there is none."""
-    return next((folder for _, folder in committed_steps(storage)), None)

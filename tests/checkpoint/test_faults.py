@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from easymp.checkpoint import calls, folders, locks, writing
+from easymp.checkpoint import calls, finding, folders, locks, writing
 from easymp.checkpoint.committed import is_committed, open_manifest
 from easymp.checkpoint.local import LocalStorage
 from easymp.errors import CheckpointError
@@ -87,7 +87,7 @@ def file_system(kind: str) -> Iterator[dict[str, Any]]:
 
 def newest(root: Path) -> list[Any] | None:
     """The values in what counts as the latest checkpoint."""
-    folder = folders.latest(LocalStorage(root))
+    folder, _, _ = finding.newest(LocalStorage(root))
     return None if folder is None else loaded(root, folders.checkpoint_of(folder))
 
 

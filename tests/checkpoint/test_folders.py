@@ -61,8 +61,8 @@ def test_the_newest_committed_save_counts(root):
     assert folders.current(root, "best") == "best.save-10"
 
 
-def test_latest_is_the_highest_committed_step(root):
-    assert folders.latest(root) is None
+def test_committed_steps_come_newest_first(root):
+    assert list(folders.committed_steps(root)) == []
     for name in ("step-00000002", "step-00000010", "step-100000000", "best", "step-00000010.save-2"):
         put(root, name)
     put(root, "step-200000000", committed=False)
@@ -72,4 +72,3 @@ def test_latest_is_the_highest_committed_step(root):
         (10, "step-00000010.save-2"),
         (2, "step-00000002"),
     ]
-    assert folders.latest(root) == "step-100000000"

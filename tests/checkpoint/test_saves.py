@@ -14,6 +14,7 @@ import pytest
 
 from easymp.checkpoint import calls, folders, meeting
 from easymp.checkpoint.committed import is_committed
+from easymp.checkpoint.finding import newest
 from easymp.checkpoint.loading import load
 from easymp.checkpoint.local import LocalStorage
 from easymp.checkpoint.remote import RemoteStorage
@@ -56,7 +57,7 @@ def test_saving_again_replaces(tmp_path, storage):
         save(tmp_path, seed, step=1)
         assert loaded(tmp_path, STEP) == values(seed)
         assert len(listed(tmp_path)) == 2
-        assert folders.latest(LocalStorage(tmp_path)).startswith(STEP)
+        assert newest(LocalStorage(tmp_path))[0].startswith(STEP)
 
 
 def test_any_name_will_do_but_not_every_one(tmp_path):

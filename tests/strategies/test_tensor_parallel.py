@@ -40,7 +40,6 @@ def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
 
 
 ROWS = [  # all of them are in the matrix
-    ("mlp", 3, 0.1, 2, 2),
     ("tied", 3, 0.1, 2, 2),
     ("idle", 1, None, 2, 2),
     ("conv", 1, None, 2, 2),

@@ -27,6 +27,9 @@ class Way:
     norms: bool = True
 
 
+# Model, accumulation and clip: any two values of them meet in some row; `test_matrix` has the whole product.
+PAIRS = [("mlp", 1, None), ("mlp", 3, 0.1), ("tied", 1, 0.1), ("tied", 3, None), ("idle", 1, None), ("idle", 3, 0.1)]
+
 # `test_matrix` sees to it that each strategy of the registry is here.
 UNUSED = {"idle": {"find_unused_parameters": True}}  # torch's reducer waits for every gradient, unless told otherwise
 WAYS = {
