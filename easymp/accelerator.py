@@ -29,7 +29,7 @@ from .log import get_logger
 from .memory_retry import release_memory
 from .microstep import ForeignSteps, MicroStep
 from .operations import Collectives
-from .optim import ItemWindow, PreparedOptimizer, PreparedScheduler, leave_to_step, may_leave
+from .optim import ItemWindow, PreparedOptimizer, PreparedScheduler, averages_in, leave_to_step, may_leave
 from .plan import Plan, make_plan
 from .precision import PRECISIONS, Measured, Scaler, rule_from
 from .prepared import unwrap
@@ -84,7 +84,10 @@ class Accelerator(Collectives, Resuming, Weights):
         dynamo_backend: another spelling of ``compile=CompileOptions(backend=...)``; "no" for none.
         seed: seed of all random streams; see `set_seed`.
         deterministic: deterministic algorithms only.
-        fused: let plain torch optimizers run their fused step.
+        fused: let plain torch optimizers run a fused step: by our kernels where CuPy runs and they gain, else torch's. It does clipping and
+            unscaling, too (see `clip_grad_norm_`). False: torch's step as given, and gradients are changed in memory.
+        ema_decay: keep an exponential moving average of the weights in the optimizer's state, of which each step keeps so much (0.999 is
+            usual): see `averaged`.
         convert_sync_batchnorm: batch-norm in training by the samples of all ranks that see other data; see `SyncBatchNorm`.
         probe: let "auto" time fp32 and bf16 in the first training step where no rule is certain.
         timeout: seconds that a rank waits for the others in a collective.
@@ -124,6 +127,7 @@ class Accelerator(Collectives, Resuming, Weights):
         seed: int | None = None,
         deterministic: bool | None = None,
         fused: bool | None = None,
+        ema_decay: float | None = None,
         convert_sync_batchnorm: bool | None = None,
         probe: bool | None = None,
         timeout: float | None = None,
@@ -162,6 +166,7 @@ class Accelerator(Collectives, Resuming, Weights):
             seed=seed,
             deterministic=deterministic,
             fused=fused,
+            ema_decay=ema_decay,
             convert_sync_batchnorm=convert_sync_batchnorm,
             probe=probe,
             timeout=group.seconds if group and timeout is None else timeout,
@@ -480,8 +485,8 @@ class Accelerator(Collectives, Resuming, Weights):
         )
         for item in chosen:
             if isinstance(item, PreparedOptimizer):
-                item.gather()
                 item.apply_factor()
+                item.gather(in_memory=True)
             self._scaler.ensure_unscaled(item.optimizer if isinstance(item, PreparedOptimizer) else item)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
@@ -502,7 +507,7 @@ class Accelerator(Collectives, Resuming, Weights):
         chosen = self._as_list(parameters)
         optimizers = self._prepared.steppers(chosen) if norm_type == 2 else None
         if optimizers and may_leave(optimizers, self._scaler):
-            return leave_to_step(optimizers, max_norm, self._scaler, self._prepared.strategy.counting)
+            return leave_to_step(optimizers, max_norm, self._scaler)
         return self._prepared.strategy.clip(self._unscaled(chosen), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -523,8 +528,28 @@ class Accelerator(Collectives, Resuming, Weights):
         """`parameters`, whose gradients are in memory what they shall be so far."""
         for optimizer in self._prepared.optimizers_of(parameters):
             optimizer.apply_factor()
+            optimizer.gather(in_memory=True)
             self._scaler.ensure_unscaled(optimizer.optimizer)
         return parameters
+
+    @contextmanager
+    def averaged(self, *models: nn.Module) -> Iterator[None]:
+        """Inside, prepared models (all of them by default) have the moving averages of their weights: for evaluation, or `save_model`.
+
+        An average begins as the weight before its first step, and moves at each step that moves the weight: not at those that an overflow
+        skips, nor at those without a gradient for it. What no step has moved (frozen parameters, buffers) is the same inside. Meanwhile
+        there is a copy of the weights. All ranks call it; under strategy "local_sgd" each has averages of its own. Steps and `save_state`
+        belong outside.
+
+        Raises:
+            RefusedError: without `ema_decay`.
+        """
+        if self.plan.settings.ema_decay is None:
+            raise RefusedError("averaged() without averages: none are kept unless Accelerator(ema_decay=0.999) asks for them")
+        self._world.settle()
+        chosen = {id(p) for route in self._prepared.routes(models) for p in route.original.parameters()} if models else None
+        with averages_in(self._prepared.optimizers, chosen):
+            yield
 
     @property
     def _alike(self) -> int:

@@ -170,6 +170,11 @@ class Checkpointing(Registering):
 
     def _check_settled(self) -> None:
         clock = self._run.clock
+        if any(optimizer.away for optimizer in self._prepared.optimizers):
+            raise StepError(
+                "save_state() inside `with accelerator.averaged():` would keep averages as the weights of training: save after the block. "
+                "The averages are in every checkpoint; save_model inside writes them as weights"
+            )
         if clock.accumulation != 1 and not clock.sync:
             raise StepError(
                 f"save_state() in micro-step {clock.micro} of {clock.accumulation}: gradients of an unfinished window are "

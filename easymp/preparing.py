@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from .checks import describe
+from .cuda.availability import warn_once
 from .data import PreparedLoader, SkippedLoader, prepare_loader
 from .errors import PrepareError, StepError, WorldError
 from .fitting import Fitting
@@ -96,7 +97,7 @@ class Preparation:
         self.sums = Sums(self.masters)
         self.batch = ""
         self.converted: list[tuple[nn.Module, type]] = []
-        self._steps: dict[str, list[str]] = {"fused": [], "as given": []}  # which optimizer step runs → why, one an optimizer
+        self._whose: list[tuple[PreparedOptimizer, str | None]] = []  # optimizers, and why torch has no fused step for each
         self._compiling = Compiling(wishes.compile) if wishes.compile else None
         self._undo: list[Callable[[], None]] = []  # what is done to models in place, beside what a strategy does
         self._seed = run.plan.settings.seed
@@ -220,17 +221,33 @@ class Preparation:
         if fused:  # before it is spread: an optimizer in its place has a class of its own
             why_not = fuse(optimizer, [model.route.original for model in self.models])
         stepped = self.strategy.spread(optimizer)
-        counting = self.strategy.counting
-        engine = engine_for(stepped, counting.copies, fused)
-        prepared = PreparedOptimizer(stepped, self._run.clock, self._scaler, optimizer, masters, self.sums, engine, counting)
+        engine = engine_for(stepped, self.strategy.counting, fused, self._run.plan.settings.ema_decay, masters, self._gave_way)
+        prepared = PreparedOptimizer(stepped, self._run.clock, self._scaler, optimizer, masters, self.sums, engine)
         self.stepped_by.update((p, prepared) for p in held)
         self.optimizers.append(prepared)
         if fused:
-            self._steps["as given" if why_not else "fused"].append(why_not or f"torch's fused {kind}")
-            value = ", ".join(v for v, reasons in self._steps.items() if reasons)
-            reason = "; ".join(dict.fromkeys(r for reasons in self._steps.values() for r in reasons))
-            self._run.plan = self._run.plan.replace(optimizer=Choice(value, reason, self._run.plan.optimizer.source))
+            self._whose.append((prepared, why_not))
+            self._say_steps()
         return prepared
+
+    def _say_steps(self) -> None:
+        """Which step runs of each optimizer, and why, in the plan."""
+        steps: dict[str, list[str]] = {"CuPy": [], "fused": [], "as given": []}
+        for optimizer, why_not in self._whose:
+            engine, kind = optimizer.engine, type(optimizer.given).__name__
+            if engine.name == "CuPy":
+                steps["CuPy"].append(engine.reason)
+                continue
+            because = f": {engine.reason}" if engine.reason and self._run.world.device.type == "cuda" else ""
+            steps["as given" if why_not else "fused"].append((why_not or f"torch's fused {kind}") + because)
+        value = ", ".join(v for v, reasons in steps.items() if reasons)
+        reason = "; ".join(dict.fromkeys(r for reasons in steps.values() for r in reasons))
+        self._run.plan = self._run.plan.replace(optimizer=Choice(value, reason, self._run.plan.optimizer.source))
+
+    def _gave_way(self, reason: str) -> None:
+        """Kernels failed, and torch steps from here on."""
+        warn_once(reason)
+        self._say_steps()
 
     def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         for prepared in self.schedulers:
@@ -357,8 +374,15 @@ class Preparation:
         for module, kind in self.converted:
             module.__class__ = kind  # a synchronised one waits for ranks that are gone
             module.process_group = None
-        for held in (self.converted, self.models, self.optimizers, self.schedulers, self.loaders, self.owner, self.stepped_by):
+        for held in (
+            self.converted,
+            self.models,
+            self.optimizers,
+            self.schedulers,
+            self.loaders,
+            self.owner,
+            self.stepped_by,
+            self._whose,
+        ):
             held.clear()
-        for reasons in self._steps.values():
-            reasons.clear()
         self._fitting.forget()

@@ -44,6 +44,12 @@ class Settings:
     gradient_accumulation_steps: int = setting(1, "micro-batches in one optimizer update", least=1)
     cpu: bool = setting(False, "train on the CPU even where there is an accelerator")
     fused: bool = setting(True, "let plain torch optimizers run their fused step where torch has one for the device")
+    ema_decay: float | None = setting(
+        None,
+        "keep an exponential moving average of the weights, of which each step keeps so much; 0.999 is usual",
+        least=0,
+        most=0.999999999,
+    )
     probe: bool = setting(True, "time fp32 and bf16 in the first training step where no rule is certain; off: the rule alone")
     convert_sync_batchnorm: bool = setting(False, "batch-norm in training by the samples of all processes")
     seed: int | None = setting(None, "seed of all random streams", least=0, most=2**64 - 1)

@@ -107,7 +107,7 @@ class FusedStep:
         self.optimizer, self.rule, self.ema_decay = optimizer, rule, ema_decay
         self.state_dtype, self.rounding = state_dtype, rounding
         self.rest: list[Tensor] = []
-        self._launcher, self._gradient, self._copy, self._copies = launcher, gradient, copy or {}, copies
+        self._launcher, self._gradient, self._copy, self._copies = launcher, gradient, ({} if copy is None else copy), copies
         self.unmeasured: list[Tensor] = []
         self._gradients = Gradients(launcher)
         self._layout = _Layout()

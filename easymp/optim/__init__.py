@@ -1,5 +1,6 @@
 """Optimizers and schedulers as `prepare` hands them back."""
 
+from .averages import averages_in
 from .engines import Engine, TorchEngine, engine_for
 from .factor import leave_to_step, may_leave
 from .fused import fuse
@@ -17,6 +18,7 @@ __all__ = [
     "PreparedScheduler",
     "Sums",
     "TorchEngine",
+    "averages_in",
     "engine_for",
     "fuse",
     "leave_to_step",

@@ -11,9 +11,8 @@ from torch import Tensor
 from ..errors import StepError
 from ..precision import Scaler
 from ..precision.scaler import NO_GRADIENTS, Phase
-from ..protocols import Counting
 from ..shards import local
-from .engines import multiply
+from .torch_engine import multiply
 
 if TYPE_CHECKING:
     from .optimizer import PreparedOptimizer
@@ -64,7 +63,7 @@ class Factor:
         return there
 
 
-def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scaler: Scaler, counting: Counting) -> Tensor:
+def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scaler: Scaler) -> Tensor:
     """Measure all gradients of `optimizers`, which take factors, and leave them the factor; returns the norm (0-dim, float32).
 
     Under a loss scale the norm is that of the gradients divided by it, and an overflow in any of them skips the steps of all.
@@ -72,6 +71,7 @@ def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scal
     Raises:
         StepError: under a loss scale: there are no gradients on any rank.
     """
+    counting = optimizers[0].engine.counting
     scale = scaler.scale_of([o.optimizer for o in optimizers])
     for optimizer in optimizers if counting.add is not None else ():
         for group in optimizer.param_groups:
@@ -111,6 +111,8 @@ def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scal
 def may_leave(optimizers: Sequence[PreparedOptimizer], scaler: Scaler) -> bool:
     """Whether `leave_to_step` is for these now. The same on all ranks."""
     if not optimizers or any(o.factor is not None or not o.engine.takes_factor() for o in optimizers):
+        return False
+    if len({o.engine.counting.add is None for o in optimizers}) > 1:
         return False
     phases = {scaler.phase(o.optimizer) for o in optimizers}
     return len(phases) == 1 and Phase.STEPPED not in phases

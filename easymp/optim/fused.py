@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cuda.table import dense
+from ..shards import local
+
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 DEVICES = {torch.optim.Adagrad: {"cpu", "cuda"}}
 EVERYWHERE = {"cpu", "cuda", "mps", "xpu"}
@@ -47,6 +50,8 @@ def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> 
                 return f"torch's fused SGD is wrong for {parameter.dtype} on a CPU"
             if kind not in SHARDED and hasattr(parameter, "to_local"):
                 return f"torch's fused {kind.__name__} does not take sharded parameters"
+            if not dense(local(parameter)):
+                return f"torch's fused {kind.__name__} is wrong for a parameter that has gaps in memory, or overlaps"
             if id(parameter) in sparse:
                 return f"torch's fused {kind.__name__} does not take the sparse gradients of {sparse[id(parameter)]!r}"
     if optimizer.state and any(p.device.type != "cpu" for group in optimizer.param_groups for p in group["params"]):

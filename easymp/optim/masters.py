@@ -36,6 +36,7 @@ class Masters:
         self._of = of
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._versions: list[int] = []
+        self.low: dict[int, Tensor] = {}  # id of a master → its parameter
         self.take(optimizer.param_groups)
 
     def take(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -48,6 +49,7 @@ class Masters:
                     self._pairs.append((parameter, master))
                     self._versions.append(parameter._version)
                     self._of[id(parameter)] = master
+                    self.low[id(master)] = parameter
                     self._swap(parameter, master)
                     held[i] = master
 
@@ -124,6 +126,7 @@ class Masters:
             self._of.pop(id(parameter), None)
         self._pairs.clear()
         self._versions.clear()
+        self.low.clear()
 
     @staticmethod
     def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -12,13 +12,13 @@ from torch.utils.hooks import RemovableHandle
 from ..clock import StepClock
 from ..errors import StepError
 from ..precision import Scaler
-from ..protocols import Counting
 from ..shards import local
-from .engines import Engine, TorchEngine
+from .engines import Engine
 from .factor import Factor, leave_to_step, may_leave
 from .fused import fill_momentum, keep_implementation
 from .masters import Masters
 from .sums import Sums
+from .torch_engine import TorchEngine
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -31,10 +31,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         masters: what `given` holds in place of low-precision parameters; None where it holds the parameters.
         sums: of gradients over the window, to be forgotten with the gradients.
         engine: what runs the step; torch's own by default.
-        counting: how norms of gradients come about on the ranks.
 
     Attributes:
         factor: what a clip has left to the next step.
+        away: the parameters are their averages for a while.
     """
 
     def __init__(
@@ -46,7 +46,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         masters: Masters | None = None,
         sums: Sums | None = None,
         engine: Engine | None = None,
-        counting: Counting | None = None,
     ) -> None:
         # torch's own __init__ would build param groups and state a second time.
         self.optimizer = optimizer
@@ -56,9 +55,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._clock = clock
         self._scaler = scaler
         self.engine: Engine = engine or TorchEngine(optimizer, free=False)
-        self._counting = counting or Counting()
         self._factor: Factor | None = None
         self._by_itself: RemovableHandle | None = None  # hears of a step of the wrapped optimizer while there is a factor
+        self.away = False
         self.updates = 0  # steps that ended a window, skipped ones included
         self._spent = False  # whether the gradients have been stepped on, and not cleared since
         self._waiting = False  # whether the last call was a step that waits for the end of the window
@@ -80,6 +79,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             if not clock.sync:
                 self._waiting = True
                 return None
+        if self.away:
+            raise StepError("optimizer.step() inside `with accelerator.averaged():`, where the weights are not those of training")
         self._spent, self._waiting = True, False
         self.updates += 1
         given = () if closure is None else (closure,)
@@ -91,9 +92,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         scaler = self._scaler
         if given:
             self.apply_factor()
-            return scaler.step(self.optimizer, *given)
+            moving = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+            return self.engine.averages.around(moving, lambda: scaler.step(self.optimizer, *given))
         if scaler.enabled and may_leave([self], scaler):
-            leave_to_step([self], float("inf"), scaler, self._counting)
+            leave_to_step([self], float("inf"), scaler)
         factor = self.factor
         if factor is not None:
             factor.check()
@@ -109,10 +111,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
                     f"a closure cannot be used with fp32 masters: {type(self.optimizer).__name__} would evaluate the model at weights "
                     "that the model does not have yet. Use an optimizer without one, or another precision"
                 )
-            self._masters.gather()
+            self.gather()
         result = self._step(*given)
         if self._masters is not None:
-            self._masters.give_back()
+            if self.engine.reads_low:
+                self._masters.clear()
+            else:
+                self._masters.give_back()
         if self._sums is not None and self._sums.on:
             self._forget()
         return result
@@ -143,9 +148,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
         grads = [local(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
         return any(bool((g._values() if g.is_sparse else g).any()) for g in grads)
 
-    def gather(self) -> None:
-        """Put gradients where the step looks for them, before they are unscaled or clipped."""
-        if self._masters is not None:
+    def parameters(self) -> list[tuple[Tensor, Tensor]]:
+        """What the param groups hold, each with the model's own parameter: itself, or the one whose master it is."""
+        low = {} if self._masters is None else self._masters.low
+        return [(held, low.get(id(held), held)) for group in self.param_groups for held in group["params"]]
+
+    def gather(self, in_memory: bool = False) -> None:
+        """Put gradients where the step looks for them, before they are measured; or `in_memory` to be unscaled or clipped there."""
+        if self._masters is not None and (in_memory or not self.engine.reads_low):
             self._masters.gather()
 
     def release(self) -> None:
@@ -261,7 +271,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.engine = TorchEngine(self.optimizer, free=False)
-        self._counting, self._factor, self._by_itself = Counting(), None, None
+        self._factor = self._by_itself = None
+        self.away = False
 
 
 for _name in (

@@ -24,6 +24,7 @@ from ..shards import local
 from ..tree import map_leaves
 from ..world import World
 from .fused import fill_momentum
+from .hooks import indifferent
 from .parts import Reunion, cut
 
 ELEMENTWISE = {
@@ -74,9 +75,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(self, given: torch.optim.Optimizer, world: World, cap: int, frozen: Collection[int]) -> None:
         _check(given)
         self.given = given
-        self._world, self._cap, self._frozen = world, cap, frozen
+        self.world, self._cap, self._frozen = world, cap, frozen
         self._plain = type(given) in ELEMENTWISE
         self._parts: dict[int, _Part] = {}
+        self._wholes: dict[int, Tensor] = {}  # id of a shard → its parameter
         self._meshes: dict[str, Any] = {}
         self._stepped: list[int] = []  # ids of the parameters of the last step
         self._reunion = Reunion((), world, cap)
@@ -85,7 +87,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._patch_step_function()  # torch's own __init__ would build param groups and state a second time
         self._twin = _twin(given)
         self._follow()
-        given.register_step_pre_hook(refuse_alone)
+        given.register_step_pre_hook(_refuse_alone)
         _taken.add(given)
 
     # -- the twin -----------------------------------------------------------------------------------------------------
@@ -109,6 +111,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if len(self._parts) != before:
             fill_momentum(self._twin)
 
+    @property
+    def twin(self) -> torch.optim.Optimizer:
+        """What steps this rank's rows; `mine` says which of its parameters is part of which."""
+        self._follow()
+        return self._twin
+
+    def mine(self, parameter: Tensor) -> tuple[Tensor, Any]:
+        """This rank's rows of `parameter`, and where their state is."""
+        return self._part(parameter).shard, self._twin.state
+
+    def gradient(self, shard: Tensor) -> Tensor | None:
+        """Of this rank's rows, cut from the whole one."""
+        parameter = self._wholes[id(shard)]
+        return None if parameter.grad is None else self._shard(parameter, parameter.grad)
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """This rank's rows of anything that has a parameter's shape, a view."""
+        return cut(whole, self.world.rank, self.world.size)
+
+    def reunite(self, parameters: Sequence[Tensor]) -> None:
+        """Make whole, in place, what each rank has written into its own rows. A collective."""
+        Reunion([p.detach() for p in parameters], self.world, self._cap)()
+
     def _lead(self) -> None:
         """Show in `given`'s groups what the twin has written into its own."""
         for theirs, own in zip(self.given.param_groups, self._twin.param_groups):
@@ -124,11 +149,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._twin.state[new.shard] = self._twin.state.pop(part.shard)
             self._stepped = []
         self._parts[id(parameter)] = new
+        self._wholes[id(new.shard)] = parameter
         return new
 
     def _shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's rows of `whole` as the twin wants them, a view."""
-        here = cut(whole, self._world.rank, self._world.size)
+        here = cut(whole, self.world.rank, self.world.size)
         return here if self._plain else self._distributed(here, parameter, whole)
 
     def _cut(self, parameter: Tensor, value: Any) -> Any:
@@ -141,9 +167,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return value.clone()
         value = value.to(parameter.device)
         if self._plain:
-            return (cut(value, self._world.rank, self._world.size) if value.shape == parameter.shape else value).clone()
+            return (cut(value, self.world.rank, self.world.size) if value.shape == parameter.shape else value).clone()
         rowwise = value.ndim and parameter.ndim and value.shape[0] == parameter.shape[0]
-        here = cut(value, self._world.rank, self._world.size) if rowwise else value
+        here = cut(value, self.world.rank, self.world.size) if rowwise else value
         return self._distributed(here.clone(), parameter, value, bool(rowwise))
 
     def _distributed(self, here: Tensor, parameter: Tensor, whole: Tensor, rowwise: bool = True) -> Tensor:
@@ -152,7 +178,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         kind = parameter.device.type
         if kind not in self._meshes:
-            self._meshes[kind] = init_device_mesh(kind, (self._world.size,))
+            self._meshes[kind] = init_device_mesh(kind, (self.world.size,))
         placement = Shard(0) if rowwise and whole.ndim else Replicate()
         return DTensor.from_local(
             here, self._meshes[kind], [placement], run_check=False, shape=whole.shape, stride=whole.stride()
@@ -171,6 +197,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.step_by(self._step_twin)
+        return loss
+
+    def step_by(self, step: Callable[[], Any]) -> None:
+        """One update on all ranks together, in which `step` moves this rank's rows."""
         if not dist.is_initialized():
             raise StepError(
                 "this optimizer's state is in shards of a run that has ended: step before close(), or build a new one"
@@ -178,7 +209,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._follow()
         parts = self._take_gradients()
         try:
-            self._step_twin()
+            step()
         finally:
             for part in parts:
                 part.shard.grad = None
@@ -186,7 +217,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._gather(parts)
         if hasattr(vars(self.given).get("step"), "_wrapped_by_lr_sched"):
             self.given._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look there for the order of calls
-        return loss
 
     def _take_gradients(self) -> list[_Part]:
         parts = []
@@ -209,8 +239,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 part = self._parts[id(parameter)]
                 part.shard.grad = self._shard(parameter, grad)
                 parts.append(part)
-        if self._world.debug:
-            count = self._world.gather_objects(len(parts))
+        if self.world.debug:
+            count = self.world.gather_objects(len(parts))
             if len(set(count)) > 1:
                 raise WorldError(f"the ranks step on different numbers of gradients ({count}): all must have the same ones")
         return parts
@@ -239,7 +269,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _gather(self, parts: list[_Part]) -> None:
         stepped = [id(part.parameter) for part in parts]
         if stepped != self._stepped:
-            self._reunion = Reunion([part.whole for part in parts], self._world, self._cap)
+            self._reunion = Reunion([part.whole for part in parts], self.world, self._cap)
             self._stepped = stepped
         self._reunion()
 
@@ -312,8 +342,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return value.full_tensor().cpu()
         if self._is_cut(parameter, value):
             whole = value.new_empty(parameter.shape)
-            cut(whole, self._world.rank, self._world.size).copy_(value)
-            Reunion([whole], self._world, self._cap)()
+            cut(whole, self.world.rank, self.world.size).copy_(value)
+            Reunion([whole], self.world, self._cap)()
             return whole.cpu()
         return value.detach().cpu().clone()
 
@@ -421,8 +451,11 @@ def _check(given: torch.optim.Optimizer) -> None:
             )
 
 
-def refuse_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not isinstance(optimizer, ShardedOptimizer):
         raise StepError(
             f"this {type(optimizer).__name__} was prepared under zero1, and its state is in shards: step what prepare() returned"
         )
+
+
+indifferent.add(_refuse_alone)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import PrepareError, RefusedError, SettingError, StepError
+from ..optim.hooks import indifferent
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..rebind import names_of, rebind
 from ..shards import local
@@ -225,6 +226,7 @@ class TensorParallel:
             if self._agree(optimizer):
                 first.remove()
 
+        indifferent.add(compare)
         first = optimizer.register_step_pre_hook(compare)
         return optimizer
 

@@ -1,0 +1,183 @@
+"""Averages of the weights: what they are, that every engine and strategy keeps the same, and that checkpoints carry them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from easymp import Accelerator, load_weights
+from easymp.errors import RefusedError, SettingError, StepError
+
+from ..strategies.models import make, whole
+from ..strategies.ways import WAYS
+from .test_engines import KINDS, SCALE, stepping
+
+DECAY = 0.9
+
+
+def updates(acc: Accelerator, model: Any, optimizer: Any, steps: int, clip: bool = True, bad: int = -1) -> None:
+    """Each with data of its own number, so that runs can be cut in two."""
+    spread = acc._prepared.strategy
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(optimizer.updates)
+        x = torch.randn(8, 12, generator=generator).chunk(spread.data_size)[spread.data_rank]
+        acc.backward(model(x * 1e30 if optimizer.updates == bad else x).square().mean())
+        if clip:
+            acc.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def averages(acc: Accelerator, model: nn.Module) -> dict[str, Tensor]:
+    with acc.averaged():
+        return values(model)
+
+
+def accelerator(way: str = "single", precision: str = "no", **options: Any) -> Accelerator:
+    return Accelerator(
+        mixed_precision=precision,
+        cpu=True,
+        strategy=WAYS[way].strategy,
+        strategy_options=dict(WAYS[way].options) or None,
+        kwargs_handlers=[SCALE],
+        **{"ema_decay": DECAY, **options},
+    )
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("how", ["memory", "torch", "kernels"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_they_are_the_formulas(kind: str, how: str, clip: bool) -> None:
+    with stepping(how), accelerator(fused=how != "memory") as acc:
+        model = make("idle")
+        model, optimizer = acc.prepare(model, KINDS[kind](model.parameters()))
+        expected = values(model)
+        for _ in range(4):
+            updates(acc, model, optimizer, 1, clip)
+            expected = {
+                name: old + (new - old) * (1 - DECAY) for (name, old), new in zip(expected.items(), values(model).values())
+            }
+        now = values(model)
+        torch.testing.assert_close(averages(acc, model), expected, rtol=1e-6, atol=1e-7)
+        assert all(torch.equal(a, b) for a, b in zip(values(model).values(), now.values()))
+        assert torch.equal(averages(acc, model)["frozen.weight"], now["frozen.weight"])
+        assert not torch.equal(averages(acc, model)["last.weight"], now["last.weight"])
+
+
+@pytest.mark.parametrize("how", ["memory", "torch", "kernels"])
+def test_a_skipped_step_moves_none(how: str) -> None:
+    with stepping(how), accelerator(precision="fp16", fused=how != "memory") as acc:
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        updates(acc, model, optimizer, 2)
+        before = averages(acc, model)
+        updates(acc, model, optimizer, 1, bad=2)
+        assert optimizer.step_was_skipped
+        torch.testing.assert_close(averages(acc, model), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", ["torch", "kernels"])
+def test_of_masters_they_are_in_fp32(how: str) -> None:
+    with stepping(how), accelerator(precision="O2") as acc:
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        updates(acc, model, optimizer, 3)
+        masters = [m.clone() for _, m in optimizer.masters]
+        assert {state["ema"].dtype for state in optimizer.state.values()} == {torch.float32}
+        with acc.averaged(model):
+            assert {p.dtype for p in model.parameters()} == {torch.float16}
+            model(torch.ones(2, 12))
+        for (parameter, master), before in zip(optimizer.masters, masters):
+            assert torch.equal(master, before)  # no master took the rounded average for a new weight
+            assert torch.equal(parameter, before.half())
+
+
+def run(way: str, how: str, folder: str, save: int, load: str | None) -> dict[str, Any]:
+    """Four updates, or the rest of four from a checkpoint."""
+    with stepping(how), accelerator(way) as acc:
+        model = make("mlp")
+        kind = "AdamW" if WAYS[way].adam else "SGD"
+        model, optimizer = acc.prepare(model, KINDS[kind](list(model.parameters())))
+        if load is not None:
+            acc.load_state(load)
+        else:
+            updates(acc, model, optimizer, save)
+            acc.save_state(folder)
+        updates(acc, model, optimizer, 4 - save)
+        model(torch.ones(2, 12)) if way != "pipeline" else None
+        with acc.averaged():
+            found = values(model)
+            acc.save_model(model, f"{folder}-{way}-{load is not None}")
+            out = None
+            if not way.startswith("pipeline"):
+                with torch.no_grad():
+                    out = model(torch.ones(2, 12)).detach()
+        return {"ema": found, "weights": values(model), "out": out}
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero1", "fsdp", "hsdp", "tensor_parallel", "pipeline"])
+def test_under_strategies_and_through_checkpoints(ranks: Any, tmp_path: Path, way: str) -> None:
+    size = WAYS[way].sizes[0]
+    how = "kernels" if list(WAYS).index(way) % 2 else "torch"
+    alone = run("single", "torch", str(tmp_path / "one"), 2, None)
+    for load in (None, str(tmp_path / "one"), str(tmp_path / "several")):
+        for got in ranks(run, way, how, str(tmp_path / "several"), 2, load, processes=size):
+            if way != "pipeline":
+                torch.testing.assert_close(got["ema"], alone["ema"], rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(got["weights"], alone["weights"], rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(got["out"], alone["out"], rtol=1e-4, atol=1e-5)
+        written = make("mlp")
+        load_weights(written, tmp_path / f"several-{way}-{load is not None}")
+        torch.testing.assert_close(values(written), alone["ema"], rtol=1e-5, atol=1e-6)
+    back = run("single", "torch", str(tmp_path / "back"), 2, str(tmp_path / "several"))
+    torch.testing.assert_close(back["ema"], alone["ema"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["torch", "kernels"])
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, how: str) -> None:
+    straight = run("single", how, str(tmp_path / "a"), 2, None)
+    resumed = run("single", how, str(tmp_path / "b"), 2, str(tmp_path / "a"))
+    torch.testing.assert_close(resumed["ema"], straight["ema"], rtol=0, atol=0)
+    torch.testing.assert_close(resumed["weights"], straight["weights"], rtol=0, atol=0)
+
+
+def test_with_a_closure_and_an_average_that_begins_later() -> None:
+    with accelerator() as acc:
+        model = nn.Linear(2, 1, bias=False)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        before = model.weight.detach().clone()
+
+        def closure() -> Tensor:
+            optimizer.optimizer.zero_grad()
+            loss = model(torch.ones(1, 2)).sum()
+            acc.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+        torch.testing.assert_close(averages(acc, model)["weight"], before + (model.weight.detach() - before) * (1 - DECAY))
+
+
+def test_wrong_calls() -> None:
+    with accelerator() as acc:
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
+        updates(acc, model, optimizer, 1)
+        with acc.averaged():
+            with pytest.raises(StepError, match=r"step\(\) inside `with accelerator.averaged\(\):`"):
+                optimizer.step()
+            with pytest.raises(StepError, match="save after the block"):
+                acc.save_state("never")
+    with accelerator(ema_decay=None) as acc, pytest.raises(RefusedError, match=r"ema_decay=0\.999"):
+        with acc.averaged():
+            pass
+    for wrong in (-0.1, 1.0, float("nan")):
+        with pytest.raises(SettingError, match="ema_decay"):
+            accelerator(ema_decay=wrong)
