@@ -60,13 +60,16 @@ class Translated(Reading):
         }
         step = max((states[o.name]["updates"] for o in optimizers if o.name in states), default=0)
         manifest = Manifest(step, max(len(found.rng), 1), "", "Accelerate", {}, tensors, {}, states, aliases)
-        super().__init__(LocalStorage(folder), "", manifest, rank, strict)
+        super().__init__(LocalStorage(folder), "", manifest, rank, strict, again=True)
 
     def run(self, tick: Tick = nothing) -> None:
-        with torch.no_grad():
-            for want in self._wanted:
-                want.into.copy_(self._within(want))
+        self._refill(self._wanted)
         self._wanted.clear()
+
+    def _refill(self, wants: Sequence[Want]) -> None:
+        with torch.no_grad():
+            for want in wants:
+                want.into.copy_(self._within(want))
 
     def _within(self, want: Want) -> Tensor:
         values = self._tensors[want.stored.pieces[0].file]

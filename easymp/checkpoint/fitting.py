@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import torch
 from torch import Tensor
 
 from ..errors import nearest
+from .boxes import Box
 
 SHOWN = 5  # of a list in a message
 
@@ -32,10 +32,9 @@ def names_apart(live: Collection[str], saved: Collection[str], what: str = "") -
     return "; ".join(said)
 
 
-def fill(live: Tensor, values: Tensor) -> None:
-    """Give a live tensor new values, also one that shows one element in several places (``expand``), where they are alike."""
+def once(box: Box, live: Tensor) -> tuple[Box, Tensor]:
+    """A box and where its elements lie; of a tensor that shows one element in several places (``expand``), where they are alike, one."""
     for dim, (length, stride) in enumerate(zip(live.shape, live.stride())):
         if stride == 0 and length > 1:
-            live, values = live.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    with torch.no_grad():
-        live.copy_(values)
+            live = live.narrow(dim, 0, 1)
+    return Box(box.offset, tuple(live.shape)), live

@@ -1,7 +1,11 @@
-"""Loading: all is checked and read before anything live changes, and all ranks go on, or none.
+"""Loading: all is checked, read and verified before anything live changes, and all ranks go on, or none.
 
 In this order: what is there is compared with what is live; all is read, and verified; what runs a user's code and so may fail is tried,
-and undone where it does; then tensors are filled, which does not fail. After each step the ranks agree.
+and undone where it does; then tensors are filled. After each step the ranks agree.
+
+Of files in a local folder, live tensors are filled by reading once more, from files that are still open. That fails only where somebody
+writes into these very files meanwhile, or where the disk does; live tensors are then in part the old ones and in part the new ones, on all
+ranks an error says so, and another load puts all in place again.
 """
 
 from __future__ import annotations
@@ -22,6 +26,10 @@ from .storage import Storage, Tick, nothing
 logger = get_logger(__name__)
 
 STUCK = "could not be put back"
+HALF = (
+    "was loaded in part: files had been verified, and could not be read once more, so that what is live is neither what it was nor what "
+    "was saved. Load this or another checkpoint before going on"
+)
 
 
 @dataclass(frozen=True)
@@ -43,14 +51,16 @@ def load(world: World, storage: Storage, name: str, kept: Sequence[Kept], strict
     """Put the checkpoint `name` of `storage` into what is live, on all ranks together.
 
     Raises:
-        CheckpointError: on every rank, if it does not fit or cannot be read on one; nothing live has changed.
+        CheckpointError: on every rank, if it does not fit or cannot be read on one; nothing live has changed. Or a file that was whole
+            could not be read a second time, and the message says that the state was loaded in part.
     """
+    with storage.held() as again:
 
-    def open_it() -> Reading:
-        folder = current(storage, name)
-        return Reading(storage, folder, open_manifest(storage, folder), world.rank, strict)
+        def open_it() -> Reading:
+            folder = current(storage, name)
+            return Reading(storage, folder, open_manifest(storage, folder), world.rank, strict, again)
 
-    return put_in_place(world, f"{storage.place}/{name}", open_it, kept, tick)
+        return put_in_place(world, f"{storage.place}/{name}", open_it, kept, tick)
 
 
 def put_in_place(world: World, place: str, open_it: Callable[[], Reading], kept: Sequence[Kept], tick: Tick = nothing) -> Loaded:
@@ -71,8 +81,13 @@ def put_in_place(world: World, place: str, open_it: Callable[[], Reading], kept:
     (reading,) = found
     reading.skipped += _attempt(world, place, reading.trials, reading.strict)
     world.settle()  # whatever waits to be averaged is about to be replaced
-    for put in puts:
-        put()
+
+    def put_all() -> None:
+        for put in puts:
+            put()
+
+    trouble = _trouble(put_all)
+    _together(world, place, _words(trouble), trouble, HALF)
     skipped = tuple(dict.fromkeys(words for everyones in world.gather_objects(reading.skipped) for words in everyones))
     if skipped:
         logger.warning("%s: skipped: %s", place, "; ".join(skipped))
@@ -124,8 +139,8 @@ def _words(error: Exception | None) -> str:
     return said if isinstance(error, (OSError, EasympError)) else f"{type(error).__name__}: {error}"
 
 
-def _together(world: World, place: str, said: str, cause: Exception | None = None) -> None:
-    """Raise on all ranks what went wrong on any."""
+def _together(world: World, place: str, said: str, cause: Exception | None = None, what: str = "") -> None:
+    """Raise on all ranks what went wrong on any. `what` became of the checkpoint; if "", it was not loaded."""
     everyones = world.gather_objects(said)
     by_words: dict[str, list[str]] = {}
     for rank, words in enumerate(everyones):
@@ -134,5 +149,5 @@ def _together(world: World, place: str, said: str, cause: Exception | None = Non
     if by_words:
         who = {words: f"rank {', '.join(ranks)}: " if len(ranks) < world.size else "" for words, ranks in by_words.items()}
         told = "; ".join(who[words] + words for words in by_words)
-        changed = "" if STUCK in told else ", and nothing has changed"
-        raise CheckpointError(f"{place} was not loaded{changed}: {told}") from cause
+        what = what or ("was not loaded" if STUCK in told else "was not loaded, and nothing has changed")
+        raise CheckpointError(f"{place} {what}: {told}") from cause

@@ -13,7 +13,8 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from ..errors import CheckpointError
@@ -29,6 +30,7 @@ from .storage import Claim, Part, Tick, components, nothing
 from .writing import Writer
 
 HERE = -100  # AT_FDCWD
+HELD = 256  # files that are kept open; a process may often have 1024
 NOREPLACE, EXCHANGE = 1, 2
 STALE = 3600.0  # seconds after which a half-written replacement belongs to no one
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -43,6 +45,7 @@ class LocalStorage:
     def __init__(self, place: str | os.PathLike[str], direct: bool | None = None) -> None:
         self.place = os.fspath(place)
         self._direct = direct
+        self._held: dict[str, tuple[int, int]] | None = None  # within `held`: path → descriptor and size
 
     def path(self, name: str) -> str:
         return self._path(name)
@@ -86,8 +89,20 @@ class LocalStorage:
     ) -> None:
         self._read(name, size, checksums, tick, wanted)
 
-    def verify(self, name: str, size: int, checksums: Sequence[int], tick: Tick = nothing) -> None:
-        self._read(name, size, checksums, tick, None)
+    def verify(
+        self, name: str, size: int, checksums: Sequence[int], tick: Tick = nothing, numbers: Iterable[int] | None = None
+    ) -> None:
+        self._read(name, size, checksums, tick, None, numbers)
+
+    @contextmanager
+    def held(self) -> Iterator[bool]:
+        held = self._held = {}
+        try:
+            yield True  # what was just read is in the page cache
+        finally:
+            self._held = None
+            for path, (descriptor, _) in held.items():
+                calls.do("close", path, os.close, descriptor)
 
     def _read(
         self,
@@ -96,21 +111,25 @@ class LocalStorage:
         checksums: Sequence[int] | None,
         tick: Tick,
         wanted: Sequence[tuple[int, memoryview]] | None,
+        numbers: Iterable[int] | None = None,
     ) -> None:
         path = self._path(name)
+        held = self._held or {}
         try:
-            descriptor, found = self._open(path)
+            descriptor, found = held.get(path) or self._open(path)
+            if self._held is not None and len(held) < HELD:
+                self._held[path] = descriptor, found
         except (FileNotFoundError, NotADirectoryError):
             descriptor, found = -1, None
         try:
             check_size(path, found, size, checksums)
             reader = Reader(path, size, checksums, partial(_fill, path, descriptor))
             if wanted is None:
-                reader.verify(tick)
+                reader.verify(tick, numbers)
             else:
                 reader.fetch(wanted, tick)
         finally:
-            if descriptor >= 0:
+            if descriptor >= 0 and path not in (self._held or {}):
                 calls.do("close", path, os.close, descriptor)
 
     def _open(self, path: str) -> tuple[int, int]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from .fitting import fill, names_apart, several
+from .boxes import Box
+from .fitting import names_apart, several
 from .manifest import Stored
 from .names import canonical
 from .places import Place, place_of
@@ -64,7 +65,7 @@ class ModelState:
         own = self._own()
         if words := names_apart(live, saved):
             source.complain(f"{self._name}: {words}")
-        fills: list[tuple[Tensor, Tensor]] = []
+        fills: list[tuple[str, Box, Tensor]] = []
         filled: dict[int, tuple[str, Stored]] = {}  # id of a live tensor → its first name, and what it takes
         rest: list[str] = []
         faults: list[str] = []
@@ -82,18 +83,13 @@ class ModelState:
                 elif known is not source.stored(path):
                     faults.append(f"{name} and {first} are one tensor here, and two in the checkpoint")
                 elif first == name:
-                    fills += [(part, source.part(path, box)) for box, part in place.parts]
+                    fills += [(path, box, part) for box, part in place.parts]
         if faults:
             source.complain(f"{self._name}: {several(faults)}")
         if rest:
             values = {live[name][0]: source.state(self._name, within=[name]) for name in rest}
             source.trials.append(self._trial(values, {live[name][0]: live[name][1] for name in rest}, source.strict))
-
-        def put() -> None:
-            for part, fresh in fills:
-                fill(part, fresh)
-
-        return put
+        return source.overwriting(fills)
 
     def _path(self, name: FullName, value: Tensor, source: Reading) -> str:
         """The tensor to read for `value`: of low-precision parameters the master, for a model in fp32."""

@@ -11,13 +11,17 @@ from torch import Tensor
 
 from ..optim import PreparedOptimizer
 from ..optim.fused import IMPLEMENTATION
-from .fitting import fill, names_apart, several
+from .boxes import Box
+from .buffers import roomy
+from .fitting import names_apart, several
 from .manifest import Stored
 from .models import nothing
 from .places import place_of
+from .reusing import Reused
 from .snapshot import FullName, Reading, Snapshot, Trial
 
 Groups = list[dict[str, Any]]
+Fills = list[tuple[str, Box, Tensor]]  # full name, box, and the live part that takes it
 NOT_KEPT = ("params", "param_names", *IMPLEMENTATION)  # of a param group: who is in it is known, how its step runs is this run's
 
 
@@ -92,6 +96,9 @@ class OptimizerState:
         if unknown:
             source.complain(f"{self._name} remembers parameters that it does not step here: {several(unknown)}")
         fresh: dict[Any, Any] = {}
+        given = bool(saved["rest"]) or self._optimizer.listens()
+        fills = self._masters(source)
+        reused = None if given else Reused([*self._like.values(), *(part for _, _, part in fills)])
         unfit: list[str] = []
         for name in saved_state:
             if name in self._like and place_of(self._like[name]) is not None:
@@ -99,18 +106,17 @@ class OptimizerState:
                 if there is not None and there.shape != tuple(self._like[name].shape):
                     unfit.append(name)
                 else:
-                    fresh[self._parameters[name]] = self._fresh(source, names, name)
+                    fresh[self._parameters[name]] = self._fresh(source, names, name, reused, fills)
         if unfit:
             source.complain(f"{self._name} remembers parameters of another shape: {several(unfit)}")
-        masters = self._masters(source)
-        if saved["rest"] or self._optimizer.listens():
+        refill = source.overwriting(fills)
+        if given:
             source.trials.append(self._trial(saved["rest"], groups, {**saved["shared"], **fresh}))
 
         def put() -> None:
             inner = self._optimizer
             inner.masters  # noqa: B018  # those that are not filled follow their parameters, which have been
-            for part, values in masters:
-                fill(part, values)
+            refill()
             for live, group in zip(inner.param_groups, groups):
                 live.update(group)
             own = {self._parameters[name]: inner.state[self._parameters[name]] for name in unfit}
@@ -164,11 +170,12 @@ class OptimizerState:
         path = source.master(name) or name
         return source.manifest.tensors.get(source.manifest.aliases.get(path, path))
 
-    def _fresh(self, source: Reading, names: str, name: str) -> Any:
-        """The state of one parameter, in new tensors."""
+    def _fresh(self, source: Reading, names: str, name: str, reused: Reused | None, fills: Fills) -> Any:
+        """The state of one parameter, in new tensors; or in its own ones, where `reused` takes them, which join `fills`."""
         parameter, like = self._parameters[name], self._like[name]
         group = self._group_of[id(parameter)]
         there = self._stepped(source, name)
+        live = self._optimizer.state.get(parameter) or {}
 
         def tensor(path: str) -> Tensor:
             stored = source.stored(path)
@@ -177,6 +184,10 @@ class OptimizerState:
             dtype = (
                 like.dtype if there is not None and stored.dtype == there.dtype and there.shape == like.shape else stored.dtype
             )
+            key = path.removeprefix(f"{names}/{name}/")
+            if reused is not None and (parts := reused.parts(live.get(key), like, stored.shape, dtype)) is not None:
+                fills.extend((path, box, part) for box, part in parts)
+                return live[key]
             made = _laid_out(like, stored.shape, dtype)
             place = place_of(made)
             assert place is not None, "the parameter lies here"
@@ -188,16 +199,15 @@ class OptimizerState:
 
     # -- masters, and what else there may be --------------------------------------------------------------------------
 
-    def _masters(self, source: Reading) -> list[tuple[Tensor, Tensor]]:
+    def _masters(self, source: Reading) -> Fills:
         """Parts of masters, and what they are to take: what they were; else the weights in the checkpoint."""
-
-        fills = []
+        fills: Fills = []
         for _, master in self._optimizer.masters:
             name = self._names[id(master)]
             path = source.master(name) or name
             place, stored = place_of(master), self._stepped(source, name)
             if place is not None and stored is not None and stored.shape == place.shape:
-                fills += [(part, source.part(path, box)) for box, part in place.parts]
+                fills += [(path, box, part) for box, part in place.parts]
         return fills
 
     def _trial(self, rest: dict[str, Any], groups: Groups, states: Mapping[Any, Any]) -> Trial:
@@ -229,7 +239,7 @@ def _like(live: Any, saved: Any) -> Any:
 def _laid_out(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A new tensor for the state of a parameter: where it has the parameter's shape, in the parameter's layout."""
     if shape == tuple(like.shape):
-        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return roomy(torch.empty_like(like, dtype=dtype, requires_grad=False))
     whole = torch.empty(shape, dtype=dtype, device=like.device)
     if not hasattr(like, "to_local") or not shape:
         return whole

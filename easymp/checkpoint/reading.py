@@ -8,7 +8,7 @@ Where no checksums are known (files of other programs), what lies before, betwee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 
 from ..errors import CheckpointError
@@ -69,8 +69,8 @@ class Reader:
     def fetch(self, wanted: Sequence[tuple[int, memoryview]], tick: Tick) -> None:
         self._run(by_block(wanted, self._size, self._what), tick)
 
-    def verify(self, tick: Tick) -> None:
-        self._run(((number, []) for number in range(blocks(self._size))), tick)
+    def verify(self, tick: Tick, numbers: Iterable[int] | None = None) -> None:
+        self._run(((number, []) for number in (range(blocks(self._size)) if numbers is None else numbers)), tick)
 
     def _run(self, tasks: Iterator[tuple[int, Runs]], tick: Tick) -> None:
         for count in spread(self._unchecked if self._checksums is None else self._checked, tasks, "read"):

@@ -53,6 +53,15 @@ class Slab:
         """Bytes that are read."""
         return self.end - self.begin if self.closed else self.box.count * self.dtype.itemsize
 
+    def places(self) -> Iterator[tuple[int, int]]:
+        """What is read of the file: first byte and count of each run, in order."""
+        if self.closed:
+            yield self.begin, self.count
+            return
+        size = self.dtype.itemsize
+        for first, count in runs(self.box, self.piece.box):
+            yield self.piece.begin + first * size, count * size
+
     @property
     def staged(self) -> int:
         """Bytes that it takes of the staging buffer."""

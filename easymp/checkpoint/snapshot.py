@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .boxes import Box, overlap, whole
+from .buffers import roomy
+from .fitting import once
 from .manifest import Manifest, Stored
 from .places import place_of
 from .planning import Brought
@@ -19,7 +21,7 @@ from .preflight import preflight
 from .progress import expect
 from .sources import SourceFile
 from .storage import Storage, Tick, nothing
-from .streaming import Want, stream
+from .streaming import Want, blocks_of, stream
 from .trees import pack, unpack
 
 
@@ -79,6 +81,12 @@ class Trial:
 class Reading:
     """A committed checkpoint, as one rank reads it. Tensors asked for are empty until `run`, which reads and verifies them all.
 
+    What shall be in live tensors is verified by `run`, too. Where files may be read again, it is read again then, into the live tensors
+    themselves, and verified again: the state lies in memory once, and no new memory has to be cleared for it. Elsewhere a copy waits.
+
+    Args:
+        again: whether files may be read twice; see `Storage.held`.
+
     Attributes:
         rank: this process's.
         strict: whether what is missing or left over is an error.
@@ -86,12 +94,17 @@ class Reading:
         trials: made before anything that cannot fail, and undone on all ranks where one of them fails on one.
     """
 
-    def __init__(self, storage: Storage, folder: str, manifest: Manifest, rank: int = 0, strict: bool = True) -> None:
+    def __init__(
+        self, storage: Storage, folder: str, manifest: Manifest, rank: int = 0, strict: bool = True, again: bool = False
+    ) -> None:
         self.manifest, self.rank, self.strict = manifest, rank, strict
         self.skipped: list[str] = []
         self.trials: list[Trial] = []
-        self._storage, self._folder = storage, folder
+        self._storage, self._folder, self._again = storage, folder, again
+        self._files: dict[str, SourceFile] = {}
+        self._tick: Tick = nothing
         self._wanted: list[Want] = []
+        self._live: list[Want] = []
         self._asked: set[str] = set()
         self._masters: dict[str, str] | None = None
 
@@ -144,13 +157,29 @@ class Reading:
 
     def part(self, name: str, box: Box) -> Tensor:
         """A new CPU tensor of the shape of `box`, filled by `run`."""
-        tensor = torch.empty(box.shape, dtype=self.stored(name).dtype)
+        tensor = roomy(torch.empty(box.shape, dtype=self.stored(name).dtype))
         self.fill(name, box, tensor)
         return tensor
 
     def fill(self, name: str, box: Box, tensor: Tensor) -> None:
         """Have `run` fill `tensor`, which has the shape of `box` and is nothing live."""
         self._wanted.append(Want(self.stored(name), box, tensor))
+
+    def overwriting(self, parts: Iterable[tuple[str, Box, Tensor]]) -> Callable[[], None]:
+        """What fills these live tensors, of the shapes of their boxes, after `run`. It fails where a file can no longer be read."""
+        wants = [Want(self.stored(name), *once(box, live)) for name, box, live in parts]
+        if self._again:
+            self._live += wants
+            return lambda: self._refill(wants)
+        copies = [replace(w, into=roomy(torch.empty(w.box.shape, dtype=w.stored.dtype))) for w in wants]
+        self._wanted += copies
+
+        def put() -> None:
+            with torch.no_grad():
+                for want, copy in zip(wants, copies):
+                    want.into.copy_(copy.into)
+
+        return put
 
     def complain(self, words: str) -> None:
         """Something does not fit: an error, or noted where that is allowed."""
@@ -159,20 +188,34 @@ class Reading:
         self.skipped.append(words)
 
     def run(self, tick: Tick = nothing) -> None:
-        """Fill all that was asked for.
+        """Fill all that was asked for, and verify what live tensors shall take.
 
         Raises:
             CheckpointError: bytes that are missing, or not what was written.
         """
-        needed = {p.file for w in self._wanted for p in w.stored.pieces if overlap(p.box, w.box)}
+        needed = {p.file for w in [*self._wanted, *self._live] for p in w.stored.pieces if overlap(p.box, w.box)}
         preflight(self._storage, self._folder, self.manifest, sorted(needed))
-        files = {
+        self._tick = tick
+        self._files = {
             name: SourceFile(self._storage, f"{self._folder}/{name}", record.size, record.checksums)
             for name, record in self.manifest.files.items()
         }
-        expect(tick, sum(want.into.nbytes for want in self._wanted))
-        stream(files, self._wanted, tick)
+        expect(tick, sum(want.into.nbytes for want in [*self._wanted, *self._live, *self._live]))
+        stream(self._files, self._wanted, tick)
+        known = blocks_of(self._wanted)
+        for name, numbers in blocks_of(self._live).items():
+            if left := sorted(numbers - known.get(name, set())):
+                file = self._files[name]
+                self._storage.verify(file.name, file.size, file.checksums or (), tick, left)
         self._wanted.clear()
+        self._live.clear()
+
+    def _refill(self, wants: Sequence[Want]) -> None:
+        try:
+            stream(self._files, wants, self._tick)
+        finally:
+            for want in wants:
+                torch.autograd.graph.increment_version(want.into)  # memory was written to past autograd; fp32 masters look here
 
 
 class Kept(Protocol):
@@ -185,7 +228,7 @@ class Kept(Protocol):
     def take(self, source: Reading) -> Callable[[], None]:
         """Ask for its state, and check it as far as it is known; what is returned puts it in place, once all is read.
 
-        Nothing live changes before that is called, and it does not fail.
+        Nothing live changes before that is called, and it fails only where `Reading.overwriting` does.
 
         Raises:
             CheckpointError: the state does not fit.

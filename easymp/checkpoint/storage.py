@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..errors import CheckpointError
@@ -94,8 +95,17 @@ class Storage(Protocol):
         """
         ...
 
-    def verify(self, name: str, size: int, checksums: Sequence[int], tick: Tick = nothing) -> None:
-        """Read and check the whole file; raises as `fetch`."""
+    def verify(
+        self, name: str, size: int, checksums: Sequence[int], tick: Tick = nothing, numbers: Iterable[int] | None = None
+    ) -> None:
+        """Read and check these blocks of the file, or all; raises as `fetch`."""
+        ...
+
+    def held(self) -> AbstractContextManager[bool]:
+        """Whether reading a file twice costs little more than once; within the block, the second time finds the same file.
+
+        Also one that got another name meanwhile, or none.
+        """
         ...
 
     def list(self, folder: str = "") -> list[str]:

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .boxes import Box, overlap, runs, strides
+from .boxes import Box, overlap, strides
 from .buffers import aligned, as_bytes
+from .manifest import BLOCK
 from .slabs import STAGE, Slab, Want, slabs_of
 from .storage import Tick, nothing
 from .tensor_files import SourceFile
@@ -40,6 +41,17 @@ def stream(files: Mapping[str, SourceFile], wants: Iterable[Want], tick: Tick = 
                 _read(files[name], batch, stage, tick)
     if later:
         stream(files, later, tick)
+
+
+def blocks_of(wants: Iterable[Want]) -> dict[str, set[int]]:
+    """For each file, the numbers of the blocks that `stream` would read."""
+    found: dict[str, set[int]] = {}
+    for want in wants:
+        for slab in slabs_of(want):
+            numbers = found.setdefault(slab.piece.file, set())
+            for begin, count in slab.places():
+                numbers.update(range(begin // BLOCK, -(-(begin + count) // BLOCK)))
+    return found
 
 
 def _rounds(wants: Iterable[Want]) -> tuple[list[Want], list[Want]]:
@@ -83,16 +95,12 @@ def _read(file: SourceFile, batch: Sequence[Slab], stage: Tensor, tick: Tick) ->
     converted: list[tuple[Tensor, Tensor]] = []
     used = 0
     for slab in batch:
-        size = slab.dtype.itemsize
         buffer = slab.into if slab.direct else stage[used : used + slab.count].view(slab.dtype)
         used += slab.staged
         memory, at = as_bytes(buffer), 0
-        if slab.closed:
-            wanted.append((slab.begin, memory))
-        else:
-            for first, count in runs(slab.box, slab.piece.box):
-                wanted.append((slab.piece.begin + first * size, memory[at : at + count * size]))
-                at += count * size
+        for begin, count in slab.places():
+            wanted.append((begin, memory[at : at + count]))
+            at += count
         if not slab.direct:
             steps = strides((slab.piece.box if slab.closed else slab.box).shape)
             converted.append((slab.into, buffer.as_strided(slab.box.shape, steps)))

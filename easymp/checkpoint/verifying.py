@@ -79,7 +79,7 @@ def _intact(storage: Storage, path: str, record: FileRecord, block: int) -> bool
     if block * BLOCK >= record.size:
         return True
     try:
-        storage.fetch(path, record.size, record.checksums, [(block * BLOCK, memoryview(bytearray(1)))])
+        storage.verify(path, record.size, record.checksums, numbers=[block])
     except (CheckpointError, OSError):
         return False
     return True
