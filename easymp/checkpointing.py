@@ -218,7 +218,8 @@ class Checkpointing(Registering):
                 what such a folder can do to you. What it does not tell (where loaders stood) is in `Loaded.skipped`.
 
         Raises:
-            CheckpointError: it does not fit or cannot be read, on any rank; nothing has changed.
+            CheckpointError: it does not fit or cannot be read, on any rank; nothing has changed. Or a local file was whole when it was
+                verified, and not when it was then read into live tensors: the message says that the state was loaded in part.
         """
         path = _either(path, input_dir, "input_dir")
         accelerates = path is not None and self._together(lambda: checkpoint.is_accelerate_folder(path))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -224,6 +226,104 @@ def test_without_strict_an_object_that_fails_is_put_back_and_the_rest_is_loaded(
         run.schedule.scheduler.load_state_dict = refuse
         assert acc.load_state(saved, strict=False).skipped == ("state/scheduler_0: ValueError: not this one",)
         assert run.schedule.state_dict()["last_epoch"] == 3 and run.optimizer.updates == 1
+
+
+# -- what happens between verifying and reading ------------------------------------------------------------------------
+
+
+def meanwhile(run: Run, act: Callable[[], Any]) -> None:
+    """Do it once, when all has been verified, and nothing has been read into live tensors."""
+    take = run.schedule.scheduler.load_state_dict
+
+    def acting(state: Any) -> None:
+        run.schedule.scheduler.load_state_dict = take
+        act()
+        take(state)
+
+    run.schedule.scheduler.load_state_dict = acting
+
+
+def flip(file: Path) -> None:
+    """In place: whoever has it open reads it."""
+    with file.open("r+b") as there:
+        there.seek(-1, 2)
+        (byte,) = there.read(1)
+        there.seek(-1, 2)
+        there.write(bytes([byte ^ 1]))
+
+
+def shorten(file: Path) -> None:
+    with file.open("r+b") as there:
+        there.truncate(100)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(flip, "block 0 .* is not what was written"), (shorten, "ends at byte 100 while it is read")]
+)
+def test_a_file_that_changes_after_it_was_verified_is_said(saved: Path, change: Callable[[Path], None], words: str) -> None:
+    (file,) = saved.glob("model-0*")
+    content = file.read_bytes()
+    with (run := Run(net(3, 4, 2), 2)).acc as acc:
+        meanwhile(run, lambda: change(file))
+        with pytest.raises(CheckpointError, match=f"was loaded in part: .* Load this or another checkpoint .*{words}") as caught:
+            acc.load_state(saved)
+        assert "nothing has changed" not in str(caught.value)
+        file.write_bytes(content)
+        acc.load_state(saved)
+        assert run.optimizer.updates == 1
+
+
+def test_a_checkpoint_that_is_removed_after_it_was_verified_is_loaded(saved: Path) -> None:
+    with Run(net(3, 4, 2)).acc as acc:
+        one = acc.load_state(saved)
+    with (run := Run(net(3, 4, 2), 2)).acc as acc:
+        meanwhile(run, lambda: shutil.rmtree(saved))
+        assert acc.load_state(saved).manifest == one.manifest
+        assert run.optimizer.updates == 1 and not saved.exists()
+
+
+def changing(folder: Path) -> str:
+    with Run(net(8, 8, 8), strategy="fsdp").acc as acc:
+        acc.save_state(folder)
+    with (run := Run(net(8, 8, 8), 2, strategy="fsdp")).acc as acc:
+        (file,) = folder.glob(f"model-0000{acc.process_index + 1}*")
+        meanwhile(run, lambda: flip(file) if acc.process_index == 1 else None)
+        with pytest.raises(CheckpointError) as caught:
+            acc.load_state(folder)
+    return str(caught.value)
+
+
+def test_all_ranks_hear_of_a_file_that_changed_on_one(ranks: Any, tmp_path: Path) -> None:
+    said = ranks(changing, tmp_path / "a")
+    assert said[0] == said[1]
+    assert "was loaded in part" in said[0] and "rank 1: " in said[0] and "model-00002-of-00002" in said[0]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def peak() -> int:
+    """Bytes: the most that was resident since ``clear_refs``."""
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux for the peak")
+def test_a_load_takes_no_second_copy_of_the_state(tmp_path: Path) -> None:
+    with (run := Run(net(1024, 2048))).acc as acc:  # 24 MiB with its states
+        acc.save_state(tmp_path / "a")
+        states = [t for state in run.optimizer.state.values() for t in state.values() if t.ndim]
+        places = [t.data_ptr() for t in [*run.model.parameters(), *states]]
+        expected = [t.detach().clone() for t in [*run.model.parameters(), *states]]
+        with torch.no_grad():
+            for t in [*run.model.parameters(), *states]:
+                t.zero_()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = peak()
+        acc.load_state(tmp_path / "a")
+        assert peak() - before < 12 * 2**20
+        now = [t for state in run.optimizer.state.values() for t in state.values() if t.ndim]
+        assert [t.data_ptr() for t in [*run.model.parameters(), *now]] == places
+        assert all(torch.equal(a, b) for a, b in zip([*run.model.parameters(), *now], expected))
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------

@@ -95,6 +95,38 @@ if hasattr(torch.optim, "Muon"):
     CLASSES["Muon"] = torch.optim.Muon
 
 
+class Alike(torch.optim.SGD):
+    """Remembers one tensor under two names, and the parameter's own memory under a third, until the second step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["one"] = state["other"] = torch.zeros_like(p)
+                    state["anchor"] = p.detach()
+                    state["row"] = torch.zeros(1, 1).expand(*p.shape)
+                else:
+                    state["one"], state["anchor"] = p.grad.clone(), p.grad * 2
+                    state["row"] = p.grad * 3
+                p.sub_(p.grad, alpha=0.1)
+
+
+def test_states_that_lie_in_one_another_here_and_not_in_the_checkpoint(tmp_path: Path) -> None:
+    with Accelerator(cpu=True) as acc:
+        model, optimizer = acc.prepare(model := net(), Alike(model.parameters(), lr=0.1))
+        steps(acc, model, optimizer, 0, 2)
+        acc.save_state(tmp_path / "a")
+        saved = [(p.detach().clone(), {k: v.clone() for k, v in optimizer.state[p].items()}) for p in model.parameters()]
+    with Accelerator(cpu=True) as acc:
+        model, optimizer = acc.prepare(model := net(5), Alike(model.parameters(), lr=0.1))
+        steps(acc, model, optimizer, 0, 1)
+        acc.load_state(tmp_path / "a")
+        for p, (weight, state) in zip(model.parameters(), saved):
+            assert torch.equal(p, weight) and all(torch.equal(optimizer.state[p][k], v) for k, v in state.items())
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
     assert goes_on(CLASSES[name], tmp_path / "a")

@@ -125,6 +125,32 @@ def test_only_touched_blocks_are_read(storage: Storage, folder: str) -> None:
         storage.verify(f"{folder}/file", len(data), wrong)
 
 
+@NEAR
+def test_the_blocks_that_are_asked_for_are_verified(storage: Storage, folder: str) -> None:
+    data, told = content(2 * BLOCK + 5), []
+    checksums = storage.put(f"{folder}/file", [data], len(data))
+    wrong = (checksums[0], checksums[1] ^ 1, checksums[2])
+    storage.verify(f"{folder}/file", len(data), wrong, told.append, [0, 2])
+    assert sum(told) == BLOCK + 5
+    with pytest.raises(CheckpointError, match="block 1 "):
+        storage.verify(f"{folder}/file", len(data), wrong, numbers=[1])
+
+
+def test_a_file_that_is_held_is_the_same_when_it_is_read_again(storage: Storage, folder: str) -> None:
+    (crc,) = storage.put(f"{folder}/file", [b"abc"], 3)
+    with storage.held() as again:
+        storage.verify(f"{folder}/file", 3, (crc,))
+        assert again == isinstance(storage, LocalStorage)
+        if again:
+            storage.remove(folder)
+            found = bytearray(3)
+            storage.fetch(f"{folder}/file", 3, (crc,), [(0, memoryview(found))])
+            assert found == b"abc"
+    if again:
+        with pytest.raises(CheckpointError, match="no such file"):
+            storage.verify(f"{folder}/file", 3, (crc,))
+
+
 def test_a_file_that_is_missing_or_of_another_size_is_refused(storage: Storage, folder: str) -> None:
     (crc,) = storage.put(f"{folder}/file", [b"abc"], 3)
     for size, checksums, why in [
