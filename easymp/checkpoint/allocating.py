@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..strategies.materialising import swap_in
-from .buffers import roomy
 
 
 def check_buffers(model: nn.Module) -> None:
@@ -38,7 +37,7 @@ def allocate(model: nn.Module, chosen: Collection[int], device: torch.device, dt
         if id(tensor) not in chosen or not tensor.is_meta:
             return tensor
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        made: Tensor = roomy(torch.empty_like(tensor, device=device, dtype=kind, requires_grad=False))
+        made: Tensor = torch.empty_like(tensor, device=device, dtype=kind, requires_grad=False)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, tensor.requires_grad)
         vars(made).update(vars(tensor))  # what the user said of it

@@ -8,9 +8,6 @@ import mmap
 import torch
 
 from ..errors import CheckpointError
-from ..shards import local
-
-LARGE = 2**20  # bytes of a tensor that may get huge pages; they have two megabytes, mostly
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -38,19 +35,6 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     memory = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
     memory.tensor = tensor.detach()  # the view holds `memory`, which holds the tensor's storage
     return memoryview(memory).cast("B")
-
-
-def roomy(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, which is new and whose memory nobody has touched, in huge pages where the kernel has some: the first touch is dear.
-
-    Its neighbours in memory share the pages at its edges, so that many tensors of a few megabytes get them, too.
-    """
-    memory = local(tensor)
-    if memory.is_cpu and memory.nbytes >= LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        begin = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        count = memory.data_ptr() + memory.nbytes - begin
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(count), mmap.MADV_HUGEPAGE)  # advice: it may be refused
-    return tensor
 
 
 class Pages(mmap.mmap):

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..optim import PreparedOptimizer
 from ..optim.fused import IMPLEMENTATION
 from .boxes import Box
-from .buffers import roomy
 from .fitting import names_apart, several
 from .manifest import Stored
 from .models import nothing
@@ -239,7 +238,7 @@ def _like(live: Any, saved: Any) -> Any:
 def _laid_out(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A new tensor for the state of a parameter: where it has the parameter's shape, in the parameter's layout."""
     if shape == tuple(like.shape):
-        return roomy(torch.empty_like(like, dtype=dtype, requires_grad=False))
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
     whole = torch.empty(shape, dtype=dtype, device=like.device)
     if not hasattr(like, "to_local") or not shape:
         return whole

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .boxes import Box, overlap, whole
-from .buffers import roomy
 from .fitting import once
 from .manifest import Manifest, Stored
 from .places import place_of
@@ -157,7 +156,7 @@ class Reading:
 
     def part(self, name: str, box: Box) -> Tensor:
         """A new CPU tensor of the shape of `box`, filled by `run`."""
-        tensor = roomy(torch.empty(box.shape, dtype=self.stored(name).dtype))
+        tensor = torch.empty(box.shape, dtype=self.stored(name).dtype)
         self.fill(name, box, tensor)
         return tensor
 
@@ -171,7 +170,7 @@ class Reading:
         if self._again:
             self._live += wants
             return lambda: self._refill(wants)
-        copies = [replace(w, into=roomy(torch.empty(w.box.shape, dtype=w.stored.dtype))) for w in wants]
+        copies = [replace(w, into=torch.empty(w.box.shape, dtype=w.stored.dtype)) for w in wants]
         self._wanted += copies
 
         def put() -> None:
