@@ -3,9 +3,9 @@
 In this order: what is there is compared with what is live; all is read, and verified; what runs a user's code and so may fail is tried,
 and undone where it does; then tensors are filled. After each step the ranks agree.
 
-Of files in a local folder, live tensors are filled by reading once more, from files that are still open. That fails only where somebody
-writes into these very files meanwhile, or where the disk does; live tensors are then in part the old ones and in part the new ones, on all
-ranks an error says so, and another load puts all in place again.
+Of files in a local folder, live tensors are filled by reading once more, from files that are still open (the first `local.HELD` of
+them). That fails where somebody writes into these very files meanwhile, or where the disk does. Live tensors are then in part the old
+ones and in part the new ones, an error says so on all ranks, and another load puts all in place again.
 """
 
 from __future__ import annotations
