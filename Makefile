@@ -1,6 +1,6 @@
 # A fresh clone needs nothing before `make demo` or `make test`: both make .venv and install into it.
 PYTHON ?= python3
-# Kernels are compiled by the tests on any machine, for this CUDA; cuda12 where that one is installed.
+# The tests compile kernels on any machine, with CuPy and NVRTC of this CUDA; CUDA=cuda12 where torch is built for that one.
 CUDA ?= cuda13
 BIN := .venv/bin
 STAMP := .venv/.installed

@@ -1,0 +1,84 @@
+"""All kernels that easymp can make, for tests that look at each of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from easymp.cuda import casts, images
+from easymp.cuda.availability import PROBE
+from easymp.cuda.kernel import Kernel
+from easymp.cuda.measure import CONCLUDE, TOTAL, squares, totals, unscaled
+from easymp.cuda.prepare import prepare, weigh
+from easymp.cuda.rules import ADAM, ALL, LAMB, SGD, Rule
+from easymp.cuda.update import survey_of, update
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = (F32, BF16, F16)
+# Dtypes of gradient, parameter, states and low-precision copy; whether bf16 is rounded at random; whether there is an average.
+COMBINATIONS: tuple[tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype | None, bool, bool], ...] = (
+    (F32, F32, F32, None, False, False),
+    (F32, F32, F32, None, False, True),
+    (BF16, BF16, BF16, None, True, False),
+    (F16, F16, F16, None, False, False),
+    (BF16, F32, F32, BF16, False, True),
+    (F16, F32, F32, F16, False, False),
+    (BF16, F32, BF16, BF16, True, True),
+    (BF16, BF16, F32, None, False, False),
+)
+
+
+def of_rule(rule: Rule, combinations: tuple = COMBINATIONS) -> Iterator[Kernel]:
+    """What a step by `rule` takes, for each of `combinations` and each set of states that a group may have."""
+    yield prepare(rule)
+    sets = {rule.states, rule.states[:2]} if rule.name.endswith("adam") else {rule.states}
+    if rule.name.endswith("sgd"):
+        sets.add(())
+    for gradient, parameter, state, low, stochastic, average in combinations:
+        for states in sorted(sets):
+            dtypes = {"g": gradient, "p": parameter, **dict.fromkeys(states, state)}
+            extra = {"ema": F32} if average else {}
+            extra |= {} if low is None else {"low": low}
+            yield update(rule, states, {**dtypes, **extra}, stochastic)
+            if rule.survey is not None:
+                yield survey_of(rule, rule.survey, states, dtypes, stochastic)
+    if rule.survey is not None:
+        yield totals(len(rule.survey.sums))
+        yield weigh(rule, rule.survey)
+
+
+def beside_steps() -> Iterator[Kernel]:
+    yield from (PROBE, TOTAL, CONCLUDE)
+    for dtype in DTYPES:
+        yield from (squares(dtype), unscaled(dtype))
+        yield from (images.last(3, dtype), images.planes(3, dtype), images.last(1, dtype))
+        if dtype != F32:
+            yield from (casts.add(dtype), casts.widen(dtype), casts.divide(F32, dtype), casts.divide(dtype, F32))
+
+
+def every_kernel() -> list[Kernel]:
+    return list(dict.fromkeys([*beside_steps(), *(kernel for rule in ALL for kernel in of_rule(rule))]))
+
+
+def each_rule() -> list[Kernel]:
+    """Of each rule the plainest kernels, and those that do all that there is beside the rule."""
+    chosen = (COMBINATIONS[0], COMBINATIONS[6])
+    return list(dict.fromkeys([*beside_steps(), *(kernel for rule in ALL for kernel in of_rule(rule, chosen))]))
+
+
+def few_kernels() -> list[Kernel]:
+    """One of each kind, those with most registers among them."""
+    chosen = [*of_rule(ADAM, COMBINATIONS[:1]), *of_rule(ADAM, COMBINATIONS[6:7]), *of_rule(LAMB, COMBINATIONS[4:5])]
+    return list(dict.fromkeys([TOTAL, squares(F16), images.last(3, BF16), casts.divide(F32, F16), *chosen, *of_rule(SGD, ())]))
+
+
+def vectors(kernel: Kernel) -> Mapping[str, int]:
+    """How many words of 16 bytes the loop of `kernel` loads and stores, by its text."""
+    sizes = {"float": 4, "bf16": 2, "fp16": 2}
+    kinds = {name: kind for kind, name in re.findall(r"(float|bf16|fp16)\* const (\w+)_at =", kernel.body)}
+    return {
+        word: sum(int(n) * sizes[kinds[name]] // 16 for n, name in re.findall(rf"{call}<(\d+)>\((\w+)_at", kernel.body))
+        for word, call in (("ld", "get"), ("st", "put"))
+    }
