@@ -15,6 +15,7 @@ _HOMES = {
     "checkpoint.single": ("load",),
     "checkpoint.weights": ("load_weights",),
     "data": ("PreparedLoader", "skip_first_batches"),
+    "data.images": ("NormalizeImages",),
     "errors": (
         *(
             "BatchError",

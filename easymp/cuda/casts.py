@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .kernel import Kernel, Launcher
+from .ready import launcher_with
 from .streams import TYPES, Role, flat, start_flat, stream
 from .table import Row, Table, alike, dense, lay_out, place
 
@@ -25,13 +26,19 @@ def divide(source: torch.dtype, target: torch.dtype) -> Kernel:
     return flat("divide", roles, {"source": source, "target": target}, "target = source / (float)by;", arguments=("float64 by",))
 
 
-def divided(launcher: Launcher | None, source: Tensor, target: Tensor, by: float) -> Tensor:
-    """`target`, filled with `source` / `by`, which is rounded once; both of one shape. `source` stays as it is."""
-    fits = launcher is not None and all(t.dtype in TYPES and t.device == launcher.device and dense(t) for t in (source, target))
-    if launcher is not None and fits and alike(source, target):
-        start_flat(launcher, divide(source.dtype, target.dtype), [source, target], by)
-        return target
-    return target.copy_(source if by == 1 else source / by if source.dtype == torch.float32 else source.float() / by)
+def divided(source: Tensor, target: Tensor, by: float) -> Tensor | None:
+    """`target`, filled with `source` / `by`, rounded once, in one pass; None, with nothing done, where no kernel can.
+
+    It is then ``target.copy_(source / by)``.
+    """
+    if not all(t.dtype in TYPES and t.device == source.device and dense(t) and not t.is_neg() for t in (source, target)):
+        return None
+    kernel = divide(source.dtype, target.dtype)
+    launcher = launcher_with(source.device, [kernel]) if alike(source, target) else None
+    if launcher is None:
+        return None
+    start_flat(launcher, kernel, [source, target], by)
+    return target
 
 
 @cache
@@ -50,37 +57,50 @@ def widen(source: torch.dtype) -> Kernel:
 
 
 class Adder:
-    """Adds lists of tensors to lists of fp32 totals; keeps the table, for as long as all lie where they lay."""
+    """Adds lists of tensors to lists of fp32 totals; keeps the tables, for as long as all lie where they lay."""
 
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
-        self._places: list[Any] = []
-        self._kernels: list[Kernel] = []
-        self._table: Table | None = None
+    def __init__(self) -> None:
+        self._laid: dict[torch.device, tuple[list[Any], list[Kernel], Table]] = {}
 
     def __call__(self, sources: Sequence[Tensor], totals: Sequence[Tensor], fresh: Sequence[bool]) -> None:
-        """Each total += its source, or = where `fresh`: one launch a dtype and kind. The tensors of a pair have equal shapes."""
-        mine: list[tuple[Tensor, Tensor, bool]] = []
-        for source, total, new in zip(sources, totals, fresh):
-            if self._takes(source, total):
-                mine.append((source, total, new))
-            elif new:
-                total.copy_(source)
-            else:
-                total.add_(source)
-        places = [(*place(source), *place(total), new) for source, total, new in mine]
-        if places != self._places or self._table is None:
-            kinds: dict[Kernel, list[Row]] = {}
-            for source, total, new in mine:
-                kinds.setdefault((widen if new else add)(source.dtype), []).append(Row((source, total)))
-            self._places, self._kernels = places, list(kinds)
-            self._table = lay_out(list(kinds.values()), self._launcher.device)
-        rows, chunks, starts = self._table.rows.data_ptr(), self._table.chunks.data_ptr(), self._table.starts
-        for kernel, begin, end in zip(self._kernels, starts, starts[1:]):
-            if end > begin:
-                self._launcher.launch(kernel, end - begin, [rows, chunks + 8 * begin, 0])
+        """Each total += its source, or = where `fresh`; by kernels in one launch a dtype and kind.
 
-    def _takes(self, source: Tensor, total: Tensor) -> bool:
-        if source.device != self._launcher.device or total.device != source.device or total.dtype != torch.float32:
-            return False
-        return source.dtype in TYPES and not source.is_neg() and dense(source) and alike(source, total)
+        The two tensors of a pair have equal shapes.
+        """
+        mine: dict[torch.device, list[tuple[Tensor, Tensor, Kernel]]] = {}
+        others: tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]] = ([], [])
+        for source, total, new in zip(sources, totals, fresh):
+            if _fits(source, total):
+                mine.setdefault(source.device, []).append((source, total, (widen if new else add)(source.dtype)))
+            else:
+                others[new].append((source, total))
+        for device, pairs in mine.items():
+            launcher = launcher_with(device, list({kernel: None for *_, kernel in pairs}))
+            if launcher is not None:
+                self._launch(launcher, pairs)
+            else:
+                for source, total, kernel in pairs:
+                    others[kernel is widen(source.dtype)].append((source, total))
+        for pairs, do in zip(others, (torch._foreach_add_, torch._foreach_copy_)):
+            if pairs:
+                do([total for _, total in pairs], [source for source, _ in pairs])
+
+    def _launch(self, launcher: Launcher, pairs: Sequence[tuple[Tensor, Tensor, Kernel]]) -> None:
+        places = [(*place(source), *place(total), kernel.name) for source, total, kernel in pairs]
+        laid = self._laid.get(launcher.device)
+        if laid is None or laid[0] != places:
+            kinds: dict[Kernel, list[Row]] = {}
+            for source, total, kernel in pairs:
+                kinds.setdefault(kernel, []).append(Row((source, total)))
+            laid = self._laid[launcher.device] = places, list(kinds), lay_out(list(kinds.values()), launcher.device)
+        _, kernels, table = laid
+        rows, chunks = table.rows.data_ptr(), table.chunks.data_ptr()
+        for kernel, begin, end in zip(kernels, table.starts, table.starts[1:]):
+            if end > begin:
+                launcher.launch(kernel, end - begin, [rows, chunks + 8 * begin, 0])
+
+
+def _fits(source: Tensor, total: Tensor) -> bool:
+    if source.dtype not in TYPES or total.dtype != torch.float32 or source.device != total.device or source.is_neg():
+        return False
+    return source.layout is torch.strided and dense(source) and alike(source, total)

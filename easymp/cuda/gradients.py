@@ -46,8 +46,11 @@ class Gradients:
         scale: Tensor | None = None,
         over_ranks: OverRanks | None = None,
     ) -> Tensor:
-        """float32 [4], as `measure.RESULT` names them, of gradients, each with the number of ranks that hold the same elements."""
-        held = [(_readable(local(g)), copies) for g, copies in gradients]
+        """float32 [4], as `measure.RESULT` names them, of gradients, each with the number of ranks that hold the same elements.
+
+        Where that is 0, they are counted elsewhere.
+        """
+        held = [(_readable(local(g)), copies) for g, copies in gradients if copies]
         return self._run(squares, held, max_norm, scale, over_ranks)
 
     def unscale(self, gradients: Iterable[Tensor], scale: Tensor) -> tuple[Tensor, list[Tensor]]:

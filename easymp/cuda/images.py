@@ -10,7 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .kernel import THREADS, Kernel, Launcher
+from .kernel import THREADS, Kernel
+from .ready import launcher_with
 from .streams import SHORT, TYPES
 
 CHANNELS = (1, 3, 4)
@@ -101,7 +102,7 @@ if (first < pixels * images) {{
     )
 
 
-def normalised(launcher: Launcher | None, images: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+def normalised(images: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """(N, C, H, W), in channels-last memory, of uint8 `images` of that shape.
 
     Args:
@@ -111,16 +112,16 @@ def normalised(launcher: Launcher | None, images: Tensor, numbers: Tensor, dtype
     out = torch.empty(images.shape, dtype=dtype, device=images.device, memory_format=torch.channels_last)
     channels, size = images.shape[1], images.numel()
     lies_last = images.permute(0, 2, 3, 1).is_contiguous()
-    if launcher is None or channels not in CHANNELS or not (lies_last or images.is_contiguous()):
+    launcher = None
+    if channels in CHANNELS and (lies_last or images.is_contiguous()):
+        kernel = (last if lies_last else planes)(channels, dtype)
+        launcher = launcher_with(images.device, [kernel])
+    if launcher is None:
         shift, times = numbers.view(2, 1, -1, 1, 1)
         return out.copy_((images.to(torch.float32) - shift).mul_(times))
-    if not size:
-        return out
-    given = [images.data_ptr(), out.data_ptr(), numbers.data_ptr()]
-    if lies_last:
-        launcher.launch(last(channels, dtype), -(-size // (THREADS * LANES)), [*given, size])
-    else:
-        pixels = images.shape[2] * images.shape[3]
-        blocks = -(-size // channels // (THREADS * LANES))
-        launcher.launch(planes(channels, dtype), blocks, [*given, pixels, images.shape[0]])
+    if size:
+        given = [images.data_ptr(), out.data_ptr(), numbers.data_ptr()]
+        threads = size if lies_last else size // channels
+        rest = [size] if lies_last else [images.shape[2] * images.shape[3], images.shape[0]]
+        launcher.launch(kernel, -(-threads // (THREADS * LANES)), [*given, *rest])
     return out

@@ -47,6 +47,8 @@ def unscaled(dtype: torch.dtype) -> Kernel:
     )
 
 
+UNSCALE = {dtype: unscaled(dtype) for dtype in (torch.float32, torch.bfloat16)}  # fp16 would lose what is divided
+
 _CONCLUDE = """
 const double norm = sqrt(at<const double>(totals)[0]);
 const double inverse = scale ? (double)(float)(1.0 / (double)*at<const float>(scale)) : 1.0;

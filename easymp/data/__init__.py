@@ -1,7 +1,7 @@
 """Loaders that know their rank: sharding, order, position, devices.
 
 `shard` index arithmetic · `order` f(seed, epoch) · `mapped`, `stream`, `dispatch` the sources · `prefetch` the way to the device ·
-`loader` what a loop iterates · `prepare` picks among them · `skip` leaves batches out.
+`loader` what a loop iterates · `prepare` picks among them · `skip` leaves batches out · `images` makes floats of uint8 ones.
 """
 
 from .loader import PreparedLoader

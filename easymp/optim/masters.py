@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cuda.casts import Adder
 from ..errors import StepError
 from ..shards import local
 
@@ -37,6 +38,7 @@ class Masters:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._versions: list[int] = []
         self.low: dict[int, Tensor] = {}  # id of a master → its parameter
+        self._adder = Adder()
         self.take(optimizer.param_groups)
 
     def take(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -83,10 +85,9 @@ class Masters:
         fresh = [(parameter, master) for parameter, master in self._pairs if parameter.grad is not None]
         if not fresh:
             return
-        for (_, master), grad in zip(fresh, widened([parameter.grad for parameter, _ in fresh])):
-            master.grad = grad if master.grad is None else master.grad.add_(grad)
-        for parameter, _ in fresh:
-            parameter.grad = None
+        totals = added(self._adder, [p.grad for p, _ in fresh], [m.grad for _, m in fresh])
+        for (parameter, master), total in zip(fresh, totals):
+            master.grad, parameter.grad = total, None
 
     def _follow(self) -> None:
         changed = [i for i, (parameter, _) in enumerate(self._pairs) if parameter._version != self._versions[i]]
@@ -133,8 +134,8 @@ class Masters:
         torch._foreach_copy_([local(t) for t in to], [local(v) for v in values])
 
 
-def widened(gradients: Sequence[Any]) -> list[Tensor]:
-    """fp32 copies of gradients, in their layouts.
+def added(adder: Adder, gradients: Sequence[Any], totals: Sequence[Tensor | None]) -> list[Tensor]:
+    """fp32 `totals`, made where there is none, in the layouts of low-precision `gradients`, with these added to them.
 
     Raises:
         StepError: a sparse one.
@@ -144,6 +145,6 @@ def widened(gradients: Sequence[Any]) -> list[Tensor]:
             "a sparse gradient of a low-precision parameter cannot be summed in fp32: use Embedding(sparse=False), or keep the embedding's "
             "weights in fp32"
         )
-    wide = [torch.empty_like(g, dtype=torch.float32) for g in gradients]
-    torch._foreach_copy_([local(w) for w in wide], [local(g) for g in gradients])
+    wide = [torch.empty_like(g, dtype=torch.float32) if t is None else t for g, t in zip(gradients, totals)]
+    adder([local(g) for g in gradients], [local(w) for w in wide], [t is None for t in totals])
     return wide

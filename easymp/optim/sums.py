@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .masters import LOW, widened
+from ..cuda.casts import Adder
+from .masters import LOW, added
 
 
 class Sums:
@@ -31,6 +32,7 @@ class Sums:
         self._parameters: list[Tensor] = []  # all that may train, low-precision or not
         self._sums: dict[Tensor, Tensor] = {}
         self._handed = False
+        self._adder = Adder()
 
     def watch(self, model: nn.Module) -> bool:
         """Sum for `model`, too; returns whether it has trainable low-precision parameters."""
@@ -59,10 +61,9 @@ class Sums:
             StepError: a sparse gradient.
         """
         fresh = [p for p in self._parameters if p.grad is not None and p.dtype in LOW]
-        for parameter, grad in zip(fresh, widened([p.grad for p in fresh])) if fresh else ():
-            total = self._sums.get(parameter)
-            self._sums[parameter] = grad if total is None else total.add_(grad)
-            parameter.grad = None
+        totals = added(self._adder, [p.grad for p in fresh], [self._sums.get(p) for p in fresh])
+        for parameter, total in zip(fresh, totals):
+            self._sums[parameter], parameter.grad = total, None
 
     @torch.no_grad()
     def average(self, over_ranks: Callable[[Sequence[Tensor]], None]) -> None:

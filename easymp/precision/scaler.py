@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cuda.gradients import Gradients
+from ..cuda.measure import TOTAL, UNSCALE
+from ..cuda.ready import launcher_with
 from ..errors import SettingError, StepError
 from ..records import GradScalerKwargs
 from ..shards import local
@@ -120,6 +123,7 @@ class Scaler:
         self._patience: Tensor | None = None  # int32: overflows still to be forgiven, plus one
         self._rounds: dict[int, _Round] = {}
         self._skipped: dict[int, Tensor] = {}
+        self._unscalers: dict[tuple[torch.device, torch.dtype], Gradients] = {}
         self._pending: dict[str, Any] = {"scale": self.rule.initial, "good": 0, "patience": self.rule.hysteresis}
 
     # -- the loss -----------------------------------------------------------------------------------------------------
@@ -182,9 +186,15 @@ class Scaler:
         home = self._on(next(iter(by_kind))[0] if by_kind else self._world.device)  # type: ignore[union-attr]
         inverse = home.reciprocal() if home.device.type == "mps" else home.double().reciprocal().float()  # no float64 on mps
         found = torch.zeros_like(home)
-        for (device, _), grads in by_kind.items():
+        for (device, dtype), grads in by_kind.items():
             here = found if device == found.device else torch.zeros((), device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, here, inverse.to(device, non_blocking=True))
+            launcher = launcher_with(device, [UNSCALE[dtype], TOTAL]) if dtype in UNSCALE else None
+            if launcher is not None:
+                unscaler = self._unscalers.setdefault((device, dtype), Gradients(launcher))
+                bad, grads = unscaler.unscale(grads, home.to(device, non_blocking=True))
+                torch.maximum(here, bad, out=here)
+            if grads:
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, here, inverse.to(device, non_blocking=True))
             if here is not found:
                 found = torch.maximum(found, here.to(found.device, non_blocking=True))
         found = self.agreed(found, bool(by_kind))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cuda.casts import divided
 from ..records import DistributedDataParallelKwargs
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -56,11 +57,15 @@ def all_reduce(journey: Journey, bucket: dist.GradBucket) -> Future:
     dtype = gradient.dtype
     if journey.dtype is not None and dtype.is_floating_point:
         dtype = torch.promote_types(dtype, torch.float32) if journey.dtype == torch.float32 else journey.dtype
-    moved = gradient.div_(journey.before).to(dtype)  # in this order: fp16 has less room
+    moved = divided(gradient, torch.empty_like(gradient, dtype=dtype), journey.before) if dtype != gradient.dtype else None
+    if moved is None:
+        moved = gradient.div_(journey.before).to(dtype)  # in this order: fp16 has less room
 
     def arrived(future: Any) -> Tensor:
         (total,) = future.value()
         if total is not gradient:
+            if divided(total, gradient, journey.after) is not None:
+                return gradient
             gradient.copy_(total)
         return gradient if journey.after == 1 else gradient.div_(journey.after)
 

@@ -3,37 +3,54 @@
 import pytest
 import torch
 
+from easymp.cuda import casts
 from easymp.cuda.casts import Adder, divided
 
 from .compiled import CompiledLauncher
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    made = CompiledLauncher()
+    monkeypatch.setattr(casts, "launcher_with", lambda device, kernels: made)
+    return made
+
+
 SIZES = [0, 1, 7, 8, 16384, 16391, 40_001]
 
 
 @pytest.mark.parametrize(("source", "target"), [(torch.float32, t) for t in TYPES[1:]] + [(t, torch.float32) for t in TYPES[1:]])
 @pytest.mark.parametrize("by", [1.0, 8.0, 3.0])
-def test_a_cast_that_divides_is_a_division_and_a_cast(source, target, by):
+def test_a_cast_that_divides_is_a_division_and_a_cast(source, target, by, launcher):
     for size in SIZES:
         for offset in (0, 1):  # the second is not aligned
             x = (torch.randn(size + offset) * 100).to(source)[offset:]
             y = torch.empty(size + offset, dtype=target)[offset:]
-            launcher = CompiledLauncher()
-            assert torch.equal(divided(launcher, x, y, by), (x.float() / by).to(target))
-            assert len(launcher.launches) == (size > 0)
-            assert torch.equal(divided(None, x, torch.empty_like(y), by), y)
+            assert torch.equal(divided(x, y, by), (x.float() / by).to(target))
+    assert len(launcher.launches) == 2 * len(SIZES) - 2
 
 
-def test_overflow_and_nan_travel():
+def test_overflow_and_nan_travel(launcher):
     x = torch.tensor([1e6, -1e6, float("inf"), float("nan"), 65504.0, 65519.0, 65520.0])
-    y = divided(CompiledLauncher(), x, torch.empty(7, dtype=torch.float16), 1.0)
+    y = divided(x, torch.empty(7, dtype=torch.float16), 1.0)
     assert torch.equal(y.isfinite(), torch.tensor([0, 0, 0, 0, 1, 1, 0]).bool())
     assert y[3].isnan()
 
 
-def test_sums_of_all_tensors_are_torchs():
-    launcher = CompiledLauncher()
-    adder = Adder(launcher)
+def test_what_no_kernel_can_do_is_left():
+    x = torch.ones(4)
+    assert divided(x, torch.empty(4, dtype=torch.float16), 2.0) is None  # on a CPU
+    assert divided(x.double(), torch.empty(4), 2.0) is None
+    assert divided(x, torch.empty(8)[::2], 2.0) is None
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_sums_of_all_tensors_are_torchs(kernels, launcher, monkeypatch):
+    if not kernels:
+        monkeypatch.setattr(casts, "launcher_with", lambda device, kernels: None)
+    adder = Adder()
     shapes = [(7,), (0,), (33, 64), (16385,), (2, 3, 5, 7), (100,)]
     kinds = [torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16, torch.bfloat16, torch.float64]
     sources = [torch.randn(s).to(k) for s, k in zip(shapes, kinds)]
@@ -43,7 +60,7 @@ def test_sums_of_all_tensors_are_torchs():
     expected = [s.float() for s in sources]
     adder(sources, totals, [True] * 6)
     assert all(torch.equal(t, e) for t, e in zip(totals, expected))
-    assert launcher.launches == ["widen_bf16_f32", "widen_f16_f32"]
+    assert launcher.launches == (["widen_bf16_f32", "widen_f16_f32"] if kernels else [])
     adder(sources, totals, [False] * 6)
     adder(sources, totals, [False] * 6)
     assert all(torch.equal(t, e + s.float() + s.float()) for t, e, s in zip(totals, expected, sources))

@@ -1,0 +1,145 @@
+"""Where kernels stand in for torch's operations, beside the optimizer's step, results are the same bits."""
+
+import pytest
+import torch
+
+from easymp.cuda import casts, ready
+from easymp.cuda.availability import Unavailable
+from easymp.cuda.gradients import Gradients
+from easymp.cuda.launching import CupyLauncher
+from easymp.errors import KernelError
+from easymp.optim.masters import Masters
+from easymp.optim.sums import Sums
+from easymp.precision import Scaler
+from easymp.precision import scaler as scalers
+from easymp.strategies.hooks import Journey, all_reduce
+
+from .compiled import CompiledLauncher
+
+
+@pytest.fixture
+def launcher():
+    return CompiledLauncher()
+
+
+def twice(monkeypatch, module, launcher, do):
+    """What `do` gives with kernels, and without."""
+    with_kernels = do()
+    assert launcher.launches == []  # a CPU has none of its own
+    monkeypatch.setattr(module, "launcher_with", lambda device, kernels: launcher)
+    return do(), with_kernels
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_unscaling(monkeypatch, launcher, broken):
+    def unscale():
+        torch.manual_seed(0)
+        held = [
+            torch.nn.Parameter(torch.randn(s).to(d))
+            for s, d in (((40, 3), torch.float32), ((7,), torch.bfloat16), ((5,), torch.float32))
+        ]
+        optimizer = torch.optim.SGD(held, lr=0.1)
+        for p in held:
+            p.grad = torch.randn(p.shape).to(p.dtype) * 1000
+        held[2].grad = torch.randn(10)[::2]  # no run of memory: torch's
+        if broken:
+            held[1].grad[-1] = float("nan")
+        scaler = Scaler()
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        return [p.grad for p in held], [p.detach() for p in held], scaler.skipped(optimizer)
+
+    ours, torchs = twice(monkeypatch, scalers, launcher, unscale)
+    assert launcher.launches == ["unscale_f32", "total", "unscale_bf16", "total"]
+    assert ours[2] == torchs[2] == broken
+    for mine, theirs in zip((*ours[0], *ours[1]), (*torchs[0], *torchs[1])):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_sums_and_masters(monkeypatch, launcher):
+    def gather():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.Linear(9, 3)).bfloat16()
+        sums = Sums({})
+        sums.watch(model)
+        masters = Masters(torch.optim.SGD(model.parameters(), lr=0.1), {})
+        for _ in range(3):
+            for _ in range(3):
+                model(torch.randn(4, 5).bfloat16()).square().sum().backward()
+                sums.add()
+            model(torch.randn(4, 5).bfloat16()).square().sum().backward()
+            masters.gather()
+        return [*sums.gradients(), *(m.grad for _, m in masters.pairs())]
+
+    ours, torchs = twice(monkeypatch, casts, launcher, gather)
+    assert len(launcher.launches) == 12
+    assert all(torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
+
+
+def reduce_in(dtype, before, after, kernels):
+    if kernels:
+        casts.launcher_with = lambda device, wanted: CompiledLauncher()
+    torch.manual_seed(torch.distributed.get_rank())
+    gradient = torch.randn(1000)
+    return all_reduce(Journey(dtype, before, after), Bucket(gradient)).wait()
+
+
+class Bucket:
+    def __init__(self, gradient):
+        self.gradient = gradient
+
+    def buffer(self):
+        return self.gradient
+
+
+def hooked():
+    """On two ranks: the buckets of a compressed all-reduce, with kernels and without."""
+    own = casts.launcher_with
+    torch.distributed.init_process_group("gloo")
+    try:
+        cases = [(d, *by) for d in (torch.bfloat16, torch.float16) for by in ((2.0, 1.0), (0.5, 4.0))]
+        return [torch.equal(reduce_in(*case, True), _plain(own, case)) for case in cases]
+    finally:
+        casts.launcher_with = own
+        torch.distributed.destroy_process_group()
+
+
+def _plain(own, case):
+    casts.launcher_with = own
+    return reduce_in(*case, False)
+
+
+def test_compressed_reductions(ranks):
+    assert ranks(hooked, processes=2) == [[True] * 4] * 2
+
+
+def test_gradients_of_other_kinds_are_measured_too():
+    wide, odd = torch.randn(6, 4), torch.randn(20)[::2]
+    found = Gradients(CompiledLauncher()).measure([(wide, 2), (odd, 1), (torch.randn(3), 0)])
+    torch.testing.assert_close(found[0], (wide.square().sum() / 2 + odd.square().sum()).sqrt())
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_cannot_be_compiled_is_torchs_from_then_on(monkeypatch):
+    class Broken(CupyLauncher):
+        asked = 0
+
+        def ready(self, kernels):
+            Broken.asked += 1
+            raise KernelError("nvrtc said so")
+
+    said = []
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(ready, "launcher_for", lambda device: Broken(device))
+    monkeypatch.setattr(ready, "warn_once", said.append)
+    monkeypatch.setattr(ready, "_broken", set())
+    kernels = [casts.add(torch.bfloat16)]
+    assert ready.launcher_with(device, kernels) is None
+    assert ready.launcher_with(device, kernels) is None
+    assert (Broken.asked, said) == (1, ["nvrtc said so"])
+    monkeypatch.setattr(ready, "launcher_for", lambda device: Unavailable("no CuPy"))
+    assert ready.launcher_with(device, [casts.add(torch.float16)]) is None
+    assert ready.launcher_with(torch.device("cpu"), kernels) is None

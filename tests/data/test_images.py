@@ -1,0 +1,50 @@
+"""uint8 batches become what a data set that normalises would have given."""
+
+import pytest
+import torch
+
+from easymp import BatchError, NormalizeImages, SettingError
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_both_layouts_give_the_formula_in_channels_last(layout, dtype):
+    images = torch.randint(0, 256, (2, 3, 8, 6), dtype=torch.uint8)
+    given = images if layout == "NCHW" else images.permute(0, 2, 3, 1).contiguous()
+    found = NormalizeImages(MEAN, STD, dtype, layout)(given)
+    exact = (images.double() / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    torch.testing.assert_close(found.double(), exact, rtol={torch.float32: 1e-5}.get(dtype, 2**-8), atol=1e-6)
+    assert found.dtype == dtype and found.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_after_a_prepared_loader_reads_it():
+    from easymp import Accelerator
+
+    images = torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8)
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images), batch_size=4))
+    normalize = NormalizeImages(MEAN, STD)
+    assert torch.equal(torch.cat([normalize(batch) for (batch,) in loader]), normalize(images))
+
+
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        (torch.zeros(2, 3, 4, 4), "uint8"),
+        (torch.zeros(3, 4, 4, dtype=torch.uint8), "four dimensions"),
+        (torch.zeros(2, 4, 4, 3, dtype=torch.uint8), "layout"),
+    ],
+)
+def test_other_batches_are_refused(images, words):
+    with pytest.raises(BatchError, match=words):
+        NormalizeImages(MEAN, STD)(images)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"std": (0.1, 0.2)}, {"std": (0.1, 0.2, 0.0)}, {"mean": ()}, {"dtype": torch.float64}, {"layout": "HWC"}]
+)
+def test_settings_of_no_use_are_refused(wrong):
+    with pytest.raises(SettingError):
+        NormalizeImages(**{"mean": MEAN, "std": STD, **wrong})
