@@ -81,6 +81,7 @@ class Fitting:
                 world=world.size,
                 per_node=world.local_size,
                 optimizer=mine or "adamw",  # prepared later: taken for the usual one
+                averages=self._run.plan.settings.ema_decay is not None,
             )
             total = one if total is None else total + one
         assert total is not None, "there are models"

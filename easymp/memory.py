@@ -157,6 +157,7 @@ def estimate(
     options: Any = None,
     sample: Any = None,
     activations: int | None = None,
+    averages: bool = False,
 ) -> Memory:
     """What one of `world` ranks needs to train `model`.
 
@@ -173,6 +174,7 @@ def estimate(
             are counted as in `easymp.activations.bytes_saved`; what a loss outside of the model saves is not among them. They
             are those of the whole model: where a strategy splits layers or stages over ranks, a rank keeps fewer.
         activations: their bytes, where they are known already.
+        averages: moving averages of the weights are kept (``Accelerator(ema_decay=...)``), in fp32, among the states.
 
     Raises:
         SettingError: a wrong name or value.
@@ -200,7 +202,7 @@ def estimate(
             wide = FP32 if policy.masters and size < FP32 else 0
             gradients += layout.gradients(name, parameter) * (size + wide)
             masters += layout.weights(name, parameter) * wide  # whole where weights are: states alone are cut (zero1)
-            kept += layout.states(name, parameter) * states(parameter) * (wide or size)
+            kept += layout.states(name, parameter) * (states(parameter) * (wide or size) + FP32 * averages)
     notes = [layout.note] if layout.note else []
     if policy.swaps:
         notes.append(

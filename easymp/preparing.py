@@ -20,7 +20,7 @@ from .data import PreparedLoader, SkippedLoader, prepare_loader
 from .errors import PrepareError, StepError, WorldError
 from .fitting import Fitting
 from .log import get_logger
-from .optim import Masters, PreparedOptimizer, PreparedScheduler, Sums, engine_for, fuse
+from .optim import CupyEngine, Masters, PreparedOptimizer, PreparedScheduler, Sums, engine_for, fuse
 from .precision import Scaler
 from .prepared import Route, make_view
 from .protocols import Choice, Manner, Precision, Strategy
@@ -222,6 +222,9 @@ class Preparation:
             why_not = fuse(optimizer, [model.route.original for model in self.models])
         stepped = self.strategy.spread(optimizer)
         engine = engine_for(stepped, self.strategy.counting, fused, self._run.plan.settings.ema_decay, masters, self._gave_way)
+        world = self._run.world
+        if world.size > 1 and world.device.type == "cuda" and world.any(engine.name != "CuPy") and isinstance(engine, CupyEngine):
+            engine.give_way("our kernels do not run on all ranks")  # which are to measure in the same way
         prepared = PreparedOptimizer(stepped, self._run.clock, self._scaler, optimizer, masters, self.sums, engine)
         self.stepped_by.update((p, prepared) for p in held)
         self.optimizers.append(prepared)

@@ -407,3 +407,8 @@ def test_every_strategy_and_precision_has_its_arithmetic() -> None:
             assert isinstance(it, Memory)
             assert 0 < it.lasting <= it.total
             assert it.weights <= estimate(models.make("tied"), precision="fp32").weights
+
+
+def test_averages_of_the_weights_are_states_in_fp32() -> None:
+    assert estimate(1000, strategy="single", averages=True).states == 12_000
+    assert estimate(nn.Linear(3, 3).bfloat16(), strategy="single", optimizer=0, averages=True).states == 4 * 12

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..cuda.availability import facts as installed
+from ..cuda.availability import unavailable
 from ..hardware import Hardware, detect
 from ..plan import make_plan
 from ..settings import resolve
@@ -33,10 +35,10 @@ def run(args: argparse.Namespace) -> int:
     hardware = detect()
     plan = make_plan(settings, hardware, read_ranks())
     if args.json:
-        record = {"versions": versions(), "hardware": plain(dataclasses.asdict(hardware)), "plan": plain(plan.as_dict())}
-        print(json.dumps(record, indent=2))
+        facts_of = {"hardware": plain(dataclasses.asdict(hardware)), "kernels": kernels(hardware)}
+        print(json.dumps({"versions": versions(), **facts_of, "plan": plain(plan.as_dict())}, indent=2))
         return 0
-    print(table([*versions().items(), *facts(hardware)]))
+    print(table([*versions().items(), *facts(hardware), ("kernels", kernels(hardware))]))
     print("\nPlan")
     print(plan.explain())
     return 0
@@ -68,6 +70,13 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
         lines.append(("links", hardware.links))
     lines.extend(("not found" if i == 0 else "", why) for i, why in enumerate(hardware.looked_for))
     return lines
+
+
+def kernels(hardware: Hardware) -> str:
+    """Whether our kernels run here by what is installed, and if not, why; no device is asked, and CuPy is not imported."""
+    capability = next((d.capability for d in hardware.devices if d.kind == "cuda"), None)
+    found = dataclasses.replace(installed(torch.device("cpu")), capability=capability)
+    return unavailable(found) or "CuPy " + ", ".join(f"{version} ({name})" for name, version in found.wheels.items())
 
 
 def table(lines: list[tuple[str, str]]) -> str:

@@ -1,7 +1,7 @@
 """Optimizers and schedulers as `prepare` hands them back."""
 
-from .averages import averages_in
-from .engines import Engine, TorchEngine, engine_for
+from .cupy_engine import CupyEngine
+from .engines import Engine, engine_for
 from .factor import leave_to_step, may_leave
 from .fused import fuse
 from .items import ItemWindow
@@ -9,8 +9,11 @@ from .masters import Masters
 from .optimizer import PreparedOptimizer
 from .scheduler import PreparedScheduler
 from .sums import Sums
+from .swapping import averages_in
+from .torch_engine import TorchEngine
 
 __all__ = [
+    "CupyEngine",
     "Engine",
     "ItemWindow",
     "Masters",

@@ -7,9 +7,8 @@ optimizer's state, in fp32, split as the other states are, so checkpoints keep i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ from ..cuda.step import EMA
 from ..shards import local
 from .masters import LOW
 from .sharded import ShardedOptimizer
-
-if TYPE_CHECKING:
-    from .optimizer import PreparedOptimizer
 
 
 class Averages:
@@ -38,11 +34,16 @@ class Averages:
         """`step()`, after which the averages of `parameters`, which it may move, follow them, unless `found_inf` is above 0."""
         if self.decay is None:
             return step()
-        held = [holder_of(self.optimizer, p) for p in parameters]
+        there = [(p, *holder_of(self.optimizer, p)) for p in parameters]
         # The state of a parameter that has none is torch's to begin.
-        new = {id(p): start(p) for p, states in held if EMA not in states.get(p, {})}
+        new = {id(p): start(p) for _, p, states in there if EMA not in states.get(p, {})}
         with torch.enable_grad():
             result = step()
+        held = [
+            (p, states) for parameter, p, states in there if parameter.grad is not None
+        ]  # a closure may give no gradient to some
+        if not held:
+            return result
         for p, states in held:
             if id(p) in new:
                 states[p][EMA] = new[id(p)]
@@ -75,40 +76,3 @@ def average_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | 
     holder, states = holder_of(optimizer, parameter)
     found = states[holder].get(EMA) if holder in states else None
     return None if found is None else local(found)
-
-
-@contextmanager
-def averages_in(optimizers: Sequence[PreparedOptimizer], chosen: Container[int] | None) -> Iterator[None]:
-    """Inside, parameters are their averages, where there are such; afterwards what they were, bit for bit. A collective under zero1.
-
-    The weights of training are copied meanwhile. They are written past the counters by which a change is noticed (masters, autograd):
-    nothing has been stepped.
-
-    Args:
-        chosen: ids of the parameters; None: all.
-    """
-    kept: list[tuple[Tensor, Tensor]] = []
-    for optimizer in optimizers:
-        there = optimizer.optimizer
-        reunited: list[Tensor] = []
-        for held, parameter in optimizer.parameters():
-            average = average_of(there, held) if chosen is None or id(parameter) in chosen else None
-            if average is None:
-                continue
-            whole = local(parameter).data
-            kept.append((whole, whole.clone()))
-            if isinstance(there, ShardedOptimizer):
-                there.rows(whole).copy_(average)
-                reunited.append(whole)
-            else:
-                whole.copy_(average)
-        if isinstance(there, ShardedOptimizer):
-            there.reunite(reunited)
-        optimizer.away = True
-    try:
-        yield
-    finally:
-        for optimizer in optimizers:
-            optimizer.away = False
-        for whole, values in kept:
-            whole.copy_(values)

@@ -47,9 +47,10 @@ class CupyEngine:
         self.optimizer, self.counting = optimizer, other.counting
         self._launcher, self._rule, self._other, self._failed = launcher, rule, other, failed
         self._lost = ""
+        self._times = 1  # ranks over which `counting` adds up parts of what torch would measure whole
         inner, gradient = optimizer, self._gradient
         if isinstance(optimizer, ShardedOptimizer):
-            world = optimizer.world
+            world, self._times = optimizer.world, optimizer.world.size
             inner, gradient, masters = optimizer.twin, optimizer.gradient, None
             self.counting = Counting(lambda p: 1 if p.ndim else world.size, lambda totals: totals.copy_(world.reduce(totals)))
         self._inner, self._masters = inner, masters
@@ -120,9 +121,12 @@ class CupyEngine:
     def measure(self, max_norm: float = float("inf"), scale: Tensor | None = None, over_ranks: OverRanks | None = None) -> Tensor:
         if not self._lost:
             try:
-                return self._step.measure(max_norm, scale, over_ranks)
+                return self._step.measure(max_norm, self._here(scale), over_ranks)
             except KernelError as error:
-                self._lose(error)
+                add, times = over_ranks, self._times
+                self.give_way(str(error))
+                if add is not None and times > 1:  # it adds up parts, and torch measures whole gradients
+                    return self._other.measure(max_norm, scale, lambda totals: add(totals.div_(times)))
         return self._other.measure(max_norm, scale, over_ranks)
 
     def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None) -> Any:
@@ -130,16 +134,21 @@ class CupyEngine:
         if not self._lost and not (nothing and takes_found_inf(self.optimizer)):
             self._settle()
             try:
-                return self._hooked(lambda: self._move(factor, found_inf))
+                return self._hooked(lambda: self._move(self._here(factor), self._here(found_inf)))
             except KernelError as error:
-                self._lose(error)
+                self.give_way(str(error))
         return self._other.step(factor, found_inf)
 
-    def _lose(self, error: KernelError) -> None:
-        self._lost = str(error)
+    def give_way(self, reason: str) -> None:
+        """torch steps from here on."""
+        self._lost, self.counting = reason, self._other.counting
         if self._masters is not None:
             self._masters.gather()
-        self._failed(self._lost)
+        self._failed(reason)
+
+    def _here(self, number: Tensor | None) -> Tensor | None:
+        """On the kernels' device: a loss, and so its scale, may be elsewhere."""
+        return None if number is None else number.to(self._launcher.device, non_blocking=True)
 
     def _hooked(self, step: Callable[[], None]) -> None:
         """`step` with all that torch does around an optimizer's own."""
@@ -153,11 +162,11 @@ class CupyEngine:
 
     def _move(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
         self._step.step(factor, found_inf)
-        if self._step.rest:
-            self._averages.around(self._step.rest, lambda: self._move_rest(factor, found_inf), found_inf)
+        if self._step.rest and (found_inf is None or not found_inf.item()):
+            self._averages.around(self._step.rest, lambda: self._move_rest(factor))
 
     @torch.no_grad()
-    def _move_rest(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
+    def _move_rest(self, factor: Tensor | None) -> None:
         """torch's step on what the kernels do not take; it sees no other gradients."""
         rest = {id(p): p for p in self._step.rest}
         for key, parameter in rest.items():
@@ -169,9 +178,8 @@ class CupyEngine:
         try:
             if factor is not None:
                 multiply([p.grad for p in rest.values() if p.grad is not None], factor)
-            if found_inf is None or not found_inf.item():
-                step: Any = type(self._inner).step
-                getattr(step, "__wrapped__", step)(self._inner)  # its hooks have been called
+            step: Any = type(self._inner).step
+            getattr(step, "__wrapped__", step)(self._inner)  # its hooks have been called
         finally:
             for parameter, gradient in hidden:
                 parameter.grad = gradient

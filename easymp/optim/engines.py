@@ -98,12 +98,14 @@ def _launcher(optimizer: torch.optim.Optimizer) -> Launcher | str:
     rule = RULES.get(type(optimizer))
     if rule is None:
         return f"there is no kernel for {type(optimizer).__name__}"
-    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    devices = {p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta}  # of other stages
     if len(devices) != 1:
         return "its parameters lie on several devices"
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             return "a differentiable step was asked for"
+        if group.get("foreach") is not None or group.get("fused") is False:
+            return "fused or foreach was chosen by the caller"
         refusal = rule.refuse(group)
         if refusal is not None:
             return refusal

@@ -96,6 +96,10 @@ class TorchEngine:
         return next((p.device for group in self.optimizer.param_groups for p in group["params"]), torch.device("cpu"))
 
     def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None) -> Any:
+        if found_inf is not None and not takes_found_inf(self.optimizer):
+            if found_inf.item():
+                return None
+            found_inf = None
         moving = [parameter for parameter, _ in self._pairs()] if self.averages.decay is not None else ()
         return self.averages.around(moving, lambda: self._step(factor, found_inf), found_inf)
 
@@ -104,10 +108,8 @@ class TorchEngine:
             return self.optimizer.step()
         if takes_found_inf(self.optimizer):
             return step_told(self.optimizer, found_inf, None if factor is None else factor.reciprocal())
-        if found_inf is not None and found_inf.item():
-            return None
-        if factor is not None:
-            multiply([gradient for _, gradient in self._pairs()], factor)
+        assert factor is not None
+        multiply([gradient for _, gradient in self._pairs()], factor)
         return self.optimizer.step()
 
 

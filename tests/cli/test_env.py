@@ -7,6 +7,7 @@ import json
 import pytest
 
 from easymp.cli import env, main
+from easymp.cuda.availability import Facts
 from easymp.hardware import CPU, Device, Hardware
 
 SERVER = Hardware(
@@ -24,16 +25,23 @@ SERVER = Hardware(
 def test_this_machine(capsys):
     assert main(["env"]) == 0
     out = capsys.readouterr().out
-    for word in ("easymp", "torch", "processor", "threads usable", "Plan", "precision", "strategy"):
+    for word in ("easymp", "torch", "processor", "threads usable", "Plan", "precision", "strategy", "kernels"):
         assert word in out
 
 
 def test_json_is_one_object(capsys):
     assert main(["env", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert set(record) == {"versions", "hardware", "plan"}
+    assert set(record) == {"versions", "hardware", "kernels", "plan"}
     assert record["hardware"]["cpu"]["threads"] >= 1
     assert set(record["plan"]["precision"]) == {"value", "reason", "source"}
+
+
+def test_why_there_are_no_kernels(monkeypatch):
+    monkeypatch.setattr(env, "installed", lambda device: Facts("13.0", None, False, {}, None))
+    assert env.kernels(SERVER) == "CuPy is not installed: pip install 'easymp[cuda13]'"
+    monkeypatch.setattr(env, "installed", lambda device: Facts("13.0", None, True, {"cupy-cuda13x": "14.2.0"}, None))
+    assert env.kernels(SERVER) == "CuPy 14.2.0 (cupy-cuda13x)"
 
 
 def test_facts_of_another_machine():

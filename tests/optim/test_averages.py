@@ -73,6 +73,19 @@ def test_they_are_the_formulas(kind: str, how: str, clip: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["memory", "torch", "kernels"])
+def test_a_first_step_that_is_skipped(how: str) -> None:
+    with stepping(how), accelerator(precision="fp16", fused=how != "memory") as acc:
+        model = make("mlp")
+        before = values(model)
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        updates(acc, model, optimizer, 1, bad=0)
+        assert optimizer.step_was_skipped
+        torch.testing.assert_close(averages(acc, model), before, rtol=0, atol=0)
+        updates(acc, model, optimizer, 1)
+        assert not torch.equal(averages(acc, model)["0.weight"], before["0.weight"])
+
+
+@pytest.mark.parametrize("how", ["memory", "torch", "kernels"])
 def test_a_skipped_step_moves_none(how: str) -> None:
     with stepping(how), accelerator(precision="fp16", fused=how != "memory") as acc:
         model = make("mlp")

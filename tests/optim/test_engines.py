@@ -197,6 +197,21 @@ def test_a_kernel_that_fails_gives_way_to_torch(monkeypatch: pytest.MonkeyPatch,
     same(got, memory, 1e-3)
 
 
+def failing_under_zero1() -> tuple[dict[str, Any], dict[str, Any]]:
+    memory = updates(False, "AdamW", "fp32", 0.1, "zero1", None, None, 1, "mlp")
+    before, engines.launcher_on = engines.launcher_on, lambda device: Failing("squares")
+    availability._warned.append("not again")
+    try:
+        return memory, updates(True, "AdamW", "fp32", 0.1, "zero1", None, None, 1, "mlp")
+    finally:
+        engines.launcher_on = before
+
+
+def test_torch_measures_whole_gradients_where_kernels_would_measure_parts(ranks: Any) -> None:
+    for memory, got in ranks(failing_under_zero1, processes=2):
+        same(got, memory)
+
+
 def plan_of(optimizer: Callable[[Any], torch.optim.Optimizer], how: str = "kernels") -> tuple[str, str]:
     with stepping(how), Accelerator(mixed_precision="no", cpu=True, fused=how != "memory") as acc:
         model = make("mlp")
@@ -208,6 +223,9 @@ def test_the_plan_says_which_and_why() -> None:
     assert plan_of(torch.optim.AdamW) == ("CuPy", "norm, unscale, clip and AdamW in one pass")
     assert plan_of(torch.optim.AdamW, "torch") == ("fused", "torch's fused AdamW")
     assert plan_of(torch.optim.AdamW, "memory") == ("as given", "fused=False")
+    chosen = ("as given", "fused or foreach was chosen by the caller")
+    assert plan_of(lambda p: torch.optim.AdamW(p, foreach=True)) == plan_of(lambda p: torch.optim.AdamW(p, fused=False)) == chosen
+    assert plan_of(lambda p: torch.optim.AdamW(p, fused=True))[0] == "CuPy"
     assert plan_of(torch.optim.RMSprop) == ("as given", "torch has no fused step for RMSprop")
 
 
