@@ -20,7 +20,7 @@ from .data import PreparedLoader, SkippedLoader, prepare_loader
 from .errors import PrepareError, StepError, WorldError
 from .fitting import Fitting
 from .log import get_logger
-from .optim import CupyEngine, Masters, PreparedOptimizer, PreparedScheduler, Sums, engine_for, fuse
+from .optim import CupyEngine, FusedOptimizer, Masters, PreparedOptimizer, PreparedScheduler, Sums, engine_for, fuse
 from .precision import Scaler
 from .prepared import Route, make_view
 from .protocols import Choice, Manner, Precision, Strategy
@@ -214,13 +214,20 @@ class Preparation:
                         f"{kind} holds parameter {self.owner[id(parameter)]!r}, which another prepared optimizer steps already: give "
                         "each parameter to one optimizer (free_memory() lets go of the old ones)"
                     )
+        own = isinstance(optimizer, FusedOptimizer)  # chooses its step itself
+        if own and optimizer.options.ema_decay is not None and self._run.plan.settings.ema_decay is not None:
+            raise PrepareError(
+                f"ema_decay was given to {kind} and to the Accelerator, which would keep one average twice: give it to one"
+            )
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
         masters = Masters(optimizer, self.masters) if self._precision.masters else None
         why_not: str | None = None
         fused = self._run.plan.settings.fused
-        if fused:  # before it is spread: an optimizer in its place has a class of its own
+        if fused and not own:  # before it is spread: an optimizer in its place has a class of its own
             why_not = fuse(optimizer, [model.route.original for model in self.models])
         stepped = self.strategy.spread(optimizer)
+        if isinstance(stepped, FusedOptimizer) and self.strategy.counting.add is not None:
+            stepped.count_by(self.strategy.counting)
         engine = engine_for(stepped, self.strategy.counting, fused, self._run.plan.settings.ema_decay, masters, self._gave_way)
         world = self._run.world
         if world.size > 1 and world.device.type == "cuda" and world.any(engine.name != "CuPy") and isinstance(engine, CupyEngine):
@@ -240,6 +247,10 @@ class Preparation:
             engine, kind = optimizer.engine, type(optimizer.given).__name__
             if engine.name == "CuPy":
                 steps["CuPy"].append(engine.reason)
+                continue
+            if isinstance(optimizer.given, FusedOptimizer):
+                way = optimizer.given.engine
+                steps["CuPy" if way.kernels else "fused"].append(f"easymp's {kind} by {way.name}: {way.reason}")
                 continue
             because = f": {engine.reason}" if engine.reason and self._run.world.device.type == "cuda" else ""
             steps["as given" if why_not else "fused"].append((why_not or f"torch's fused {kind}") + because)

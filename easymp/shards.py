@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,15 @@ def add_up(tensors: Sequence[Tensor], totals: Tensor) -> None:
     rows: dict[tuple[Any, int], list[int]] = {}
     for row, tensor in enumerate(tensors):
         for dim, placement in enumerate(getattr(tensor, "placements", ())):
-            if placement.is_shard():
+            if not placement.is_replicate():  # torch's _StridedShard is none of its Shards in all versions
                 rows.setdefault((tensor.device_mesh, dim), []).append(row)  # type: ignore[attr-defined]
     for (mesh, dim), which in rows.items():
         mine = totals if len(which) == len(totals) else totals[which]
         torch.distributed.all_reduce(mine, group=mesh.get_group(dim))
         if mine is not totals:
             totals[which] = mine
+
+
+def meshes(tensors: Iterable[Tensor]) -> list[Any]:
+    """The device meshes that DTensors among `tensors` lie on."""
+    return list(dict.fromkeys(t.device_mesh for t in tensors if hasattr(t, "to_local")))  # type: ignore[attr-defined]

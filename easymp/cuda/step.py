@@ -116,7 +116,6 @@ class FusedStep:
         self._kernels: dict[Any, Kernel] = {}
         self._before: list[tuple[dict[str, Any], str, Any]] = []  # what the state had where a new layout has put something
         self._counters: dict[Tensor, Tensor] = {}  # of steps, where the rule's states have none
-        self._result: Tensor | None = None  # what was measured of the gradients that the next step takes
 
     # -- the four launches ----------------------------------------------------------------------------------------------
 
@@ -141,25 +140,25 @@ class FusedStep:
                     found.append((gradient, self._copies(parameter)))
                 else:
                     self.unmeasured.append(parameter)
-        self._result = self._gradients.measure(found, max_norm, scale, over_ranks)
-        return self._result
+        return self._gradients.measure(found, max_norm, scale, over_ranks)
 
     @torch.no_grad()
-    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None, measured: Tensor | None = None) -> None:
         """Move the parameters.
 
         Args:
             factor: float32, 0-dim: what gradients are multiplied by.
             found_inf: float32, 0-dim: above 0, nothing changes, the counters included.
+            measured: what `measure` has given for these gradients, for a rule that needs their norm; without it they are measured.
         """
-        result = self.measure() if self.rule.norm and self._result is None else self._result
-        self._result = None
+        if self.rule.norm and measured is None:
+            measured = self.measure()
         layout, held = self._lay_out()
         if layout.table is None or layout.tensors is None or layout.constants is None:
             return
         times, skip = (0 if t is None else t.data_ptr() for t in (factor, found_inf))
         constants, follow = layout.constants.data_ptr(), 1.0 - (self.ema_decay or 0.0)
-        self._each(self._prepare(), skip, 0 if result is None else result.data_ptr(), times)
+        self._each(self._prepare(), skip, 0 if measured is None else measured.data_ptr(), times)
         if self.rule.survey is not None:
             self._survey(self.rule.survey, held, times, skip)
         for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):

@@ -12,7 +12,7 @@ from ..errors import StepError
 from ..precision import Scaler
 from ..precision.scaler import NO_GRADIENTS, Phase
 from ..shards import local
-from .torch_engine import multiply
+from .norms import multiply
 
 if TYPE_CHECKING:
     from .optimizer import PreparedOptimizer

@@ -19,7 +19,9 @@ IMPLEMENTATION = ("fused", "foreach", "capturable")  # how the step runs, not wh
 DENSE_ONLY = (torch.optim.SGD, torch.optim.Adagrad)  # the plain step takes sparse gradients, the fused one does not
 
 
-def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> str | None:
+def fuse(
+    optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = (), kind: type[torch.optim.Optimizer] | None = None
+) -> str | None:
     """Let `optimizer` run fused, if the user left that open and torch can; returns why not, or None when it now does.
 
     Only the ``fused`` entry of its param groups changes: the state, the numbers (within rounding, 3e-8) and checkpoints stay.
@@ -28,8 +30,9 @@ def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> 
 
     Args:
         models: hold the optimizer's parameters; their embeddings say whether gradients are sparse.
+        kind: of torch's, whose step `optimizer` takes; its class by default.
     """
-    kind = type(optimizer)
+    kind = kind or type(optimizer)
     if kind not in FUSED:
         return f"torch has no fused step for {kind.__name__}"
     sparse = _sparse(models) if kind in DENSE_ONLY else {}
@@ -59,7 +62,7 @@ def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> 
     for group in optimizer.param_groups:
         group["fused"] = True
     optimizer.defaults["fused"] = True
-    fill_momentum(optimizer)
+    fill_momentum(optimizer, kind)
     return None
 
 
@@ -74,14 +77,14 @@ def _sparse(models: Iterable[nn.Module]) -> dict[int, str]:
     }
 
 
-def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
+def fill_momentum(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] | None = None) -> None:
     """Start the momentum of fused SGD at zero for all parameters.
 
     Left to itself, torch's fused SGD makes the buffers at the first step, without a value: an overflow skipped on the device
     leaves them so, and a parameter whose first gradient comes later than another's is an error. From zero the first step is
     the same as from nothing (without dampening).
     """
-    if type(optimizer) is not torch.optim.SGD:
+    if (kind or type(optimizer)) is not torch.optim.SGD:
         return
     for group in optimizer.param_groups:
         if group["fused"] and group["momentum"] and not group["dampening"]:

@@ -20,10 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RefusedError, StepError, WorldError
+from ..precision.scaler import takes_found_inf
 from ..shards import local
 from ..tree import map_leaves
 from ..world import World
 from .fused import fill_momentum
+from .fusing import FusedOptimizer
 from .hooks import indifferent
 from .parts import Reunion, cut
 
@@ -76,7 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         _check(given)
         self.given = given
         self.world, self._cap, self._frozen = world, cap, frozen
-        self._plain = type(given) in ELEMENTWISE
+        self._plain = type(given) in ELEMENTWISE or (isinstance(given, FusedOptimizer) and given.rule.survey is None)
         self._parts: dict[int, _Part] = {}
         self._wholes: dict[int, Tensor] = {}  # id of a shard → its parameter
         self._meshes: dict[str, Any] = {}
@@ -276,7 +278,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """torch's word for an optimizer that reads `found_inf`."""
-        return type(self._twin).__module__.startswith("torch.optim")
+        return takes_found_inf(self._twin)
 
     # -- what an optimizer has ----------------------------------------------------------------------------------------
 

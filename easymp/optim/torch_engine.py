@@ -13,6 +13,7 @@ from ..protocols import Counting
 from ..shards import local
 from .averages import Averages
 from .hooks import watched
+from .norms import multiply, wide_norms
 
 DTYPES = (torch.float32, torch.bfloat16)  # of gradients for which the factor is exact enough, in float32
 DEVICES = ("cpu", "cuda")  # where torch's fused steps are known to read `grad_scale`
@@ -72,7 +73,9 @@ class TorchEngine:
         parts = [(local(gradient), self.counting.copies(parameter)) for parameter, gradient in pairs]
         parts = [(part, copies) for part, copies in parts if copies and part.numel()]
         norms = wide_norms([part for part, _ in parts])
-        each = torch.stack([n.to(norms[0].device) for n in norms]) if norms else torch.zeros(1, device=self._device())
+        each = (
+            torch.stack([n.to(norms[0].device, torch.float32) for n in norms]) if norms else torch.zeros(1, device=self._device())
+        )
         if over_ranks is None:
             norm = torch.linalg.vector_norm(each)
             if scale is not None:
@@ -116,29 +119,3 @@ class TorchEngine:
 def inverse_of(scale: Tensor) -> Tensor:
     """1 / scale, rounded once."""
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()  # no float64 on mps
-
-
-def wide_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The 2-norm of each, in float32."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(i)
-    if len(by_kind) == 1 and tensors[0].dtype == torch.float32:
-        return list(torch._foreach_norm(tensors))
-    norms: list[Any] = [None] * len(tensors)
-    for places in by_kind.values():
-        for i, norm in zip(places, torch._foreach_norm([tensors[i] for i in places], 2, dtype=torch.float32)):
-            norms[i] = norm
-    return norms
-
-
-@torch.no_grad()
-def multiply(gradients: list[Tensor], factor: Tensor) -> None:
-    """In memory, in place."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        part = local(gradient._values() if gradient.is_sparse else gradient)
-        if part.numel():
-            by_device.setdefault(part.device, []).append(part)
-    for device, parts in by_device.items():
-        torch._foreach_mul_(parts, factor.to(device))

@@ -415,15 +415,14 @@ def step_told(
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every group of this torch optimizer, or of one that stands in for it and says so, runs fused, and so reads `found_inf`
-    on the device.
+    """Whether the step reads `found_inf` on the device: that of a torch optimizer of which every group runs fused, or of one whose class
+    says so itself.
 
     Not so SGD with momentum before its first step: torch leaves the momentum of a skipped first step uninitialised.
     """
     kind = type(optimizer)  # of a subclass of torch's, the instance says so, too, although its step may do more than torch's
-    reads = kind.__module__.startswith("torch.optim") or (
-        hasattr(kind, "_step_supports_amp_scaling") and getattr(optimizer, "_step_supports_amp_scaling")  # noqa: B009
-    )
-    if not reads or not all(g.get("fused") for g in optimizer.param_groups):
+    if hasattr(kind, "_step_supports_amp_scaling"):
+        return bool(getattr(optimizer, "_step_supports_amp_scaling"))  # noqa: B009
+    if not kind.__module__.startswith("torch.optim") or not all(g.get("fused") for g in optimizer.param_groups):
         return False
     return not any(g.get("momentum") for g in optimizer.param_groups) or bool(optimizer.state)

@@ -240,7 +240,7 @@ def test_lambs_clip_sees_gradients_as_they_are_stepped_on():
             for p in ours:
                 p.grad *= scale
             result = step.measure(most, torch.tensor(scale))
-            step.step(result[1], result[2])
+            step.step(result[1], result[2], result)
         ends.append([p.detach() for p in ours])
     for end in ends[1:]:
         torch.testing.assert_close(end, ends[0], rtol=1e-5, atol=1e-6)

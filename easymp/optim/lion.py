@@ -1,0 +1,57 @@
+"""Lion: "Symbolic Discovery of Optimization Algorithms", Chen et al., arXiv:2302.06675."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cuda.rules import LION
+from .fusing import Options
+from .listed import ListedOptimizer, Lists, check, signed
+
+
+class Lion(ListedOptimizer):
+    """p -= lr × (sign(β1 m + (1 - β1) g) + weight_decay × p), then m = β2 m + (1 - β2) g.
+
+    The paper's advice: a tenth to a third of AdamW's lr, and as much more weight decay. State: ``exp_avg``.
+
+    Args:
+        maximize: go up.
+        fused: False keeps to torch's operations.
+        ema_decay, state_dtype, stochastic_rounding: see `Options`.
+    """
+
+    rule = LION
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        fused: bool | None = None,
+        ema_decay: float | None = None,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: int | bool = False,
+    ) -> None:
+        check(lr=lr, betas=betas, weight_decay=weight_decay)
+        self.options = Options(ema_decay, state_dtype, stochastic_rounding)
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "fused": fused})
+
+    def advance_lists(self, lists: Sequence[tuple[dict[str, Any], Lists]]) -> None:
+        for group, of in lists:
+            (beta1, beta2), size, m = group["betas"], group["lr"] * of.go, of.states["exp_avg"]
+            g = signed(group, of)
+            towards = torch._foreach_mul(m, beta1)
+            torch._foreach_add_(towards, g, alpha=1 - beta1)
+            torch._foreach_sign_(towards)
+            torch._foreach_mul_(towards, size)
+            torch._foreach_mul_(of.p, 1 - size * group["weight_decay"])
+            torch._foreach_sub_(of.p, towards)
+            torch._foreach_mul_(m, 1 - (1 - beta2) * of.go)
+            torch._foreach_add_(m, g, alpha=1 - beta2)

@@ -1,0 +1,298 @@
+"""easymp's own optimizers: the same numbers by our kernels and by torch, under torch's own protocols, and checkpoints both ways."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import easymp.optim as ours
+from easymp import Accelerator
+from easymp.cuda.availability import Unavailable
+from easymp.errors import KernelError, RefusedError, StepError
+from easymp.optim import fusing
+from tests.cuda.compiled import CompiledLauncher
+
+SHAPES = [(7,), (33, 5), (0,), (1,), (2, 9001)]
+
+
+def made(dtype=torch.float32):
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(s).to(dtype)) for s in SHAPES]
+
+
+def give(parameters, turn, scale=1.0):
+    generator = torch.Generator().manual_seed(turn)
+    for p in parameters:
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels for the CPU, by g++."""
+    launcher = CompiledLauncher()
+    monkeypatch.setattr(fusing, "launcher_for", lambda device: launcher)
+    return launcher
+
+
+def larc(parameters, **options):
+    return ours.LARC(ours.SGD(parameters, **options))
+
+
+KINDS = [
+    (ours.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "maximize": True}),
+    (ours.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    (ours.SGD, {"lr": 0.1}),
+    (ours.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "maximize": True}),
+    (ours.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (ours.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    (ours.Lion, {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
+    (ours.LAMB, {"lr": 1e-2}),
+    (ours.LAMB, {"lr": 1e-2, "adam_w_mode": False, "bias_correction": False, "max_grad_norm": None, "maximize": True}),
+    (ours.LAMB, {"lr": 1e-2, "weight_decay": 0.0, "use_nvlamb": True, "grad_averaging": False}),
+    (ours.NovoGrad, {"lr": 1e-2, "weight_decay": 0.1}),
+    (ours.NovoGrad, {"lr": 1e-2, "weight_decay": 0.1, "reg_inside_moment": True, "init_zero": True, "maximize": True}),
+    (larc, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+]
+
+
+def run(kind, options, turns=4):
+    """A run with a loss scale, an overflow first and later, and clipping."""
+    parameters = made()
+    optimizer = kind(parameters, **options)
+    for turn in range(turns):
+        for overflow in (turn != 2, False):
+            give(parameters, turn, 1024.0)
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(float(overflow))
+            if overflow:
+                parameters[0].grad[0] = math.nan
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf
+        give(parameters, turn + 10)
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+    return parameters, optimizer
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_kernels_and_torch_agree(kind, options, kernels):
+    fast, optimizer = run(kind, options)
+    assert optimizer.engine.name == "CuPy"
+    slow, plain = run(kind, {**options, "fused": False})
+    assert plain.engine.name == "torch"
+    assert "fused=False" in plain.engine.reason
+    for p, q in zip(fast, slow):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=2e-6)
+        assert set(optimizer.state[p]) == set(plain.state[q])
+        for key, value in plain.state[q].items():
+            torch.testing.assert_close(optimizer.state[p][key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [ours.AdamW, ours.Adam, ours.SGD, ours.Adagrad])
+def test_checkpoints_are_torchs_both_ways(kind, kernels):
+    options = {"lr": 0.1, **({"momentum": 0.9, "dampening": 0.3} if kind is ours.SGD else {})}
+    torchs = getattr(torch.optim, kind.__name__)
+    assert issubclass(kind, torchs)
+    for first, second in ((kind, torchs), (torchs, kind)):
+        straight, moved = made(), made()
+        whole, before = torchs(straight, **options), first(moved, **options)
+        after = second(moved, **options)
+        for turn in range(4):
+            give(straight, turn)
+            give(moved, turn)
+            whole.step()
+            if turn == 2:
+                after.load_state_dict(copy.deepcopy(before.state_dict()))
+            (before if turn < 2 else after).step()
+        for p, q in zip(straight, moved):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS[6:])
+def test_a_loaded_state_goes_on_as_the_run_it_is_of(kind, options):
+    straight, whole = run(kind, options)
+    moved = [torch.nn.Parameter(p.detach().clone()) for p in straight]
+    later = kind(moved, **options)
+    later.load_state_dict(copy.deepcopy(whole.state_dict()))
+    for parameters, optimizer in ((straight, whole), (moved, later)):
+        give(parameters, 7)
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(straight, moved))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_an_average_of_the_weights(fast, monkeypatch):
+    monkeypatch.setattr(fusing, "launcher_for", lambda device: CompiledLauncher() if fast else Unavailable("not here"))
+    parameters = made()
+    optimizer = ours.AdamW(parameters, lr=0.1, ema_decay=0.9)
+    means = [p.detach().clone() for p in parameters]
+    for turn in range(3):
+        give(parameters, turn)
+        optimizer.found_inf = torch.tensor(1.0)
+        optimizer.step()
+        del optimizer.found_inf
+        optimizer.step()
+        means = [0.9 * m + 0.1 * p.detach() for m, p in zip(means, parameters)]
+    now = [p.detach().clone() for p in parameters]
+    with optimizer.averaged():
+        for p, mean in zip(parameters, means):
+            torch.testing.assert_close(p.detach(), mean, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(p, q) for p, q in zip(parameters, now))
+    with pytest.raises(StepError, match="ema_decay"), ours.SGD(made()).averaged():
+        pass
+
+
+def test_gradscaler_schedulers_and_closures():
+    parameters = made()
+    optimizer = ours.Lion(parameters, lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    before = parameters[0].detach().clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(sum(p.square().sum() for p in parameters)).backward()
+    scaler.unscale_(optimizer)
+    norm = optimizer.clip_grad_norm_(1.0)
+    assert norm.item() == pytest.approx(2 * math.sqrt(sum(p.square().sum().item() for p in parameters)), rel=1e-5)
+    scaler.step(optimizer)
+    scaler.update()
+    torch.testing.assert_close(parameters[0].detach(), before - before.sign())
+    scheduler.step()
+    optimizer.zero_grad()
+
+    def closure():
+        loss = parameters[0].square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    torch.testing.assert_close(parameters[0].detach(), before - before.sign() - 0.5 * (before - before.sign()).sign())
+
+
+def test_gradients_that_changed_after_clipping_are_an_error():
+    parameters = made()
+    optimizer = ours.AdamW(parameters)
+    give(parameters, 0)
+    optimizer.clip_grad_norm_(1.0)
+    parameters[0].grad.mul_(2)
+    with pytest.raises(StepError, match="clip last"):
+        optimizer.step()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.zero_grad()
+    give(parameters, 1)
+    optimizer.step()
+
+
+def test_which_way_and_why():
+    assert ours.AdamW(made()).engine.name == "torch fused"
+    assert "CUDA" in ours.AdamW(made()).engine.reason
+    assert ours.Lion(made()).engine.name == "torch"
+    with pytest.raises(RefusedError, match="norms of tensors already"):
+        ours.LARC(ours.LAMB(made()))
+    with pytest.raises(ValueError, match="another optimizer"):
+        ours.Lion([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+
+
+def test_low_precision_sparse_and_double():
+    low = made(torch.bfloat16)
+    optimizer = ours.LAMB(low, lr=0.1)
+    give(low, 0)
+    optimizer.step()
+    assert all(p.isfinite().all() for p in low)
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    twin = copy.deepcopy(table)
+    for kind, it in ((ours.SGD, table), (torch.optim.SGD, twin)):
+        optimizer = kind(it.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            optimizer.zero_grad()
+            it(torch.tensor([1, 1, 4])).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(table.weight, twin.weight)
+    doubles = made(torch.float64)
+    give(doubles, 0)
+    ours.NovoGrad(doubles, norm_type=math.inf).step()
+    assert all(p.dtype == torch.float64 and p.isfinite().all() for p in doubles)
+
+
+@pytest.mark.parametrize("kind", [ours.AdamW, ours.SGD, ours.Lion, ours.LAMB, ours.NovoGrad])
+def test_bf16_rounded_stochastically_is_the_same_by_torch(kind, kernels):
+    """From the same bits; apart only where fp32 arithmetic differs by its last bit before the rounding."""
+    options = {"lr": 0.05, "state_dtype": torch.bfloat16, "stochastic_rounding": 3}
+    options |= {"momentum": 0.9} if kind is ours.SGD else {}
+    ends = []
+    for fused in (None, False):
+        low = made(torch.bfloat16)
+        optimizer = kind(low, **options, fused=fused)
+        for turn in range(3):
+            give(low, turn)
+            optimizer.step()
+        assert all(v.dtype == torch.bfloat16 for s in optimizer.state.values() for k, v in s.items() if v.ndim and k != "step")
+        ends.append(torch.cat([p.detach().flatten() for p in low]))
+    same = (ends[0] == ends[1]).float().mean()
+    assert same > (0.8 if kind is ours.LAMB else 0.98)  # its kernel divides rounded averages
+    torch.testing.assert_close(ends[0], ends[1], rtol=2e-2, atol=2e-2)
+
+
+def test_kernels_that_fail_leave_the_step_to_torch(monkeypatch):
+    class Failing(CompiledLauncher):
+        def ready(self, kernels):
+            raise KernelError("no compiler")
+
+    monkeypatch.setattr(fusing, "launcher_for", lambda device: Failing())
+    said = []
+    monkeypatch.setattr(fusing, "warn_once", said.append)
+    parameters, others = made(), made()
+    for kind, of in ((ours.AdamW, parameters), (torch.optim.AdamW, others)):
+        give(of, 0)
+        optimizer = kind(of)
+        optimizer.step()
+        if kind is ours.AdamW:
+            assert optimizer.engine.name == "torch fused"
+            assert optimizer.engine.reason == "no compiler"
+    assert said == ["no compiler"]
+    for p, q in zip(parameters, others):
+        torch.testing.assert_close(p, q)
+
+
+SPREAD = {
+    "AdamW": lambda p: ours.AdamW(p, lr=1e-2, ema_decay=0.9),
+    "Lion": lambda p: ours.Lion(p, lr=1e-2, weight_decay=0.1),
+    "LAMB": lambda p: ours.LAMB(p, lr=1e-1, max_grad_norm=0.1),
+    "NovoGrad": lambda p: ours.NovoGrad(p, lr=1e-1, weight_decay=0.1),
+    "LARC": lambda p: ours.LARC(ours.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1)),
+}
+
+
+def net():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+
+
+def trained(strategy, kernels):
+    """Parameters and averages after a few steps of each optimizer, all ranks together on one batch."""
+    if kernels:
+        fusing.launcher_for = lambda device: CompiledLauncher()
+    ends = {}
+    for name, make in SPREAD.items():
+        if strategy == "zero1" and name == "LARC":
+            continue
+        model = net()
+        optimizer = make(model.parameters())
+        with Accelerator(strategy=strategy, cpu=True, mixed_precision="no") as acc:
+            model, optimizer = acc.prepare(model, optimizer)
+            for turn in range(3):
+                generator = torch.Generator().manual_seed(turn)
+                x = torch.randn(4, 5, generator=generator).chunk(acc.num_processes)[acc.process_index]
+                acc.backward(model(x).square().mean())
+                acc.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            ends[name] = {key: value.tolist() for key, value in acc.get_state_dict(model).items()}
+    return ends
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_shards_are_stepped_as_whole_tensors(strategy, ranks):
+    alone = trained("single", False)
+    both = ranks(trained, strategy, strategy != "zero1")[0]
+    for name in both:
+        for key, value in both[name].items():
+            torch.testing.assert_close(torch.tensor(value), torch.tensor(alone[name][key]), rtol=1e-4, atol=1e-5)
