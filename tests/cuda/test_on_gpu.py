@@ -1,0 +1,291 @@
+"""On a GPU: what CuPy starts does what torch does, on torch's streams and in its graphs, and nothing waits for the device.
+
+The same text has been compared with torch on a CPU (`test_step`, `test_rules`), so these tests look at what only a GPU has.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+from easymp.cuda import availability
+from easymp.cuda.availability import launcher_for
+from easymp.cuda.kernel import Kernel
+from easymp.cuda.launching import CupyLauncher
+from easymp.cuda.rounding import Rounding
+from easymp.cuda.rules import ALL, RULES
+from easymp.cuda.step import FusedStep
+from easymp.errors import KernelError
+
+from .compiled import CompiledLauncher
+from .test_rules import LAMB_GROUP, LION_GROUP, NOVOGRAD_GROUP, Plain
+
+pytestmark = pytest.mark.gpu
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+SHAPES = [(7,), (64, 33), (0,), (1,), (2, 8199), (16384,), (3, 4, 5, 2), ()]
+GROUPS = {
+    "adam": {**torch.optim.AdamW([torch.zeros(1)]).defaults, "lr": 1e-2, "decoupled_weight_decay": True, "amsgrad": True},
+    "sgd": {**torch.optim.SGD([torch.zeros(1)]).defaults, "lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
+    "adagrad": {**torch.optim.Adagrad([torch.zeros(1)]).defaults},
+    "lion": LION_GROUP,
+    "lamb": LAMB_GROUP,
+    "novograd": NOVOGRAD_GROUP,
+}
+# Dtypes of gradient, parameter and states; elements by which addresses are off 16 bytes.
+KINDS = [
+    (F32, F32, F32, 0),
+    (F32, F32, F32, 1),
+    (BF16, F32, F32, 0),
+    (F16, F16, F16, 3),
+    (BF16, BF16, BF16, 0),
+    (BF16, BF16, F32, 1),
+]
+
+
+@pytest.fixture
+def launcher() -> CupyLauncher:
+    found = launcher_for(torch.device("cuda"))
+    assert isinstance(found, CupyLauncher), found.reason
+    return found
+
+
+def parameters(dtype: torch.dtype, device: str, misaligned: int = 0) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    made = []
+    for shape in SHAPES:
+        run = torch.empty(math.prod(shape) + misaligned, dtype=dtype, device=device)[misaligned:]
+        made.append(torch.nn.Parameter(run.view(shape).copy_(torch.randn(shape))))
+    return made
+
+
+def give(held: list[torch.nn.Parameter], turn: int, dtype: torch.dtype, scale: float = 1.0) -> None:
+    """The same gradients to `held`, whatever their device."""
+    generator = torch.Generator().manual_seed(turn)
+    for p in held:
+        made = (torch.randn(p.shape, generator=generator) * scale).to(dtype).to(p.device)
+        p.grad = made if dtype == p.dtype else None
+        p.given = made
+
+
+def step_of(held, rule, group, launcher, state_dtype=None, rounding=None) -> FusedStep:
+    optimizer = Plain([dict(group, params=held)], {})
+    return FusedStep(
+        optimizer, rule, launcher, gradient=lambda p: p.given, ema_decay=0.9, state_dtype=state_dtype, rounding=rounding
+    )
+
+
+def assert_same(here: list, there: list, dtype: torch.dtype) -> None:
+    """Within roundings of `dtype`: a GPU merges a × b + c. One in a thousand may be apart, where a rule takes the sign of a sum."""
+    rtol, atol = {F32: (2e-5, 2e-6), BF16: (2e-2, 2e-2), F16: (4e-3, 4e-3)}[dtype]
+    for a, b in zip(here, there, strict=True):
+        assert a.dtype == b.dtype
+        apart = ~torch.isclose(a.detach().cpu(), b.detach().cpu(), rtol=rtol, atol=atol)
+        assert apart.sum() <= 1e-3 * apart.numel()
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.name)
+@pytest.mark.parametrize(("gradient", "parameter", "state", "misaligned"), KINDS)
+def test_each_rule_as_on_a_cpu(launcher, rule, gradient, parameter, state, misaligned):
+    group = GROUPS[rule.name.removeprefix("larc_")]
+    ours, theirs = parameters(parameter, "cuda", misaligned), parameters(parameter, "cpu", misaligned)
+    mine = step_of(ours, rule, group, launcher, state)
+    reference = step_of(theirs, rule, group, CompiledLauncher(), state)
+    for turn in range(3):
+        give(ours, turn, gradient, 64.0)
+        give(theirs, turn, gradient, 64.0)
+        scale = torch.tensor(64.0)
+        result, expected = mine.measure(1.0, scale.cuda()), reference.measure(1.0, scale)
+        torch.testing.assert_close(result.cpu(), expected, rtol=1e-5, atol=0.0)
+        found = torch.tensor(float(turn == 1))  # the second step is an overflow
+        mine.step(result[1], found.cuda())
+        reference.step(expected[1], found)
+    assert mine.rest == []
+    assert_same(ours, theirs, parameter)
+    for p, q in zip(ours, theirs):
+        one, other = mine.optimizer.state[p], reference.optimizer.state[q]
+        assert one.keys() == other.keys()
+        assert_same([one[key] for key in one], [other[key] for key in one], parameter)
+
+
+def test_rounding_at_random_is_the_same_on_both(launcher):
+    rule, group = RULES[torch.optim.SGD], {**GROUPS["sgd"], "momentum": 0.0, "weight_decay": 0.0, "lr": 0.25}
+    ours, theirs = parameters(BF16, "cuda"), parameters(BF16, "cpu")
+    for held, device in ((ours, launcher), (theirs, CompiledLauncher())):
+        step = step_of(held, rule, group, device, rounding=Rounding(seed=3))
+        for turn in range(3):
+            give(held, turn, BF16)
+            step.step()
+    apart = sum((p.cpu() != q).sum().item() for p, q in zip(ours, theirs))
+    assert apart <= 1e-3 * sum(p.numel() for p in ours)  # a product that is merged with its sum may fall on the other side
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+def test_torchs_own_step(launcher, kind):
+    ours, theirs = parameters(F32, "cuda"), parameters(F32, "cuda")
+    mine, torchs = kind(ours, lr=1e-2), kind(theirs, lr=1e-2)
+    step = FusedStep(mine, RULES[kind], launcher)
+    for turn in range(5):
+        for held in (ours, theirs):
+            give(held, turn, F32, 1024.0)
+        result = step.measure(1.0, torch.tensor(1024.0, device="cuda"))
+        step.step(result[1], result[2])
+        for p in theirs:
+            p.grad /= 1024
+        total = torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        torchs.step()
+        assert result[0].item() == pytest.approx(total.item(), rel=1e-5)
+    assert_same(ours, theirs, F32)
+
+
+def test_a_bad_gradient_is_found_wherever_it_is(launcher):
+    held = parameters(F32, "cuda")
+    step = step_of(held, RULES[torch.optim.AdamW], GROUPS["adam"], launcher)
+    for place in (0, 5, -1):
+        for bad in (float("inf"), float("nan")):
+            give(held, 0, F32)
+            held[4].given.view(-1)[place] = bad
+            before = [p.detach().clone() for p in held]
+            result = step.measure(1.0)
+            assert result[2].item() == 1.0
+            step.step(result[1], result[2])
+            assert all(torch.equal(p, q) for p, q in zip(held, before))
+
+
+def test_a_step_gives_the_same_bits_each_time(launcher):
+    runs = []
+    for _ in range(3):
+        held = parameters(F32, "cuda")
+        step = step_of(held, RULES[torch.optim.AdamW], GROUPS["adam"], launcher)
+        give(held, 0, F32)
+        result = step.measure(1.0)
+        step.step(result[1], result[2])
+        runs.append([result, *held])
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run))
+
+
+def warm(launcher) -> tuple[list[torch.nn.Parameter], FusedStep]:
+    held = parameters(F32, "cuda")
+    step = step_of(held, RULES[torch.optim.AdamW], GROUPS["adam"], launcher)
+    give(held, 0, F32)
+    result = step.measure(1.0)
+    step.step(result[1], result[2])
+    return held, step
+
+
+def test_nothing_waits_for_the_device(launcher):
+    held, step = warm(launcher)
+    made = [torch.randn_like(p) for p in held]
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for p, g in zip(held, made):
+                p.given = g  # elsewhere than before: the tables are made anew
+            result = step.measure(1.0)
+            step.step(result[1], result[2])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    events = profile.events()
+    last = max(event.time_range.start for event in events if "LaunchKernel" in event.name)
+    waits = [event.name for event in events if "Synchronize" in event.name and event.time_range.start < last]
+    assert waits == []  # the profiler itself waits at its end
+
+
+def test_one_launch_a_phase_and_no_memory_of_cupys(launcher):
+    import cupy
+
+    held, step = warm(launcher)
+    seen: list[str] = []
+    launch = launcher.launch
+    launcher.launch = lambda kernel, blocks, arguments: (seen.append(kernel.name), launch(kernel, blocks, arguments))[1]
+    try:
+        give(held, 1, F32)
+        result = step.measure(1.0)
+        step.step(result[1], result[2])
+    finally:
+        del launcher.launch
+    assert [name.split("_")[0] for name in seen] == ["squares", "total", "prepare", "adam"]
+    assert cupy.get_default_memory_pool().total_bytes() == 0
+
+
+def test_a_graph_replays_the_step(launcher):
+    runs = []
+    for captured in (False, True):
+        held = parameters(F32, "cuda")
+        for p in held:
+            p.given = torch.zeros_like(p)
+        step = step_of(held, RULES[torch.optim.AdamW], GROUPS["adam"], launcher)
+
+        def once(step=step):
+            result = step.measure(1.0)
+            step.step(result[1], result[2])
+
+        once()  # compiles, and makes the tables and the state
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                once()
+        for turn in range(4):
+            generator = torch.Generator().manual_seed(turn)
+            for p in held:
+                p.given.copy_(torch.randn(p.shape, generator=generator))
+            graph.replay() if captured else once()
+        torch.cuda.synchronize()
+        runs.append([*held, *(v for p in held for v in step.optimizer.state[p].values())])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_the_current_stream_is_taken_at_each_launch(launcher):
+    held, step = warm(launcher)
+    reference, other = copy.deepcopy([p.detach() for p in held]), torch.cuda.Stream()
+    give(held, 1, F32)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(1_000_000_000)  # half a second
+        step.step()
+        late = torch.cuda.Event()
+        late.record()
+    # The step is behind the sleep on the other stream: here nothing has moved yet.
+    moved = [not torch.equal(p.detach(), q) for p, q in zip(held, reference) if p.numel()]
+    assert not late.query() and not any(moved)
+    torch.cuda.synchronize()
+    assert any(not torch.equal(p.detach(), q) for p, q in zip(held, reference))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_device_has_its_launcher_whatever_the_current_one():
+    second = torch.device("cuda", 1)
+    found = launcher_for(second)
+    assert isinstance(found, CupyLauncher), found.reason
+    assert launcher_for(second) is found
+    with torch.cuda.device(0):
+        held = parameters(F32, "cuda:1")
+        step = step_of(held, RULES[torch.optim.AdamW], GROUPS["adam"], found)
+        give(held, 0, F32)
+        before = [p.detach().clone() for p in held]
+        step.step()
+        assert torch.cuda.current_device() == 0
+    torch.cuda.synchronize(second)
+    assert any(not torch.equal(p.detach(), q) for p, q in zip(held, before))
+
+
+def test_text_that_does_not_compile_is_a_kernel_error(launcher):
+    bad = Kernel("bad", ("uint64 out",), "at<double>(out)[block] = nothing;")
+    with pytest.raises(KernelError, match='identifier "nothing" is undefined'):
+        launcher.ready([bad])
+    torch.cuda.synchronize()  # the device goes on
+
+
+def test_a_failing_probe_leaves_torchs_path(monkeypatch):
+    monkeypatch.setattr(availability, "_launchers", {})
+    monkeypatch.setattr(availability, "_warned", [])
+    monkeypatch.setattr(availability, "PROBE", Kernel("probe", ("uint64 out", "int64 more", "float64 scale"), "nothing;"))
+    with pytest.warns(UserWarning, match="torch's own steps run instead"):
+        found = launcher_for(torch.device("cuda"))
+    assert isinstance(found, availability.Unavailable)
