@@ -16,6 +16,7 @@ import torch
 from easymp.cuda.kernel import THREADS, Kernel
 from easymp.cuda.preamble import PREAMBLE
 
+FLAGS = tuple(os.environ.get("KERNEL_FLAGS", "").split())  # of g++, in a process of test_sanitized
 CTYPES = {"uint64": ctypes.c_uint64, "int64": ctypes.c_int64, "float64": ctypes.c_double}
 C = {"uint64": "unsigned long long", "int64": "long long", "float64": "double"}
 
@@ -24,7 +25,7 @@ HERE = r"""
 #include <stddef.h>
 #include <string.h>
 #define DEVICE static inline
-struct uint2 { unsigned int x, y; };
+struct alignas(8) uint2 { unsigned int x, y; };
 struct alignas(16) uint4 { unsigned int x, y, z, w; };
 template <class T> static inline T __ldcs(const T* p) { return *p; }
 template <class T> static inline void __stcs(T* p, T v) { *p = v; }
@@ -103,7 +104,7 @@ class CompiledLauncher:
 
     device = torch.device("cpu")
 
-    def __init__(self, flags: tuple[str, ...] = ()) -> None:
+    def __init__(self, flags: tuple[str, ...] = FLAGS) -> None:
         self.launches: list[str] = []
         self._flags = flags
 
