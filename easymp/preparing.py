@@ -223,6 +223,8 @@ class Preparation:
         masters = Masters(optimizer, self.masters) if self._precision.masters else None
         why_not: str | None = None
         fused = self._run.plan.settings.fused
+        if own and not fused:
+            optimizer.use_plain_torch()
         if fused and not own:  # before it is spread: an optimizer in its place has a class of its own
             why_not = fuse(optimizer, [model.route.original for model in self.models])
         stepped = self.strategy.spread(optimizer)

@@ -140,6 +140,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return "it needs the norm of all gradients, and some are not for our kernels"
         return None
 
+    def use_plain_torch(self) -> None:
+        """Neither kernels nor a fused step of torch's, in groups that leave it open."""
+        for group in self.param_groups:
+            if group.get("fused") is None:
+                group["fused"] = False
+
     @property
     def _stepped(self) -> torch.optim.Optimizer:
         return self
@@ -227,7 +233,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _advance_rest(self, moved: Sequence[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
         decay = self.options.ema_decay
-        if decay is None:
+        if decay is None or not moved:
             return self.advance_by_torch(moved, factor, found_inf)
         held = [self.state[p].get(EMA) if p in self.state else None for p in moved]
         averages = [p.detach().to(torch.float32, copy=True) if a is None else a for p, a in zip(moved, held)]

@@ -23,7 +23,7 @@ class LAMB(ListedOptimizer):
         bias_correction: of both averages.
         adam_w_mode: decay beside the gradient; else as a part of it (L2).
         grad_averaging: False adds the gradient to the first average whole.
-        max_grad_norm: the gradients of all groups are clipped to this norm first (the first group's number); None: not.
+        max_grad_norm: gradients are clipped first, by the norm of those of all groups; None: not.
         use_nvlamb: let tensors without weight decay have a ratio, too.
         maximize: go up.
         fused: False keeps to torch's operations.

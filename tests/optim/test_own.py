@@ -191,6 +191,38 @@ def test_which_way_and_why():
         ours.Lion([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
 
 
+@pytest.mark.parametrize(
+    ("kind", "torchs"), [(ours.AdamW, torch.optim.AdamW), (ours.Adagrad, torch.optim.Adagrad), (ours.Lion, None)]
+)
+def test_what_the_kernels_do_not_take_is_stepped_by_torch(kind, torchs, kernels):
+    mixed = [made()[1], made(torch.float64)[1]]
+    theirs = [made()[1], made(torch.float64)[1]]
+    mine = kind(mixed, lr=0.1)
+    other = torchs(theirs, lr=0.1) if torchs else kind(theirs, lr=0.1, fused=False)
+    for turn in range(2):
+        for of, optimizer in ((mixed, mine), (theirs, other)):
+            give(of, turn)
+            optimizer.step()
+    assert mine.engine.name == "CuPy"
+    assert kernels.launches
+    for p, q in zip(mixed, theirs):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_copies_and_plain_torch():
+    optimizer = ours.Adam(made(), ema_decay=0.9)
+    twin = copy.deepcopy(optimizer)
+    give(twin.param_groups[0]["params"], 0)
+    twin.step()
+    assert twin.options == optimizer.options
+    assert not optimizer.state
+    model = net()
+    own = ours.AdamW(model.parameters())
+    with Accelerator(strategy="single", cpu=True, mixed_precision="no", fused=False) as acc:
+        model, _ = acc.prepare(model, own)
+    assert own.engine.name == "torch"
+
+
 def test_low_precision_sparse_and_double():
     low = made(torch.bfloat16)
     optimizer = ours.LAMB(low, lr=0.1)
@@ -285,6 +317,7 @@ def trained(strategy, kernels):
                 acc.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
+            assert "easymp's" in acc.plan.optimizer.reason
             ends[name] = {key: value.tolist() for key, value in acc.get_state_dict(model).items()}
     return ends
 
