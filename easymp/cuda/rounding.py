@@ -10,13 +10,35 @@ bits that it would have had. The same integers come from torch's operations as f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import SettingError
+
+_firsts: Any = WeakIdKeyDictionary()  # DTensor → its placements, and what `first_of` says
+
+
+def first_of(parameter: Any) -> int:
+    """The number in the whole tensor of the first element on this rank: where a DTensor's shard begins; 0 of any other."""
+    placements = getattr(parameter, "placements", None)
+    if placements is None:
+        return 0
+    known = _firsts.get(parameter)
+    if known is None or known[0] != placements:
+        # Imported here: heavy, and who holds DTensors has it.
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, placements)
+        sizes = [*parameter.shape[1:], 1]
+        known = placements, sum(offset * math.prod(sizes[dim:]) for dim, offset in enumerate(offsets))
+        _firsts[parameter] = known
+    return known[1]
 
 
 @dataclass(frozen=True)
@@ -26,11 +48,12 @@ class Rounding:
     Attributes:
         seed: 0 to 2^63 - 1.
         first: of a parameter, the number in the whole tensor of its first element on this rank. Where shards are runs of the whole
-            (rows), each element is rounded alike however many ranks there are; shards that begin elsewhere have other bits.
+            (rows), each element is rounded alike however many ranks there are; shards that begin elsewhere have other bits. Shards that
+            are no DTensors do not say where they begin: without a `first` of their own they share bits.
     """
 
     seed: int = 0
-    first: Callable[[Tensor], int] = lambda parameter: 0
+    first: Callable[[Tensor], int] = first_of
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 1 << 63:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from easymp.cuda import table
-from easymp.cuda.rounding import Rounding, key_of, stochastic
+from easymp.cuda.rounding import Rounding, first_of, key_of, stochastic
 from easymp.cuda.rules import RULES
 from easymp.cuda.step import FusedStep
 from easymp.cuda.streams import Role, stream
@@ -107,6 +107,31 @@ def test_rows_of_a_whole_are_rounded_alike_however_it_is_cut():
     whole = stochastic(x, key_of(1, 2, 3))
     for cut in (0, 1, 37, 99):
         assert torch.equal(stochastic(x[cut:], key_of(1, 2, 3), first=cut * 33), whole[cut:])
+
+
+def shards():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo")
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+        alike = []
+        for placement in (Shard(0), Replicate()):
+            part = distribute_tensor(whole, mesh, [placement])
+            rounded = stochastic(part.to_local(), key_of(1, 2, 3), first=Rounding().first(part))
+            expected = stochastic(whole, key_of(1, 2, 3))
+            begin = first_of(part) // 7
+            alike.append(torch.equal(rounded, expected[begin : begin + len(rounded)]))
+        columns = distribute_tensor(whole, mesh, [Shard(1)])
+        return [*alike, first_of(part), first_of(distribute_tensor(whole, mesh, [Shard(0)])), first_of(columns)]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_shards_say_where_they_begin(ranks):
+    assert ranks(shards, processes=2) == [[True, True, 0, 0, 0], [True, True, 0, 21, 4]]
 
 
 def test_a_seed_out_of_range_is_refused():
