@@ -11,8 +11,9 @@ import math
 import pytest
 import torch
 
-from easymp.cuda import availability
+from easymp.cuda import availability, casts, images
 from easymp.cuda.availability import launcher_for
+from easymp.cuda.gradients import Gradients
 from easymp.cuda.kernel import Kernel
 from easymp.cuda.launching import CupyLauncher
 from easymp.cuda.rounding import Rounding
@@ -139,6 +140,42 @@ def test_torchs_own_step(launcher, kind):
         torchs.step()
         assert result[0].item() == pytest.approx(total.item(), rel=1e-5)
     assert_same(ours, theirs, F32)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_gradients_are_unscaled_where_they_lie(launcher, dtype):
+    held = [torch.randn(shape, device="cuda").mul(8).to(dtype) for shape in SHAPES]
+    copies, scale = [g.clone() for g in held], torch.tensor(8.0, device="cuda")
+    found, rest = Gradients(launcher).unscale(held, scale)
+    assert (found.item(), rest) == (0.0, [])
+    assert all(torch.equal(g, c / 8) for g, c in zip(held, copies))
+
+
+@pytest.mark.usefixtures("launcher")
+def test_casts_and_sums():
+    for dtype in (BF16, F16):
+        source = torch.randn(70001, device="cuda", dtype=dtype)
+        wide, narrow = torch.empty(70001, device="cuda"), torch.empty(70001, device="cuda", dtype=dtype)
+        assert casts.divided(source, wide, 3.0) is wide
+        torch.testing.assert_close(wide, source.float() / 3, rtol=1e-6, atol=0.0)  # torch multiplies by a third
+        assert casts.divided(wide, narrow, 1.0) is narrow
+        assert torch.equal(narrow, wide.to(dtype))
+        totals = [torch.ones(70001, device="cuda"), torch.full((70001,), float("nan"), device="cuda")]
+        casts.Adder()([source, source], totals, [False, True])
+        assert torch.equal(totals[0], 1 + source.float())
+        assert torch.equal(totals[1], source.float())
+
+
+@pytest.mark.usefixtures("launcher")
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("size", [(2, 3, 32, 32), (1, 3, 5, 7), (3, 1, 4, 4), (0, 3, 8, 8)])
+def test_images(order, size):
+    pictures = torch.randint(256, size, dtype=torch.uint8).to(memory_format=order)
+    numbers = torch.stack([torch.full((size[1],), 120.0), torch.full((size[1],), 1 / 60)])
+    expected = images.normalised(pictures, numbers, BF16)
+    found = images.normalised(pictures.cuda(), numbers.cuda(), BF16)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(found.cpu(), expected, rtol=0.0, atol=0.0)
 
 
 def test_a_bad_gradient_is_found_wherever_it_is(launcher):
