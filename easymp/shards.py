@@ -16,7 +16,11 @@ def local(tensor: Tensor) -> Tensor:
     plain tensors. DTensor is known by its method, for importing its class costs more than most runs have use for.
     """
     to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    if to_local is None:
+        return tensor
+    here = to_local()
+    arrived = getattr(here, "trigger_wait", None)  # of a collective whose result nobody has looked at: it has no memory of its own
+    return here if arrived is None else arrived()
 
 
 def add_up(tensors: Sequence[Tensor], totals: Tensor) -> None:
