@@ -19,7 +19,8 @@ def local(tensor: Tensor) -> Tensor:
     if to_local is None:
         return tensor
     here = to_local()
-    arrived = getattr(here, "trigger_wait", None)  # of a collective whose result nobody has looked at: it has no memory of its own
+    # What a collective has not yet been waited for has no memory of its own.
+    arrived = getattr(here, "trigger_wait", None)
     return here if arrived is None else arrived()
 
 

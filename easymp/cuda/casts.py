@@ -16,7 +16,7 @@ from torch import Tensor
 from .kernel import Kernel, Launcher
 from .ready import launcher_with
 from .streams import TYPES, Role, flat, start_flat, stream
-from .table import Row, Table, alike, dense, lay_out, place
+from .table import Row, Table, alike, dense, lay_out, place, plain
 
 
 @cache
@@ -103,4 +103,4 @@ class Adder:
 def _fits(source: Tensor, total: Tensor) -> bool:
     if source.dtype not in TYPES or total.dtype != torch.float32 or source.device != total.device or source.is_neg():
         return False
-    return source.layout is torch.strided and dense(source) and alike(source, total)
+    return plain(source) and plain(total) and dense(source) and alike(source, total)

@@ -13,7 +13,7 @@ from ..shards import local
 from .kernel import Kernel, Launcher
 from .measure import CONCLUDE, RESULT, TOTAL, squares, unscaled
 from .streams import TYPES
-from .table import Row, Table, dense, lay_out, place
+from .table import Row, Table, dense, lay_out, place, plain
 
 OverRanks = Callable[[Tensor], None]  # adds up a float64 tensor [2] over the ranks, in place; a collective
 
@@ -37,7 +37,7 @@ class Gradients:
 
     def takes(self, gradient: Tensor) -> bool:
         """Whether these kernels read it: a strided tensor on this device, of a dtype that they know."""
-        return gradient.layout is torch.strided and gradient.device == self._launcher.device and gradient.dtype in TYPES
+        return gradient.device == self._launcher.device and gradient.dtype in TYPES and plain(local(gradient))
 
     def measure(
         self,

@@ -30,7 +30,7 @@ from .prepare import MOST, TENSOR, prepare, weigh
 from .rounding import Rounding
 from .rules.rule import Group, Rule, Survey
 from .streams import TYPES
-from .table import Row, Table, alike, dense, lay_out, place, upload
+from .table import Row, Table, alike, dense, lay_out, place, plain, upload
 from .update import roles_of, survey_of, update
 
 EMA = "ema"  # key of the average in an optimizer's state
@@ -359,7 +359,7 @@ class FusedStep:
         others = [local(t) for t in (gradient, *there, *(() if low is None else (low,)))]
         if here.device != device or here.dtype not in TYPES or not dense(here):
             return False
-        if any(t.layout is not torch.strided or t.device != device or t.dtype not in TYPES for t in others):
+        if not plain(here) or any(not plain(t) or t.device != device or t.dtype not in TYPES for t in others):
             return False
         return all(t.shape == here.shape for t in others) and (low is None or alike(local(low), here))
 

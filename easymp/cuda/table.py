@@ -91,6 +91,11 @@ def place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
+def plain(tensor: Tensor) -> bool:
+    """Whether `tensor` is strided memory, and no class of its own that computes otherwise and may have none (quantised, fake)."""
+    return tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
 def dense(tensor: Tensor) -> bool:
     """Whether `tensor` fills a run of memory, each number once, in any order of its dimensions."""
     if tensor.is_contiguous() or not tensor.numel():

@@ -255,6 +255,26 @@ def test_what_the_kernels_do_not_take_is_left_alone_and_named():
     assert not torch.equal(good, before[4])
 
 
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as quantised ones are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(function)
+
+
+def test_classes_that_compute_otherwise_are_left_alone():
+    p = torch.nn.Parameter(torch.zeros(3))
+    step = FusedStep(torch.optim.AdamW([p]), ADAM, CompiledLauncher(), gradient=lambda p: Wrapped(torch.zeros(3)))
+    step.measure()
+    step.step()
+    assert [r is p for r in step.rest] == [r is p for r in step.unmeasured] == [True]
+
+
 def test_several_dtypes_share_one_optimizer():
     held = [torch.nn.Parameter((torch.randn(50 + i) * 0.1).to(d)) for i, d in enumerate([FP32, BF16, FP32, FP16, BF16])]
     optimizer = torch.optim.AdamW(held, lr=1e-2)
