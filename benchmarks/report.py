@@ -47,20 +47,21 @@ def here(*packages: str) -> str:
     )
 
 
-def options(parser: argparse.ArgumentParser, name: str) -> None:
+def options(parser: argparse.ArgumentParser, name: str, machine: str | None = None) -> None:
+    """Where the result goes. `machine`: what it was measured on, the processor by default."""
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a result file")
     parser.add_argument(
         "--keep",
         dest="out",
         action="store_const",
-        const=_place(name),
+        const=_place(name, machine or processor()),
         help="write it to benchmarks/results, named for this machine",
     )
 
 
-def _place(name: str) -> Path:
-    machine = "-".join("".join(c if c.isalnum() else " " for c in processor().lower()).split())
-    return RESULTS / f"{name}-{machine}-{datetime.date.today().isoformat()}.md"
+def _place(name: str, machine: str) -> Path:
+    words = "-".join("".join(c if c.isalnum() else " " for c in machine.lower()).split())
+    return RESULTS / f"{name}-{words}-{datetime.date.today().isoformat()}.md"
 
 
 def hand_in(text: str, out: Path | None) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+
+from .cuda.compiled import CompiledLauncher
 
 ROOT = Path(__file__).parent.parent
 MISSING = [name for name in ("accelerate", "lightning_fabric") if find_spec(name) is None]
@@ -51,6 +55,22 @@ def test_strategies(only: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     told = run("strategies", "--size", "tiny", "--rounds", "2", "--only", only, "--out", str(out), monkeypatch=monkeypatch)
     assert f"| {only}, " in told
     assert out.read_text() == told
+
+
+def test_fused_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "fused.md"
+    told = run("fused_step", "--smoke", "--out", str(out), monkeypatch=monkeypatch)
+    assert "| tiny, clip, 1 thread " in told and "| tiny, loss scale and clip, 1 thread " in told
+    assert out.read_text() == told
+
+
+@pytest.mark.slow
+def test_all_of_the_fused_step_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark = import_module("fused_step")
+    for kind, contenders in benchmark.KINDS.items():
+        there = {name: contender for name, contender in contenders.items() if "CUDA" not in name}
+        benchmark.agree(there, kind, "tiny", torch.device("cpu"), CompiledLauncher())
 
 
 def checkpoints(*arguments: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
