@@ -9,7 +9,7 @@ Contenders share the same tensors, as a GPT has them, and take turns on them, ea
 alike. A figure is a median over the rounds, a ratio the median (quartiles) of the ratios within a round.
 
 On a GPU a turn is what two CUDA events enclose. The device is kept busy before the first of them until the host is far ahead, so the
-host's own time is not in it, unless the step waits for the device. "Host" is what a call takes until it returns: over 20 ms where it waits.
+host's own time is not in it, unless the step waits for the device. "Host" is what a call takes until it returns: over 40 ms where it waits.
 TB/s are the bytes that such a step cannot do without, read or written, over its time (steppers.py has them); "of a copy" is that beside
 torch's copy_ of as many bytes (up to 4 GiB, from there it is no quicker), which takes turns with the others. A trace says whether the host
 waits.
@@ -59,7 +59,7 @@ from easymp.errors import EasympError
 
 COPY = "torch's copy_"
 COPY_AIM, SPEED_AIM = 0.9, 1.4  # of a copy's bandwidth; times as fast as GradScaler, clip and AdamW(fused)
-SLEEP = 40_000_000  # cycles: the device is busy for some 20 ms before a turn
+SLEEP = 80_000_000  # cycles: the device is busy for some 40 ms before a turn, for a host that steps hundreds of tensors
 MOST_COPIED = 2 << 30  # bytes of each of the two tensors of a copy; beyond, it is no quicker
 HELD = {"fp32": 24, "ema": 20, "masters": 20, "bf16": 8}  # bytes a parameter, foreach's own included
 CPU_ROUNDS = {"tiny": 2, "10M": 41, "124M": 15, "350M": 7, "1.5B": 5}
