@@ -137,7 +137,7 @@ def warn_once(reason: str) -> None:
         warnings.warn(f"CuPy's kernels cannot be used, torch's own steps run instead: {reason}", EasympWarning, stacklevel=3)
 
 
-# Each thread adds 1 + its number in half precision's bits; so loads, sums over a block and stores are seen to work.
+# Each thread adds its number, by way of half precision, times `scale`, and `more`: arguments, sums and stores are seen to work.
 PROBE = Kernel(
     "probe",
     ("uint64 out", "int64 more", "float64 scale"),
