@@ -47,7 +47,7 @@ class _Kind:
     stochastic: bool
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class _Item:
     """One parameter with a gradient.
 

@@ -22,7 +22,7 @@ ROLES = 9  # most addresses of a row
 WORDS = HEAD + ROLES
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen, for it is made at each step
 class Row:
     """The tensors of one parameter.
 
