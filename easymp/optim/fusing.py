@@ -51,7 +51,7 @@ class Options:
         state_dtype: of states that there is a number of for each element; None: the parameter's, as torch has it. bfloat16 halves
             them, and wants `stochastic_rounding`: to the nearest, a second moment that falls by a thousandth a step stays where it is.
         stochastic_rounding: round bf16 parameters and states up with the probability of what is cut off, from this seed; True is 0.
-            See `easymp.cuda.rounding`.
+            See `easymp.cuda.rounding`. SGD's and Lion's states have no step: of a resumed run their bits begin anew.
     """
 
     ema_decay: float | None = None

@@ -2,6 +2,8 @@
 
 import copy
 import math
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +41,10 @@ def larc(parameters, **options):
     return ours.LARC(ours.SGD(parameters, **options))
 
 
+def larc_adam(parameters, **options):
+    return ours.LARC(ours.AdamW(parameters, **options), clip=False)
+
+
 KINDS = [
     (ours.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "maximize": True}),
     (ours.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -53,6 +59,7 @@ KINDS = [
     (ours.NovoGrad, {"lr": 1e-2, "weight_decay": 0.1}),
     (ours.NovoGrad, {"lr": 1e-2, "weight_decay": 0.1, "reg_inside_moment": True, "init_zero": True, "maximize": True}),
     (larc, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    (larc_adam, {"lr": 0.1, "weight_decay": 0.1}),
 ]
 
 
@@ -185,6 +192,7 @@ def test_which_way_and_why():
     assert ours.AdamW(made()).engine.name == "torch fused"
     assert "CUDA" in ours.AdamW(made()).engine.reason
     assert ours.Lion(made()).engine.name == "torch"
+    assert "no rule for RMSprop" in ours.LARC(torch.optim.RMSprop(made())).engine.reason
     with pytest.raises(RefusedError, match="norms of tensors already"):
         ours.LARC(ours.LAMB(made()))
     with pytest.raises(ValueError, match="another optimizer"):
@@ -298,17 +306,20 @@ def net():
     return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
 
 
+def kernels_here(kernels):
+    """Kernels by g++ in a rank, or as they are."""
+    return mock.patch.object(fusing, "launcher_for", return_value=CompiledLauncher()) if kernels else nullcontext()
+
+
 def trained(strategy, kernels):
     """Parameters and averages after a few steps of each optimizer, all ranks together on one batch."""
-    if kernels:
-        fusing.launcher_for = lambda device: CompiledLauncher()
     ends = {}
     for name, make in SPREAD.items():
         if strategy == "zero1" and name == "LARC":
             continue
         model = net()
         optimizer = make(model.parameters())
-        with Accelerator(strategy=strategy, cpu=True, mixed_precision="no") as acc:
+        with kernels_here(kernels), Accelerator(strategy=strategy, cpu=True, mixed_precision="no") as acc:
             model, optimizer = acc.prepare(model, optimizer)
             for turn in range(3):
                 generator = torch.Generator().manual_seed(turn)
