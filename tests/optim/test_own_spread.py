@@ -42,7 +42,7 @@ def resumed(strategy, kernels, folder):
     return same
 
 
-@pytest.mark.parametrize(("strategy", "kernels"), [("zero1", False), ("fsdp", True)])
+@pytest.mark.parametrize(("strategy", "kernels"), [("zero1", False), pytest.param("fsdp", True, marks=pytest.mark.slow)])
 def test_runs_are_resumed_bit_for_bit(strategy, kernels, ranks, tmp_path):
     for same in ranks(resumed, strategy, kernels, str(tmp_path)):
         assert all(same.values()), same
