@@ -240,7 +240,8 @@ class Pool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._workers: list[Worker] = []
+        # By rank: torch keeps things in caches that are true for one rank of a process only, so a worker is never another one.
+        self._workers: dict[int, Worker] = {}
         self._number = 0
 
     def run(
@@ -255,10 +256,11 @@ class Pool:
         """`function(*args)` on ranks 0 to `processes` - 1. `patient`: one rank's failure does not cut the others short."""
         check_sendable(function)
         task = pickle.dumps((function, args))
-        while len(self._workers) < processes:
-            self._workers.append(Worker(self._context, Path(self._directory.name), self._number))
-            self._number += 1
-        workers = self._workers[:processes]
+        for rank in range(processes):
+            if rank not in self._workers:
+                self._workers[rank] = Worker(self._context, Path(self._directory.name), self._number)
+                self._number += 1
+        workers = [self._workers[rank] for rank in range(processes)]
         outcomes: dict[int, Outcome] = {}
         try:
             port = free_port()
@@ -275,7 +277,7 @@ class Pool:
             for rank, worker in enumerate(workers):
                 if rank not in outcomes or not outcomes[rank].reusable:
                     worker.kill()
-                    self._workers.remove(worker)
+                    del self._workers[rank]
         return [outcomes[rank] for rank in range(processes)]
 
     def _collect(
@@ -316,7 +318,7 @@ class Pool:
         return f"\nIt had printed:\n{text[-8000:]}\n" if text else ""
 
     def close(self) -> None:
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.kill()
         self._workers.clear()
         self._directory.cleanup()

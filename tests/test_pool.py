@@ -140,6 +140,13 @@ def test_a_dead_rank_is_reported_as_such(ranks):
     assert ranks.fails(die_on_one, "exit") == ["fine", ("exit", "exit code 7")]
 
 
+def test_the_others_stay_the_ranks_that_they_were_when_one_is_gone(ranks):
+    before = [pid for pid, *_ in ranks(whoami, processes=3)]
+    ranks.fails(die_on_one, "exit", processes=3)
+    after = [pid for pid, *_ in ranks(whoami, processes=3)]
+    assert [one == other for one, other in zip(before, after)] == [True, False, True]
+
+
 def test_leaks_in_a_worker_fail_the_call(ranks):
     with pytest.raises(RanksFailed, match="left a process group running"):
         ranks(leave_group)

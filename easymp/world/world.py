@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .. import env
 from ..errors import WorldError
+from .meshes import forget_meshes
 from .ranks import Ranks
 from .watch import Watch
 
@@ -379,17 +380,6 @@ class World:
             raise WorldError(
                 f"{what}: the ranks' tensors differ: {odd_one_out(seen)}; every rank must pass the same shape and dtype"
             )
-
-
-def forget_meshes() -> None:
-    """Empty torch's caches of layouts. They hold meshes, and an equal mesh of a later world would be given this one's groups."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed.tensor import debug  # half a second that runs without DTensors have no use for
-
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # older torch has none
-    if clear is not None:
-        clear()
 
 
 def odd_one_out(values: list[Any]) -> str:
