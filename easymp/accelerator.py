@@ -496,8 +496,9 @@ class Accelerator(Collectives, Resuming, Weights):
 
         Where `parameters` are all that one or several prepared optimizers step, and torch's fused step or ours runs (see the plan),
         gradients are only read: the step multiplies by the factor, and by 1 / the loss scale, as it reads them again. Until then `.grad`
-        is what backward left there, and afterwards it may be either. To read or change clipped gradients before the step, use
-        ``Accelerator(fused=False)``; a change in between is an error. Under a loss scale an overflow skips the steps of all of them.
+        is what backward left there, and afterwards it may be either; of small models on a CPU they are clipped here and now. To read or
+        change clipped gradients before the step, use ``Accelerator(fused=False)``; a change in between is an error. Under a loss scale an
+        overflow skips the steps of all of them.
 
         Raises:
             StepError: gradients changed since the last clip, which no step has followed; under a loss scale: there are none.
@@ -526,7 +527,9 @@ class Accelerator(Collectives, Resuming, Weights):
 
     def _unscaled(self, parameters: list[Tensor]) -> list[Tensor]:
         """`parameters`, whose gradients are in memory what they shall be so far."""
-        for optimizer in self._prepared.optimizers_of(parameters):
+        prepared = self._prepared
+        waiting = self._scaler.enabled or prepared.masters or any(o.factor is not None for o in prepared.optimizers)
+        for optimizer in prepared.optimizers_of(parameters) if waiting else ():
             optimizer.apply_factor()
             optimizer.gather(in_memory=True)
             self._scaler.ensure_unscaled(optimizer.optimizer)

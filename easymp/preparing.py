@@ -362,7 +362,9 @@ class Preparation:
         return [o for o in self.optimizers if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
 
     def steppers(self, parameters: Sequence[torch.Tensor]) -> list[PreparedOptimizer] | None:
-        """The optimizers that step just `parameters` among those that train or have gradients; None where there are no such ones."""
+        """The optimizers that step just `parameters` of those that train or have gradients; None: there are none, or it is not worth it."""
+        if not any(optimizer.engine.worth() for optimizer in self.optimizers):
+            return None
         wanted = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
         found = []
         for optimizer in self.optimizers:

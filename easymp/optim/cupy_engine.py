@@ -19,7 +19,7 @@ from .averages import Averages
 from .hooks import watched
 from .masters import Masters
 from .sharded import ShardedOptimizer
-from .torch_engine import OverRanks, TorchEngine, multiply
+from .torch_engine import Measured, OverRanks, TorchEngine, multiply
 
 
 class CupyEngine:
@@ -85,6 +85,9 @@ class CupyEngine:
             return self._low[id(parameter)].grad
         return gradient
 
+    def worth(self) -> bool:
+        return not self._lost or self._other.worth()
+
     def takes_factor(self) -> bool:
         if self._lost:
             return self._other.takes_factor()
@@ -118,10 +121,12 @@ class CupyEngine:
         if self.reads_low and any(master.grad is not None for _, master in self._masters.pairs()):  # type: ignore[union-attr]
             self._masters.gather()  # type: ignore[union-attr]
 
-    def measure(self, max_norm: float = float("inf"), scale: Tensor | None = None, over_ranks: OverRanks | None = None) -> Tensor:
+    def measure(
+        self, max_norm: float = float("inf"), scale: Tensor | None = None, over_ranks: OverRanks | None = None
+    ) -> Measured:
         if not self._lost:
             try:
-                return self._step.measure(max_norm, self._here(scale), over_ranks)
+                return Measured(*self._step.measure(max_norm, self._here(scale), over_ranks).unbind()[:3])
             except KernelError as error:
                 add, times = over_ranks, self._times
                 self.give_way(str(error))

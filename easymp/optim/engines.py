@@ -21,7 +21,7 @@ from .averages import Averages
 from .cupy_engine import CupyEngine
 from .masters import Masters
 from .sharded import ShardedOptimizer
-from .torch_engine import OverRanks, TorchEngine
+from .torch_engine import Measured, OverRanks, TorchEngine
 
 
 class Engine(Protocol):
@@ -41,6 +41,10 @@ class Engine(Protocol):
     reads_low: bool
     averages: Averages
 
+    def worth(self) -> bool:
+        """Whether leaving a factor to the step can take less time than a pass over the gradients; quickly said."""
+        ...
+
     def takes_factor(self) -> bool:
         """Whether `step` multiplies by the factor as it reads, for the gradients that there are now; the same on all ranks."""
         ...
@@ -49,8 +53,10 @@ class Engine(Protocol):
         """Parameters, each with its gradient, of those that a step would move now."""
         ...
 
-    def measure(self, max_norm: float = float("inf"), scale: Tensor | None = None, over_ranks: OverRanks | None = None) -> Tensor:
-        """float32 [4] on the device: norm of the gradients divided by `scale`, factor, found_inf (0 or 1), 1 / scale.
+    def measure(
+        self, max_norm: float = float("inf"), scale: Tensor | None = None, over_ranks: OverRanks | None = None
+    ) -> Measured:
+        """Norm and factor, of gradients that are only read; nothing waits for the device.
 
         Args:
             scale: float32, 0-dim: the loss scale.

@@ -25,10 +25,10 @@ class Factor:
         value: float32, 0-dim, on the device.
     """
 
-    @torch.no_grad()
     def __init__(self, value: Tensor, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.value = value
-        self._seen = [(parameter, gradient, local(gradient)._version) for parameter, gradient in gradients]
+        parts = [local(gradient) for _, gradient in gradients]
+        self._seen = [(p, gradient, part, part._version) for (p, gradient), part in zip(gradients, parts)]
 
     def check(self) -> None:
         """Before the step multiplies by it.
@@ -46,15 +46,14 @@ class Factor:
         """
         multiply(self._unchanged(), self.value)
 
-    @torch.no_grad()
     def _unchanged(self) -> list[Tensor]:
         """The gradients that are still there."""
         there = []
-        for parameter, gradient, version in self._seen:
+        for parameter, gradient, part, version in self._seen:
             now = parameter.grad
-            if now is gradient and local(gradient)._version == version:
+            if now is gradient and part._version == version:
                 there.append(gradient)
-            elif now is not None and bool(local(now).any()):
+            elif now is not None and bool(local(now.detach()).any()):
                 raise StepError(
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} was changed between clip_grad_norm_ and step(). There "
                     "it is neither clipped nor divided by the loss scale yet, for the step does both as it reads: change gradients "
@@ -63,6 +62,7 @@ class Factor:
         return there
 
 
+@torch.no_grad()
 def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scaler: Scaler) -> Tensor:
     """Measure all gradients of `optimizers`, which take factors, and leave them the factor; returns the norm (0-dim, float32).
 
@@ -96,16 +96,17 @@ def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scal
 
     alone = not others and counting.add is None
     result = optimizers[-1].engine.measure(max_norm, scale, None if alone else over_ranks)
-    norm, value, bad, _ = result.unbind()
+    bad = result.found_inf
     if scale is not None:
+        assert bad is not None
         if counting.add is None:
             bad = scaler.agreed(bad, here)
         elif not here and not anywhere[0].item():
             raise StepError(NO_GRADIENTS)
     scaler.take([o.optimizer for o in optimizers], bad if scale is not None else None)
     for optimizer, gradients in zip(optimizers, found):
-        optimizer.factor = Factor(value, gradients)
-    return norm
+        optimizer.factor = Factor(result.factor, gradients)
+    return result.norm
 
 
 def may_leave(optimizers: Sequence[PreparedOptimizer], scaler: Scaler) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,24 @@ from .hooks import watched
 from .norms import multiply, wide_norms
 
 DTYPES = (torch.float32, torch.bfloat16)  # of gradients for which the factor is exact enough, in float32
-DEVICES = ("cpu", "cuda")  # where torch's fused steps are known to read `grad_scale`
+
+WORTH = 2**16  # elements from which, on a CPU, what a pass over the gradients takes is more than what leaving a factor does
 
 OverRanks = Callable[[Tensor], None]
+
+
+class Measured(NamedTuple):
+    """What is known of all gradients, 0-dim, float32, on their device.
+
+    Attributes:
+        norm: of the gradients divided by the loss scale.
+        factor: what the step is to multiply them by: (1 / scale) × min(1, max_norm / (norm + 1e-6)).
+        found_inf: above 0 where one is not finite; None where nobody asked: without a scale.
+    """
+
+    norm: Tensor
+    factor: Tensor
+    found_inf: Tensor | None
 
 
 class TorchEngine:
@@ -44,18 +59,28 @@ class TorchEngine:
         self.optimizer, self.counting, self.reason = optimizer, counting or Counting(), reason
         self.averages = Averages(optimizer, ema_decay)
         self._free = free
+        self._groups, self._enough = -1, False
 
     @property
     def name(self) -> str:
         return "torch fused" if takes_found_inf(self.optimizer) else "torch"
 
     def takes_factor(self) -> bool:
-        if not self._free or not takes_found_inf(self.optimizer) or watched(self.optimizer):
+        if not self._free or not self.worth() or not takes_found_inf(self.optimizer) or watched(self.optimizer):
             return False
         return all(
-            g.dtype in DTYPES and p.dtype == g.dtype and g.layout == torch.strided and g.device.type in DEVICES
-            for p, g in self._pairs()
+            g.dtype in DTYPES and p.dtype == g.dtype and g.layout is torch.strided and (g.is_cpu or g.is_cuda)
+            for p, g in self._pairs()  # on these devices, torch's fused steps are known to read `grad_scale`
         )
+
+    def worth(self) -> bool:
+        """See `Engine`. Of all parameters, those of other stages too: the same on all ranks."""
+        groups = self.optimizer.param_groups
+        if len(groups) != self._groups:
+            held = [p for group in groups for p in group["params"]]
+            self._groups = len(groups)
+            self._enough = any(p.is_cuda for p in held) or sum(p.numel() for p in held) >= WORTH
+        return self._enough
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         for group in self.optimizer.param_groups:
@@ -67,33 +92,39 @@ class TorchEngine:
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         return list(self._pairs())
 
-    @torch.no_grad()
-    def measure(self, max_norm: float = float("inf"), scale: Tensor | None = None, over_ranks: OverRanks | None = None) -> Tensor:
-        pairs = self.gradients()
-        parts = [(local(gradient), self.counting.copies(parameter)) for parameter, gradient in pairs]
-        parts = [(part, copies) for part, copies in parts if copies and part.numel()]
-        norms = wide_norms([part for part, _ in parts])
-        each = (
-            torch.stack([n.to(norms[0].device, torch.float32) for n in norms]) if norms else torch.zeros(1, device=self._device())
-        )
+    def measure(
+        self, max_norm: float = float("inf"), scale: Tensor | None = None, over_ranks: OverRanks | None = None
+    ) -> Measured:
+        pairs = [(parameter, local(gradient)) for parameter, gradient in self._pairs()]
+        inverse = None if scale is None else inverse_of(scale)
         if over_ranks is None:
-            norm = torch.linalg.vector_norm(each)
-            if scale is not None:
-                norm = norm * inverse_of(scale.to(each.device))
-            bad = (~norm.isfinite()).float()
+            norms = wide_norms([gradient for _, gradient in pairs])
+            norm = torch.linalg.vector_norm(together(norms)) if norms else torch.zeros((), device=self._device())
+            bad = None
+            if inverse is not None:
+                inverse = inverse.to(norm.device, non_blocking=True)
+                bad = (norm - norm != 0).float()  # of infinity and of no number
+                norm = norm * inverse
         else:
-            wide = each.dtype if each.device.type == "mps" else torch.float64
-            squares = each.to(wide).square()
-            if any(copies != 1 for _, copies in parts):
-                squares = squares / torch.tensor([copies for _, copies in parts], dtype=wide).to(each.device, non_blocking=True)
-            if scale is not None:
-                squares = squares * inverse_of(scale.to(each.device)).to(wide).square()
-            totals = torch.stack([squares.sum(), (~each.isfinite()).sum().to(wide)])
+            totals = self._totals(pairs)
+            if inverse is not None:
+                inverse = inverse.to(totals.device, non_blocking=True)
+                totals[0] *= inverse.to(totals.dtype).square()
             over_ranks(totals)
             norm, bad = totals[0].sqrt().float(), (totals[1] > 0).float()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        inverse = torch.ones_like(norm) if scale is None else inverse_of(scale.to(each.device))
-        return torch.stack([norm, factor * inverse, bad, inverse])
+        return Measured(norm, factor if inverse is None else factor * inverse, bad)
+
+    def _totals(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Σ g² and how many tensors have a number that is not finite, in float64 where the device has it."""
+        counted = [(gradient, self.counting.copies(parameter)) for parameter, gradient in pairs]
+        counted = [(gradient, copies) for gradient, copies in counted if copies and gradient.numel()]
+        norms = wide_norms([gradient for gradient, _ in counted])
+        each = together(norms) if norms else torch.zeros(1, device=self._device())
+        squares = each.to(torch.float32 if each.device.type == "mps" else torch.float64).square()
+        if any(copies != 1 for _, copies in counted):
+            squares = squares / torch.tensor([c for _, c in counted], dtype=squares.dtype).to(each.device, non_blocking=True)
+        return torch.stack([squares.sum(), (~each.isfinite()).sum().to(squares.dtype)])
 
     def _device(self) -> torch.device:
         return next((p.device for group in self.optimizer.param_groups for p in group["params"]), torch.device("cpu"))
@@ -103,7 +134,9 @@ class TorchEngine:
             if found_inf.item():
                 return None
             found_inf = None
-        moving = [parameter for parameter, _ in self._pairs()] if self.averages.decay is not None else ()
+        if self.averages.decay is None:
+            return self._step(factor, found_inf)
+        moving = [parameter for parameter, _ in self._pairs()]
         return self.averages.around(moving, lambda: self._step(factor, found_inf), found_inf)
 
     def _step(self, factor: Tensor | None, found_inf: Tensor | None) -> Any:
@@ -119,3 +152,10 @@ class TorchEngine:
 def inverse_of(scale: Tensor) -> Tensor:
     """1 / scale, rounded once."""
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()  # no float64 on mps
+
+
+def together(numbers: list[Tensor]) -> Tensor:
+    """Of each tensor one, in float32, on the first one's device."""
+    device = numbers[0].device
+    same = all(n.device == device and n.dtype == torch.float32 for n in numbers)
+    return torch.stack(numbers if same else [n.to(device, torch.float32) for n in numbers])

@@ -14,7 +14,7 @@ from easymp import Accelerator, GradScalerKwargs
 from easymp.cuda import availability
 from easymp.cuda.kernel import Kernel
 from easymp.errors import EasympWarning, KernelError, StepError
-from easymp.optim import TorchEngine, engines
+from easymp.optim import TorchEngine, engines, torch_engine
 from easymp.optim.torch_engine import multiply
 
 from ..cuda.compiled import CompiledLauncher
@@ -32,16 +32,18 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @contextmanager
 def stepping(how: str) -> Iterator[CompiledLauncher | None]:
-    """Inside, `prepare` finds kernels ("kernels"), or torch's steps."""
-    if how != "kernels":
-        yield None
-        return
-    launcher = CompiledLauncher()
-    before, engines.launcher_on = engines.launcher_on, lambda device: launcher
-    try:
+    """Inside, `prepare` finds kernels ("kernels"), or torch's steps; a factor is left to these for small models, too."""
+    launcher = CompiledLauncher() if how == "kernels" else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_engine, "WORTH", 0)
+        if launcher is not None:
+            patch.setattr(engines, "launcher_on", lambda device: launcher)
         yield launcher
-    finally:
-        engines.launcher_on = before
+
+
+@pytest.fixture(autouse=True)
+def _of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_engine, "WORTH", 0)
 
 
 def training(how: str, *args: Any, **options: Any) -> dict[str, Any]:
@@ -417,6 +419,18 @@ def test_two_optimizers_and_one_clip() -> None:
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
+def test_of_a_small_model_on_a_cpu_gradients_are_clipped_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A factor of its own would take longer than it saves."""
+    monkeypatch.setattr(torch_engine, "WORTH", 5)
+    acc, model, optimizer = started()
+    with acc:
+        acc.clip_grad_norm_(model.parameters(), 1.0)
+        assert model.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-3)
+        optimizer.add_param_group({"params": list(acc.prepare(nn.Linear(4, 1)).parameters())})
+        assert optimizer.engine.takes_factor()
+        moves(optimizer, model, 0.5)
+
+
 def test_a_part_of_the_parameters_is_clipped_in_memory() -> None:
     acc, model, optimizer = started()
     with acc:
@@ -450,12 +464,12 @@ def test_measuring_is_torchs_norm(dtype: torch.dtype) -> None:
     for p in parameters:
         p.grad = torch.randn(p.shape).to(dtype) * 64
     engine = TorchEngine(torch.optim.AdamW(parameters, fused=True))
-    norm, factor, bad, inverse = engine.measure(0.5, torch.tensor(64.0)).tolist()
+    norm, factor, bad = map(float, engine.measure(0.5, torch.tensor(64.0)))
     expected = torch.cat([p.grad.float().flatten() for p in parameters]).div(64).norm().item()
-    assert (norm, inverse, bad) == (pytest.approx(expected, rel=1e-6), 1 / 64, 0)
+    assert (norm, bad) == (pytest.approx(expected, rel=1e-6), 0)
     assert factor == pytest.approx(0.5 / (expected + 1e-6) / 64, rel=1e-6)
-    over = engine.measure(0.5, torch.tensor(64.0), lambda totals: totals.mul_(4)).tolist()
-    assert over[0] == pytest.approx(2 * expected, rel=1e-6)
+    over = engine.measure(0.5, torch.tensor(64.0), lambda totals: totals.mul_(4))
+    assert float(over.norm) == pytest.approx(2 * expected, rel=1e-6)
     multiply([p.grad for p in parameters], torch.tensor(float("inf")))
-    assert engine.measure()[2] == 1
-    assert engine.measure(1.0, None, lambda totals: None)[2] == 1
+    assert engine.measure(1.0, torch.tensor(64.0)).found_inf == 1
+    assert engine.measure(1.0, None, lambda totals: None).found_inf == 1
