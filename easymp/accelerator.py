@@ -360,7 +360,8 @@ class Accelerator(Collectives, Resuming, Weights):
                 )
             loss = loss / clock.accumulation
         for optimizer in self._prepared.optimizers:
-            optimizer.apply_factor()  # of a clip without a step: this backward adds to gradients that were clipped
+            if optimizer.factor is not None:  # of a clip without a step: this backward adds to gradients that were clipped
+                optimizer.apply_factor()
         clock.backwards += 1
         scaler = self._scaler
         if scaler.enabled:

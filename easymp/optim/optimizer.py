@@ -96,12 +96,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return self.engine.averages.around(moving, lambda: scaler.step(self.optimizer, *given))
         if scaler.enabled and may_leave([self], scaler):
             leave_to_step([self], float("inf"), scaler)
-        factor = self.factor
+        factor = self._factor
         if factor is not None:
             factor.check()
         found = scaler.begin_step(self.optimizer) if scaler.enabled else None
+        if factor is None:
+            return self.engine.step(None, found)
         self.factor = None
-        return self.engine.step(None if factor is None else factor.value, found)
+        return self.engine.step(factor.value, found)
 
     def _step_low(self, *given: Any) -> Any:
         """`step` where parameters are low-precision."""
@@ -181,7 +183,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             if (begins and clock.micro > 1) or (clock.backwards and not clock.sync):
                 return
         self._spent = False
-        self.factor = None
+        if self._factor is not None:
+            self.factor = None
         self.optimizer.zero_grad(set_to_none)
         if self._masters is not None:
             self._masters.clear()
