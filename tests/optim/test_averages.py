@@ -136,7 +136,10 @@ def run(way: str, how: str, folder: str, save: int, load: str | None) -> dict[st
         return {"ema": found, "weights": values(model), "out": out}
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero1", "fsdp", "hsdp", "tensor_parallel", "pipeline"])
+SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("ddp", "hsdp", "pipeline")]
+
+
+@pytest.mark.parametrize("way", ["zero1", "fsdp", "tensor_parallel", *SLOW])
 def test_under_strategies_and_through_checkpoints(ranks: Any, tmp_path: Path, way: str) -> None:
     size = WAYS[way].sizes[0]
     how = "kernels" if list(WAYS).index(way) % 2 else "torch"

@@ -119,7 +119,7 @@ def same(ours: dict[str, Any], theirs: dict[str, Any], rtol: float = 1e-5) -> No
 
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Adam", "Adagrad"))])
 @pytest.mark.parametrize("how", ["torch", "kernels"])
 def test_the_step_that_reads_the_factor_is_the_one_in_memory(how: str, kind: str, precision: str, clip: float | None) -> None:
     ours, theirs = training(how, kind, precision, clip), training("memory", kind, precision, clip)
@@ -147,7 +147,10 @@ def all_three(label: str, precision: str, accumulation: int, bad: tuple[int, int
     ]
 
 
-@pytest.mark.parametrize("label", WAYS)
+RARE = ("data_parallel", "hsdp", "tensor_parallel in fsdp", "pipeline 1f1b", "local_sgd")
+
+
+@pytest.mark.parametrize("label", [pytest.param(way, marks=[pytest.mark.slow] * (way in RARE)) for way in WAYS])
 def test_under_every_strategy(ranks: Any, label: str) -> None:
     number, size = list(WAYS).index(label), WAYS[label].sizes[0]
     precision = "fp16" if number % 2 else "fp32"
