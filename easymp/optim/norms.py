@@ -17,7 +17,7 @@ def wide_norms(tensors: list[Tensor]) -> list[Tensor]:
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(i)
     if len(by_kind) == 1 and tensors[0].dtype == torch.float32:
         return list(torch._foreach_norm(tensors))
-    norms: list[Tensor] = [tensors[0]] * len(tensors)
+    norms = list(tensors)
     for (_, dtype), places in by_kind.items():
         to = {"dtype": torch.float32} if dtype.itemsize < 4 else {}
         for i, norm in zip(places, torch._foreach_norm([tensors[i] for i in places], 2, **to)):

@@ -127,7 +127,9 @@ class TorchEngine:
         return torch.stack([squares.sum(), (~each.isfinite()).sum().to(squares.dtype)])
 
     def _device(self) -> torch.device:
-        return next((p.device for group in self.optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+        # Not meta, as parameters of other stages: a collective does nothing there, and the other ranks wait for this one.
+        held = (p.device for group in self.optimizer.param_groups for p in group["params"] if not p.is_meta)
+        return next(held, torch.device("cpu"))
 
     def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None) -> Any:
         if found_inf is not None and not takes_found_inf(self.optimizer):

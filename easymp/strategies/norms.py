@@ -39,7 +39,7 @@ def counting(world: World) -> Counting:
     """For gradients in any layouts over the ranks of `world`."""
 
     def add(totals: Tensor) -> None:
-        totals.copy_(world.reduce(totals))
+        totals.copy_(world.reduce(totals.to(world.device)))  # a rank that holds none of the gradients has them anywhere
 
     return Counting(lambda parameter: copies(parameter, world.size), add, settle)
 
