@@ -24,6 +24,20 @@ def local(tensor: Tensor) -> Tensor:
     return here if arrived is None else arrived()
 
 
+def parts(tensors: list[Tensor]) -> list[Tensor]:
+    """`local` of each; for lists that are looked through at each step, at a small part of its cost."""
+    return tensors if _PLAIN.issuperset(map(type, tensors)) else [_part(tensor) for tensor in tensors]
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def _part(tensor: Tensor) -> Tensor:
+    # What `to_local` gives, without autograd's view: private, but 10 ns against microseconds.
+    here = getattr(tensor, "_local_tensor", None)
+    return here if type(here) is Tensor else local(tensor)
+
+
 def add_up(tensors: Sequence[Tensor], totals: Tensor) -> None:
     """Make sums over the local parts of `tensors`, a row of `totals` each, sums over the whole ones, in place.
 

@@ -2,56 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..shards import local
+from ..shards import local, parts
 from .kernel import Kernel, Launcher
 from .measure import CONCLUDE, RESULT, TOTAL, squares, unscaled
 from .streams import TYPES
-from .table import Row, Table, dense, lay_out, place, plain
+from .table import Row, Table, dense, lay_out, places, plain
 
 OverRanks = Callable[[Tensor], None]  # adds up a float64 tensor [2] over the ranks, in place; a collective
 
 
 @dataclass
 class _Laid:
-    """Gradients where they lay when the table was made; it owns none of them, so that they can be freed."""
+    """Gradients where they lay when the table was made; it owns none of them, so that they can be freed.
 
-    places: list[Any] = field(default_factory=list)
+    Attributes:
+        owners: whose they are.
+        seen: of all gradients, their owners and `places`; while it stays, so does the table. None where some had to be copied.
+        left: owners of those that the table does not have.
+    """
+
+    owners: Sequence[Any] = ()
+    seen: Any = None
+    left: list[Any] = field(default_factory=list)
     dtypes: tuple[torch.dtype, ...] = ()
     table: Table | None = None
     partials: Tensor | None = None
 
 
 class Gradients:
-    """Kernels over lists of gradients on the launcher's device."""
+    """Kernels over lists of gradients on the launcher's device.
 
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
+    Args:
+        copies: of a gradient's owner, the number of ranks that hold the same elements of it; where it is 0, they are counted elsewhere.
+    """
+
+    def __init__(self, launcher: Launcher, copies: Callable[[Any], int] = lambda owner: 1) -> None:
+        self._launcher, self._copies = launcher, copies
         self._laid = _Laid()
 
     def takes(self, gradient: Tensor) -> bool:
         """Whether these kernels read it: a strided tensor on this device, of a dtype that they know."""
-        return gradient.device == self._launcher.device and gradient.dtype in TYPES and plain(local(gradient))
+        return gradient.device == self._launcher.device and gradient.dtype in TYPES and plain(gradient)
 
     def measure(
         self,
-        gradients: Iterable[tuple[Tensor, int]],
+        gradients: Sequence[Tensor],
+        owners: Sequence[Tensor],
         max_norm: float = float("inf"),
         scale: Tensor | None = None,
         over_ranks: OverRanks | None = None,
-    ) -> Tensor:
-        """float32 [4], as `measure.RESULT` names them, of gradients, each with the number of ranks that hold the same elements.
-
-        Where that is 0, they are counted elsewhere.
-        """
-        held = [(_readable(local(g)), copies) for g, copies in gradients if copies]
-        return self._run(squares, held, max_norm, scale, over_ranks)
+    ) -> tuple[Tensor, list[Tensor]]:
+        """float32 [4], as `measure.RESULT` names them; and the owners of gradients that these kernels do not read."""
+        laid, held = self._lay_out(parts(list(gradients)), owners)
+        result = self._run(squares, laid, max_norm, scale, over_ranks)
+        del held  # until all that reads them is in the stream
+        return result, laid.left
 
     def unscale(self, gradients: Iterable[Tensor], scale: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Divide gradients by `scale` in place; float32, 0-dim, above 0 if one was not finite; and those left to torch."""
@@ -59,18 +71,19 @@ class Gradients:
         for gradient in map(local, gradients):
             fits = self.takes(gradient) and dense(gradient) and not gradient.is_neg()
             (mine if fits else rest).append(gradient)
-        return self._run(unscaled, [(g, 1) for g in mine], float("inf"), scale, None)[RESULT.index("found_inf")], rest
+        return self._run(unscaled, self._lay_out(mine, [None] * len(mine))[0], float("inf"), scale, None)[
+            RESULT.index("found_inf")
+        ], rest
 
     def _run(
         self,
         make: Callable[[torch.dtype], Kernel],
-        held: list[tuple[Tensor, int]],
+        laid: _Laid,
         max_norm: float,
         scale: Tensor | None,
         over_ranks: OverRanks | None,
     ) -> Tensor:
         device, launch = self._launcher.device, self._launcher.launch
-        laid = self._lay_out(held)
         self._launcher.ready([*map(make, laid.dtypes), TOTAL, *([] if over_ranks is None else [CONCLUDE])])
         result = torch.empty(len(RESULT), dtype=torch.float32, device=device)
         totals = torch.empty(2, dtype=torch.float64, device=device)
@@ -87,16 +100,28 @@ class Gradients:
             launch(CONCLUDE, 1, [totals.data_ptr(), at, max_norm, result.data_ptr()])
         return result
 
-    def _lay_out(self, held: list[tuple[Tensor, int]]) -> _Laid:
-        places = [(*place(g), copies) for g, copies in held]
-        if places != self._laid.places:
-            kinds: dict[torch.dtype, list[Row]] = {}
-            for gradient, copies in held:
-                kinds.setdefault(gradient.dtype, []).append(Row((gradient,), copies))
-            table = lay_out(list(kinds.values()), self._launcher.device)
-            partials = torch.empty((table.starts[-1], 2), dtype=torch.float64, device=self._launcher.device)
-            self._laid = _Laid(places, tuple(kinds), table, partials)
-        return self._laid
+    def _lay_out(self, gradients: list[Tensor], owners: Sequence[Any]) -> tuple[_Laid, list[Tensor]]:
+        """The table of `gradients`, the last one if all is where it was; and what it points at."""
+        found = places(gradients)
+        seen = None if found is None else [list(map(id, owners)), *found]
+        if seen is not None and seen == self._laid.seen:
+            return self._laid, gradients
+        left: list[Any] = []
+        kinds: dict[torch.dtype, list[Row]] = {}
+        held: list[Tensor] = []
+        for gradient, owner in zip(gradients, owners):
+            if not self.takes(gradient):
+                left.append(owner)
+            elif copies := self._copies(owner):
+                here = _readable(gradient)
+                held.append(here)
+                kinds.setdefault(gradient.dtype, []).append(Row((here,), copies))
+                if here is not gradient:
+                    seen = None
+        table = lay_out(list(kinds.values()), self._launcher.device)
+        partials = torch.empty((table.starts[-1], 2), dtype=torch.float64, device=self._launcher.device)
+        self._laid = _Laid(owners, seen, left, tuple(kinds), table, partials)
+        return self._laid, held
 
 
 def _readable(gradient: Tensor) -> Tensor:

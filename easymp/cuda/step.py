@@ -16,13 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from ..errors import KernelError
-from ..shards import add_up, local
+from ..shards import add_up, local, parts
 from .gradients import Gradients, OverRanks
 from .kernel import THREADS, Kernel, Launcher
 from .measure import totals
@@ -30,11 +32,12 @@ from .prepare import MOST, TENSOR, prepare, weigh
 from .rounding import Rounding
 from .rules.rule import Group, Rule, Survey
 from .streams import TYPES
-from .table import Row, Table, alike, dense, lay_out, place, plain, upload
+from .table import Row, Table, addresses, alike, dense, lay_out, places, plain, upload
 from .update import roles_of, survey_of, update
 
 EMA = "ema"  # key of the average in an optimizer's state
 
+_NOTHING: dict[str, Any] = {}
 Gradient = Callable[[Tensor], "Tensor | None"]
 
 
@@ -49,14 +52,8 @@ class _Kind:
 
 @dataclass(eq=False, slots=True)
 class _Item:
-    """One parameter with a gradient.
+    """One parameter with a gradient, in the tables."""
 
-    Attributes:
-        facts: all that the table takes of it; while they stay, so does the table.
-    """
-
-    parameter: Tensor
-    facts: tuple[Any, ...]
     kind: _Kind
     row: Row
     words: tuple[int, ...]
@@ -64,14 +61,28 @@ class _Item:
 
 @dataclass
 class _Layout:
-    """One set of parameters with gradients, where they lay. It owns none of them: gradients can be freed, states replaced."""
+    """One set of parameters with gradients, where they lay. It owns none of them: gradients can be freed, states replaced.
 
-    facts: dict[tuple[Any, ...], _Kind] = field(default_factory=dict)
+    Attributes:
+        seen: what the tables were made of, as `_look_at` says; while it stays, so do they. None where it cannot be told.
+        things: parameters and what lies beside their gradients, in the order of `_beside`.
+        rest: parameters that the kernels do not take.
+        order: of each row, which of the parameters with gradients it is.
+    """
+
+    seen: Any = None
+    things: list[Callable[[], Tensor | None]] = field(default_factory=list)
+    rest: list[Tensor] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
     kinds: tuple[_Kind, ...] = ()
     table: Table | None = None
     tensors: Tensor | None = None
     partials: Tensor | None = None
     constants: Tensor | None = None
+
+
+def _nothing() -> None:
+    """In place of a reference to what is not there."""
 
 
 class FusedStep:
@@ -106,16 +117,22 @@ class FusedStep:
     ) -> None:
         self.optimizer, self.rule, self.ema_decay = optimizer, rule, ema_decay
         self.state_dtype, self.rounding = state_dtype, rounding
-        self.rest: list[Tensor] = []
         self._launcher, self._gradient, self._copy, self._copies = launcher, gradient, ({} if copy is None else copy), copies
+        averages = (EMA,) if ema_decay is not None else ()
+        self._keys = (*("step",) * rule.counts, *(rule.scalar,) * bool(rule.scalar), *rule.states, *averages)
         self.unmeasured: list[Tensor] = []
-        self._gradients = Gradients(launcher)
+        self._gradients = Gradients(launcher, copies)
         self._layout = _Layout()
         self._hyper: list[float] = []
         self._groups: Tensor | None = None
         self._kernels: dict[Any, Kernel] = {}
         self._before: list[tuple[dict[str, Any], str, Any]] = []  # what the state had where a new layout has put something
         self._counters: dict[Tensor, Tensor] = {}  # of steps, where the rule's states have none
+
+    @property
+    def rest(self) -> list[Tensor]:
+        """Parameters with gradients that the last step has left to others."""
+        return self._layout.rest
 
     # -- the four launches ----------------------------------------------------------------------------------------------
 
@@ -129,18 +146,9 @@ class FusedStep:
             scale: float32, 0-dim: the loss scale.
             over_ranks: adds up a float64 tensor [2] over the ranks, in place. A collective.
         """
-        self.unmeasured = []
-        found: list[tuple[Tensor, int]] = []
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = self._gradient(parameter)
-                if gradient is None:
-                    continue
-                if self._gradients.takes(gradient):
-                    found.append((gradient, self._copies(parameter)))
-                else:
-                    self.unmeasured.append(parameter)
-        return self._gradients.measure(found, max_norm, scale, over_ranks)
+        _, parameters, gradients = self._found()
+        result, self.unmeasured = self._gradients.measure(gradients, parameters, max_norm, scale, over_ranks)
+        return result
 
     @torch.no_grad()
     def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None, measured: Tensor | None = None) -> None:
@@ -153,29 +161,29 @@ class FusedStep:
         """
         if self.rule.norm and measured is None:
             measured = self.measure()
-        layout, held = self._lay_out()
+        layout, parameters, held = self._lay_out()
         if layout.table is None or layout.tensors is None or layout.constants is None:
             return
         times, skip = (0 if t is None else t.data_ptr() for t in (factor, found_inf))
         constants, follow = layout.constants.data_ptr(), 1.0 - (self.ema_decay or 0.0)
         self._each(self._prepare(), skip, 0 if measured is None else measured.data_ptr(), times)
         if self.rule.survey is not None:
-            self._survey(self.rule.survey, held, times, skip)
+            self._survey(self.rule.survey, [parameters[i] for i in layout.order], times, skip)
         for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
             self._stream(self._update(kind), first, last, constants, times, skip, follow, *self._seed(kind))
         del held  # until all that reads them is in the stream
 
-    def _survey(self, survey: Survey, held: Sequence[_Item], times: int, skip: int) -> None:
+    def _survey(self, survey: Survey, parameters: Sequence[Tensor], times: int, skip: int) -> None:
         layout = self._layout
         assert layout.table is not None
         assert layout.partials is not None
         assert layout.constants is not None
         for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
             self._stream(self._look(survey, kind), first, last, layout.constants.data_ptr(), times, skip, *self._seed(kind))
-        found = torch.empty((len(held), len(survey.sums)), dtype=torch.float64, device=self._launcher.device)
+        found = torch.empty((len(parameters), len(survey.sums)), dtype=torch.float64, device=self._launcher.device)
         arguments = [layout.partials.data_ptr(), layout.table.firsts.data_ptr(), found.data_ptr()]
-        self._launcher.launch(self._totals(survey), len(held), arguments)
-        add_up([item.parameter for kind in layout.kinds for item in held if item.kind == kind], found)
+        self._launcher.launch(self._totals(survey), len(parameters), arguments)
+        add_up(parameters, found)
         self._each(self._weigh(survey), skip, found.data_ptr())
 
     def _each(self, kernel: Kernel, skip: int, *arguments: int) -> None:
@@ -261,95 +269,106 @@ class FusedStep:
         here = isinstance(lr, Tensor) and lr.device == self._launcher.device and lr.dtype == torch.float32
         return lr.data_ptr() if here else 0  # type: ignore[union-attr]
 
-    def _lay_out(self) -> tuple[_Layout, list[_Item]]:
-        """The table of the parameters that have gradients now, the last one if all is where it was; and what it points at."""
-        items: list[_Item] = []
-        self.rest = []
-        known = self._layout.facts
-        position = -1
-        for number, group in enumerate(self.optimizer.param_groups):
-            fits = self.rule.refuse(group) is None
-            uses = self.rule.uses(group) if fits else ()
-            lr = self._lr_at(group["lr"]) if fits else 0
-            for parameter in group["params"]:
-                position += 1
-                gradient = self._gradient(parameter)
-                if gradient is None:
-                    continue
-                item = self._item(parameter, gradient, position, number, lr, uses, known) if fits else None
-                if item is None:
-                    self.rest.append(parameter)
-                else:
-                    items.append(item)
-        if [item.facts for item in items] != list(known):
-            self._compile({item.kind for item in items})
-            self._layout = self._new(items)
-        self._before.clear()
-        return self._layout, items
+    def _found(self) -> tuple[list[int], list[Tensor], list[Tensor]]:
+        """Parameters that have gradients now: their numbers among all, they, and these."""
+        positions: list[int] = []
+        parameters: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for position, parameter in enumerate(p for group in self.optimizer.param_groups for p in group["params"]):
+            gradient = self._gradient(parameter)
+            if gradient is not None:
+                positions.append(position)
+                parameters.append(parameter)
+                gradients.append(gradient)
+        return positions, parameters, gradients
 
-    def _new(self, items: Sequence[_Item]) -> _Layout:
+    def _beside(self, parameters: Sequence[Tensor]) -> list[Any]:
+        """Of each of `parameters`: itself, its low-precision copy, and what its state has under the keys of the rule; None for nothing."""
+        things: list[Any] = []
+        states, keys, copies = self.optimizer.state, self._keys, self._copy
+        for parameter in parameters:
+            things.append(parameter)
+            if copies:
+                things.append(copies.get(id(parameter)))
+            things += map(states.get(parameter, _NOTHING).get, keys)
+        return things
+
+    def _seen(
+        self, positions: list[int], gradients: list[Tensor], things: list[Any], groups: list[tuple[Any, ...]]
+    ) -> list[Any] | None:
+        """All that a layout depends on but which `things` these are; None where it cannot be told.
+
+        Of a thing that stays the same object, its address tells the rest. Gradients are often new ones.
+        """
+        lying, beside = places(gradients), addresses(parts([thing for thing in things if thing is not None]))
+        return None if lying is None or beside is None else [positions, groups, lying, beside]
+
+    def _lay_out(self) -> tuple[_Layout, list[Tensor], list[Any]]:
+        """The layout of the parameters that have gradients now, the last one if all is where it was; these; what it points at."""
+        positions, parameters, found = self._found()
+        gradients, things, layout = parts(found), self._beside(parameters), self._layout
+        groups = [self._facts(group) for group in self.optimizer.param_groups]
+        if len(things) == len(layout.things) and all(map(is_, things, [thing() for thing in layout.things])):
+            seen = self._seen(positions, gradients, things, groups)
+            if seen is not None and seen == layout.seen:
+                return layout, parameters, [gradients, things]
+        items: dict[int, _Item] = {}
+        numbers = [number for number, (count, *_) in enumerate(groups) for _ in range(count)]
+        for i, (position, parameter, gradient) in enumerate(zip(positions, parameters, gradients)):
+            number = numbers[position]
+            _, fits, lr, uses = groups[number]
+            item = self._item(parameter, gradient, position, number, lr, uses) if fits else None
+            if item is not None:
+                items[i] = item
+        self._compile({item.kind for item in items.values()})
+        self._before.clear()
+        layout = self._layout = self._new(items)
+        layout.rest = [parameter for i, parameter in enumerate(parameters) if i not in items]
+        things = self._beside(parameters)
+        read_there = all(item.row.tensors[0] is gradients[i] for i, item in items.items())
+        if read_there and all(thing is None or isinstance(thing, Tensor) for thing in things):
+            layout.things = [_nothing if thing is None else ref(thing) for thing in things]
+            layout.seen = self._seen(positions, gradients, things, groups)
+        return layout, parameters, [items, things]
+
+    def _facts(self, group: Group) -> tuple[int, bool, int, tuple[str, ...]]:
+        """Of a param group: parameters, whether it is for the kernels, where its lr is, and the states that it has."""
+        fits = self.rule.refuse(group) is None
+        return len(group["params"]), fits, self._lr_at(group["lr"]) if fits else 0, self.rule.uses(group) if fits else ()
+
+    def _new(self, items: Mapping[int, _Item]) -> _Layout:
         if not items:
             return _Layout()
         device = self._launcher.device
-        kinds: dict[_Kind, list[_Item]] = {}
-        for item in items:
-            kinds.setdefault(item.kind, []).append(item)
-        table = lay_out([[item.row for item in of] for of in kinds.values()], device)
-        words = [word for of in kinds.values() for item in of for word in item.words]
-        tensors = upload(words, torch.int64, device).view(-1, TENSOR)
+        kinds: dict[_Kind, list[int]] = {}
+        for i, item in items.items():
+            kinds.setdefault(item.kind, []).append(i)
+        order = [i for of in kinds.values() for i in of]
+        table = lay_out([[items[i].row for i in of] for of in kinds.values()], device)
+        tensors = upload([word for i in order for word in items[i].words], torch.int64, device).view(-1, TENSOR)
         partials = torch.empty((table.starts[-1], 2), dtype=torch.float64, device=device)
         constants = torch.empty((len(tensors), MOST), dtype=torch.float32, device=device)
-        return _Layout({item.facts: item.kind for item in items}, tuple(kinds), table, tensors, partials, constants)
+        return _Layout(order=order, kinds=tuple(kinds), table=table, tensors=tensors, partials=partials, constants=constants)
 
     def _item(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        position: int,
-        number: int,
-        lr: int,
-        uses: tuple[str, ...],
-        known: Mapping[Any, _Kind],
+        self, parameter: Tensor, gradient: Tensor, position: int, number: int, lr: int, uses: tuple[str, ...]
     ) -> _Item | None:
         """`parameter` as a row, its tensors in the order of their roles; None where the kernels do not take it."""
-        copies = self._copies(parameter)
-        first = 0 if self.rounding is None else self.rounding.first(parameter)
-        once = (position, number, lr, copies, first, uses)
-        tensors = self._tensors(parameter, gradient, self.optimizer.state.get(parameter, {}), uses)
-        kind = None
-        if tensors is not None and not gradient.is_neg():
-            kind = known.get((*once, *map(place, tensors)))
-        if kind is None:
-            if not self._takes(parameter, gradient, self.optimizer.state.get(parameter, {}), uses):
-                return None
-            state = self._state(parameter, uses, self.optimizer.param_groups[number])
-            tensors = self._tensors(parameter, gradient, state, uses)
-            assert tensors is not None
-            if not alike(tensors[2], tensors[3]) or gradient.is_neg():
-                straight = torch.empty_like(tensors[3], dtype=gradient.dtype).copy_(tensors[2])
-                tensors = (*tensors[:2], straight, *tensors[3:])
-            roles = roles_of(uses, self.ema_decay is not None, id(parameter) in self._copy)
-            dtypes = tuple((role.name, t.dtype) for role, t in zip(roles, tensors[2:]))
-            kind = _Kind(uses, dtypes, self.rounding is not None)
-        counter, scalar, *row = tensors  # type: ignore[misc]
-        words = (number, counter.data_ptr(), lr, scalar.data_ptr())
-        return _Item(parameter, (*once, *map(place, tensors)), kind, Row(tuple(row), copies, position, first), words)  # type: ignore[arg-type]
-
-    def _tensors(
-        self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Any], uses: tuple[str, ...]
-    ) -> tuple[Tensor, ...] | None:
-        """The step counter, the scalar (or the counter again), and what lies here of the tensors of each role, in their order.
-
-        None where there are not all of them yet.
-        """
-        keys = (*uses, EMA) if self.ema_decay is not None else uses
-        counter = state.get("step") if self.rule.counts else self._counters.get(parameter)
-        scalar = state.get(self.rule.scalar) if self.rule.scalar else counter
-        if not isinstance(counter, Tensor) or not isinstance(scalar, Tensor) or any(state.get(key) is None for key in keys):
+        if not self._takes(parameter, gradient, self.optimizer.state.get(parameter, {}), uses):
             return None
-        low = self._copy.get(id(parameter))
-        found = (gradient, parameter, *(state[key] for key in keys), *(() if low is None else (low,)))
-        return counter, scalar, *map(local, found)
+        state = self._state(parameter, uses, self.optimizer.param_groups[number])
+        counter = state["step"] if self.rule.counts else self._counters[parameter]
+        scalar = state[self.rule.scalar] if self.rule.scalar else counter
+        here, low = local(parameter), self._copy.get(id(parameter))
+        if not alike(gradient, here) or gradient.is_neg():
+            gradient = torch.empty_like(here, dtype=gradient.dtype).copy_(gradient)
+        averages = (EMA,) if self.ema_decay is not None else ()
+        row = (gradient, here, *(local(state[key]) for key in (*uses, *averages)), *(() if low is None else (local(low),)))
+        roles = roles_of(uses, bool(averages), low is not None)
+        kind = _Kind(uses, tuple((role.name, t.dtype) for role, t in zip(roles, row)), self.rounding is not None)
+        first = 0 if self.rounding is None else self.rounding.first(parameter)
+        words = (number, local(counter).data_ptr(), lr, local(scalar).data_ptr())
+        return _Item(kind, Row(row, self._copies(parameter), position, first), words)
 
     def _takes(self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Any], uses: tuple[str, ...]) -> bool:
         """Whether the kernels can; before any state is made, for what they leave to others is not theirs."""

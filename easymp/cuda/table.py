@@ -91,6 +91,26 @@ def place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
+def places(tensors: Sequence[Tensor]) -> list[list[Any]] | None:
+    """What tells whether a table of `tensors` is one of these others too, which may lie in the same memory; None where some have none.
+
+    Shapes are not in it, for they cost more than all the rest: of dense tensors that are `alike`, numbers of elements will do.
+    """
+    where = addresses(tensors)
+    if where is None:
+        return None
+    how = list(map(Tensor.stride, tensors)), list(map(Tensor.numel, tensors)), list(map(Tensor.is_neg, tensors))
+    return [list(map(type, tensors)), where, [t.dtype for t in tensors], *how]
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int] | None:
+    """None where some have no memory of their own: sparse ones, and classes that wrap others."""
+    try:
+        return list(map(Tensor.data_ptr, tensors))
+    except RuntimeError:
+        return None
+
+
 def plain(tensor: Tensor) -> bool:
     """Whether `tensor` is strided memory, and no class of its own that computes otherwise and may have none (quantised, fake)."""
     return tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__

@@ -127,7 +127,7 @@ def on_its_way():
         with torch.no_grad():
             gradient = gradient.redistribute(placements=[Replicate()], async_op=True)
             waiting = isinstance(gradient._local_tensor, AsyncCollectiveTensor)
-            return waiting, Gradients(CompiledLauncher()).measure([(gradient, 1)])[0].item()
+            return waiting, Gradients(CompiledLauncher()).measure([gradient], [None])[0][0].item()
     finally:
         torch.distributed.destroy_process_group()
 
@@ -138,7 +138,7 @@ def test_gradients_that_are_on_their_way_are_waited_for(ranks):
 
 def test_gradients_of_other_kinds_are_measured_too():
     wide, odd = torch.randn(6, 4), torch.randn(20)[::2]
-    found = Gradients(CompiledLauncher()).measure([(wide, 2), (odd, 1), (torch.randn(3), 0)])
+    found, _ = Gradients(CompiledLauncher(), copies=int).measure([wide, odd, torch.randn(3)], [2, 1, 0])
     torch.testing.assert_close(found[0], (wide.square().sum() / 2 + odd.square().sum()).sqrt())
 
 

@@ -130,6 +130,58 @@ def test_another_tensor_at_the_same_address_is_seen():
     assert [r is p for r in step.rest] == [True]
 
 
+def test_parameters_and_states_whose_memory_is_another(made):
+    run = Run()
+    run()
+    for p in run.ours:
+        p.data = p.data.clone()
+    run()
+    for p in run.ours:
+        run.mine.state[p]["exp_avg_sq"].data = run.mine.state[p]["exp_avg_sq"].data.clone()
+    run()
+    run()
+    assert made["step"] == 3
+
+
+def test_a_gradient_of_another_parameter_at_the_same_address():
+    """What a gradient counts for is its parameter's, also where the memory of the last one is used again."""
+    memory = torch.ones(4)
+    held = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    step = FusedStep(torch.optim.AdamW(held), ADAM, CompiledLauncher(), copies=lambda p: 4 if p is held[1] else 1)
+    for p, norm in zip(held, (2.0, 1.0)):
+        p.grad = memory
+        assert step.measure()[0].item() == norm
+        step.step()
+        p.grad = None
+    assert [step.optimizer.state[p]["step"].item() for p in held] == [1.0, 1.0]
+
+
+def test_a_parameter_goes_to_another_group():
+    run = Run(groups=[([0, 1], {}), ([2, 3], {"lr": 1.0})])
+    run([1])
+    for optimizer, held in ((run.mine, run.ours), (run.reference, run.theirs)):
+        for group, which in zip(optimizer.param_groups, ([0, 3], [2, 1])):
+            group["params"][:] = [held[i] for i in which]
+    run([1])
+
+
+def test_a_gradient_becomes_sparse_and_dense_again():
+    run = Run()
+    run()
+    p = run.ours[1]
+    before, grad = p.detach().clone(), p.grad
+    p.grad = torch.ones(3, 7).to_sparse(1)
+    run.step.measure()
+    assert [q is p for q in run.step.unmeasured] == [True]
+    run.step.step()
+    assert [q is p for q in run.step.rest] == [True] and torch.equal(p, before)
+    p.grad = grad
+    run.step.measure()
+    run.step.step()
+    assert run.step.unmeasured == run.step.rest == []
+    assert not torch.equal(p, before)
+
+
 def test_measuring_makes_no_state():
     run = Run()
     for p in run.ours:
