@@ -61,6 +61,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.updates = 0  # steps that ended a window, skipped ones included
         self._spent = False  # whether the gradients have been stepped on, and not cleared since
         self._waiting = False  # whether the last call was a step that waits for the end of the window
+        # A stage that holds none of the parameters has it, too: whether overflows are read on the device is alike on all ranks.
+        fill_momentum(optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update at the end of a window, skipped if a gradient overflowed; nothing on other micro-steps.
