@@ -118,8 +118,6 @@ class FusedStep:
         self.optimizer, self.rule, self.ema_decay = optimizer, rule, ema_decay
         self.state_dtype, self.rounding = state_dtype, rounding
         self._launcher, self._gradient, self._copy, self._copies = launcher, gradient, ({} if copy is None else copy), copies
-        averages = (EMA,) if ema_decay is not None else ()
-        self._keys = (*("step",) * rule.counts, *(rule.scalar,) * bool(rule.scalar), *rule.states, *averages)
         self.unmeasured: list[Tensor] = []
         self._gradients = Gradients(launcher, copies)
         self._layout = _Layout()
@@ -282,10 +280,15 @@ class FusedStep:
                 gradients.append(gradient)
         return positions, parameters, gradients
 
-    def _beside(self, parameters: Sequence[Tensor]) -> list[Any]:
-        """Of each of `parameters`: itself, its low-precision copy, and what its state has under the keys of the rule; None for nothing."""
+    def _keys(self, groups: Sequence[tuple[Any, ...]]) -> list[str]:
+        """Of states: all that parameters in any of `groups` need."""
+        single = ["step"] * self.rule.counts + [self.rule.scalar] * bool(self.rule.scalar)
+        return [*single, *{key: None for *_, uses in groups for key in uses}, *[EMA] * (self.ema_decay is not None)]
+
+    def _beside(self, parameters: Sequence[Tensor], keys: Sequence[str]) -> list[Any]:
+        """Of each of `parameters`: itself, its low-precision copy, and what its state has under `keys`; None for nothing."""
         things: list[Any] = []
-        states, keys, copies = self.optimizer.state, self._keys, self._copy
+        states, copies = self.optimizer.state, self._copy
         for parameter in parameters:
             things.append(parameter)
             if copies:
@@ -306,8 +309,9 @@ class FusedStep:
     def _lay_out(self) -> tuple[_Layout, list[Tensor], list[Any]]:
         """The layout of the parameters that have gradients now, the last one if all is where it was; these; what it points at."""
         positions, parameters, found = self._found()
-        gradients, things, layout = parts(found), self._beside(parameters), self._layout
         groups = [self._facts(group) for group in self.optimizer.param_groups]
+        keys = self._keys(groups)
+        gradients, things, layout = parts(found), self._beside(parameters, keys), self._layout
         if len(things) == len(layout.things) and all(map(is_, things, [thing() for thing in layout.things])):
             seen = self._seen(positions, gradients, things, groups)
             if seen is not None and seen == layout.seen:
@@ -324,7 +328,7 @@ class FusedStep:
         self._before.clear()
         layout = self._layout = self._new(items)
         layout.rest = [parameter for i, parameter in enumerate(parameters) if i not in items]
-        things = self._beside(parameters)
+        things = self._beside(parameters, keys)
         read_there = all(item.row.tensors[0] is gradients[i] for i, item in items.items())
         if read_there and all(thing is None or isinstance(thing, Tensor) for thing in things):
             layout.things = [_nothing if thing is None else ref(thing) for thing in things]
