@@ -20,7 +20,7 @@ from .data import PreparedLoader, SkippedLoader, prepare_loader
 from .errors import PrepareError, StepError, WorldError
 from .fitting import Fitting
 from .log import get_logger
-from .optim import CupyEngine, FusedOptimizer, Masters, PreparedOptimizer, PreparedScheduler, Sums, engine_for, fuse
+from .optim import CupyEngine, Engine, FusedOptimizer, Masters, PreparedOptimizer, PreparedScheduler, Sums, engine_for, fuse
 from .precision import Scaler
 from .prepared import Route, make_view
 from .protocols import Choice, Manner, Precision, Strategy
@@ -231,9 +231,7 @@ class Preparation:
         if isinstance(stepped, FusedOptimizer) and self.strategy.counting.add is not None:
             stepped.count_by(self.strategy.counting)
         engine = engine_for(stepped, self.strategy.counting, fused, self._run.plan.settings.ema_decay, masters, self._gave_way)
-        world = self._run.world
-        if world.size > 1 and world.device.type == "cuda" and world.any(engine.name != "CuPy") and isinstance(engine, CupyEngine):
-            engine.give_way("our kernels do not run on all ranks")  # which are to measure in the same way
+        self._same_kernels(stepped, engine)
         prepared = PreparedOptimizer(stepped, self._run.clock, self._scaler, optimizer, masters, self.sums, engine)
         self.stepped_by.update((p, prepared) for p in held)
         self.optimizers.append(prepared)
@@ -241,6 +239,20 @@ class Preparation:
             self._whose.append((prepared, why_not))
             self._say_steps()
         return prepared
+
+    def _same_kernels(self, stepped: torch.optim.Optimizer, engine: Engine) -> None:
+        """Our kernels run on all ranks, or on none: gradients are to be measured in the same way, by the same collectives."""
+        world = self._run.world
+        if world.size == 1 or world.device.type != "cuda":
+            return
+        own = stepped if isinstance(stepped, FusedOptimizer) else None
+        here = isinstance(engine, CupyEngine) if own is None else own.engine.kernels is not None
+        if world.any(not here) and here:
+            reason = "our kernels do not run on all ranks"
+            if own is not None:
+                own.do_without(reason)
+            elif isinstance(engine, CupyEngine):
+                engine.give_way(reason)
 
     def _say_steps(self) -> None:
         """Which step runs of each optimizer, and why, in the plan."""

@@ -23,7 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..errors import KernelError
+from ..errors import KernelError, StepError
 from ..shards import add_up, local, parts
 from .gradients import Gradients, OverRanks
 from .kernel import THREADS, Kernel, Launcher
@@ -156,6 +156,10 @@ class FusedStep:
             factor: float32, 0-dim: what gradients are multiplied by.
             found_inf: float32, 0-dim: above 0, nothing changes, the counters included.
             measured: what `measure` has given for these gradients, for a rule that needs their norm; without it they are measured.
+
+        Raises:
+            KernelError: it cannot begin; nothing has changed.
+            StepError: it has begun, and the device took no more.
         """
         if self.rule.norm and measured is None:
             measured = self.measure()
@@ -165,10 +169,15 @@ class FusedStep:
         times, skip = (0 if t is None else t.data_ptr() for t in (factor, found_inf))
         constants, follow = layout.constants.data_ptr(), 1.0 - (self.ema_decay or 0.0)
         self._each(self._prepare(), skip, 0 if measured is None else measured.data_ptr(), times)
-        if self.rule.survey is not None:
-            self._survey(self.rule.survey, [parameters[i] for i in layout.order], times, skip)
-        for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
-            self._stream(self._update(kind), first, last, constants, times, skip, follow, *self._seed(kind))
+        try:
+            if self.rule.survey is not None:
+                self._survey(self.rule.survey, [parameters[i] for i in layout.order], times, skip)
+            for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
+                self._stream(self._update(kind), first, last, constants, times, skip, follow, *self._seed(kind))
+        except KernelError as error:  # nobody may take it for a step that has not begun
+            raise StepError(
+                f"a step stopped in its midst, and some of the parameters have moved: {error}. Load a checkpoint"
+            ) from error
         del held  # until all that reads them is in the stream
 
     def _survey(self, survey: Survey, parameters: Sequence[Tensor], times: int, skip: int) -> None:

@@ -168,18 +168,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             copies=self._copies,
         )
 
-    def _copies(self, parameter: Any) -> int:
-        """On how many ranks of the mesh each element of `parameter` lies."""
-        ranks = math.prod(mesh.size() for mesh in self._meshes)
-        for dim, placement in enumerate(getattr(parameter, "placements", ())):
-            ranks //= 1 if placement.is_replicate() else parameter.device_mesh.size(dim)
-        return ranks
-
-    def _over_ranks(self, totals: Tensor) -> None:
-        for mesh in self._meshes:
-            for dim in range(mesh.ndim):
-                torch.distributed.all_reduce(totals, group=mesh.get_group(dim))
-
     def _otherwise(self, reason: str) -> Way:
         return Way("torch", reason)
 
@@ -222,14 +210,19 @@ class FusedOptimizer(torch.optim.Optimizer):
                 kernels.step(factor, found_inf, result)
                 moved = kernels.rest
             except KernelError as error:  # nothing has moved yet
-                kernels = self._do_without(str(error))
+                kernels = self._do_without(error)
         if moved or (kernels is None and self.rule.norm):
             self._advance_rest(moved, factor, found_inf)
 
-    def _do_without(self, reason: str) -> None:
-        warn_once(reason)
+    def do_without(self, reason: str) -> None:
+        """torch steps from here on, as long as the parameters lie where they do."""
+        self.engine  # noqa: B018  # is chosen by now
         assert self._chosen is not None
         self._chosen = self._chosen[0], self._otherwise(reason)
+
+    def _do_without(self, error: KernelError) -> None:
+        warn_once(str(error))
+        self.do_without(str(error))
 
     def _advance_rest(self, moved: Sequence[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
         decay = self.options.ema_decay
@@ -311,7 +304,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             try:
                 result = kernels.measure(max_norm, None, self._over_ranks)
             except KernelError as error:
-                self._do_without(str(error))
+                self._do_without(error)
         if result is not None:
             norm, factor = result[0], result[1]
         else:

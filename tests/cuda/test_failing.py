@@ -5,7 +5,7 @@ import torch
 
 from easymp.cuda.rules import RULES
 from easymp.cuda.step import FusedStep
-from easymp.errors import KernelError
+from easymp.errors import KernelError, StepError
 
 from .compiled import CompiledLauncher
 
@@ -61,3 +61,25 @@ def test_a_norm_is_not_begun_where_its_last_kernel_is_missing():
     with pytest.raises(KernelError, match="total"):
         FusedStep(mine, RULES[torch.optim.AdamW], launcher).measure(1.0)
     assert launcher.launches == []
+
+
+class Breaking(CompiledLauncher):
+    """Starts nothing from launch `number` of a step on."""
+
+    number = 0
+
+    def launch(self, kernel, blocks, arguments):
+        if len(self.launches) >= self.number:
+            raise KernelError(f"{kernel.name} cannot be started on cpu: the driver said so")
+        super().launch(kernel, blocks, arguments)
+
+
+@pytest.mark.parametrize(("number", "error"), [(0, KernelError), (1, StepError), (2, StepError)])
+def test_a_step_that_has_begun_is_not_taken_for_one_that_has_not(number, error):
+    """Where nothing has moved, torch may step instead; afterwards it would step twice."""
+    mine, _ = optimizer()
+    launcher = Breaking()
+    launcher.number = number
+    with pytest.raises(error, match="cannot be started"):
+        FusedStep(mine, RULES[torch.optim.AdamW], launcher).step()
+    assert len(launcher.launches) == number

@@ -3,6 +3,7 @@
 import copy
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,7 +13,8 @@ import easymp.optim as ours
 from easymp import Accelerator
 from easymp.cuda.availability import Unavailable
 from easymp.errors import KernelError, RefusedError, StepError
-from easymp.optim import fusing
+from easymp.optim import TorchEngine, fusing
+from easymp.preparing import Preparation
 from tests.cuda.compiled import CompiledLauncher
 
 SHAPES = [(7,), (33, 5), (0,), (1,), (2, 9001)]
@@ -340,3 +342,17 @@ def test_shards_are_stepped_as_whole_tensors(strategy, ranks):
     for name in both:
         for key, value in both[name].items():
             torch.testing.assert_close(torch.tensor(value), torch.tensor(alone[name][key]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_kernels_run_on_all_ranks_or_on_none(everywhere, kernels):
+    """On GPUs, where a rank may miss CuPy: two ways to measure would meet in different collectives."""
+    parameters = [torch.nn.Parameter(torch.ones(3))]
+    mine = ours.LAMB(parameters)
+    assert mine.engine.kernels is not None
+    world = SimpleNamespace(size=2, device=torch.device("cuda"), any=lambda mine: mine or not everywhere)
+    Preparation._same_kernels(SimpleNamespace(_run=SimpleNamespace(world=world)), mine, TorchEngine(mine))
+    assert (mine.engine.kernels is not None) == everywhere
+    parameters[0].grad = torch.ones(3)
+    mine.step()
+    assert everywhere or "not run on all ranks" in mine.engine.reason
