@@ -5,6 +5,7 @@ Names are loaded at first use, so that ``easymp --help`` does not wait for torch
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import Any
 
@@ -65,9 +66,20 @@ __all__ = sorted([*_HOME, "__version__"])
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'easymp' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    value = getattr(_load(f".{_HOME[name]}"), name)
     globals()[name] = value
     return value
+
+
+def _load(home: str) -> Any:
+    """A module of ours, with the garbage collector off: what an import makes stays, and a collection would look through all of torch."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(home, __name__)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

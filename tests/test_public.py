@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import json
 import subprocess
@@ -44,6 +45,19 @@ def test_what_the_scripts_of_others_import() -> None:
         *("broadcast_object_list", "skip_first_batches"),
     }
     assert wanted <= set(easymp.__all__)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_garbage_collector_is_as_it_was_after_an_import(collects: bool) -> None:
+    (gc.enable if collects else gc.disable)()
+    try:
+        easymp._load(".units")
+        assert gc.isenabled() == collects
+        with pytest.raises(ModuleNotFoundError):
+            easymp._load(".nothing")
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 def test_a_wrong_name() -> None:
