@@ -183,7 +183,7 @@ def grad_scale(job: Job) -> tuple[Run, str]:
     good = torch.zeros((), dtype=torch.int32, device=job.device)
 
     def run() -> None:
-        _, factor, found, _ = engine.measure(MAX_NORM, job.scale).unbind()
+        _, factor, found = engine.measure(MAX_NORM, job.scale)
         engine.step(factor, found)
         torch._amp_update_scale_(job.scale, good, found, 2.0, 0.5, NEVER)
 
