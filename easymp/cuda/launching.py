@@ -67,7 +67,7 @@ const int thread = threadIdx.x; (void)thread;
 
 def elementwise(kernel: Kernel) -> Any:
     """`kernel` as a cupy.ElementwiseKernel, which compiles when it is first called on a device."""
-    import cupy  # optional, and 0.5 s
+    import cupy  # optional
 
     shared = "".join(f"__shared__ double {s}_of[{_WARPS}];\n" for s in kernel.sums)
     return cupy.ElementwiseKernel(

@@ -20,7 +20,7 @@ from ..cuda.rounding import Rounding
 from ..cuda.rules import Rule
 from ..cuda.step import EMA, FusedStep
 from ..cuda.streams import TYPES
-from ..errors import KernelError, StepError
+from ..errors import KernelError, SettingError, StepError
 from ..protocols import Counting
 from ..shards import local, meshes
 from .fused import keep_implementation
@@ -67,15 +67,17 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.state_dtype not in (None, torch.float32, torch.bfloat16):
-            raise ValueError(f"state_dtype={self.state_dtype} must be torch.float32 or torch.bfloat16")
+            raise SettingError(
+                f"state_dtype={self.state_dtype} must be torch.float32 or torch.bfloat16; leave it out for the parameters' own"
+            )
         if self.state_dtype == torch.bfloat16 and self.stochastic_rounding is False:
-            raise ValueError(
+            raise SettingError(
                 "state_dtype=torch.bfloat16 without stochastic_rounding=True would leave a second moment where it is, which falls by less "
-                "than half of bf16's spacing a step"
+                "than half of bf16's spacing a step: pass both, or neither"
             )
         self.rounding  # noqa: B018  # refuses a wrong seed
         if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
-            raise ValueError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
+            raise SettingError(f"ema_decay={self.ema_decay} must be at least 0 and below 1; 0.999 is usual")
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import SettingError
 from ..shards import local
 from .fusing import FusedOptimizer
 from .norms import wide
@@ -48,7 +49,7 @@ class ListedOptimizer(FusedOptimizer):
             if not parameter.is_floating_point():
                 kind = type(self).__name__
                 del self.param_groups[-1]
-                raise ValueError(
+                raise SettingError(
                     f"{kind} moves real floating-point parameters, not {parameter.dtype}: give it to another optimizer"
                 )
 
@@ -106,10 +107,10 @@ def signed(group: dict[str, Any], lists: Lists) -> list[Tensor]:
 
 
 def check(**numbers: Any) -> None:
-    """Raises ValueError where an optimizer's number is below 0, or one of its betas is not below 1."""
+    """Raises SettingError where an optimizer's number is below 0, or one of its betas is not below 1."""
     for name, value in numbers.items():
         if name == "betas":
             if len(value) != 2 or not all(0.0 <= b < 1.0 for b in value):
-                raise ValueError(f"betas={value} must be two numbers, at least 0 and below 1")
+                raise SettingError(f"betas={value} must be two numbers, at least 0 and below 1; (0.9, 0.999) is usual")
         elif not value >= 0.0:
-            raise ValueError(f"{name}={value} must be at least 0")
+            raise SettingError(f"{name}={value} must be a number of at least 0")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.rules import NOVOGRAD
-from ..errors import StepError
+from ..errors import SettingError, StepError
 from ..shards import local
 from .fusing import Options
 from .listed import ListedOptimizer, Lists, check, signed
@@ -57,7 +57,7 @@ class NovoGrad(ListedOptimizer):
     ) -> None:
         check(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if norm_type not in (2, 0, math.inf):
-            raise ValueError(f"norm_type={norm_type} must be 2, or inf (Apex writes 0)")
+            raise SettingError(f"norm_type={norm_type} must be 2, or inf (Apex writes 0)")
         self.options = Options(ema_decay, state_dtype, stochastic_rounding)
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"reg_inside_moment": reg_inside_moment, "grad_averaging": grad_averaging, "norm_type": norm_type}

@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_written_leaves_compiled_kernels_in_memory(tmp_p
 
 
 def test_cupy_can_be_imported_without_a_home(tmp_path):
-    pytest.importorskip("cupy", reason="CuPy is not installed")
+    pytest.importorskip("cupy", reason="CuPy, an optional package, is not installed")
     (tmp_path / "home").write_text("no folder")
     with env.override(HOME=str(tmp_path / "home"), CUPY_CACHE_DIR=None, CUPY_CACHE_IN_MEMORY=None):
         keep_cache_writable()

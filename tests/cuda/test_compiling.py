@@ -16,7 +16,7 @@ WHOLE = "90"  # for which most kernels are compiled
 @pytest.fixture(autouse=True, scope="module")
 def compiler():
     if why := unavailable():
-        pytest.skip(why)
+        pytest.skip(f"an optional package is not installed: {why}")
 
 
 def known() -> tuple[str, ...]:

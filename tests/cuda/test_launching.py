@@ -66,7 +66,7 @@ def at_the_door():
 
 
 def test_what_reaches_the_driver(ranks, tmp_path):
-    pytest.importorskip("cupy", reason="CuPy is not installed")
+    pytest.importorskip("cupy", reason="CuPy, an optional package, is not installed")
     env = {"CUPY_CACHE_DIR": str(tmp_path / "cache")}
     [(began, counted, failures, launches, same, wrong, guarded)] = ranks(at_the_door, processes=1, env=env)
     assert wrong == []

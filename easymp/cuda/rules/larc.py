@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import SettingError
 from .rule import Group, Rule, Survey
 
 
@@ -37,7 +38,7 @@ def larc(rule: Rule, trust: Trust) -> Rule:
         ValueError: a rule that has a survey of its own.
     """
     if rule.survey is not None:
-        raise ValueError(f"LARC scales gradients by the norms of tensors, and so does {rule.name}: take one of them")
+        raise SettingError(f"LARC scales gradients by the norms of tensors, and so does {rule.name}: take one of them")
 
     def hyper(group: Group) -> tuple[float, ...]:
         decay = float(group.get("weight_decay", 0.0))
