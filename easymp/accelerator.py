@@ -143,12 +143,10 @@ class Accelerator(Collectives, Resuming, Weights):
         recompute, compiled = read_which(activation_checkpointing), read_compile(compile, dynamo_backend)
         handlers = by_kind(kwargs_handlers)
         project = project_config or ProjectConfiguration()
-        if project_dir is not None:
-            if project.project_dir not in (None, os.fspath(project_dir)):
-                raise SettingError(
-                    f"project_dir={project_dir!r} contradicts project_config's {project.project_dir!r}: pass one of them"
-                )
-            project.set_directories(project_dir)
+        if project_dir is not None and project.project_dir not in (None, os.fspath(project_dir)):
+            raise SettingError(
+                f"project_dir={project_dir!r} contradicts project_config's {project.project_dir!r}: pass one of them"
+            )
         if gradient_accumulation_plugin is not None:
             if gradient_accumulation_steps not in (None, 1, gradient_accumulation_plugin.num_steps):
                 raise SettingError(
@@ -172,7 +170,10 @@ class Accelerator(Collectives, Resuming, Weights):
             timeout=group.seconds if group and timeout is None else timeout,
             memory=memory,
             debug=debug,
+            project_dir=os.fspath(project_dir) if project_dir is not None else project.project_dir,
         )
+        if asked.project_dir not in (None, project.project_dir):
+            project.set_directories(asked.project_dir)
         plan = make_plan(asked, detect(), read_ranks())
         spread = STRATEGIES[plan.strategy.value]
         options = read_options(spread, strategy_options, handlers)

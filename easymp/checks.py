@@ -36,7 +36,7 @@ KEYWORDS = (
         "activation_checkpointing",
         "compile",
         "dynamo_backend",
-        *("project_dir", "project_config", "save_on_signal"),
+        *("project_config", "save_on_signal"),
         *NAMES,
     ),
 )

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from . import checkpoint
 from .errors import CheckpointError, RefusedError
 from .prepared import unwrap as unwrapped
-from .settings import read_bytes
 from .state import Run
 from .strategies.materialising import left_to_others
+from .values import read_bytes
 
 if TYPE_CHECKING:
     from .checkpoint.huggingface import Bring

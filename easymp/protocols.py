@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -247,6 +247,24 @@ class Precision(Protocol):
 
     def casting(self, device: torch.device, options: Any) -> AbstractContextManager[Any]:
         """Inside: what is computed outside of a prepared model follows this precision; `options` are an `AutocastKwargs`."""
+        ...
+
+
+class Tracker(Protocol):
+    """Where the values that a run logs are kept. Only the main process has one that writes."""
+
+    name: str
+
+    def start(self, run: str, config: Mapping[str, Any]) -> None:
+        """The run called `run` begins, or goes on after a resume, with these hyperparameters."""
+        ...
+
+    def log(self, values: Mapping[str, Any], step: int | None) -> None:
+        """Numbers, words, or small dicts of them; tensors have become numbers. `step` is the script's."""
+        ...
+
+    def finish(self) -> None:
+        """The run is over: all that was logged is on disk, or with the service."""
         ...
 
 

@@ -87,9 +87,10 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: Any = None) -> None:
-        """Use `project_dir`, and for logs the same where none is set."""
+        """Use `project_dir`, and for logs the same where none is set apart."""
+        apart = None if self.logging_dir in (None, self.project_dir) else os.fspath(self.logging_dir)
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
-        self.logging_dir = self.project_dir if self.logging_dir is None else os.fspath(self.logging_dir)
+        self.logging_dir = self.project_dir if apart is None else apart
 
 
 @dataclass(frozen=True)

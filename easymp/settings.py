@@ -1,30 +1,26 @@
 """What was asked, by argument, environment or project file: each setting said once.
 
 A field of `Settings` and its metadata give the argument's name, the environment's (``EASYMP_`` and the name in capitals), the
-key in ``easymp.toml``, the allowed values, and the words of help. `resolve` reads them in that order of precedence.
+key in ``easymp.toml``, the allowed values, and the words of help. `resolve` reads them in that order of precedence. `Launching` is
+the same for `easymp launch`: its flags, and the table ``[launch]`` of the file.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from . import env
+from . import env, project_file
 from .errors import SettingError, nearest
+from .project_file import LAUNCH, ProjectFile
 from .protocols import Source
+from .values import Size, checked, setting
 
-FILE = "easymp.toml"
-Size = int  # bytes; said as a number or in words: 16e9, "16GiB", "500 MB"
-UNITS = {f"{letter}{i}b".lower(): base**n for n, letter in enumerate(("", *"kmgt")) for i, base in (("", 1000), ("i", 1024))}
-
-
-def setting(default: Any, help: str, choices: tuple[str, ...] = (), least: float | None = None, most: float | None = None) -> Any:
-    """A field of `Settings`: default, one sentence of help, allowed words, smallest and largest number."""
-    return field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most})
+OVERRIDE = env.PREFIX + "OVERRIDE"  # settings that win over arguments, too: "mixed_precision=bf16 strategy=fsdp"
+NO_SETTINGS = {project_file.VARIABLE, env.PREFIX + "LOG_LEVEL", OVERRIDE}  # variables of ours that are none
 
 
 @dataclass(frozen=True)
@@ -57,11 +53,12 @@ class Settings:
     timeout: float = setting(120.0, "seconds that a rank waits for the others in a collective", least=0.001, most=1e9)
     memory: Size | None = setting(None, "what a rank has, such as 16GiB, where auto decides by it; else what its device has")
     debug: bool = setting(False, "compare shapes over the ranks before each collective")
+    project_dir: str | None = setting(None, "a folder, or a URL of fsspec, for checkpoints and logs; else the working directory")
     sources: Mapping[str, tuple[Source, str]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for f in NAMES.values():
-            object.__setattr__(self, f.name, _checked(f, getattr(self, f.name), f"{f.name}="))
+            object.__setattr__(self, f.name, checked(f, getattr(self, f.name), f"{f.name}="))
 
     def source(self, name: str) -> tuple[Source, str]:
         """Where the value comes from, and the words for it, such as ``"EASYMP_SEED in the environment"``."""
@@ -75,8 +72,24 @@ class Settings:
 NAMES: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings) if f.name != "sources"}
 
 
+@dataclass(frozen=True)
+class Launching:
+    """How `easymp launch` starts a script: its flags, where they are not given the table ``[launch]`` of the project file."""
+
+    processes: int | None = setting(None, "processes on each node; else one an accelerator, or one without any", least=1)
+    nodes: str | None = setting(None, "how many machines take part, such as 2; or 1:4, from at least 1 to at most 4")
+    main_address: str | None = setting(None, "the first node's address, by which the others reach it")
+    main_port: int | None = setting(None, "a free port on it", least=1, most=65535)
+    max_restarts: int = setting(0, "how often all workers are started again after one failed", least=0)
+
+
+LAUNCHING: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Launching)}
+
+
 def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
     """The settings in force: arguments first, then `given`, the environment, the project file, and defaults.
+
+    ``EASYMP_OVERRIDE`` wins over them all: it makes a script that names its settings run with others.
 
     Args:
         given: a whole Settings object; what differs from the defaults counts as asked for.
@@ -91,8 +104,9 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
     def take(name: str, value: Any, source: Source, words: str) -> None:
         values[name], sources[name] = value, (source, words)
 
-    for name, (value, words) in _from_file().items():
-        take(name, value, Source.CONFIG, words)
+    file = project_file.read()
+    for name, value in _read(file, NAMES).items():
+        take(name, value, Source.CONFIG, str(file.path))
     for name, (value, words) in _from_environment().items():
         take(name, value, Source.ENVIRONMENT, words)
     for name in NAMES if given is not None else ():
@@ -104,61 +118,53 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
             raise SettingError(f"{name!r} is no setting{nearest(name, NAMES) or '.'} Known: {', '.join(NAMES)}")
         if value is not None:
             take(name, value, Source.ASKED, f"{name}={value!r}")
+    for name, value in _overrides():
+        take(name, value, Source.ASKED, f"{name}={value!r} in {OVERRIDE}")
     return Settings(**values, sources=sources)
 
 
-def _checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
-    """`value` in the field's own type, or a SettingError that begins with `where`."""
-    kind = str(f.type).split(" ")[0]
-    choices, least, most = f.metadata["choices"], f.metadata["least"], f.metadata["most"]
-    if value is None and f.default is None:
-        return None
-    if kind == "bool":
-        if isinstance(value, str) and value.lower() in env.TRUE | env.FALSE:
-            return value.lower() in env.TRUE
-        if isinstance(value, bool):
-            return value
-        raise SettingError(f"{where}{value!r} is neither yes nor no: use true or false")
-    if kind == "Size":
-        return read_bytes(value, where)
-    if kind in ("int", "float"):
-        number = {"int": int, "float": float}[kind]
-        try:
-            if isinstance(value, bool) or (kind == "int" and float(value) != int(float(value))):
-                raise ValueError
-            value = number(value)
-            if value != value:
-                raise ValueError
-        except (TypeError, ValueError, OverflowError):
-            raise SettingError(f"{where}{value!r} is not a {'whole ' if kind == 'int' else ''}number") from None
-        if least is not None and not value >= least:
-            raise SettingError(f"{where}{value!r} is below the smallest possible value, {least:g}")
-        if most is not None and value > most:
-            raise SettingError(f"{where}{value!r} is above the largest possible value, {most:g}")
-        return value
-    if not isinstance(value, str):
-        raise SettingError(f"{where}{value!r} is a {type(value).__name__}, but a word is needed: one of {', '.join(choices)}")
-    words = {choice.lower(): choice for choice in choices}
-    if value.lower() not in words:
-        raise SettingError(f"{where}{value!r} is not one of {', '.join(choices)}{nearest(value, choices)}")
-    return words[value.lower()]
+def resolve_launching(path: str | None = None, **flags: Any) -> Launching:
+    """How to launch: `flags` (None: not given), then the project file at `path` (None: the usual one), then defaults.
+
+    Raises:
+        SettingError: a wrong name or value, anywhere.
+    """
+    file = project_file.read(path)
+    table = file.content.get(LAUNCH, {})
+    if not isinstance(table, dict):
+        raise SettingError(f"{file.where(LAUNCH)}: {LAUNCH} = {table!r} is no table: write [{LAUNCH}], and its settings below")
+    found = _read(dataclasses.replace(file, content=table), LAUNCHING, LAUNCH)
+    given = {name: checked(LAUNCHING[name], value, f"{name}=") for name, value in flags.items() if value is not None}
+    return Launching(**{**found, **given})
 
 
-def read_bytes(value: Any, where: str) -> int:
-    """A size as a number or in words; `where` begins the message of the error that says it is none."""
-    found = None if isinstance(value, bool) else re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", str(value).lower())
-    try:
-        number = int(float(found[1]) * UNITS[found[2] or "b"]) if found else 0
-    except (KeyError, ValueError, OverflowError):
-        number = 0
-    if number < 1:
-        raise SettingError(f"{where}{value!r} is no size: use a number of bytes, or one with a unit, such as 16GiB or 16GB")
-    return number
+def _read(file: ProjectFile, known: Mapping[str, dataclasses.Field[Any]], table: str = "") -> dict[str, Any]:
+    """The values of `file` for the fields `known`."""
+    found = {}
+    for key, value in file.content.items():
+        if key in known:
+            found[key] = checked(known[key], value, f"{file.where(key, table)}: {key} = ")
+        elif table or key != LAUNCH:
+            place = f" of [{table}]" if table else ""
+            other, home = (NAMES, "the top of the file") if table else (LAUNCHING, f"the table [{LAUNCH}]")
+            hint = f": it belongs to {home}." if key in other else nearest(key, known) or "."
+            raise SettingError(f"{file.where(key, table)}: {key!r} is no setting{place}{hint} Known: {', '.join(known)}")
+    return found
+
+
+def _overrides() -> Iterator[tuple[str, Any]]:
+    for pair in shlex.split(env.read(OVERRIDE) or ""):
+        name, equals, value = pair.partition("=")
+        if name not in NAMES or not equals:
+            raise SettingError(
+                f"{OVERRIDE} holds {pair!r}, but takes setting=value{nearest(name, NAMES)}. Known: {', '.join(NAMES)}"
+            )
+        yield name, checked(NAMES[name], value, f"{OVERRIDE}: {name}=")
 
 
 def _from_environment() -> dict[str, tuple[Any, str]]:
     known = {env.PREFIX + name.upper(): name for name in NAMES}
-    ours = {env.PREFIX + word for word in ("CONFIG", "LOG_LEVEL")} | set(known)
+    ours = NO_SETTINGS | set(known)
     found = {}
     for variable in env.names(env.PREFIX):
         if variable not in ours:
@@ -167,26 +173,5 @@ def _from_environment() -> dict[str, tuple[Any, str]]:
             )
         if variable in known and env.read(variable):  # an empty variable is the shell's way to unset one
             name, words = known[variable], f"{variable} in the environment"
-            found[name] = (_checked(NAMES[name], env.read(variable), f"{variable}="), words)
-    return found
-
-
-def _from_file() -> dict[str, tuple[Any, str]]:
-    named = env.read(env.PREFIX + "CONFIG")
-    path = Path(named or FILE)
-    if not path.is_file():
-        if named:
-            raise SettingError(f"EASYMP_CONFIG={named!r} in the environment names no file: correct the path or unset it")
-        return {}
-    import tomllib  # not needed by most runs, and not free
-
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingError(f"{path} is not valid TOML: {error}") from error
-    found = {}
-    for key, value in content.items():
-        if key not in NAMES:
-            raise SettingError(f"{path}: {key!r} is no setting{nearest(key, NAMES) or '.'} Known: {', '.join(NAMES)}")
-        found[key] = (_checked(NAMES[key], value, f"{path}: {key} = "), str(path))
+            found[name] = (checked(NAMES[name], env.read(variable), f"{variable}="), words)
     return found

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from easymp import env
 from easymp.errors import SettingError
 from easymp.protocols import Source
-from easymp.settings import NAMES, Settings, resolve
+from easymp.settings import NAMES, Launching, Settings, resolve, resolve_launching
 
 
 @pytest.fixture(autouse=True)
@@ -199,13 +199,13 @@ def test_wrong_values_outside_the_script() -> None:
     with env.override(EASYMP_SEED="x"), pytest.raises(SettingError, match=r"^EASYMP_SEED='x' is not a whole number"):
         resolve()
     write('strategy = "ddpp"')
-    with pytest.raises(SettingError, match=r"easymp.toml: strategy = 'ddpp' is not one of .*'ddp'\?"):
+    with pytest.raises(SettingError, match=r"easymp.toml, line 1: strategy = 'ddpp' is not one of .*'ddp'\?"):
         resolve()
     write("strategy = ['ddp']")
-    with pytest.raises(SettingError, match=r"easymp.toml: strategy = .*list, but a word"):
+    with pytest.raises(SettingError, match=r"easymp.toml, line 1: strategy = .*list, but a word"):
         resolve()
     write("cpu = 1")
-    with pytest.raises(SettingError, match=r"easymp.toml: cpu = 1 is neither yes nor no"):
+    with pytest.raises(SettingError, match=r"easymp.toml, line 1: cpu = 1 is neither yes nor no"):
         resolve()
 
 
@@ -224,11 +224,59 @@ def test_wrong_names_meet_the_nearest_right_one() -> None:
     with env.override(EASYMP_CONFG="1"), pytest.raises(SettingError, match=r"did you mean 'EASYMP_CONFIG'\?"):
         resolve()
     write("Strategy_ = 'ddp'")
-    with pytest.raises(SettingError, match=r"easymp.toml: 'Strategy_' is no setting, did you mean 'strategy'\? Known: "):
+    with pytest.raises(SettingError, match=r"easymp.toml, line 1: 'Strategy_' is no setting, did you mean 'strategy'\? Known: "):
         resolve()
     write("[easymp]\nseed = 1")
     with pytest.raises(SettingError, match="'easymp' is no setting"):
         resolve()
+
+
+def test_a_line_of_the_file_is_named_wherever_the_key_stands() -> None:
+    for text, line in (
+        ("# sede = 1\n\nsede = 1", 3),
+        ('"sede" = 1', 1),
+        ("seed = 1\n[launch]\nnodes = '2'\n[sede]\nx = 1", 4),
+        ("sede.x = 1", 1),
+    ):
+        write(text)
+        with pytest.raises(SettingError, match=rf"easymp.toml, line {line}: 'sede' is no setting, did you mean 'seed'\?"):
+            resolve()
+
+
+def test_an_override_wins_over_arguments_and_says_so() -> None:
+    with env.override(EASYMP_OVERRIDE="mixed_precision=bf16 seed=3 project_dir='a b'"):
+        settings = resolve(Settings(seed=1), mixed_precision="fp32", seed=2)
+    assert (settings.mixed_precision, settings.seed, settings.project_dir) == ("bf16", 3, "a b")
+    assert settings.source("seed") == (Source.ASKED, "seed=3 in EASYMP_OVERRIDE")
+    for wrong in ("sede=1", "seed", "seed=x"):
+        with env.override(EASYMP_OVERRIDE=wrong), pytest.raises(SettingError, match=r"^EASYMP_OVERRIDE.*'?(sede|seed)"):
+            resolve()
+
+
+def test_launching_has_a_table_of_its_own() -> None:
+    write("seed = 1\n[launch]\nprocesses = 2\nnodes = '1:4'")
+    assert resolve().seed == 1
+    assert resolve_launching() == Launching(processes=2, nodes="1:4")
+    assert resolve_launching(processes=3, nodes="2") == Launching(processes=3, nodes="2")
+    with pytest.raises(SettingError, match="processes=0 is below"):
+        resolve_launching(processes=0)
+    with pytest.raises(SettingError, match=r"'there\.toml' is no file"):
+        resolve_launching("there.toml")
+
+
+def test_a_setting_in_the_wrong_table_is_told_its_place() -> None:
+    write("processes = 2")
+    with pytest.raises(SettingError, match=r"line 1: 'processes' is no setting: it belongs to the table \[launch\]"):
+        resolve()
+    write("[launch]\nseed = 2")
+    with pytest.raises(SettingError, match=r"line 2: 'seed' is no setting of \[launch\]: it belongs to the top of the file"):
+        resolve_launching()
+    write("[launch]\nnode = 2")
+    with pytest.raises(SettingError, match=r"line 2: 'node' is no setting of \[launch\], did you mean 'nodes'\?"):
+        resolve_launching()
+    write("launch = 2")
+    with pytest.raises(SettingError, match=r"line 1: launch = 2 is no table"):
+        resolve_launching()
 
 
 def test_a_name_near_to_none_still_makes_a_sentence() -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 from .. import checkpoint
 from ..errors import CheckpointError
 from ..units import size
+from .terminal import plain, table
 
 FEW = 3  # names in a sentence before the rest is counted
 
@@ -56,9 +56,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         return ACTIONS[args.action](args)
-    except BrokenPipeError:  # `| head` has seen enough; what Python flushes at its end goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise CheckpointError(str(error)) from error
 
@@ -185,18 +184,3 @@ def known(value: object) -> str:
 def few(names: Sequence[str]) -> str:
     more = len(names) - FEW
     return ", ".join(map(plain, names[:FEW])) + (f" and {more} more" if more > 0 else "")
-
-
-def plain(text: str) -> str:
-    """A file's words as a terminal may have them: what would move its cursor, or worse, is escaped."""
-    return text if text.isprintable() else repr(text)[1:-1]
-
-
-def table(rows: Sequence[Sequence[str]], right: frozenset[int] | set[int] = frozenset()) -> str:
-    """Columns under one another; those in `right` end together."""
-    rows = [list(map(plain, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join(
-        "  ".join(cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-        for row in rows
-    )

@@ -22,6 +22,7 @@ from ..plan import make_plan
 from ..settings import resolve
 from ..version import __version__
 from ..world import read_ranks
+from .terminal import table
 
 GIB = 1 << 30
 
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         facts_of = {"hardware": plain(dataclasses.asdict(hardware)), "kernels": kernels(hardware)}
         print(json.dumps({"versions": versions(), **facts_of, "plan": plain(plan.as_dict())}, indent=2))
         return 0
-    print(table([*versions().items(), *facts(hardware), ("kernels", kernels(hardware))]))
+    print(table([row for row in [*versions().items(), *facts(hardware), ("kernels", kernels(hardware))] if row[1]]))
     print("\nPlan")
     print(plan.explain())
     return 0
@@ -77,11 +78,6 @@ def kernels(hardware: Hardware) -> str:
     capability = next((d.capability for d in hardware.devices if d.kind == "cuda"), None)
     found = dataclasses.replace(installed(torch.device("cpu")), capability=capability)
     return unavailable(found) or "CuPy " + ", ".join(f"{version} ({name})" for name, version in found.wheels.items())
-
-
-def table(lines: list[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in lines if value)
 
 
 def plain(value: Any) -> Any:
