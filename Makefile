@@ -3,6 +3,8 @@ PYTHON ?= python3
 # The tests compile kernels on any machine, with CuPy and NVRTC of this CUDA; CUDA=cuda12 where torch is built for that one.
 CUDA ?= cuda13
 BIN := .venv/bin
+# Processes that run the fast tests, each a file at a time; a test of several ranks starts its own.
+WORKERS ?= 2
 STAMP := .venv/.installed
 PYTEST := $(BIN)/python -m pytest
 
@@ -26,7 +28,7 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow' -n $(WORKERS) --dist loadfile
 
 # 5 is pytest's word for "none selected".
 test-slow: setup
