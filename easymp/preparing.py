@@ -235,6 +235,7 @@ class Preparation:
         prepared = PreparedOptimizer(stepped, self._run.clock, self._scaler, optimizer, masters, self.sums, engine)
         self.stepped_by.update((p, prepared) for p in held)
         self.optimizers.append(prepared)
+        self._scaler.sharers = len(self.optimizers)
         if fused:
             self._whose.append((prepared, why_not))
             self._say_steps()

@@ -2,7 +2,7 @@
 
 1. `measure.squares`: Σ g² and a look for what is not finite (one launch a dtype);
 2. `measure.TOTAL`: the norm and the factor for clipping and unscaling (the ranks add up here, where gradients are sharded);
-3. `prepare`: counters and constants;
+3. `prepare`: counters and constants, and the loss scale, where it is lent to this step;
 4. `update`: everything else (one launch a combination of dtypes).
 
 A rule that needs sums over whole tensors has a survey between 3 and 4: `survey_of`, `totals` (the ranks add up here, where tensors
@@ -31,6 +31,7 @@ from .measure import totals
 from .prepare import MOST, TENSOR, prepare, weigh
 from .rounding import Rounding
 from .rules.rule import Group, Rule, Survey
+from .scale import Scale
 from .streams import TYPES
 from .table import Row, Table, addresses, alike, dense, lay_out, places, plain, upload
 from .update import roles_of, survey_of, update
@@ -149,13 +150,20 @@ class FusedStep:
         return result
 
     @torch.no_grad()
-    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None, measured: Tensor | None = None) -> None:
+    def step(
+        self,
+        factor: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        measured: Tensor | None = None,
+        scale: Scale | None = None,
+    ) -> None:
         """Move the parameters.
 
         Args:
             factor: float32, 0-dim: what gradients are multiplied by.
-            found_inf: float32, 0-dim: above 0, nothing changes, the counters included.
+            found_inf: float32, 0-dim: above 0, nothing changes, the counters included; but for `scale`.
             measured: what `measure` has given for these gradients, for a rule that needs their norm; without it they are measured.
+            scale: moves, where there is anything to step and it lies on this device.
 
         Raises:
             KernelError: it cannot begin; nothing has changed.
@@ -168,7 +176,11 @@ class FusedStep:
             return
         times, skip = (0 if t is None else t.data_ptr() for t in (factor, found_inf))
         constants, follow = layout.constants.data_ptr(), 1.0 - (self.ema_decay or 0.0)
-        self._each(self._prepare(), skip, 0 if measured is None else measured.data_ptr(), times)
+        moving = scale if scale is not None and scale.state.device == self._launcher.device else None
+        lent = (0, 0) if moving is None else (moving.state.data_ptr(), moving.rule.data_ptr())
+        self._each(self._prepare(), skip, 0 if measured is None else measured.data_ptr(), times, *lent)
+        if moving is not None:
+            moving.moved = True
         try:
             if self.rule.survey is not None:
                 self._survey(self.rule.survey, [parameters[i] for i in layout.order], times, skip)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..cuda.kernel import Launcher
 from ..cuda.rules.rule import Rule
+from ..cuda.scale import Scale
 from ..cuda.step import FusedStep
 from ..cuda.streams import TYPES
 from ..errors import KernelError
@@ -134,15 +135,15 @@ class CupyEngine:
                     return self._other.measure(max_norm, scale, lambda totals: add(totals.div_(times)))
         return self._other.measure(max_norm, scale, over_ranks)
 
-    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None) -> Any:
+    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None) -> Any:
         nothing = factor is None and found_inf is None and self._averages.decay is None and self._masters is None
         if not self._lost and not (nothing and takes_found_inf(self.optimizer)):
             self._settle()
             try:
-                return self._hooked(lambda: self._move(self._here(factor), self._here(found_inf)))
+                return self._hooked(lambda: self._move(self._here(factor), self._here(found_inf), scale))
             except KernelError as error:
                 self.give_way(str(error))
-        return self._other.step(factor, found_inf)
+        return self._other.step(factor, found_inf, scale)
 
     def give_way(self, reason: str) -> None:
         """torch steps from here on."""
@@ -165,8 +166,8 @@ class CupyEngine:
         if hasattr(vars(there).get("step"), "_wrapped_by_lr_sched"):
             there._opt_called = True  # torch's schedulers look there for the order of calls
 
-    def _move(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
-        self._step.step(factor, found_inf)
+    def _move(self, factor: Tensor | None, found_inf: Tensor | None, scale: Scale | None) -> None:
+        self._step.step(factor, found_inf, scale=scale)
         if self._step.rest and (found_inf is None or not found_inf.item()):
             self._averages.around(self._step.rest, lambda: self._move_rest(factor))
 

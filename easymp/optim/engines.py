@@ -16,6 +16,7 @@ from torch import Tensor
 from ..cuda.availability import Unavailable, launcher_for
 from ..cuda.kernel import Launcher
 from ..cuda.rules import RULES
+from ..cuda.scale import Scale
 from ..protocols import Counting
 from .averages import Averages
 from .cupy_engine import CupyEngine
@@ -64,12 +65,13 @@ class Engine(Protocol):
         """
         ...
 
-    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None) -> Any:
+    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None) -> Any:
         """Move the parameters; returns what the optimizer's own step does.
 
         Args:
             factor: float32, 0-dim: what gradients are multiplied by.
             found_inf: float32, 0-dim: above 0, nothing changes.
+            scale: says when it is back whether a step by our kernels has moved it; torch's never does.
         """
         ...
 

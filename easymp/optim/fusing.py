@@ -18,6 +18,7 @@ from torch import Tensor
 from ..cuda.availability import Unavailable, launcher_for, warn_once
 from ..cuda.rounding import Rounding
 from ..cuda.rules import Rule
+from ..cuda.scale import Scale
 from ..cuda.step import EMA, FusedStep
 from ..cuda.streams import TYPES
 from ..errors import KernelError, SettingError, StepError
@@ -105,6 +106,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _meshes: Sequence[Any] = ()  # that parameters lie on now
     _counting: Counting | None = None
     _wide: tuple[int, Widened] | None = None
+    _lent: Scale | None = None
 
     # -- which way ------------------------------------------------------------------------------------------------------
 
@@ -209,12 +211,21 @@ class FusedOptimizer(torch.optim.Optimizer):
             try:
                 if self.rule.norm and result is None:
                     result = kernels.measure(over_ranks=self._over_ranks)  # a collective, even for a rank without gradients
-                kernels.step(factor, found_inf, result)
+                kernels.step(factor, found_inf, result, self._lent)
                 moved = kernels.rest
             except KernelError as error:  # nothing has moved yet
                 kernels = self._do_without(error)
         if moved or (kernels is None and self.rule.norm):
             self._advance_rest(moved, factor, found_inf)
+
+    @contextmanager
+    def borrowing(self, scale: Scale) -> Iterator[None]:
+        """Inside, a step by our kernels moves `scale`."""
+        self._lent = scale
+        try:
+            yield
+        finally:
+            self._lent = None
 
     def do_without(self, reason: str) -> None:
         """torch steps from here on, as long as the parameters lie where they do."""

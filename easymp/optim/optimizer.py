@@ -102,10 +102,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if factor is not None:
             factor.check()
         found = scaler.begin_step(self.optimizer) if scaler.enabled else None
+        scale = scaler.lend(self.optimizer)
         if factor is None:
-            return self.engine.step(None, found)
+            return self.engine.step(None, found, scale)
         self.factor = None
-        return self.engine.step(factor.value, found)
+        return self.engine.step(factor.value, found, scale)
 
     def _step_low(self, *given: Any) -> Any:
         """`step` where parameters are low-precision."""

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cuda.scale import Scale
 from ..precision.scaler import step_told, takes_found_inf
 from ..protocols import Counting
 from ..shards import local
 from .averages import Averages
+from .fusing import FusedOptimizer
 from .hooks import watched
 from .norms import multiply, wide_norms
+from .sharded import ShardedOptimizer
 
 DTYPES = (torch.float32, torch.bfloat16)  # of gradients for which the factor is exact enough, in float32
 
@@ -59,6 +62,8 @@ class TorchEngine:
         self.optimizer, self.counting, self.reason = optimizer, counting or Counting(), reason
         self.averages = Averages(optimizer, ema_decay)
         self._free = free
+        inner = optimizer.twin if isinstance(optimizer, ShardedOptimizer) else optimizer
+        self._own = inner if isinstance(inner, FusedOptimizer) else None
         self._groups, self._enough = -1, False
 
     @property
@@ -131,7 +136,13 @@ class TorchEngine:
         held = (p.device for group in self.optimizer.param_groups for p in group["params"] if not p.is_meta)
         return next(held, torch.device("cpu"))
 
-    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None) -> Any:
+    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None) -> Any:
+        if self._own is None or scale is None:
+            return self._step_told(factor, found_inf)
+        with self._own.borrowing(scale):  # which may run our kernels by itself
+            return self._step_told(factor, found_inf)
+
+    def _step_told(self, factor: Tensor | None, found_inf: Tensor | None) -> Any:
         if found_inf is not None and not takes_found_inf(self.optimizer):
             if found_inf.item():
                 return None

@@ -6,7 +6,8 @@ before the step. An overflow skips the step and lowers the scale; a run of good 
 - torch and Apex: ×2 after `growth_interval` good steps, ÷2 at each overflow;
 - DeepSpeed: growth one good step later (`growth_delay=1`), and the first `hysteresis - 1` overflows lower nothing.
 
-Scale and counters live on the device; nothing here waits for it, but for the step of an optimizer that is not fused.
+Scale and counters live on the device; nothing here waits for it, but for the step of an optimizer that is not fused. They move in a launch
+of `update`'s own, or with the step, where kernels of ours run it and no other optimizer divides by this scale (`lend`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import Tensor
 from ..cuda.gradients import Gradients
 from ..cuda.measure import TOTAL, UNSCALE
 from ..cuda.ready import launcher_with
+from ..cuda.scale import Scale
+from ..cuda.table import upload
 from ..errors import SettingError, StepError
 from ..records import GradScalerKwargs
 from ..shards import local
@@ -99,6 +102,12 @@ class _Round:
 
     phase: Phase = Phase.READY
     found_inf: Tensor | None = None
+    lent: Scale | None = None
+
+    @property
+    def moved(self) -> bool:
+        """Whether its step has moved the scale."""
+        return self.lent is not None and self.lent.moved
 
 
 class Scaler:
@@ -111,16 +120,25 @@ class Scaler:
         rule: how the scale moves.
         world: an overflow on one of its ranks counts on all.
         enabled: False scales by one.
+
+    Attributes:
+        agree: False where not every rank takes part in the step (uneven inputs).
+        sharers: optimizers that divide by this scale, as far as known: only one that is alone may move it as it steps.
     """
 
     def __init__(self, rule: LossScale | None = None, world: World | None = None, enabled: bool = True) -> None:
         self.rule = rule or LossScale()
         self.enabled = enabled
-        self.agree = True  # False where not every rank takes part in the step (uneven inputs)
+        self.agree = True
+        self.sharers = 0
         self._world = world
-        self._scale: Tensor | None = None  # float32, 0-dim, on the device of the first loss
-        self._good: Tensor | None = None  # int32: good steps since the last overflow or growth
-        self._patience: Tensor | None = None  # int32: overflows still to be forgiven, plus one
+        self._state: Tensor | None = (
+            None  # int32 [3] on the device of the first loss, as `Scale` has it; the next three are views of it
+        )
+        self._scale: Tensor | None = None  # float32, 0-dim
+        self._good: Tensor | None = None
+        self._patience: Tensor | None = None
+        self._law: Tensor | None = None
         self._rounds: dict[int, _Round] = {}
         self._skipped: dict[int, Tensor] = {}
         self._unscalers: dict[tuple[torch.device, torch.dtype], Gradients] = {}
@@ -146,9 +164,10 @@ class Scaler:
     def _on(self, device: torch.device) -> Tensor:
         if self._scale is None:
             start = self._pending
-            self._scale = torch.full((), start["scale"], dtype=torch.float32, device=device)
-            self._good = torch.full((), start["good"], dtype=torch.int32, device=device)
-            self._patience = torch.full((), start["patience"], dtype=torch.int32, device=device)
+            size = torch.tensor([start["scale"]], dtype=torch.float32).view(torch.int32)
+            self._state = torch.cat([size, torch.tensor([start["good"], start["patience"]], dtype=torch.int32)]).to(device)
+            self._scale = self._state[:1].view(torch.float32)[0]
+            _, self._good, self._patience = self._state.unbind()
         return self._scale
 
     # -- the gradients ------------------------------------------------------------------------------------------------
@@ -166,6 +185,7 @@ class Scaler:
             raise StepError("unscale_ was called twice for this optimizer since its last update(): once is enough")
         if turn.phase is Phase.STEPPED:
             raise StepError("unscale_ was called after step(): unscale before the step, or call update() first")
+        self._check_still()
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -231,7 +251,15 @@ class Scaler:
             return None
         if self._scale is None:
             raise StepError(NO_GRADIENTS)
+        self._check_still()
         return self._scale
+
+    def _check_still(self) -> None:
+        if any(turn.moved for turn in self._rounds.values()):
+            raise StepError(
+                "the loss scale has moved with the step of the only prepared optimizer, and gradients of another one are still multiplied "
+                "by what it was: prepare() all optimizers before the first step, or step this one before that one"
+            )
 
     def take(self, optimizers: Sequence[torch.optim.Optimizer], found: Tensor | None) -> None:
         """Their gradients have been measured, and their steps will divide by the scale.
@@ -287,6 +315,24 @@ class Scaler:
         self._skipped[id(optimizer)] = found
         return found
 
+    def lend(self, optimizer: torch.optim.Optimizer) -> Scale | None:
+        """The scale, for `optimizer`'s step to move it as `update` would, if it can; after `begin_step`.
+
+        None where another optimizer divides by it, too, or the rule does not move it, or waits for the device to say that it cannot.
+        """
+        turn = self._rounds.get(id(optimizer))
+        rule, state = self.rule, self._state
+        if turn is None or state is None or self.sharers != 1 or len(self._rounds) != 1:
+            return None
+        if not rule.dynamic or rule.raise_at_minimum or state.device.type not in ("cpu", "cuda"):
+            return None
+        if self._law is None or self._law.device != state.device:
+            numbers = (rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.growth_delay, rule.hysteresis)
+            law = (*map(float, (*numbers, rule.refill_each_step)), rule.minimum, rule.maximum)
+            self._law = upload(law, torch.float64, state.device)
+        turn.lent = Scale(state, self._law)
+        return turn.lent
+
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `optimizer`'s last step was skipped. Waits for the device."""
         found = self._skipped.get(id(optimizer))
@@ -303,7 +349,7 @@ class Scaler:
         """Move the scale after the optimizers' steps, and make them ready for the next round.
 
         Args:
-            new_scale: set it to this instead.
+            new_scale: set it to this instead. The counters stay, or are what a step has made of them that moved the scale (`lend`).
 
         Raises:
             StepError: no optimizer has unscaled or stepped.
@@ -311,7 +357,10 @@ class Scaler:
         if not self.enabled:
             return
         found = [turn.found_inf for turn in self._rounds.values() if turn.found_inf is not None]
+        moved = any(turn.moved for turn in self._rounds.values())
         self._rounds.clear()
+        if moved:
+            torch.autograd.graph.increment_version(self._state)  # type: ignore[arg-type]  # written to past autograd
         if new_scale is not None:
             if self._scale is None:
                 self._pending["scale"] = float(new_scale)
@@ -322,7 +371,8 @@ class Scaler:
             return
         if not found:
             raise StepError("update() before any step(): there is nothing to learn from")
-        self.advance(found[0] if len(found) == 1 else torch.stack([f.to(found[0].device) for f in found]).max())
+        if not moved:
+            self.advance(found[0] if len(found) == 1 else torch.stack([f.to(found[0].device) for f in found]).max())
 
     def settle(self) -> None:
         """`update()`, if an optimizer has stepped since the last one."""
@@ -350,8 +400,8 @@ class Scaler:
             )
         count = torch.where(bad, 0, good + 1)
         grows = count >= rule.growth_interval + rule.growth_delay
-        lower = (scale * rule.backoff_factor).clamp(min=rule.minimum)
-        higher = (scale * rule.growth_factor).clamp(max=rule.maximum)
+        lower = _times(scale, rule.backoff_factor).clamp(min=rule.minimum)
+        higher = _times(scale, rule.growth_factor).clamp(max=rule.maximum)
         higher = torch.where(higher.isfinite(), higher, scale)  # an infinite scale would never come down again
         refill = (~bad) if rule.refill_each_step else grows
         patience.copy_(torch.where(refill, rule.hysteresis, torch.where(bad & ~falls, patience - 1, patience)))
@@ -395,10 +445,15 @@ class Scaler:
             "patience": min(int(state.get("hysteresis", self.rule.hysteresis)), self.rule.hysteresis),
         }
         device = None if self._scale is None else self._scale.device
-        self._scale = self._good = self._patience = None
+        self._state = self._scale = self._good = self._patience = None
         self._rounds.clear()
         if device is not None:
             self._on(device)
+
+
+def _times(scale: Tensor, factor: float) -> Tensor:
+    """Rounded once, as torch's kernel and ours have it: ranks may run either."""
+    return scale * factor if scale.device.type == "mps" else (scale.double() * factor).float()  # no float64 on mps
 
 
 def step_told(

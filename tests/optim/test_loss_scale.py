@@ -1,0 +1,121 @@
+"""The loss scale under an Accelerator where kernels step: no launch of its own, and a scale that is the same as with one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import easymp.optim as ours
+from easymp import Accelerator
+from easymp.errors import StepError
+from easymp.optim import fusing
+
+from ..cuda.compiled import CompiledLauncher
+from ..strategies.models import make
+from .test_engines import SCALE, stepping
+
+MAKE = {"torch's": torch.optim.AdamW, "ours": ours.AdamW}
+
+
+@pytest.fixture
+def own_launches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Flags with which the scale was moved in a launch of its own."""
+    seen: list[float] = []
+    update = torch._amp_update_scale_
+
+    def counted(scale: torch.Tensor, good: torch.Tensor, found: torch.Tensor, *numbers: Any) -> None:
+        seen.append(found.item())
+        update(scale, good, found, *numbers)
+
+    monkeypatch.setattr(torch, "_amp_update_scale_", counted)
+    return seen
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompiledLauncher]:
+    with stepping("kernels") as launcher:
+        assert launcher is not None
+        monkeypatch.setattr(fusing, "launcher_for", lambda device: launcher)
+        yield launcher
+
+
+def fp16(**options: Any) -> Accelerator:
+    return Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[SCALE], **options)
+
+
+@pytest.mark.parametrize("whose", MAKE)
+def test_four_launches_and_none_for_the_scale(whose: str, kernels: CompiledLauncher, own_launches: list[float]) -> None:
+    with fp16() as acc:
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, MAKE[whose](model.parameters(), lr=0.01))
+        scales = []
+        for bad in (False, False, True, False, False, False):
+            kernels.launches.clear()
+            acc.backward(model(torch.ones(2, 12) * (1e30 if bad else 1)).square().mean())
+            acc.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scales.append(acc.scaler.get_scale())
+            assert optimizer.step_was_skipped is bad
+            measured = ["squares_f32", "total"] if whose == "torch's" else []  # under an Accelerator torch measures for ours
+            assert kernels.launches == [*measured, "prepare_adam", "adam_f32_f32_f32_f32"]
+    assert scales == [1024, 1024, 512, 512, 512, 1024]
+    assert own_launches == []
+
+
+def test_of_two_optimizers_the_scale_stays_until_both_have_stepped(own_launches: list[float]) -> None:
+    found = []
+    for how in ("kernels", "memory"):
+        with stepping(how), fp16(fused=how == "kernels") as acc:
+            body, head = make("mlp"), make("mlp")
+            one, two = torch.optim.AdamW(body.parameters(), lr=0.1), torch.optim.SGD(head.parameters(), lr=0.1)
+            body, head, one, two = acc.prepare(body, head, one, two)
+            scales = []
+            for step in range(5):
+                acc.backward((body(torch.ones(2, 12) * (1e30 if step == 1 else 1)) * head(torch.ones(2, 12))).sum())
+                one.step(), two.step()
+                one.zero_grad(), two.zero_grad()
+                scales.append(acc.scaler.get_scale())
+            assert scales == [1024, 512, 512, 512, 1024]
+            found.append([p.detach() for p in [*body.parameters(), *head.parameters()]])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+    assert len(own_launches) == 10
+
+
+def test_an_optimizer_prepared_between_the_backward_and_its_step(kernels: CompiledLauncher) -> None:
+    with fp16() as acc:
+        body, head = make("mlp"), make("mlp")
+        late = torch.optim.SGD(head.parameters(), lr=0.1)
+        body, head, one = acc.prepare(body, head, torch.optim.AdamW(body.parameters()))
+        acc.backward((body(torch.ones(2, 12)) * head(torch.ones(2, 12))).sum())
+        one.step()
+        two = acc.prepare(late)
+        with pytest.raises(StepError, match="the loss scale has moved"):
+            two.step()
+
+
+def test_a_save_after_a_step_has_the_scale_of_the_next(
+    kernels: CompiledLauncher, own_launches: list[float], tmp_path: Path
+) -> None:
+    ends = []
+    for resumed in (False, True):
+        with fp16() as acc:
+            model = make("mlp")
+            model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+            if resumed:
+                acc.load_state(tmp_path / "a")
+            for step in range(2 if resumed else 0, 4):
+                acc.backward(model(torch.full((2, 12), float(step)) * (1e30 if step == 1 else 1)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 1:
+                    acc.save_state(tmp_path / "a")
+            ends.append((acc.scaler.state_dict(), [p.detach().clone() for p in model.parameters()]))
+    assert ends[0][0] == ends[1][0]
+    assert (ends[0][0]["scale"], ends[0][0]["_growth_tracker"]) == (512, 2)
+    torch.testing.assert_close(ends[0][1], ends[1][1], rtol=0, atol=0)
+    assert own_launches == []
