@@ -1,0 +1,18 @@
+"""Scripts written for other libraries, after a change of their import line.
+
+| written for | import line here |
+|---|---|
+| ``from apex import amp`` | ``from easymp.compat.apex import amp`` |
+| ``from torch.cuda.amp import autocast, GradScaler`` | ``from easymp.compat.torch_cuda.amp import autocast, GradScaler`` |
+| ``import deepspeed`` | ``from easymp.compat import deepspeed`` |
+| ``import horovod.torch as hvd`` | ``import easymp.compat.horovod as hvd`` |
+
+Each layer is thin: the loss scale, strategies, optimizers and checkpoints are the library's own. A layer warns at most once, and `explain`
+prints what was ignored, and the lines that do the same without it.
+"""
+
+from __future__ import annotations
+
+from .saying import explain
+
+__all__ = ["explain"]
