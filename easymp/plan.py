@@ -62,7 +62,7 @@ class Plan:
 
     def explain(self) -> str:
         """A few aligned lines: name, value, reason."""
-        rows = [("processes", self._processes(), self.ranks.announced or "no launcher announced others")]
+        rows = [("processes", self._processes(), self.ranks.announced or self.ranks.alone)]
         rows += [(name, str(choice.value), choice.reason) for name, choice in self.choices.items()]
         widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
         return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {reason}" for name, value, reason in rows)

@@ -104,7 +104,7 @@ class World:
 
     def _sign_in(self, limit: timedelta) -> dist.Store:
         """The store all ranks share, once all of them have signed in."""
-        address, port = env.read("MASTER_ADDR"), env.integer("MASTER_PORT")
+        address, port = self.ranks.meeting or (env.read("MASTER_ADDR"), env.integer("MASTER_PORT"))
         if address is None or port is None:
             missing = "MASTER_ADDR" if address is None else "MASTER_PORT"
             raise WorldError(
@@ -119,7 +119,8 @@ class World:
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
             raise WorldError(
                 f"rank {self.rank} of {self.size} could not reach rank 0 at {address}:{port} within {self.timeout:g} s "
-                f"({str(error).splitlines()[0]}): check that rank 0 runs, and that the address and port are right"
+                f"({str(error).splitlines()[0]}): check that rank 0 runs, and that the address and port "
+                "(MASTER_ADDR and MASTER_PORT, or made from Slurm's variables) are right and free"
             ) from error
         # torchrun's agent keeps its store over a restart: what an earlier attempt wrote there is not ours.
         store = dist.PrefixStore(f"easymp/{env.integer('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -138,6 +139,9 @@ class World:
                 f"WORLD_SIZE={self.size} was announced, but rank {', '.join(missing)} did not arrive within "
                 f"{self.timeout:g} s: start all {self.size} (`easymp launch --processes {self.size} script.py` does), "
                 "or unset RANK and WORLD_SIZE to train in one process"
+                if self.ranks.meeting is None
+                else f"{self.ranks.announced} announced {self.size} tasks, but rank {', '.join(missing)} did not arrive within "
+                f"{self.timeout:g} s: have it start the training as every task, or give the job one (srun --ntasks 1)"
             ) from error
         return store
 

@@ -1,0 +1,164 @@
+"""What is read from Slurm's variables. They are those of Slurm 22.05; the tests with a real one are in tests/launcher."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from easymp import env
+from easymp.errors import EasympWarning, WorldError
+from easymp.slurm import Task, read_task
+from easymp.world import Ranks, World, read_ranks
+
+# Rank 5 of 8, on the second of two nodes.
+TASK = {
+    "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[007-008]",
+    "SLURM_JOB_ID": "120345", "SLURM_JOB_NAME": "train",
+}  # fmt: skip
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}  # what srun adds in a real one
+BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "ENVIRONMENT": "BATCH"}  # the script before its srun
+
+
+@pytest.fixture
+def slurm(monkeypatch):
+    """Sets the variables of a task and these (None removes one), and no other of Slurm's."""
+
+    def announce(**changes: object) -> None:
+        for name in [n for n in os.environ if n.startswith("SLURM_") or n in ("MASTER_ADDR", "MASTER_PORT", "ENVIRONMENT")]:
+            monkeypatch.delenv(name)
+        for name, value in {**TASK, **changes}.items():
+            if value is not None:
+                monkeypatch.setenv(name, str(value))
+
+    return announce
+
+
+@pytest.mark.parametrize(
+    ("changes", "task"),
+    [
+        ({}, Task(5, 8, 1, 4, "n007", 15345)),
+        ({**STEP, "SLURM_TASKS_PER_NODE": "4(x2)"}, Task(5, 8, 1, 4, "n007", 15345)),
+        ({"SLURM_TASKS_PER_NODE": "3,5"}, Task(5, 8, 1, 5, "n007", 15345)),
+        ({"SLURM_TASKS_PER_NODE": "2(x3),2", "SLURM_NODEID": 3}, Task(5, 8, 1, 2, "n007", 15345)),
+        ({"SLURM_NTASKS_PER_NODE": 4}, Task(5, 8, 1, 4, "n007", 15345)),
+        # a step on some of the job's nodes
+        ({**STEP, "SLURM_NTASKS": 99, "SLURM_STEP_NODELIST": "n008", "SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": 0,
+          "SLURM_TASKS_PER_NODE": "1"}, Task(5, 8, 1, 8, "n008", 15345)),
+        # one's own place to meet, or half of one
+        ({"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": 4000}, Task(5, 8, 1, 4, "10.1.1.1", 4000)),
+        ({"MASTER_ADDR": "10.1.1.1"}, Task(5, 8, 1, 4, "10.1.1.1", 15345)),
+        ({"MASTER_PORT": 4000}, Task(5, 8, 1, 4, "n007", 4000)),
+        ({"MASTER_ADDR": "10.1.1.1", "SLURM_JOB_NODELIST": None, "SLURM_TASKS_PER_NODE": "4(x2)"}, Task(5, 8, 1, 4, "10.1.1.1", 15345)),
+        ({"MASTER_PORT": 4000, "SLURM_JOB_ID": None}, Task(5, 8, 1, 4, "n007", 4000)),
+        # the last four digits of the job's number
+        ({"SLURM_JOB_ID": 7}, Task(5, 8, 1, 4, "n007", 15007)),
+        ({"SLURM_JOB_ID": 19999}, Task(5, 8, 1, 4, "n007", 24999)),
+        # `srun bash run.sh`, and srun in an allocation of salloc: several tasks, none at a terminal
+        ({**STEP, "SLURM_JOB_NAME": "bash"}, Task(5, 8, 1, 4, "n007", 15345)),
+        ({**STEP, "SLURM_JOB_NAME": "interactive"}, Task(5, 8, 1, 4, "n007", 15345)),
+        # srun in a batch script
+        ({**STEP, "ENVIRONMENT": "BATCH"}, Task(5, 8, 1, 4, "n007", 15345)),
+    ],
+)  # fmt: skip
+def test_task(slurm, changes, task):
+    slurm(**changes)
+    assert read_task() == (task, "Slurm's srun")
+    assert read_ranks() == Ranks(
+        task.rank, 8, task.local_rank, task.local_size, "Slurm's srun", meeting=(task.address, task.port)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (dict.fromkeys(TASK), ""),
+        ({"SLURM_PROCID": None}, "srun did not start this process"),  # a shell of salloc
+        ({"SLURM_JOB_NAME": "bash"}, "Slurm's job is interactive, by its name 'bash'"),
+        ({"SLURM_JOB_NAME": "interactive"}, "Slurm's job is interactive, by its name 'interactive'"),
+        ({"SLURM_JOB_NAME": "interactive", "SLURM_STEP_NUM_TASKS": 1}, "Slurm's job is interactive, by its name 'interactive'"),
+        ({"SLURM_PROCID": 0, "SLURM_NTASKS": 1}, "Slurm's srun started one task"),
+        ({"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1}, "Slurm's srun started one task"),  # srun -n 1 in a job of eight
+        ({**BATCH, "SLURM_NTASKS": 1}, "this is Slurm's batch script, before any srun"),
+        ({**BATCH, "SLURM_NTASKS": None}, "this is Slurm's batch script, before any srun"),
+    ],
+)
+def test_no_task(slurm, changes, why):
+    slurm(**changes)
+    assert read_task() == (None, why)
+    assert read_ranks() == Ranks(alone=f"no launcher announced others: {why}" if why else Ranks.alone)
+
+
+def test_a_shell_at_a_terminal_is_no_task(slurm, monkeypatch):
+    """`srun -n 8 --pty bash`, and then python: the other seven never come."""
+    slurm(**STEP, SLURM_JOB_NAME="bash", SLURM_PROCID=0)
+    monkeypatch.setattr(os, "isatty", lambda number: number == 0)
+    assert read_task()[0] is None
+
+
+def test_a_batch_script_that_forgets_srun_is_told_so(slurm):
+    slurm(**BATCH)
+    with pytest.warns(EasympWarning, match="one process trains, of the 8 tasks of Slurm's job.*with srun before the command"):
+        assert read_ranks().size == 1
+
+
+def test_a_launcher_s_own_variables_go_before_slurm_s(slurm, monkeypatch):
+    slurm()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert (read_ranks().rank, read_ranks().size, read_ranks().meeting) == (1, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"SLURM_NTASKS": None}, "SLURM_PROCID=5 is in the environment but SLURM_NTASKS is not"),
+        ({"SLURM_NTASKS": 5}, "SLURM_PROCID=5 does not lie in 0 … 4"),
+        ({"SLURM_LOCALID": None}, "SLURM_PROCID=5 is in the environment but SLURM_LOCALID is not"),
+        ({"SLURM_JOB_NODELIST": None}, "SLURM_JOB_NODELIST is not, whose first host the tasks meet at: .* or export MASTER_ADDR"),
+        ({"SLURM_JOB_NODELIST": "n[1"}, r"'n\[1' is no list of hosts"),
+        ({"SLURM_JOB_ID": None}, "SLURM_JOB_ID is not in the environment, and the port .* or export MASTER_PORT"),
+        ({"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID='12_3' is no number, and the port"),
+        ({"SLURM_TASKS_PER_NODE": "4(x"}, r"SLURM_TASKS_PER_NODE='4\(x' is no list of counts"),
+        ({"SLURM_TASKS_PER_NODE": "4"}, "SLURM_NODEID=1 and SLURM_LOCALID=1 do not lie in SLURM_TASKS_PER_NODE='4'"),
+        ({"SLURM_TASKS_PER_NODE": "7,1"}, "SLURM_NODEID=1 and SLURM_LOCALID=1 do not lie in SLURM_TASKS_PER_NODE='7,1'"),
+    ],
+)
+def test_contradictions(slurm, changes, words):
+    slurm(**changes)
+    with pytest.raises(WorldError, match=words):
+        read_ranks()
+
+
+# -- and real processes ------------------------------------------------------------------------------------------------
+
+
+def as_tasks(size: int, timeout: float) -> tuple[float, int]:
+    """The pool's ranks as srun would have started them; the place to meet is the pool's, as one's own."""
+    rank = os.environ["RANK"]
+    task = {
+        **TASK,
+        **STEP,
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": rank,
+        "SLURM_TASKS_PER_NODE": str(size),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": str(size),
+    }
+    with env.override(RANK=None, WORLD_SIZE=None, LOCAL_RANK=None, LOCAL_WORLD_SIZE=None, **task):
+        world = World(read_ranks(), torch.device("cpu"), timeout)
+        try:
+            return world.reduce(torch.tensor(10.0 + world.rank)).item(), world.local_size
+        finally:
+            world.close()
+
+
+def test_tasks_are_ranks(ranks):
+    assert ranks(as_tasks, 2, 30.0) == [(21.0, 2), (21.0, 2)]
+
+
+def test_a_task_that_never_comes_is_named(ranks):
+    (failure,) = ranks.fails(as_tasks, 3, 0.5, processes=1)
+    assert "Slurm's srun announced 3 tasks, but rank 1, 2 did not arrive within 0.5 s" in failure.message
+    assert "RANK" not in failure.message
