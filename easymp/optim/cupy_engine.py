@@ -57,7 +57,7 @@ class CupyEngine:
         self._inner, self._masters = inner, masters
         self._low = {} if masters is None else masters.low
         self.averages = other.averages
-        self._averages = Averages(inner, ema_decay)  # of what the kernels do not take
+        self._averages = Averages(lambda parameter: (parameter, inner.state), ema_decay)  # of what the kernels do not take
         self._step = FusedStep(
             inner,
             rule,

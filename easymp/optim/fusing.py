@@ -24,8 +24,9 @@ from ..cuda.streams import TYPES
 from ..errors import KernelError, SettingError, StepError
 from ..protocols import Counting
 from ..shards import local, meshes
+from .averages import Averages
 from .fused import keep_implementation
-from .norms import values, wide, wide_norms
+from .norms import values, wide_norms
 from .widening import Widened
 
 
@@ -238,18 +239,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.do_without(str(error))
 
     def _advance_rest(self, moved: Sequence[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
-        decay = self.options.ema_decay
-        if decay is None or not moved:
-            return self.advance_by_torch(moved, factor, found_inf)
-        held = [self.state[p].get(EMA) if p in self.state else None for p in moved]
-        averages = [p.detach().to(torch.float32, copy=True) if a is None else a for p, a in zip(moved, held)]
-        self.advance_by_torch(moved, factor, found_inf)
-        for parameter, average in zip(moved, averages):
-            self.state[parameter][EMA] = average
-        toward = torch._foreach_sub([wide(local(p)) for p in moved], [local(a) for a in averages])
-        share = 1.0 - decay
-        torch._foreach_mul_(toward, share if found_inf is None else share * (found_inf <= 0).float())
-        torch._foreach_add_([local(a) for a in averages], toward)
+        averages = Averages(lambda parameter: (parameter, self.state), self.options.ema_decay)
+        averages.around(moved, lambda: self.advance_by_torch(moved, factor, found_inf), found_inf)
 
     def advance_by_torch(self, parameters: Sequence[Any], factor: Tensor | None, found_inf: Tensor | None) -> None:
         """The update of `parameters`, which have gradients, by torch's operations."""

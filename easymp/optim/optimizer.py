@@ -11,14 +11,19 @@ from torch.utils.hooks import RemovableHandle
 
 from ..clock import StepClock
 from ..errors import StepError
+from ..log import get_logger
 from ..precision import Scaler
 from ..shards import local
+from .averages import without
 from .engines import Engine
 from .factor import Factor, leave_to_step, may_leave
 from .fused import fill_momentum, keep_implementation
+from .fusing import FusedOptimizer
 from .masters import Masters
 from .sums import Sums
 from .torch_engine import TorchEngine
+
+logger = get_logger(__name__)
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -61,6 +66,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.updates = 0  # steps that ended a window, skipped ones included
         self._spent = False  # whether the gradients have been stepped on, and not cleared since
         self._waiting = False  # whether the last call was a step that waits for the end of the window
+        self._told = False  # of averages that were dropped
         # A stage that holds none of the parameters has it, too: whether overflows are read on the device is alike on all ranks.
         fill_momentum(optimizer)
 
@@ -237,8 +243,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return list(zip(held, held if there is self.given else there.laid_out(held)))
 
     def remember(self, states: Mapping[Any, dict[str, Any]]) -> None:
-        """These are the states from now on, and no others; as `state` shows them. Parameters become their masters, rounded."""
+        """These are the states from now on, and no others; as `state` shows them. Parameters become their masters, rounded.
+
+        Averages of the weights are left out where this run keeps none (see `load_state_dict`).
+        """
         there: Any = self.optimizer
+        states = self._without_stale(states)
         if there is self.given:
             there.state.clear()
             there.state.update(states)
@@ -252,9 +262,31 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state from here or from the plain optimizer; which implementation runs (fused, foreach) stays this run's."""
+        """Take a state from here or from the plain optimizer; which implementation runs (fused, foreach) stays this run's.
+
+        Averages of the weights are left out, with a word in the log, where this run keeps none: no step would move them, and a later run
+        would take them for those of its weights. Only of torch's classes and ours: what another one calls "ema" may be its own.
+        """
+        if "state" in state_dict:  # a class may have a form of its own
+            state_dict = {**state_dict, "state": self._without_stale(state_dict["state"])}
         self.optimizer.load_state_dict(keep_implementation(self.optimizer, state_dict))
         fill_momentum(self.optimizer)
+
+    def _without_stale(self, states: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        given = self.given
+        own = isinstance(given, FusedOptimizer)
+        if self.engine.averages.decay is not None or (own and given.options.ema_decay is not None):
+            return states
+        if not own and not type(given).__module__.startswith("torch.optim"):
+            return states
+        kept = without(states)
+        if not self._told and any(state is not states[key] for key, state in kept.items()):
+            self._told = True
+            logger.warning(
+                f"{type(given).__name__}'s state comes with averages of the weights, and this run keeps none: they are dropped. "
+                "Accelerator(ema_decay=…) goes on with them"
+            )
+        return kept
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
@@ -278,7 +310,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.__dict__.update(state)
         self.engine = TorchEngine(self.optimizer, free=False)
         self._factor = self._by_itself = None
-        self.away = False
+        self.away = self._told = False
 
 
 for _name in (

@@ -391,6 +391,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise StepError("a sharded optimizer can be neither copied nor sent to another process: keep its state_dict()")
 
 
+def holder_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[Tensor, Any]:
+    """What `optimizer` really steps of `parameter`, this rank's rows where states are split, and where its state is."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.mine(parameter)
+    return parameter, optimizer.state
+
+
 class States(Mapping[Any, dict[str, Any]]):
     """The states of a `ShardedOptimizer` by whole parameters."""
 

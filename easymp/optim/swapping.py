@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
+from ..cuda.step import EMA
 from ..shards import local
-from .averages import average_of
 from .optimizer import PreparedOptimizer
-from .sharded import ShardedOptimizer
+from .sharded import ShardedOptimizer, holder_of
 
 
 @contextmanager
@@ -48,3 +49,10 @@ def averages_in(optimizers: Sequence[PreparedOptimizer], chosen: Container[int] 
             optimizer.away = False
         for whole, values in kept:
             whole.copy_(values)
+
+
+def average_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
+    """The average of `parameter`, or of this rank's part; None where no step has moved it yet."""
+    holder, states = holder_of(optimizer, parameter)
+    found = states[holder].get(EMA) if holder in states else None
+    return None if found is None else local(found)

@@ -16,7 +16,7 @@ from .averages import Averages
 from .fusing import FusedOptimizer
 from .hooks import watched
 from .norms import multiply, wide_norms
-from .sharded import ShardedOptimizer
+from .sharded import ShardedOptimizer, holder_of
 
 DTYPES = (torch.float32, torch.bfloat16)  # of gradients for which the factor is exact enough, in float32
 
@@ -60,7 +60,7 @@ class TorchEngine:
         reason: str = "",
     ) -> None:
         self.optimizer, self.counting, self.reason = optimizer, counting or Counting(), reason
-        self.averages = Averages(optimizer, ema_decay)
+        self.averages = Averages(lambda parameter: holder_of(optimizer, parameter), ema_decay)
         self._free = free
         inner = optimizer.twin if isinstance(optimizer, ShardedOptimizer) else optimizer
         self._own = inner if isinstance(inner, FusedOptimizer) else None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import easymp.optim as ours
 from easymp import Accelerator, load_weights
 from easymp.errors import RefusedError, SettingError, StepError
 
@@ -163,6 +164,42 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, how: str) -> None:
     resumed = run("single", how, str(tmp_path / "b"), 2, str(tmp_path / "a"))
     torch.testing.assert_close(resumed["ema"], straight["ema"], rtol=0, atol=0)
     torch.testing.assert_close(resumed["weights"], straight["weights"], rtol=0, atol=0)
+
+
+class Keeper(torch.optim.Optimizer):
+    """Remembers something under the same name, which is its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["ema"] = p.detach().clone()
+
+
+@pytest.mark.parametrize("make_one", [torch.optim.AdamW, ours.AdamW, Keeper])
+def test_a_run_without_averages_drops_those_that_it_loads(
+    make_one: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing would move them, and a run after it would take them for its own."""
+    theirs = make_one is Keeper
+    saved: dict[str, Any] = {}
+    for decay in (None if theirs else DECAY, None):
+        with accelerator(ema_decay=decay) as acc:
+            model = make("mlp")
+            model, optimizer = acc.prepare(model, make_one(model.parameters()))
+            if saved:
+                acc.load_state(tmp_path / "a")
+                assert any("ema" in state for state in optimizer.state.values()) is theirs
+                optimizer.load_state_dict(saved)
+                assert any("ema" in state for state in optimizer.state.values()) is theirs
+                assert all("ema" in state for state in saved["state"].values())  # what was given stays what it was
+            updates(acc, model, optimizer, 1)
+            saved = saved or optimizer.state_dict()
+            acc.save_state(tmp_path / "a")
+    told = [record.message for record in caplog.records if "averages" in record.message]
+    assert len(told) == (not theirs)
+    assert theirs or "they are dropped. Accelerator(ema_decay=…) goes on with them" in told[0]
 
 
 def test_with_a_closure_and_an_average_that_begins_later() -> None:
