@@ -49,7 +49,7 @@ class Rounding:
         seed: 0 to 2^63 - 1.
         first: of a parameter, the number in the whole tensor of its first element on this rank. Where shards are runs of the whole
             (rows), each element is rounded alike however many ranks there are; shards that begin elsewhere have other bits. Shards that
-            are no DTensors do not say where they begin: without a `first` of their own they share bits.
+            are no DTensors do not say where they begin: they want a `first` of their own, or share bits.
     """
 
     seed: int = 0

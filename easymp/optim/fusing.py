@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -62,7 +62,7 @@ class Options:
 
     @property
     def rounding(self) -> Rounding | None:
-        """What the kernels are told."""
+        """How bf16 is rounded, where parameters are whole or DTensors."""
         if self.stochastic_rounding is False:
             return None
         return Rounding(0 if self.stochastic_rounding is True else self.stochastic_rounding)
@@ -108,6 +108,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _counting: Counting | None = None
     _wide: tuple[int, Widened] | None = None
     _lent: Scale | None = None
+    _first: Callable[[Tensor], int] | None = None
 
     # -- which way ------------------------------------------------------------------------------------------------------
 
@@ -155,11 +156,21 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _stepped(self) -> torch.optim.Optimizer:
         return self
 
+    def begin_at(self, first: Callable[[Tensor], int]) -> None:
+        """Parameters are parts of others, and no DTensors: `first` says where in the whole one they begin, as `Rounding` has it."""
+        self._first = first
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of bf16 parameters and states."""
+        rounding = self.options.rounding
+        return rounding if rounding is None or self._first is None else replace(rounding, first=self._first)
+
     @property
     def widened(self) -> Widened:
         """A step by torch with states and rounding as `options` have them."""
         if self._wide is None or self._wide[0] != id(self):
-            self._wide = id(self), Widened(self, self.rule, self.options.state_dtype, self.options.rounding)
+            self._wide = id(self), Widened(self, self.rule, self.options.state_dtype, self.rounding)
         return self._wide[1]
 
     def kernels(self, rule: Rule, launcher: Any) -> FusedStep:
@@ -169,7 +180,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             *(self._stepped, rule, launcher),
             ema_decay=own.ema_decay,
             state_dtype=own.state_dtype,
-            rounding=own.rounding,
+            rounding=self.rounding,
             copies=self._copies,
         )
 

@@ -72,7 +72,7 @@ class ListedOptimizer(FusedOptimizer):
             moved = [list(row) for row in zip(of.p, *(of.states[key] for key in keys))]
             numbers = [order[id(p)] for p in of.parameters]
             counters = [self.state[p].get("step", of.p[0]) for p in of.parameters]
-            round_back(held, moved, counters, numbers, self.options.rounding, of.parameters)
+            round_back(held, moved, counters, numbers, self.rounding, of.parameters)
 
     def _listed(self, group: dict[str, Any], parameters: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> Lists:
         device = parameters[0].device

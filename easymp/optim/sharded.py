@@ -88,6 +88,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             setattr(self, name, vars(given)[name])  # the same ones: hooks that are registered later with either fire, too
         self._patch_step_function()  # torch's own __init__ would build param groups and state a second time
         self._twin = _twin(given)
+        if self._plain and isinstance(self._twin, FusedOptimizer):
+            self._twin.begin_at(self._first)
         self._follow()
         given.register_step_pre_hook(_refuse_alone)
         _taken.add(given)
@@ -127,6 +129,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Of this rank's rows, cut from the whole one."""
         parameter = self._wholes[id(shard)]
         return None if parameter.grad is None else self._shard(parameter, parameter.grad)
+
+    def _first(self, shard: Tensor) -> int:
+        """Which element of the whole parameter, as it lies in memory, is the first of this rank's rows."""
+        return shard.storage_offset() - self._wholes[id(shard)].storage_offset()
 
     def rows(self, whole: Tensor) -> Tensor:
         """This rank's rows of anything that has a parameter's shape, a view."""

@@ -83,3 +83,28 @@ def by_hand(kernels):
 @pytest.mark.parametrize("kernels", [False, True])
 def test_fsdp_by_hand_is_stepped_as_whole_tensors(kernels, ranks):
     ranks(by_hand, kernels)
+
+
+def rounded(strategy, kernels):
+    """bf16 weights after a few steps of each optimizer, rounded stochastically, on the same batch on each rank."""
+    ends = []
+    for make in (ours.AdamW, ours.Lion):
+        model = net().bfloat16()
+        optimizer = make(model.parameters(), lr=0.01, state_dtype=torch.bfloat16, stochastic_rounding=3)
+        with kernels_here(kernels), Accelerator(strategy=strategy, cpu=True, mixed_precision="no") as acc:
+            model, optimizer = acc.prepare(model, optimizer)
+            for turn in range(3):
+                x = torch.randn(4, 5, generator=torch.Generator().manual_seed(turn)).bfloat16()
+                acc.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append([value.clone() for value in acc.get_state_dict(model).values()])
+    return ends
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_shards_are_rounded_as_whole_tensors_are(kernels, ranks):
+    """The mean of two equal gradients is the gradient, so every bit is the same."""
+    alone = rounded("single", kernels)
+    for ends in ranks(rounded, "zero1", kernels):
+        torch.testing.assert_close(ends, alone, rtol=0, atol=0)
