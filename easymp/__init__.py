@@ -28,6 +28,7 @@ _HOMES = {
             "RefusedError",
             "SettingError",
             "StepError",
+            "TrackerError",
             "WorldError",
         ),
     ),

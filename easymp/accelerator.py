@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from . import launcher
+from . import launcher, trackers
 from .checks import by_kind, loss_trouble, refuse_unknown
 from .clock import StepClock
 from .data import PreparedLoader, skip_first_batches
@@ -53,12 +53,13 @@ from .strategies import STRATEGIES, read_options
 from .strategies.compiling import CompileOptions, read_compile
 from .strategies.recomputing import read_which
 from .switches import switch
+from .tracking import Tracking
 from .world import World, read_ranks
 
 logger = get_logger(__name__)
 
 
-class Accelerator(Collectives, Resuming, Weights):
+class Accelerator(Collectives, Resuming, Weights, Tracking):
     """Trains one script on whatever is here.
 
     Settings come from these arguments, else from ``EASYMP_`` variables, else from ``easymp.toml``, else they are detected;
@@ -95,6 +96,8 @@ class Accelerator(Collectives, Resuming, Weights):
         debug: compare shapes over the ranks before each collective.
         project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``); the working directory where there is none.
         project_config: more about it: `ProjectConfiguration`.
+        log_with: what `log` writes to: "jsonl" (a file of JSON lines; the default), "tensorboard", "wandb", "mlflow", several of them,
+            "all" that are installed, "none", or a tracker of one's own (`Tracker`).
         save_on_signal: SIGTERM and SIGUSR1 end the run at the next batch of a prepared loader, or the next of `epochs`, with a checkpoint
             in the project's folder and exit code 75, all ranks together; one more signal, 5 seconds later or more, ends it at once.
             None: from `resume` on; True: from the beginning; False: never.
@@ -135,6 +138,7 @@ class Accelerator(Collectives, Resuming, Weights):
         debug: bool | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
+        log_with: Any = None,
         save_on_signal: bool | None = None,
         settings: Settings | None = None,
         **others: Any,
@@ -155,6 +159,7 @@ class Accelerator(Collectives, Resuming, Weights):
                 )
             gradient_accumulation_steps = gradient_accumulation_plugin.num_steps
         group = handlers.get(InitProcessGroupKwargs)
+        log_words, own_trackers = trackers.words_of(log_with)
         asked = resolve(
             settings,
             mixed_precision=mixed_precision,
@@ -171,6 +176,7 @@ class Accelerator(Collectives, Resuming, Weights):
             memory=memory,
             debug=debug,
             project_dir=os.fspath(project_dir) if project_dir is not None else project.project_dir,
+            log_with=log_words,
         )
         if asked.project_dir not in (None, project.project_dir):
             project.set_directories(asked.project_dir)
@@ -208,6 +214,7 @@ class Accelerator(Collectives, Resuming, Weights):
         self._alone = False  # inside no_sync
         self._closed = False
         self._begin_checkpoints(project)
+        self._begin_tracking(asked, own_trackers)
         self._listen(save_on_signal)
         self._undo.callback(self._preemption.close)
         switch(self._precision.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
@@ -364,6 +371,8 @@ class Accelerator(Collectives, Resuming, Weights):
             if optimizer.factor is not None:  # of a clip without a step: this backward adds to gradients that were clipped
                 optimizer.apply_factor()
         clock.backwards += 1
+        if self._logbook.waiting:
+            self._logbook.poll()
         scaler = self._scaler
         if scaler.enabled:
             scaler.settle()
@@ -608,6 +617,7 @@ class Accelerator(Collectives, Resuming, Weights):
             return
         self._closed = True
         try:
+            self._logbook.finish()
             if self._saves is not None:
                 self._saves.close()  # what is being written in the background; its ranks still need the world's store
         finally:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import checkpoint
 from .epochs import Epochs
 from .errors import CheckpointError, EasympError, RefusedError, SettingError, StepError
-from .kept import LeftOut, Owed, RunState, Skipped, drawing_devices
+from .kept import LeftOut, Owed, RunState, Skipped, Tracked, drawing_devices
 from .log import get_logger
 from .precision import Scaler
 from .preparing import Preparation
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .checkpoint.loading import Loaded
     from .checkpoint.saves import Saves
     from .checkpoint.snapshot import Kept
+    from .trackers.logbook import Logbook
 
 logger = get_logger(__name__)
 Path = str | os.PathLike[str]
@@ -36,6 +37,7 @@ class Checkpointing(Registering):
     _precision: Any
     _scaler: Scaler
     _alone: bool
+    _logbook: Logbook
     _saves: Saves | None = None  # from the first one on
 
     def _begin_checkpoints(self, project: ProjectConfiguration) -> None:
@@ -91,6 +93,7 @@ class Checkpointing(Registering):
         yield checkpoint.ObjectState("run", RunState(run, self._precision, self._project))
         yield checkpoint.ObjectState("epochs", self._epochs)
         yield Owed(prepared.schedulers)
+        yield Tracked(self._logbook)
         spread, world = prepared.strategy, run.world
         devices = drawing_devices(run, world.device)
         # The last one, so that nothing draws after it.

@@ -14,7 +14,6 @@ from .settings import NAMES
 
 # Keywords of the peer that have another place here, or none yet.
 ELSEWHERE = {
-    "log_with": "trackers are not part of this version: log from `if accelerator.is_main_process:`",
     "rng_types": "there is nothing to synchronise: data order is f(seed, epoch) on every rank. Leave it out",
     "dynamo_plugin": "pass compile=CompileOptions(...)",
     "split_batches": "pass dataloader_config=DataLoaderConfiguration(split_batches=...)",

@@ -42,6 +42,10 @@ class CheckpointError(EasympError, RuntimeError):
     """A checkpoint cannot be written, or is not what it should be; what is live has not changed, unless the message says so."""
 
 
+class TrackerError(EasympError, RuntimeError):
+    """A tracker of what is logged cannot start."""
+
+
 class KernelError(EasympError, RuntimeError):
     """A kernel cannot be compiled or started on this machine; torch's own path is taken where there is one."""
 

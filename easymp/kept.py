@@ -15,6 +15,7 @@ from .state import Run
 
 if TYPE_CHECKING:
     from .checkpoint.snapshot import Reading, Snapshot
+    from .trackers.logbook import Logbook
 
 logger = get_logger(__name__)
 
@@ -57,6 +58,26 @@ class Owed:
                     scheduler.step()
 
         return put
+
+
+class Tracked:
+    """Where the trackers stand, so that rows after the save are not logged twice; nothing where a run logs nothing."""
+
+    NAME = "state/tracking"
+
+    def __init__(self, logbook: Logbook) -> None:
+        self._logbook = logbook
+
+    def bring(self, into: Snapshot) -> None:
+        state = self._logbook.state_dict() if into.rank == 0 else None
+        if state is not None:
+            into.add(self.NAME, state)
+
+    def take(self, source: Reading) -> Callable[[], None]:
+        if self.NAME not in source:
+            return lambda: None
+        state = source.state(self.NAME)
+        return lambda: self._logbook.load_state_dict(state)
 
 
 class Skipped:

@@ -54,6 +54,10 @@ class Settings:
     memory: Size | None = setting(None, "what a rank has, such as 16GiB, where auto decides by it; else what its device has")
     debug: bool = setting(False, "compare shapes over the ranks before each collective")
     project_dir: str | None = setting(None, "a folder, or a URL of fsspec, for checkpoints and logs; else the working directory")
+    log_with: str | None = setting(
+        None,
+        "what `log` writes to: jsonl (the default), tensorboard, wandb, mlflow, several with commas, all that are installed, or none",
+    )
     sources: Mapping[str, tuple[Source, str]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

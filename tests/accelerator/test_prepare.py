@@ -161,7 +161,7 @@ def test_things_that_cannot_be_prepared(acc: Accelerator) -> None:
         ({"strategy": "ddp"}, RefusedError, "and there is one; start several"),
         ({"gradient_accumulation_steps": 0}, SettingError, "below the smallest possible value, 1"),
         ({"mixed_precison": "bf16"}, SettingError, "no argument 'mixed_precison', did you mean 'mixed_precision'"),
-        ({"log_with": "wandb"}, RefusedError, "trackers are not part of this version"),
+        ({"log_with": "jsonk"}, SettingError, "'jsonk' is no tracker, did you mean 'jsonl'"),
         ({"dynamo_plugin": object()}, RefusedError, r"pass compile=CompileOptions\(...\)"),
         ({"kwargs_handlers": [object()]}, SettingError, "holds a object; it takes AutocastKwargs"),
         ({"timeout": -1}, SettingError, "below the smallest possible value"),

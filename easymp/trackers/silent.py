@@ -1,0 +1,26 @@
+"""What other ranks than the main one get for a tracker: it takes every call and does nothing, so that scripts need not ask who they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Silent:
+    """Every attribute is itself, and so is what any call returns."""
+
+    def __getattr__(self, name: str) -> Silent:
+        if name.startswith("__"):  # what copy, pickling and the like look for is not there
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Silent:
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Nothing."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+SILENT = Silent()

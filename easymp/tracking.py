@@ -1,0 +1,116 @@
+"""What an Accelerator does about logging: `log` on any rank, kept by trackers on the main process. No call here is a collective."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import trackers
+from .errors import SettingError, StepError, nearest
+from .preparing import Preparation
+from .records import ProjectConfiguration
+from .settings import Settings
+from .state import Run
+from .version import __version__
+
+if TYPE_CHECKING:
+    from .trackers.logbook import Logbook
+
+
+class Tracking:
+    """init_trackers, log, get_tracker and trackers."""
+
+    _run: Run
+    _prepared: Preparation
+    _project: ProjectConfiguration
+    _logbook: Logbook
+
+    def _begin_tracking(self, asked: Settings, own: Mapping[str, Any]) -> None:
+        words = asked.log_with or "jsonl"
+        self._tracker_names = trackers.choose(words, asked.source("log_with")[1], own)
+        names = self._tracker_names if self._run.world.rank == 0 else []
+        self._logbook = trackers.Logbook(names, Path(self._project.logging_dir or os.curdir), self._facts)
+        self._tracked = 0  # calls of log
+
+    def _facts(self) -> dict[str, Any]:
+        plan = self._run.plan
+        return {"version": __version__, "plan": plan.as_dict(), "machine": dataclasses.asdict(plan.hardware)}
+
+    def init_trackers(
+        self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Name the run, and say what it is. Without this call it is "log".
+
+        Args:
+            project_name: the run's name: files are called by it, and projects and experiments of services.
+            config: hyperparameters: a dict, an argparse Namespace, or a dataclass; anything in it. The plan, the machine and easymp's
+                version are logged with it.
+            init_kwargs: by a tracker's name, what it takes more.
+
+        Raises:
+            SettingError: a wrong name.
+            StepError: rows were logged before.
+        """
+        if not isinstance(project_name, str) or not project_name or Path(project_name).is_absolute() or ".." in project_name:
+            raise SettingError(f"init_trackers({project_name!r}): pass a name, of which files and folders can be called")
+        for name in init_kwargs or ():
+            self._check_name(name, "init_kwargs")
+        if self._tracked:
+            raise StepError("init_trackers() after log(): rows have been logged to another name. Call it first")
+        self._logbook.describe(project_name, {} if config is None else config, init_kwargs or {})
+
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Log numbers and words by name, from the main process; on other ranks nothing happens, and nobody waits for anybody.
+
+        Args:
+            values: numbers, words, 0-dim tensors (as they are now, and without waiting for the device), or dicts of these; None leaves
+                a value out.
+            step: a whole number; None takes the number of optimizer updates, or of calls where no optimizer is prepared.
+            log_kwargs: by a tracker's name, what its `log` takes more.
+
+        Raises:
+            SettingError: something else, on every rank that calls.
+        """
+        row = trackers.checked_values(values)
+        self._tracked += 1
+        if step is None:
+            updates = [optimizer.updates for optimizer in self._prepared.optimizers]
+            step = max(updates) if updates else self._tracked - 1
+        step = trackers.checked_step(step)
+        for name in log_kwargs or ():
+            self._check_name(name, "log_kwargs")
+        if self._run.world.rank == 0 and row and self._tracker_names:
+            self._logbook.log(trackers.Row(step, time.time(), row, log_kwargs or {}))
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers, on the main process; none on others."""
+        return self._logbook.trackers
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of this name; on other ranks than the main one something that takes every call and does nothing.
+
+        Args:
+            unwrap: what the tracker itself stands on: TensorBoard's SummaryWriter, the run of wandb or MLflow, the path of a file.
+
+        Raises:
+            SettingError: there is none of this name.
+        """
+        self._check_name(name, "get_tracker")
+        for tracker in self._logbook.trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        return trackers.SILENT
+
+    def _check_name(self, name: str, where: str) -> None:
+        known = self._tracker_names
+        if name not in known:
+            raise SettingError(
+                f"{where}: {name!r} is no tracker of this run{nearest(name, known)}. It has: {', '.join(known) or 'none'}"
+            )
