@@ -1,0 +1,175 @@
+"""Launching under Slurm: where the launchers of a job's nodes meet, and the batch script that starts them.
+
+One task a node, each of which starts its node's processes. A minute before the job's time is up, and where Slurm is told to warn before
+it preempts (``PreemptParameters=send_user_signal``), SIGUSR1 comes: a run that has called ``resume`` saves itself and ends with exit
+code 75, the script puts the job back into the queue, and it goes on from there.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .. import env
+from ..errors import SettingError
+from ..slurm import BATCH, read_task
+from .agent import Place
+from .failure import RESTART
+
+CPUS = 4  # a process with a GPU: it, and what loads its data
+ACTIONS = ("print", "submit")
+SHORT = {"-J": "--job-name", "-N": "--nodes", "-c": "--cpus-per-task", "-o": "--output", "-G": "--gpus"}
+# What says the same in another way: ours is left out where one of these is given.
+SAME = {
+    "--gpus-per-node": ("--gpus", "--gres", "--gpus-per-task", "--gpus-per-socket"),
+    "--cpus-per-task": ("--cpus-per-gpu",),
+    "--requeue": ("--no-requeue",),
+}
+
+TEMPLATE = """\
+#!/bin/bash
+{options}
+
+# One task a node: it starts the node's processes, and all of them meet on the first node.
+srun ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} {command}
+code=$?
+# The run was warned and has saved itself: back into the queue, from where it resumes.
+if [ "$code" -eq {restart} ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def place() -> Place | None:
+    """Where this launcher meets the others that srun started; None where it started none, or this one alone.
+
+    Raises:
+        SettingError: this is the batch script of a job of several nodes: without srun the others would have nothing to do.
+        WorldError: Slurm's variables contradict each other.
+    """
+    task, why = read_task()
+    if task is not None:
+        return Place(task.size, task.rank, task.address, task.port)
+    nodes = env.integer("SLURM_JOB_NUM_NODES", 1)
+    if why == BATCH and nodes > 1:
+        raise SettingError(
+            f"Slurm's job has {nodes} nodes, and its batch script runs on the first one only: write srun before the command, which "
+            "starts it on all (`easymp launch --slurm print` shows how), or pass --nodes 1 to use this one"
+        )
+    return None
+
+
+def beside() -> dict[str, str | None]:
+    """For the worker's entry, where srun started several launchers on this machine: each of them numbers its own workers from 0."""
+    task, _ = read_task()
+    return {} if task is None or task.local_size == 1 else {"EASYMP_LAUNCHER": f"{task.local_rank} of {task.local_size}"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What ``--slurm`` asks for: an action, and options of sbatch, one a line of the script."""
+
+    action: str
+    options: list[str]
+
+
+def asked(text: str) -> Asked:
+    """Read ``"submit --partition=gpu --time 2:00:00"``; without a word before the options it is "print".
+
+    Raises:
+        SettingError: another word, or a quote that is not closed.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise SettingError(f"--slurm {text!r}: {error}; write it as in a shell") from None
+    action = words.pop(0) if words and not words[0].startswith("-") else "print"
+    if action not in ACTIONS or "\n" in text:
+        raise SettingError(
+            f"--slurm {text!r}: it takes print or submit, and then options of sbatch, as in 'submit --time=2:00:00'"
+        )
+    options: list[str] = []
+    for word in words:
+        if word.startswith("-"):
+            options.append(_quoted(word))
+        elif options:
+            options[-1] += " " + _quoted(word)
+        else:
+            raise SettingError(f"--slurm {text!r}: {word!r} is no option of sbatch, which start with a dash")
+    return Asked(action, options)
+
+
+def batch_script(
+    name: str,
+    command: Sequence[str],
+    options: Sequence[str] = (),
+    *,
+    processes: int | None,
+    nodes: str | None = None,
+    gpus: bool = True,
+) -> str:
+    """The text of a batch script.
+
+    Args:
+        name: the job's.
+        command: what `easymp launch` is to be told on each node.
+        options: of sbatch, one each; what is written here gives way to them.
+        processes: on each node.
+        nodes: how many, as ``"2"``, or ``"1:4"`` for at least 1 and at most 4; None for one.
+        gpus: each process gets one.
+
+    Raises:
+        SettingError: `processes` is not given (the machine at hand need not be like the job's nodes), or nodes are given twice.
+    """
+    if processes is None:
+        raise SettingError(
+            "--slurm asks for nodes that need not be like this machine: say how many processes each is to run with --processes N "
+            "(each gets a GPU; with EASYMP_CPU=1 none)"
+        )
+    given = {_name(option) for option in options}
+    if nodes is not None and "--nodes" in given:
+        raise SettingError(f"nodes are given twice, as --nodes {nodes} and among Slurm's options: leave one of them out")
+    ours = {
+        "--job-name": _quoted(name),
+        "--nodes": (nodes or "1").replace(":", "-"),
+        "--ntasks-per-node": "1",
+        "--cpus-per-task": str(processes * CPUS if gpus else processes),
+        "--gpus-per-node": str(processes) if gpus else None,
+        "--output": "%x-%j.out",
+        "--open-mode": "append",  # goes on in the same file, too
+        "--signal": "USR1@60",
+        "--requeue": "",
+    }
+    kept = {key: value for key, value in ours.items() if value is not None and not given & {key, *SAME.get(key, ())}}
+    lines = [f"#SBATCH {line}" for line in (*(f"{key}={value}" if value else key for key, value in kept.items()), *options)]
+    words = shlex.join([sys.executable, "-m", "easymp", "launch", *command])
+    return TEMPLATE.format(options="\n".join(lines), command=words, restart=RESTART)
+
+
+def _name(option: str) -> str:
+    """The long name of a line's option: of ``-N2``, ``-N 2``, ``--nodes=2`` and ``--nodes 2`` it is ``--nodes``."""
+    option = option.lstrip('"')
+    return re.split("[= ]", option)[0] if option.startswith("--") else SHORT.get(option[:2], option[:2])
+
+
+def _quoted(word: str) -> str:
+    """As sbatch reads its lines: outside of quotes a blank ends a word, and # begins a comment."""
+    return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"' if re.search(r"""[\s#\\'"]""", word) else word
+
+
+def submit(text: str) -> int:
+    """Hand a batch script in; sbatch's own words are its answer. Returns its exit code.
+
+    Raises:
+        SettingError: there is no sbatch here.
+    """
+    program = shutil.which("sbatch")
+    if program is None:
+        raise SettingError("sbatch is not on PATH: run this on the cluster's login node, or keep the script with --slurm print")
+    return subprocess.run([program], input=text, text=True, check=False).returncode
