@@ -12,13 +12,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from . import launcher, trackers
+from . import launcher, optim, trackers
 from .checks import by_kind, loss_trouble, refuse_unknown
 from .clock import StepClock
 from .data import PreparedLoader, skip_first_batches
@@ -29,7 +29,6 @@ from .log import get_logger
 from .memory_retry import release_memory
 from .microstep import ForeignSteps, MicroStep
 from .operations import Collectives
-from .optim import ItemWindow, PreparedOptimizer, PreparedScheduler, averages_in, leave_to_step, may_leave
 from .plan import Plan, make_plan
 from .precision import PRECISIONS, Measured, Scaler, rule_from
 from .prepared import unwrap
@@ -55,6 +54,10 @@ from .strategies.recomputing import read_which
 from .switches import switch
 from .tracking import Tracking
 from .world import World, read_ranks
+
+if TYPE_CHECKING:
+    from .optim.optimizer import PreparedOptimizer
+    from .optim.scheduler import PreparedScheduler
 
 logger = get_logger(__name__)
 
@@ -209,7 +212,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             device_placement, self._loading, step_scheduler_with_optimizer, steps, given, initialize, recompute, compiled
         )
         self._prepared = Preparation(self._run, strategy, self._precision, self._scaler, wishes)
-        self._items = ItemWindow(self._world)
+        self._items = optim.ItemWindow(self._world)
         self._foreign: ForeignSteps | None = None
         self._alone = False  # inside no_sync
         self._closed = False
@@ -495,10 +498,10 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             self._prepared.optimizers if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         )
         for item in chosen:
-            if isinstance(item, PreparedOptimizer):
+            if isinstance(item, optim.PreparedOptimizer):
                 item.apply_factor()
                 item.gather(in_memory=True)
-            self._scaler.ensure_unscaled(item.optimizer if isinstance(item, PreparedOptimizer) else item)
+            self._scaler.ensure_unscaled(item.optimizer if isinstance(item, optim.PreparedOptimizer) else item)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Scale gradients so that their total norm is at most `max_norm`; returns the norm before (0-dim).
@@ -518,8 +521,8 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             return None
         chosen = self._as_list(parameters)
         optimizers = self._prepared.steppers(chosen) if norm_type == 2 else None
-        if optimizers and may_leave(optimizers, self._scaler):
-            return leave_to_step(optimizers, max_norm, self._scaler)
+        if optimizers and optim.may_leave(optimizers, self._scaler):
+            return optim.leave_to_step(optimizers, max_norm, self._scaler)
         return self._prepared.strategy.clip(self._unscaled(chosen), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -562,7 +565,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             raise RefusedError("averaged() without averages: none are kept unless Accelerator(ema_decay=0.999) asks for them")
         self._world.settle()
         chosen = {id(p) for route in self._prepared.routes(models) for p in route.original.parameters()} if models else None
-        with averages_in(self._prepared.optimizers, chosen):
+        with optim.averages_in(self._prepared.optimizers, chosen):
             yield
 
     @property

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .log import get_logger
-from .optim import PreparedOptimizer, PreparedScheduler
 from .precision import Measured, Scaler
 from .records import ProjectConfiguration
 from .state import Run
 
 if TYPE_CHECKING:
     from .checkpoint.snapshot import Reading, Snapshot
+    from .optim.optimizer import PreparedOptimizer
+    from .optim.scheduler import PreparedScheduler
     from .trackers.logbook import Logbook
 
 logger = get_logger(__name__)

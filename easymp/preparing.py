@@ -8,19 +8,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from . import cuda, optim
 from .checks import describe
-from .cuda.availability import warn_once
 from .data import PreparedLoader, SkippedLoader, prepare_loader
 from .errors import PrepareError, StepError, WorldError
 from .fitting import Fitting
 from .log import get_logger
-from .optim import CupyEngine, Engine, FusedOptimizer, Masters, PreparedOptimizer, PreparedScheduler, Sums, engine_for, fuse
 from .precision import Scaler
 from .prepared import Route, make_view
 from .protocols import Choice, Manner, Precision, Strategy
@@ -32,6 +31,11 @@ from .strategies.compiling import CompileOptions, Compiling
 from .strategies.materialising import materialise, on_meta
 from .strategies.recomputing import Which, find_recomputed, recompute
 from .world import odd_one_out
+
+if TYPE_CHECKING:
+    from .optim.engines import Engine
+    from .optim.optimizer import PreparedOptimizer
+    from .optim.scheduler import PreparedScheduler
 
 logger = get_logger(__name__)
 
@@ -94,7 +98,7 @@ class Preparation:
         self.owner: dict[int, str] = {}
         self.stepped_by: dict[int, PreparedOptimizer] = {}
         self.masters: dict[int, torch.Tensor] = {}
-        self.sums = Sums(self.masters)
+        self.sums = optim.Sums(self.masters)
         self.batch = ""
         self.converted: list[tuple[nn.Module, type]] = []
         self._whose: list[tuple[PreparedOptimizer, str | None]] = []  # optimizers, and why torch has no fused step for each
@@ -136,7 +140,7 @@ class Preparation:
 
     @staticmethod
     def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        return optimizer.optimizer if isinstance(optimizer, optim.PreparedOptimizer) else optimizer
 
     def _known(self, model: nn.Module) -> Prepared | None:
         return next((p for p in self.models if model is p.view or model is p.route.original), None)
@@ -155,7 +159,7 @@ class Preparation:
             self._compiling.blocks(models, self.strategy.sharded)
 
     def _prepare_other(self, item: Any, place: bool) -> Any:
-        if item is None or isinstance(item, (PreparedOptimizer, PreparedScheduler, PreparedLoader, SkippedLoader)):
+        if item is None or isinstance(item, (optim.PreparedOptimizer, optim.PreparedScheduler, PreparedLoader, SkippedLoader)):
             return item
         if isinstance(item, torch.optim.Optimizer):
             return self._prepare_optimizer(item)
@@ -214,25 +218,27 @@ class Preparation:
                         f"{kind} holds parameter {self.owner[id(parameter)]!r}, which another prepared optimizer steps already: give "
                         "each parameter to one optimizer (free_memory() lets go of the old ones)"
                     )
-        own = isinstance(optimizer, FusedOptimizer)  # chooses its step itself
+        own = isinstance(optimizer, optim.FusedOptimizer)  # chooses its step itself
         if own and optimizer.options.ema_decay is not None and self._run.plan.settings.ema_decay is not None:
             raise PrepareError(
                 f"ema_decay was given to {kind} and to the Accelerator, which would keep one average twice: give it to one"
             )
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        masters = Masters(optimizer, self.masters) if self._precision.masters else None
+        masters = optim.Masters(optimizer, self.masters) if self._precision.masters else None
         why_not: str | None = None
         fused = self._run.plan.settings.fused
         if own and not fused:
             optimizer.use_plain_torch()
         if fused and not own:  # before it is spread: an optimizer in its place has a class of its own
-            why_not = fuse(optimizer, [model.route.original for model in self.models])
+            why_not = optim.fuse(optimizer, [model.route.original for model in self.models])
         stepped = self.strategy.spread(optimizer)
-        if isinstance(stepped, FusedOptimizer) and self.strategy.counting.add is not None:
+        if isinstance(stepped, optim.FusedOptimizer) and self.strategy.counting.add is not None:
             stepped.count_by(self.strategy.counting)
-        engine = engine_for(stepped, self.strategy.counting, fused, self._run.plan.settings.ema_decay, masters, self._gave_way)
+        engine = optim.engine_for(
+            stepped, self.strategy.counting, fused, self._run.plan.settings.ema_decay, masters, self._gave_way
+        )
         self._same_kernels(stepped, engine)
-        prepared = PreparedOptimizer(stepped, self._run.clock, self._scaler, optimizer, masters, self.sums, engine)
+        prepared = optim.PreparedOptimizer(stepped, self._run.clock, self._scaler, optimizer, masters, self.sums, engine)
         self.stepped_by.update((p, prepared) for p in held)
         self.optimizers.append(prepared)
         self._scaler.sharers = len(self.optimizers)
@@ -246,13 +252,13 @@ class Preparation:
         world = self._run.world
         if world.size == 1 or world.device.type != "cuda":
             return
-        own = stepped if isinstance(stepped, FusedOptimizer) else None
-        here = isinstance(engine, CupyEngine) if own is None else own.engine.kernels is not None
+        own = stepped if isinstance(stepped, optim.FusedOptimizer) else None
+        here = isinstance(engine, optim.CupyEngine) if own is None else own.engine.kernels is not None
         if world.any(not here) and here:
             reason = "our kernels do not run on all ranks"
             if own is not None:
                 own.do_without(reason)
-            elif isinstance(engine, CupyEngine):
+            elif isinstance(engine, optim.CupyEngine):
                 engine.give_way(reason)
 
     def _say_steps(self) -> None:
@@ -263,7 +269,7 @@ class Preparation:
             if engine.name == "CuPy":
                 steps["CuPy"].append(engine.reason)
                 continue
-            if isinstance(optimizer.given, FusedOptimizer):
+            if isinstance(optimizer.given, optim.FusedOptimizer):
                 way = optimizer.given.engine
                 steps["CuPy" if way.kernels else "fused"].append(f"easymp's {kind} by {way.name}: {way.reason}")
                 continue
@@ -275,7 +281,7 @@ class Preparation:
 
     def _gave_way(self, reason: str) -> None:
         """Kernels failed, and torch steps from here on."""
-        warn_once(reason)
+        cuda.warn_once(reason)
         self._say_steps()
 
     def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
@@ -288,7 +294,7 @@ class Preparation:
             raise PrepareError(
                 f"{type(scheduler).__name__} drives an optimizer that is not prepared: prepare that optimizer in the same call or before"
             )
-        prepared = PreparedScheduler(scheduler, mine, self._wishes.with_optimizer, self._wishes.scheduler_steps)
+        prepared = optim.PreparedScheduler(scheduler, mine, self._wishes.with_optimizer, self._wishes.scheduler_steps)
         self.schedulers.append(prepared)
         return prepared
 

@@ -1,54 +1,46 @@
-"""Optimizers and schedulers as `prepare` hands them back, and optimizers of our own, which are loaded at first use."""
+"""Optimizers and schedulers as `prepare` hands them back, and optimizers of our own.
+
+Names are loaded at first use: an Accelerator that is imported, or prepares no optimizer, does not wait for what steps.
+"""
+
+from __future__ import annotations
 
 import importlib
 from typing import Any
 
-from .cupy_engine import CupyEngine
-from .engines import Engine, engine_for
-from .factor import leave_to_step, may_leave
-from .fused import fuse
-from .fusing import FusedOptimizer
-from .items import ItemWindow
-from .masters import Masters
-from .optimizer import PreparedOptimizer
-from .scheduler import PreparedScheduler
-from .sums import Sums
-from .swapping import averages_in
-from .torch_engine import TorchEngine
-
 _HOMES = {
-    "AdamW": "adam",
-    "Adam": "adam",
-    "SGD": "sgd",
-    "Adagrad": "adagrad",
-    "Lion": "lion",
-    "LAMB": "lamb",
-    "NovoGrad": "novograd",
-    "LARC": "larc",
+    "adagrad": ("Adagrad",),
+    "adam": ("Adam", "AdamW"),
+    "cupy_engine": ("CupyEngine",),
+    "engines": ("Engine", "engine_for"),
+    "factor": ("leave_to_step", "may_leave"),
+    "fused": ("fuse",),
+    "fusing": ("FusedOptimizer",),
+    "items": ("ItemWindow",),
+    "lamb": ("LAMB",),
+    "larc": ("LARC",),
+    "lion": ("Lion",),
+    "masters": ("Masters",),
+    "novograd": ("NovoGrad",),
+    "optimizer": ("PreparedOptimizer",),
+    "scheduler": ("PreparedScheduler",),
+    "sgd": ("SGD",),
+    "sums": ("Sums",),
+    "swapping": ("averages_in",),
+    "torch_engine": ("TorchEngine",),
 }
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [
-    *_HOMES,
-    "CupyEngine",
-    "Engine",
-    "FusedOptimizer",
-    "ItemWindow",
-    "Masters",
-    "PreparedOptimizer",
-    "PreparedScheduler",
-    "Sums",
-    "TorchEngine",
-    "averages_in",
-    "engine_for",
-    "fuse",
-    "leave_to_step",
-    "may_leave",
-]
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'easymp.optim' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,21 +15,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..cuda.gradients import Gradients
-from ..cuda.measure import TOTAL, UNSCALE
-from ..cuda.ready import launcher_with
-from ..cuda.scale import Scale
-from ..cuda.table import upload
+from .. import cuda
 from ..errors import SettingError, StepError
 from ..records import GradScalerKwargs
 from ..shards import local
 from ..tree import map_leaves
 from ..world import World
+
+if TYPE_CHECKING:
+    from ..cuda.gradients import Gradients
+    from ..cuda.scale import Scale
 
 NO_GRADIENTS = "unscale_ or step() before any backward(): this optimizer has no gradients yet"
 
@@ -208,9 +208,9 @@ class Scaler:
         found = torch.zeros_like(home)
         for (device, dtype), grads in by_kind.items():
             here = found if device == found.device else torch.zeros((), device=device)
-            launcher = launcher_with(device, [UNSCALE[dtype], TOTAL]) if dtype in UNSCALE else None
+            launcher = cuda.launcher_with(device, [cuda.UNSCALE[dtype], cuda.TOTAL]) if dtype in cuda.UNSCALE else None
             if launcher is not None:
-                unscaler = self._unscalers.setdefault((device, dtype), Gradients(launcher))
+                unscaler = self._unscalers.setdefault((device, dtype), cuda.Gradients(launcher))
                 bad, grads = unscaler.unscale(grads, home.to(device, non_blocking=True))
                 torch.maximum(here, bad, out=here)
             if grads:
@@ -329,8 +329,8 @@ class Scaler:
         if self._law is None or self._law.device != state.device:
             numbers = (rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.growth_delay, rule.hysteresis)
             law = (*map(float, (*numbers, rule.refill_each_step)), rule.minimum, rule.maximum)
-            self._law = upload(law, torch.float64, state.device)
-        turn.lent = Scale(state, self._law)
+            self._law = cuda.upload(law, torch.float64, state.device)
+        turn.lent = cuda.Scale(state, self._law)
         return turn.lent
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from easymp import cuda
 from easymp.cuda import casts, ready
 from easymp.cuda.availability import Unavailable
 from easymp.cuda.gradients import Gradients
@@ -11,7 +12,6 @@ from easymp.errors import KernelError
 from easymp.optim.masters import Masters
 from easymp.optim.sums import Sums
 from easymp.precision import Scaler
-from easymp.precision import scaler as scalers
 from easymp.strategies.hooks import Journey, all_reduce
 
 from .compiled import CompiledLauncher
@@ -50,7 +50,7 @@ def test_unscaling(monkeypatch, launcher, broken):
         scaler.step(optimizer)
         return [p.grad for p in held], [p.detach() for p in held], scaler.skipped(optimizer)
 
-    ours, torchs = twice(monkeypatch, scalers, launcher, unscale)
+    ours, torchs = twice(monkeypatch, cuda, launcher, unscale)
     assert launcher.launches == ["unscale_f32", "total", "unscale_bf16", "total"]
     assert ours[2] == torchs[2] == broken
     for mine, theirs in zip((*ours[0], *ours[1]), (*torchs[0], *torchs[1])):
