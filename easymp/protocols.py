@@ -226,6 +226,7 @@ class Precision(Protocol):
     compute: torch.dtype  # what matrix products run in
     reduce: torch.dtype  # what gradients are reduced in
     output: torch.dtype | None  # what a prepared model returns; None leaves it as it is
+    tf32: bool  # whether products of fp32 tensors run on TF32 Tensor Cores, where there are some
     scaled: bool  # whether the loss is scaled
     masters: bool  # whether optimizers step fp32 copies of the low-precision parameters
     swaps: bool  # whether layers are given a forward of their own, which takes whole tensors

@@ -18,6 +18,7 @@ from ..version import __version__
 # A command is a file of its name here, with `arguments(parser)` and `run(args)`.
 COMMANDS = {
     "launch": "run a script on several processes",
+    "test": "train something small on every rank, and compare it with what must come out",
     "env": "show what this machine has, and what would be decided on it",
     "checkpoint": "list, inspect, verify, merge, compare and prune checkpoints",
 }
