@@ -20,6 +20,7 @@ COMMANDS = {
     "launch": "run a script on several processes",
     "test": "train something small on every rank, and compare it with what must come out",
     "env": "show what this machine has, and what would be decided on it",
+    "completion": "print the script by which bash, zsh or fish completes these words",
     "checkpoint": "list, inspect, verify, merge, compare and prune checkpoints",
 }
 
@@ -53,6 +54,11 @@ def _main(words: list[str]) -> int:
     if name not in COMMANDS:
         front.error(f"there is no command {name!r}{nearest(name, COMMANDS) or '.'} Known: {', '.join(COMMANDS)}")
     command: Command = importlib.import_module(f".{name}", __name__)
+    return command.run(parser_of(name, command).parse_args(rest))
+
+
+def parser_of(name: str, command: Command) -> argparse.ArgumentParser:
+    """What reads the words after ``easymp NAME``."""
     parser = argparse.ArgumentParser(
         f"easymp {name}",
         description=command.__doc__,
@@ -60,7 +66,7 @@ def _main(words: list[str]) -> int:
         allow_abbrev=False,
     )
     command.arguments(parser)
-    return command.run(parser.parse_args(rest))
+    return parser
 
 
 def _front() -> argparse.ArgumentParser:

