@@ -12,6 +12,7 @@ from typing import Any
 _HOMES = {
     "accelerate_folder": ("AccelerateStates", "read_accelerate"),
     "comparing": ("Difference", "diff"),
+    "converting": ("convert",),
     "catalog": ("Entry", "list_checkpoints"),
     "inspecting": ("Contents", "inspect"),
     "merging": ("merge",),

@@ -38,6 +38,7 @@ WEIGHTS = re.compile(r"model(?:_(\d+))?\.safetensors")
 CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 RNG = re.compile(r"random_states_(\d+)\.pkl")
 SCALER = "scaler.pt"
+STATE_KEYS = ("state_dict", "model_state_dict", "model", "module")  # under which trainers keep the model's
 # What other layouts of Accelerate's leave in the folder, and whose tool makes whole weights of it.
 SPREAD = re.compile(r"pytorch_model(_fsdp)?(_\d+)?|pytorch_model_fsdp.*\.bin|optimizer_\d+|zero_pp_rank.*")
 
@@ -173,6 +174,34 @@ def _unpickled(path: Path) -> Any:
         raise CheckpointError(
             f"{path}: cannot be read ({type(error).__name__}: {error}): it may need the packages whose objects it holds"
         ) from error
+
+
+def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Tensors by name in a file of torch.save, at its top or under one of its keys; by torch's reader for plain data.
+
+    Raises:
+        CheckpointError: it cannot be read, holds more than plain data, or no state dict of a model.
+    """
+    try:
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # of the time before zip files: cannot be mapped
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{os.fspath(path)} holds more than plain data, and running it is not done here: in the program that wrote it, save the "
+            "model by safetensors.torch.save_model"
+        ) from error
+    except Exception as error:
+        raise CheckpointError(f"{os.fspath(path)}: cannot be read ({type(error).__name__}: {error})") from error
+    below = [found] if not isinstance(found, Mapping) else [found, *(found[key] for key in STATE_KEYS if key in found)]
+    for candidate in below:
+        if isinstance(candidate, Mapping) and candidate and all(isinstance(value, Tensor) for value in candidate.values()):
+            return {str(name): value for name, value in candidate.items()}
+    keys = ", ".join(map(str, list(found)[:5])) if isinstance(found, Mapping) else type(found).__name__
+    raise CheckpointError(
+        f"{os.fspath(path)}: no state dict of a model at its top or under {', '.join(STATE_KEYS)}; it holds {keys}"
+    )
 
 
 def _numpys_arrays() -> AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ COMMANDS = {
     "test": "train something small on every rank, and compare it with what must come out",
     "env": "show what this machine has, and what would be decided on it",
     "completion": "print the script by which bash, zsh or fish completes these words",
-    "checkpoint": "list, inspect, verify, merge, compare and prune checkpoints",
+    "checkpoint": "list, inspect, verify, merge, convert, compare and prune checkpoints",
 }
 
 

@@ -7,6 +7,7 @@ examples:
   easymp checkpoint diff before after                  tensors and states that differ
   easymp checkpoint merge sharded weights              one model.safetensors, or shards with an index
   easymp checkpoint merge --all sharded whole          a checkpoint again, with whole tensors
+  easymp checkpoint convert --dtype bf16 weights half  safetensors in another precision, from any weights
   easymp checkpoint prune --keep 3 runs/digits         the newest three stay
 
 `easymp checkpoint ACTION --help` says more about one. Exit codes: 0 good; 1 damaged, different, or an error; 2 wrong usage.
@@ -48,6 +49,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     made.add_argument("--all", action="store_true", help="all of the checkpoint, for load_state, in place of the weights alone")
     made.add_argument("--model", default="model", metavar="NAME", help="whose weights, where there are several (model)")
     made.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
+    made = action(
+        "convert", "weights of any kind that is read here, as safetensors, in another precision if asked", "place", "out"
+    )
+    made.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="of floating-point tensors (as they are)")
+    made.add_argument("--model", default="model", metavar="NAME", help="whose weights, of a checkpoint of ours (model)")
+    made.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
+    made.add_argument("--trust", action="store_true", help="read files of torch.save (.bin, .pt), too; nothing in them is run")
     made = action("prune", "remove older checkpoints, and what dead writers left", "place")
     made.add_argument("--keep", type=int, required=True, metavar="N", help="the newest N committed ones stay")
     made.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
@@ -148,6 +156,12 @@ def run_merge(args: argparse.Namespace) -> int:
     return tell({"out": args.out}) if args.json else 0
 
 
+def run_convert(args: argparse.Namespace) -> int:
+    with checkpoint.Progress(f"converting {args.place}", "read") as tick:
+        checkpoint.convert(args.place, args.out, args.dtype, args.max_shard_size, args.model, args.trust, tick)
+    return tell({"out": args.out}) if args.json else 0
+
+
 def run_prune(args: argparse.Namespace) -> int:
     found = checkpoint.prune(args.place, args.keep, args.dry_run)
     if args.json:
@@ -167,6 +181,7 @@ ACTIONS = {
     "verify": run_verify,
     "diff": run_diff,
     "merge": run_merge,
+    "convert": run_convert,
     "prune": run_prune,
 }
 
