@@ -133,13 +133,25 @@ def resolve_launching(path: str | None = None, **flags: Any) -> Launching:
     Raises:
         SettingError: a wrong name or value, anywhere.
     """
-    file = project_file.read(path)
+    found = _launching(project_file.read(path))
+    given = {name: checked(LAUNCHING[name], value, f"{name}=") for name, value in flags.items() if value is not None}
+    return Launching(**{**found, **given})
+
+
+def written(file: ProjectFile) -> dict[str, Any]:
+    """The values that stand in `file`, those of its table too.
+
+    Raises:
+        SettingError: a wrong name or value.
+    """
+    return {**_read(file, NAMES), **_launching(file)}
+
+
+def _launching(file: ProjectFile) -> dict[str, Any]:
     table = file.content.get(LAUNCH, {})
     if not isinstance(table, dict):
         raise SettingError(f"{file.where(LAUNCH)}: {LAUNCH} = {table!r} is no table: write [{LAUNCH}], and its settings below")
-    found = _read(dataclasses.replace(file, content=table), LAUNCHING, LAUNCH)
-    given = {name: checked(LAUNCHING[name], value, f"{name}=") for name, value in flags.items() if value is not None}
-    return Launching(**{**found, **given})
+    return _read(dataclasses.replace(file, content=table), LAUNCHING, LAUNCH)
 
 
 def _read(file: ProjectFile, known: Mapping[str, dataclasses.Field[Any]], table: str = "") -> dict[str, Any]:

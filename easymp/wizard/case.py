@@ -1,0 +1,108 @@
+"""A machine and the values settled so far: what they come to, and whether one more can be had.
+
+Nothing is decided here: the plan is asked as it will be in a run, for the smallest and the largest world that the values allow, and
+as the last rank of each, which is the one that lacks a device where there are too few.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import RefusedError, SettingError
+from ..plan import Plan, make_plan
+from ..protocols import Source
+from ..settings import LAUNCHING, NAMES, Settings
+from ..values import checked
+from ..world import Ranks
+from .looking import Machine
+
+KNOWN = {**NAMES, **LAUNCHING}
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One machine and some values.
+
+    Attributes:
+        values: settings by name, those of `easymp launch` among them; what is not there has its default.
+        origins: who said so, of some.
+    """
+
+    machine: Machine
+    values: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def settle(self, name: str, value: Any, origin: str = "asked for") -> Case:
+        """This case with one value more."""
+        return dataclasses.replace(self, values={**self.values, name: value}, origins={**self.origins, name: f"{origin}"})
+
+    def get(self, name: str) -> Any:
+        """The value of a setting, or its default."""
+        return self.values.get(name, KNOWN[name].default)
+
+    @property
+    def devices(self) -> int:
+        """Accelerators to train on; 0: the CPU does."""
+        return 0 if self.get("cpu") else len(self.machine.hardware.devices)
+
+    @property
+    def processes(self) -> int:
+        """On each node: as said, or one an accelerator, or one."""
+        return self.get("processes") or max(1, self.devices)
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """At least, and at most."""
+        return node_range(self.get("nodes") or "1")
+
+    @property
+    def world(self) -> int:
+        """Processes in all, on the largest number of nodes."""
+        return self.processes * self.nodes[1]
+
+    def plan(self) -> Plan:
+        """As rank 0 of the largest world sees it.
+
+        Raises:
+            RefusedError: the values cannot be had here.
+        """
+        return make_plan(self._settings(), self.machine.hardware, Ranks(0, self.world, 0, self.processes, "asked for"))
+
+    def refusal(self, name: str, value: Any) -> str:
+        """Why `value` cannot be had beside what is settled, or ``""``."""
+        try:
+            there = self.settle(name, checked(KNOWN[name], value, f"{name} = "), f"{name} = {value}")
+            for ranks in there._worlds():
+                make_plan(there._settings(), self.machine.hardware, ranks)
+        except (SettingError, RefusedError) as error:
+            return str(error)
+        return ""
+
+    def _worlds(self) -> Iterator[Ranks]:
+        local = self.processes
+        for nodes in dict.fromkeys(self.nodes):
+            yield Ranks(local * nodes - 1, local * nodes, local - 1, local)
+
+    def _settings(self) -> Settings:
+        values = {name: value for name, value in self.values.items() if name in NAMES}
+        return Settings(**values, sources={name: (Source.ASKED, self.origins[name]) for name in values if name in self.origins})
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """``"2"`` is exactly two nodes, ``"1:4"`` from one to four.
+
+    Raises:
+        SettingError: neither of the two.
+    """
+    least, colon, most = str(text).partition(":")
+    try:
+        found = int(least), int(most if colon else least)
+    except ValueError:
+        raise SettingError(f"nodes = {text!r} is no number of machines: use one such as 2, or 1:4 for one to four") from None
+    if found[0] < 1 or found[1] < found[0]:
+        raise SettingError(f"nodes = {text!r} must be at least 1, and the second number at least the first")
+    return found

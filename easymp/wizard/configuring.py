@@ -1,0 +1,204 @@
+"""The wizard from its first line to its last: look, propose, ask, show the file, write it, say what to type next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import env, project_file
+from ..errors import SettingError, nearest
+from ..settings import NAMES, written
+from ..values import checked
+from .case import KNOWN, Case
+from .dialogue import BACK, QUIT, Dialogue, Said, accept, begin, propose, sentence
+from .editing import edit
+from .looking import Machine, facts
+from .next_step import commands
+from .questions import QUESTIONS
+from .screen import QuitError, Screen
+from .toml import compose
+from .writing import Target, target, write
+
+YES, NO = ("y", "yes"), ("n", "no")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What was asked for on the command line.
+
+    Attributes:
+        path: of the file; None: the one that EASYMP_CONFIG names, or ``easymp.toml`` here.
+        ahead: settings by name.
+        yes: take the defaults.
+        dry_run: write nothing.
+        everything: ask all questions, also those that seem to change nothing here.
+    """
+
+    path: str | None = None
+    ahead: Mapping[str, Any] = field(default_factory=dict)
+    yes: bool = False
+    dry_run: bool = False
+    everything: bool = False
+
+
+class UnansweredError(Exception):
+    """There are questions, and nobody to answer them.
+
+    Attributes:
+        rows: the settings that are open, what would be taken, and why.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[str]]) -> None:
+        super().__init__("there are questions, and nobody to answer them")
+        self.rows = rows
+
+
+def read_ahead(pairs: Sequence[str]) -> dict[str, Any]:
+    """``["strategy=ddp", …]`` as settings.
+
+    Raises:
+        SettingError: a wrong name, of which the nearest is named, or a wrong value.
+    """
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if name not in KNOWN:
+            raise SettingError(f"--set {pair}: {name!r} is no setting{nearest(name, KNOWN) or '.'} Known: {', '.join(KNOWN)}")
+        if not equals:
+            raise SettingError(f"--set {pair}: there is no value; write --set {name}=VALUE")
+        question = next((q for q in QUESTIONS if q.name == name), None)
+        try:
+            found[name] = question.read(question, value) if question else checked(KNOWN[name], value, "")
+        except SettingError as error:
+            raise SettingError(f"--set {pair}: {error}") from None
+    return found
+
+
+def configure(screen: Screen, machine: Machine, wish: Wish, answered: bool = True) -> None:
+    """Go through all of it.
+
+    Args:
+        answered: somebody is there to answer.
+
+    Raises:
+        SettingError, RefusedError: what was said before cannot be had, or the file cannot be read or written.
+        UnansweredError: nobody is there, and `wish` does not say to take the defaults.
+        QuitError: somebody left. Nothing is written then.
+    """
+    place = Path(wish.path or env.read(project_file.VARIABLE) or project_file.FILE)
+    there = target(place, writable=not wish.dry_run)
+    said = [Said("--set", wish.ahead, settled=True)]
+    if there.before is not None:
+        said.append(Said(str(place), written(project_file.read(place))))
+    start = Case(machine)
+    if not answered and not wish.yes:
+        raise UnansweredError(_open(start, said))
+    screen.say("What is here", strong=True)
+    screen.rows(facts(machine))
+    proposed = accept(start, said, strict=wish.yes)
+    screen.say()
+    screen.say("The plan", strong=True)
+    screen.rows(plan(proposed))
+    case = proposed if wish.yes else _talk(screen, Dialogue(screen, start, said, wish.everything), proposed, there, wish)
+    text = text_for(case, there)
+    if wish.yes:
+        _show(screen, text, there)
+    _end(screen, text, there, wish)
+    screen.say()
+    screen.say("Next", strong=True)
+    for line in commands(case, place):
+        screen.text(f"  {line}")
+    for name in case.values:
+        variable = env.PREFIX + name.upper()
+        if name in NAMES and env.read(variable):
+            screen.say(f"{variable} in the environment wins over the file.")
+
+
+def plan(case: Case) -> list[list[str]]:
+    """Rows of a decision, what it came to, and why."""
+    made = case.plan()
+    least, most = case.nodes
+    nodes = "" if most == 1 else f" on {most} nodes" if least == most else f" on {least} to {most} nodes"
+    why = "asked for" if case.get("processes") else QUESTIONS[0].here(case).partition("(")[2].rstrip(")")
+    rows = [["processes", f"{case.world}{nodes}", why]]
+    return rows + [[name, str(choice.value), choice.reason] for name, choice in made.choices.items()]
+
+
+def text_for(case: Case, there: Target) -> str:
+    """The file with the case's values: the one that is there, edited, or a new one."""
+    whys = {question.name: question.here(case) for question in QUESTIONS if question.name in case.values}
+    before = (there.before or b"").decode()
+    return edit(before, case.values, whys) if before.strip() else compose(case.values, whys)
+
+
+def _talk(screen: Screen, dialogue: Dialogue, proposed: Case, there: Target, wish: Wish) -> Case:
+    screen.say()
+    screen.say(f"Enter takes what stands in brackets, {BACK} goes to the question before, {QUIT} leaves, help says more.")
+    while True:
+        case = dialogue.run()
+        if plan(case) != plan(proposed):
+            screen.say()
+            screen.say("The plan with these answers", strong=True)
+            screen.rows(plan(case))
+        text = text_for(case, there)
+        _show(screen, text, there)
+        if wish.dry_run or text.encode() == there.before or _confirmed(screen, there):
+            return case
+        if not dialogue.back():
+            screen.say("There is no question before: all was answered ahead.")
+
+
+def _show(screen: Screen, text: str, there: Target) -> None:
+    screen.say()
+    if there.before is None:
+        screen.say(f"{there.path}", strong=True)
+        screen.text(text)
+        return
+    old, new = there.before.decode().split("\n"), text.split("\n")
+    difference = list(difflib.unified_diff(old, new, str(there.path), f"{there.path} (new)", lineterm=""))
+    if difference:
+        screen.say(f"What changes in {there.path}", strong=True)
+        screen.text("\n".join(difference))
+
+
+def _confirmed(screen: Screen, there: Target) -> bool:
+    """Whether to write; False: back to the last question."""
+    kept = ", and keep the one before beside it" if there.before is not None else ""
+    screen.say()
+    screen.say(f"Write {there.path.absolute()}{kept}?")
+    while True:
+        answer = screen.ask("yes, no or back [yes]: ").strip().lower()
+        if answer in (*NO, QUIT):
+            raise QuitError
+        if answer == BACK:
+            return False
+        if not answer or answer in YES:
+            return True
+        screen.say(f"{answer!r} is neither yes, no nor back.")
+
+
+def _end(screen: Screen, text: str, there: Target, wish: Wish) -> None:
+    if text.encode() == there.before:
+        screen.say(f"{there.path} says so already, and stays as it is.")
+    elif wish.dry_run:
+        screen.say(f"Nothing is written, as --dry-run asks; it would go to {there.path.absolute()}.")
+    else:
+        kept = write(there, text)
+        screen.say(f"Written to {there.path.absolute()}." + (f" The one before is {kept.name}." if kept else ""))
+
+
+def _open(case: Case, said: Sequence[Said]) -> list[list[str]]:
+    """The questions that nothing has answered, what would be taken, and why."""
+    rows = []
+    case = begin(case, said)
+    for question in QUESTIONS:
+        proposal = propose(question, case, said)
+        if question.matters(case) and not proposal.settled:
+            why = sentence(proposal.problem) if proposal.problem else proposal.origin or question.here(case)
+            rows.append([f"{question.name}={question.shown(proposal.value)}", why])
+        if proposal.origin or proposal.problem or question.matters(case):
+            case = case.settle(question.name, proposal.value, proposal.origin or "detected")
+    return rows

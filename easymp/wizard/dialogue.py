@@ -1,0 +1,186 @@
+"""The questions, put to somebody: one after the other, back and forth, until all are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import RefusedError, SettingError
+from .case import Case
+from .questions import QUESTIONS, Question
+from .screen import QuitError, Screen
+
+BACK, QUIT, HELP = "back", "quit", ("help", "?")
+
+
+class BackError(Exception):
+    """To the question before."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """Values that were said before the questions: on the command line, or in a file.
+
+    Attributes:
+        origin: who said them, as ``"--set"`` or the file's name.
+        settled: they are not asked about again.
+    """
+
+    origin: str
+    values: Mapping[str, Any]
+    settled: bool = False
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What an empty answer means.
+
+    Attributes:
+        problem: why what was said before cannot be had; the value is the machine's then.
+    """
+
+    value: Any
+    origin: str = ""
+    settled: bool = False
+    problem: str = ""
+
+
+def propose(question: Question, case: Case, said: Sequence[Said]) -> Proposal:
+    """What was said before, the first of `said` first, or what the machine suggests."""
+    for each in said:
+        if question.name in each.values:
+            value = each.values[question.name]
+            problem = case.refusal(question.name, value)
+            if not problem:
+                return Proposal(value, each.origin, each.settled)
+            return Proposal(question.default, problem=f"{each.origin}: {problem}")
+    return Proposal(question.default)
+
+
+def begin(case: Case, said: Sequence[Said]) -> Case:
+    """`case` with what was said that no question asks about."""
+    for each in reversed(said):
+        for name, value in each.values.items():
+            if all(name != question.name for question in QUESTIONS):
+                case = case.settle(name, value, each.origin)
+    return case
+
+
+def accept(case: Case, said: Sequence[Said], strict: bool) -> Case:
+    """All defaults.
+
+    Args:
+        strict: what was said and cannot be had is an error; otherwise the machine's suggestion is taken.
+
+    Raises:
+        RefusedError: the reason, and what to pass.
+    """
+    case = begin(case, said)
+    for question in QUESTIONS:
+        proposal = propose(question, case, said)
+        if proposal.problem and strict:
+            raise RefusedError(f"{proposal.problem}; or pass --set {question.name}={question.shown(question.default)}")
+        if proposal.origin or proposal.problem or question.matters(case):
+            case = case.settle(question.name, proposal.value, proposal.origin or "detected")
+    return case
+
+
+class Dialogue:
+    """Goes through `QUESTIONS` with somebody; `last` is where ``back`` leads from what comes after them."""
+
+    def __init__(self, screen: Screen, case: Case, said: Sequence[Said], everything: bool = False) -> None:
+        self._screen, self._said, self._everything = screen, said, everything
+        self._cases = {0: begin(case, said)}  # before the question of each number
+        self._asked: list[int] = []
+        self._answers: dict[str, Any] = {}  # what was answered before somebody went back
+
+    def run(self) -> Case:
+        """Ask on from the last question that is open; returns all that is settled.
+
+        Raises:
+            QuitError: by ``quit``, or the end of the input.
+        """
+        number = len(self._cases) - 1
+        while number < len(QUESTIONS):
+            number = self._visit(number)
+        return self._cases[number]
+
+    def back(self) -> bool:
+        """Open the last question again; False where none was asked."""
+        if not self._asked:
+            return False
+        number = self._asked.pop()
+        self._cases = {n: case for n, case in self._cases.items() if n <= number}
+        return True
+
+    def _visit(self, number: int) -> int:
+        question, case = QUESTIONS[number], self._cases[number]
+        proposal = propose(question, case, self._said)
+        if proposal.problem:
+            self._screen.say(sentence(proposal.problem))
+        if proposal.settled or not (self._everything or question.matters(case)):
+            if proposal.origin or proposal.problem:
+                case = case.settle(question.name, proposal.value, proposal.origin or "detected")
+        else:
+            try:
+                value = self._ask(question, case, proposal.value)
+            except BackError:
+                return len(self._cases) - 1
+            self._asked.append(number)
+            case = case.settle(question.name, value, (proposal.origin if value == proposal.value else "") or "asked for")
+        self._cases[number + 1] = case
+        return number + 1
+
+    def _ask(self, question: Question, case: Case, default: Any) -> Any:
+        screen = self._screen
+        screen.say()
+        screen.say(question.title, strong=True)
+        screen.say(f"{question.help}. {question.consequence(case)}")
+        possible = [word for word in question.choices if not case.refusal(question.name, word)]
+        if possible:
+            screen.say(f"Possible here: {', '.join(possible)}.")
+        here = question.here(case)
+        if here:
+            screen.say(f"Here: {here}.")
+        remembered = self._answers.get(question.name, default)
+        if not case.refusal(question.name, remembered):
+            default = remembered
+        while True:
+            text = screen.ask(f"{question.name} [{question.shown(default)}]: ").strip()
+            if text.lower() == QUIT:
+                raise QuitError
+            if text.lower() == BACK:
+                if self.back():
+                    raise BackError
+                screen.say("This is the first question.")
+            elif text.lower() in HELP:
+                self._help(question, case)
+            else:
+                try:
+                    value = question.read(question, text) if text else default
+                except SettingError as error:
+                    screen.say(sentence(str(error)))
+                    continue
+                problem = case.refusal(question.name, value)
+                if not problem:
+                    break
+                screen.say(sentence(problem))
+        self._answers[question.name] = value
+        caution = question.caution(case.settle(question.name, value))
+        if caution:
+            screen.say(sentence(caution))
+        return value
+
+    def _help(self, question: Question, case: Case) -> None:
+        rows = []
+        for word, words in question.choices.items():
+            refusal = case.refusal(question.name, word)
+            rows.append([word, f"not here: {refusal.partition('cannot run here: ')[2] or refusal}" if refusal else words])
+        rows += [["Enter", "takes what stands in brackets"], [BACK, "to the question before"], [QUIT, "writes nothing"]]
+        self._screen.rows(rows)
+
+
+def sentence(text: str) -> str:
+    """`text` with a full stop, where it has none."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."
