@@ -29,6 +29,7 @@ EXAMPLES: Mapping[str, Any] = {
     "nodes": "2",
     "main_address": "node0",
     "main_port": 29500,
+    "log_with": "jsonl",
 }
 ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
 
@@ -76,7 +77,8 @@ def unset(name: str) -> str:
     f = KNOWN[name]
     if f.default is not None:
         return f"# {name} = {literal(f, f.default)}"
-    return f"# {name} = {literal(f, EXAMPLES[name])}  # an example"
+    number = not str(f.type).startswith("str")
+    return f"# {name} = {literal(f, EXAMPLES.get(name, f.metadata['least'] or 1 if number else '...'))}  # an example"
 
 
 def _comment(text: str) -> list[str]:
