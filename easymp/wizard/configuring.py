@@ -118,13 +118,13 @@ def configure(screen: Screen, machine: Machine, wish: Wish, answered: bool = Tru
 
 
 def plan(case: Case) -> list[list[str]]:
-    """Rows of a decision, what it came to, and why."""
+    """Rows of a decision, and what it came to, with the reason. Two columns: three are too many for 40."""
     made = case.plan()
     least, most = case.nodes
     nodes = "" if most == 1 else f" on {most} nodes" if least == most else f" on {least} to {most} nodes"
     why = "asked for" if case.get("processes") else QUESTIONS[0].here(case).partition("(")[2].rstrip(")")
-    rows = [["processes", f"{case.world}{nodes}", why]]
-    return rows + [[name, str(choice.value), choice.reason] for name, choice in made.choices.items()]
+    rows = [["processes", f"{case.world}{nodes} ({why})"]]
+    return rows + [[name, f"{choice.value} ({choice.reason})"] for name, choice in made.choices.items()]
 
 
 def text_for(case: Case, there: Target) -> str:

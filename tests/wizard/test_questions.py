@@ -52,7 +52,7 @@ def test_only_what_changes_anything_here_is_asked(name: str) -> None:
     asked, precision, processes = ASKED[name]
     script = talk(name, by_name={})
     assert script.asked == asked
-    assert any(re.match(rf"precision {precision} \S", line) for line in script.told)
+    assert any(re.match(rf"precision {precision} \(\S", line) for line in script.told)
     assert any(line.startswith(f"processes {processes} ") for line in script.told)
     assert resolve_launching() == Launching()
     assert (resolve().mixed_precision, resolve().strategy) == ("auto", "auto")
