@@ -48,6 +48,7 @@ STATES: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "sgd momentum": lambda group: 1,
 }
 FP32 = 4
+NO_SAMPLE = "activations are not counted: pass a sample batch"
 ROWS = ("weights", "buffers", "gradients", "states", "masters", "copies", "gathered", "reducing", "activations")
 
 Optimizer = str | int | type[torch.optim.Optimizer] | torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -216,7 +217,7 @@ def estimate(
         stored = policy.param if policy.param != torch.float32 else None
         activations = bytes_saved(module, args, named, autocast, stored)
     if activations is None:
-        notes.append("activations are not counted: pass a sample batch")
+        notes.append(NO_SAMPLE)
     return Memory(
         strategy=kind.name,
         precision=policy.name,

@@ -43,6 +43,7 @@ _INNER = {
     "saving": ("Target",),
     "sharding": ("Item", "cut"),
     "single": ("save_tree",),
+    "sources": ("open_source",),
     "storages": ("open_storage",),
     "training": ("kept_of", "numbered"),
 }
