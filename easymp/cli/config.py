@@ -8,6 +8,7 @@ examples:
   easymp config --dry-run                        write nothing
   easymp config --yes --set processes=2 --set mixed_precision=bf16
   easymp config --file runs/cluster.toml         another file
+  easymp config --from ds_config.json            with what a file of DeepSpeed or Accelerate says
 
 Exit codes: 0 written, or as it was to be; 1 an error; 2 wrong usage, or questions and no terminal; 130 left.
 """
@@ -28,6 +29,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help="take the defaults")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="answer ahead, or any other setting")
     parser.add_argument("--dry-run", action="store_true", help="show it, and write nothing")
+    parser.add_argument("--from", dest="foreign", metavar="FILE", help="take over a configuration of Accelerate or DeepSpeed")
+    parser.add_argument("--measure", action="store_true", help="time the precisions first, ten seconds long")
     parser.add_argument("--file", metavar="PATH", help="to write (default: what EASYMP_CONFIG names, or easymp.toml here)")
     parser.add_argument("--all", action="store_true", help="ask all questions, also those that change nothing here")
 
@@ -40,10 +43,13 @@ def run(args: argparse.Namespace) -> int:
         return 2
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the terminal is put right on the way out
     try:
-        wish = wizard.Wish(args.file, ahead, args.yes, args.dry_run, args.all)
+        wish = wizard.Wish(args.file, ahead, args.foreign, args.yes, args.dry_run, args.all, args.measure)
         wizard.configure(Terminal(), wizard.look(), wish, answered=sys.stdin is not None and sys.stdin.isatty())
     except wizard.QuitError:
         print("Nothing was written.")
+        return 130
+    except KeyboardInterrupt:  # between two questions
+        print()
         return 130
     except wizard.UnansweredError as error:
         print("easymp config: standard input is no terminal, so nobody can be asked.", file=sys.stderr)
@@ -64,8 +70,9 @@ class Terminal:
         except ImportError:
             pass
 
-    def say(self, text: str = "", strong: bool = False) -> None:
-        print("\n".join(paint(line, BOLD) if strong else line for line in wrap(plain(text)).splitlines()))
+    def say(self, text: str = "", strong: bool = False, indent: int = 0) -> None:
+        space = " " * indent
+        print("\n".join(paint(line, BOLD) if strong else line for line in wrap(space + plain(text), space).splitlines()))
 
     def rows(self, rows: Sequence[Sequence[str]]) -> None:
         print(table(rows, fold=True))

@@ -18,6 +18,7 @@ from ..settings import LAUNCHING, NAMES, Settings
 from ..values import checked
 from ..world import Ranks
 from .looking import Machine
+from .measuring import Measurement, measure
 
 KNOWN = {**NAMES, **LAUNCHING}
 AUTO = "auto"
@@ -30,11 +31,13 @@ class Case:
     Attributes:
         values: settings by name, those of `easymp launch` among them; what is not there has its default.
         origins: who said so, of some.
+        measured: how fast the precisions are here, where somebody wanted to know.
     """
 
     machine: Machine
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
+    measured: Measurement | None = None
 
     def settle(self, name: str, value: Any, origin: str = "asked for") -> Case:
         """This case with one value more."""
@@ -81,6 +84,14 @@ class Case:
         except (SettingError, RefusedError) as error:
             return str(error)
         return ""
+
+    def measure(self) -> Case:
+        """This case with its precisions timed, about ten seconds long.
+
+        Raises:
+            RuntimeError: torch cannot use the device.
+        """
+        return dataclasses.replace(self, measured=measure(self.machine.hardware, cpu=self.get("cpu")))
 
     def _worlds(self) -> Iterator[Ranks]:
         local = self.processes

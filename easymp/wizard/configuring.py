@@ -13,8 +13,9 @@ from ..errors import SettingError, nearest
 from ..settings import NAMES, written
 from ..values import checked
 from .case import KNOWN, Case
-from .dialogue import BACK, QUIT, Dialogue, Said, accept, begin, propose, sentence
+from .dialogue import BACK, QUIT, Dialogue, Said, accept, begin, propose, sentence, timed
 from .editing import edit
+from .foreign import Foreign, read_foreign
 from .looking import Machine, facts
 from .next_step import commands
 from .questions import QUESTIONS
@@ -32,16 +33,20 @@ class Wish:
     Attributes:
         path: of the file; None: the one that EASYMP_CONFIG names, or ``easymp.toml`` here.
         ahead: settings by name.
+        foreign: a file of Accelerate or DeepSpeed to take over.
         yes: take the defaults.
         dry_run: write nothing.
         everything: ask all questions, also those that seem to change nothing here.
+        measure: time the precisions first.
     """
 
     path: str | None = None
     ahead: Mapping[str, Any] = field(default_factory=dict)
+    foreign: str | None = None
     yes: bool = False
     dry_run: bool = False
     everything: bool = False
+    measure: bool = False
 
 
 class UnansweredError(Exception):
@@ -91,6 +96,9 @@ def configure(screen: Screen, machine: Machine, wish: Wish, answered: bool = Tru
     place = Path(wish.path or env.read(project_file.VARIABLE) or project_file.FILE)
     there = target(place, writable=not wish.dry_run)
     said = [Said("--set", wish.ahead, settled=True)]
+    foreign = read_foreign(wish.foreign) if wish.foreign else None
+    if foreign is not None:
+        said.append(Said(str(wish.foreign), {**foreign.settings, **foreign.launching}))
     if there.before is not None:
         said.append(Said(str(place), written(project_file.read(place))))
     start = Case(machine)
@@ -98,6 +106,12 @@ def configure(screen: Screen, machine: Machine, wish: Wish, answered: bool = Tru
         raise UnansweredError(_open(start, said))
     screen.say("What is here", strong=True)
     screen.rows(facts(machine))
+    if foreign is not None:
+        screen.say()
+        _tell_foreign(screen, foreign, str(wish.foreign))
+    if wish.measure:
+        screen.say()
+        start = timed(screen, begin(start, said))
     proposed = accept(start, said, strict=wish.yes)
     screen.say()
     screen.say("The plan", strong=True)
@@ -107,6 +121,10 @@ def configure(screen: Screen, machine: Machine, wish: Wish, answered: bool = Tru
     if wish.yes:
         _show(screen, text, there)
     _end(screen, text, there, wish)
+    if foreign is not None and foreign.script:
+        screen.say()
+        screen.say("In the script", strong=True)
+        screen.text(foreign.script)
     screen.say()
     screen.say("Next", strong=True)
     for line in commands(case, place):
@@ -115,6 +133,13 @@ def configure(screen: Screen, machine: Machine, wish: Wish, answered: bool = Tru
         variable = env.PREFIX + name.upper()
         if name in NAMES and env.read(variable):
             screen.say(f"{variable} in the environment wins over the file.")
+
+
+def _tell_foreign(screen: Screen, foreign: Foreign, name: str) -> None:
+    screen.say(f"What becomes of {name} ({foreign.origin})", strong=True)
+    for line, became in foreign.lines:
+        screen.say(line)
+        screen.say(became, indent=4)
 
 
 def plan(case: Case) -> list[list[str]]:
@@ -181,6 +206,7 @@ def _confirmed(screen: Screen, there: Target) -> bool:
 
 
 def _end(screen: Screen, text: str, there: Target, wish: Wish) -> None:
+    screen.say()
     if text.encode() == there.before:
         screen.say(f"{there.path} says so already, and stays as it is.")
     elif wish.dry_run:

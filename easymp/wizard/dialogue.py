@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from .case import Case
 from .questions import QUESTIONS, Question
 from .screen import QuitError, Screen
 
-BACK, QUIT, HELP = "back", "quit", ("help", "?")
+BACK, QUIT, HELP, MEASURE = "back", "quit", ("help", "?"), "measure"
 
 
 class BackError(Exception):
@@ -128,7 +129,9 @@ class Dialogue:
             except BackError:
                 return len(self._cases) - 1
             self._asked.append(number)
-            case = case.settle(question.name, value, (proposal.origin if value == proposal.value else "") or "asked for")
+            case = self._cases[number].settle(
+                question.name, value, (proposal.origin if value == proposal.value else "") or "asked for"
+            )
         self._cases[number + 1] = case
         return number + 1
 
@@ -139,7 +142,8 @@ class Dialogue:
         screen.say(f"{question.help}. {question.consequence(case)}")
         possible = [word for word in question.choices if not case.refusal(question.name, word)]
         if possible:
-            screen.say(f"Possible here: {', '.join(possible)}.")
+            more = f"; {MEASURE} times them, ten seconds long" if question.measurable else ""
+            screen.say(f"Possible here: {', '.join(possible)}{more}.")
         here = question.here(case)
         if here:
             screen.say(f"Here: {here}.")
@@ -154,6 +158,9 @@ class Dialogue:
                 if self.back():
                     raise BackError
                 screen.say("This is the first question.")
+            elif text.lower() == MEASURE and question.measurable:
+                measured = timed(screen, case).measured
+                self._cases = {number: dataclasses.replace(c, measured=measured) for number, c in self._cases.items()}
             elif text.lower() in HELP:
                 self._help(question, case)
             else:
@@ -179,6 +186,20 @@ class Dialogue:
             rows.append([word, f"not here: {refusal.partition('cannot run here: ')[2] or refusal}" if refusal else words])
         rows += [["Enter", "takes what stands in brackets"], [BACK, "to the question before"], [QUIT, "writes nothing"]]
         self._screen.rows(rows)
+
+
+def timed(screen: Screen, case: Case) -> Case:
+    """`case`, measured, and what was found said; as it was where torch cannot use the device."""
+    screen.say("Timing a few small networks in each precision, about ten seconds long.")
+    try:
+        case = case.measure()
+    except RuntimeError as error:
+        screen.say(f"They could not be timed: {error}")
+        return case
+    assert case.measured is not None
+    for words in case.measured.sentences:
+        screen.say(sentence(words), indent=2)
+    return case
 
 
 def sentence(text: str) -> str:

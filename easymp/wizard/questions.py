@@ -56,6 +56,7 @@ class Question:
         choices: words to choose from, each with its meaning; none where other answers are possible.
         read: an answer as the setting's value. Raises SettingError.
         caution: what to know of an answer that can be had; "" for nothing. The case has it settled.
+        measurable: whether ten seconds can say more about it.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Question:
     choices: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[Question, str], Any] = lambda question, text: checked(KNOWN[question.name], text, "")
     caution: Callable[[Case], str] = lambda case: ""
+    measurable: bool = False
 
     @property
     def help(self) -> str:
@@ -139,7 +141,12 @@ def _precisions_differ(case: Case) -> bool:
 
 def _auto(case: Case, name: str, decision: str) -> str:
     choice = case.settle(name, AUTO).plan().choices[decision]
-    return f"auto is {'measured' if choice.value == AUTO else choice.value} ({choice.reason})"
+    return f"auto is {'found out in training' if choice.value == AUTO else choice.value} ({choice.reason})"
+
+
+def _precision_here(case: Case) -> str:
+    measured = f"; timed here: {case.measured.reason(case.measured.fastest)}" if case.measured else ""
+    return _auto(case, "mixed_precision", "precision") + measured
 
 
 def _precision_caution(case: Case) -> str:
@@ -175,9 +182,10 @@ QUESTIONS = (
         "Precision",
         lambda case: "Half precision takes less memory, and less time where the hardware has units for it; fp32 is exact.",
         _precisions_differ,
-        lambda case: _auto(case, "mixed_precision", "precision"),
+        _precision_here,
         PRECISION,
         caution=_precision_caution,
+        measurable=True,
     ),
     Question(
         "strategy",

@@ -13,8 +13,8 @@ class QuitError(Exception):
 class Screen(Protocol):
     """Plain text, line after line; nothing that was said is changed later."""
 
-    def say(self, text: str = "", strong: bool = False) -> None:
-        """A sentence, broken into lines that fit."""
+    def say(self, text: str = "", strong: bool = False, indent: int = 0) -> None:
+        """A sentence, broken into lines that fit, each after `indent` spaces."""
         ...
 
     def rows(self, rows: Sequence[Sequence[str]]) -> None:

@@ -154,7 +154,7 @@ def test_a_person_goes_through_it(terminal: Starter) -> None:
     assert "\x1b" not in told
     assert resolve() == resolve(mixed_precision="fp32", strategy="fsdp", project_dir="logs")
     assert resolve_launching() == Launching(processes=2)
-    assert file.count('\nstrategy = "fsdp"\n') == 1
+    assert file.count('\nstrategy = "fsdp"\n') == 2  # shown before and after going back
 
 
 def leave(child: Child, way: str) -> None:

@@ -11,14 +11,14 @@ from ..hardware.machines import MACHINES
 
 
 class Script:
-    """A `Screen` that answers each prompt with the next word, or by the setting's name, and keeps what it was told."""
+    """A `Screen` that answers each prompt with the next word, or once by the setting's name, and keeps what it was told."""
 
     def __init__(self, answers: Sequence[str] | dict[str, str] = ()) -> None:
         self.answers = dict(answers) if isinstance(answers, dict) else list(answers)
         self.prompts: list[str] = []
         self.told: list[str] = []
 
-    def say(self, text: str = "", strong: bool = False) -> None:
+    def say(self, text: str = "", strong: bool = False, indent: int = 0) -> None:
         self.told.append(text)
 
     def rows(self, rows: Sequence[Sequence[str]]) -> None:
@@ -30,7 +30,7 @@ class Script:
     def ask(self, prompt: str) -> str:
         self.prompts.append(prompt)
         if isinstance(self.answers, dict):
-            return self.answers.get(prompt.split(" [")[0], "")
+            return self.answers.pop(prompt.split(" [")[0], "")
         if not self.answers:
             raise QuitError
         return self.answers.pop(0)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from easymp.errors import RefusedError, SettingError
+from easymp.plan import make_plan
 from easymp.precision import PRECISIONS
-from easymp.settings import Launching, resolve, resolve_launching
+from easymp.settings import NAMES, Launching, Settings, resolve, resolve_launching
 from easymp.strategies import STRATEGIES
-from easymp.wizard import QuitError, read_ahead
+from easymp.wizard import QuitError, case, read_ahead
+from easymp.wizard.case import node_range
 from easymp.wizard.looking import facts
+from easymp.wizard.measuring import Measurement, Speed
 from easymp.wizard.questions import PRECISION, QUESTIONS, STRATEGY
+from easymp.world import Ranks
 
 from ..hardware.machines import MACHINES
 from .screens import machine, talk
@@ -239,3 +247,102 @@ def test_an_answer_ahead_that_cannot_be_had_is_asked_again_or_refused() -> None:
 def test_a_wrong_answer_ahead(pair: str, words: str) -> None:
     with pytest.raises(SettingError, match=words):
         read_ahead([pair])
+
+
+# -- measured, and taken over ------------------------------------------------------------------------------------------
+
+
+def measurement(*ratios: float) -> Measurement:
+    speeds = [Speed(name, ratio, (ratio, ratio), {}, 9, 64) for name, ratio in zip(("fp32", "bf16", "fp16"), ratios)]
+    return Measurement("cpu", tuple(speeds), {"tf32": "it is not there"}, 10.0)
+
+
+def test_a_measurement_is_an_answer_to_the_question_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(case, "measure", lambda hardware, cpu: calls.append((hardware, cpu)) or measurement(1, 2.1, 0.5))
+    script = talk("8xH100", "4", "", "Measure", "back", "back", "", "", "", *[""] * 4)
+    assert calls == [(MACHINES["8xH100"], False)]
+    assert any(line.startswith("bf16 is 2.1 times as fast as fp32 on this machine") for line in script.told)
+    reason = "timed here: bf16 is 2.1 times as fast as fp32 on this machine"
+    assert script.heard.count(f"needed); {reason}.") == 1  # asked again after going back
+    assert re.search(rf"Here: auto is bf16 .*{reason}", Path("easymp.toml").read_text().replace("\n#  ", ""))
+    monkeypatch.setattr(case, "measure", lambda hardware, cpu: calls.append((hardware, cpu)) or measurement(1, 0.5, 0.2))
+    script = talk("A100", yes=True, measure=True, ahead={"cpu": True}, path="cpu.toml")
+    assert calls[1:] == [(MACHINES["A100"], True)]
+    assert "timed here: bf16 takes 2 times as long as fp32 on this machine; fp16 takes 5" in script.heard.replace("\n#  ", "")
+
+
+def test_a_device_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(hardware: object, cpu: bool) -> Measurement:
+        raise RuntimeError("CUDA error: no kernel image")
+
+    monkeypatch.setattr(case, "measure", broken)
+    script = talk("T4", "measure", "", "", "", "")
+    assert "They could not be timed: CUDA error: no kernel image" in script.told
+    assert resolve().mixed_precision == "auto"
+
+
+def test_only_precision_can_be_measured() -> None:
+    assert "'measure' is not a whole number." in talk("laptop CPU", "measure", *[""] * 5).told
+
+
+def test_a_configuration_of_a_peer_gives_the_defaults() -> None:
+    Path("ds.json").write_text('{"fp16": {"enabled": true, "hysteresis": 2}, "zero_optimization": {"stage": 2}, "nonsense": 1}')
+    Path("easymp.toml").write_text("mixed_precision = 'bf16'\ngradient_accumulation_steps = 4\nseed = 3\n")
+    script = talk("2xA100 NVLink", by_name={}, foreign="ds.json", ahead=read_ahead(["project_dir=runs"]))
+    assert "mixed_precision [fp16]: " in script.prompts
+    assert "strategy [fsdp]: " in script.prompts
+    assert "gradient_accumulation_steps [4]: " in script.prompts
+    assert resolve() == resolve(
+        mixed_precision="fp16", strategy="fsdp", gradient_accumulation_steps=4, seed=3, project_dir="runs"
+    )
+    told = script.told
+    assert "What becomes of ds.json (DeepSpeed)" in told
+    assert re.search("unknown, nothing taken: .*no 'nonsense'", told[told.index("nonsense: 1") + 1])
+    assert "hysteresis=2" in told[told.index("In the script") + 1]
+
+
+def test_what_a_peer_asks_for_and_cannot_be_had_here() -> None:
+    Path("ds.json").write_text('{"bf16": {"enabled": true}}')
+    with pytest.raises(
+        RefusedError, match=r"ds.json: mixed_precision = bf16 cannot run here: .*; or pass --set mixed_precision=auto"
+    ):
+        talk("T4", yes=True, foreign="ds.json")
+    script = talk("T4", by_name={}, foreign="ds.json")
+    assert "ds.json: mixed_precision = bf16 cannot run here" in script.heard
+    assert resolve().mixed_precision == "auto"
+
+
+# -- whatever is answered ----------------------------------------------------------------------------------------------
+
+ANSWERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "processes": st.sampled_from(["auto", "1", "2", "7", "8"]),
+        "nodes": st.sampled_from(["1", "2", "1:2", "3:9"]),
+        "mixed_precision": st.sampled_from([*PRECISION, "half", "O2"]),
+        "strategy": st.sampled_from([*STRATEGY]),
+        "gradient_accumulation_steps": st.integers(1, 99).map(str),
+        "project_dir": st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=9).map("runs/".__add__),
+    },
+)
+
+
+@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([*MACHINES]), ANSWERS, st.booleans())
+def test_the_file_reads_as_what_was_answered(name: str, answers: dict[str, str], everything: bool) -> None:
+    Path("easymp.toml").unlink(missing_ok=True)
+    script = talk(name, by_name=dict(answers), everything=everything)
+    expected = {}
+    for question in QUESTIONS:
+        if question.name in answers and script.asked.count(question.name) == 1:  # not asked again: it was taken
+            expected[question.name] = question.read(question, answers[question.name])
+    ours = {key: value for key, value in expected.items() if key in NAMES}
+    assert resolve() == Settings(**ours)
+    assert resolve_launching() == Launching(**{key: value for key, value in expected.items() if key not in NAMES})
+    ranks = Ranks(local_size=resolve_launching().processes or max(1, len(MACHINES[name].devices)))
+    assert make_plan(resolve(), MACHINES[name], dataclasses.replace(ranks, size=ranks.local_size * _most(expected)))
+
+
+def _most(expected: dict[str, object]) -> int:
+    return node_range(str(expected.get("nodes") or "1"))[1]
