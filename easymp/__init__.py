@@ -40,10 +40,11 @@ _HOMES = {
     "operations": ("broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "reduce"),
     "plan": ("Plan", "make_plan"),
     "processes": ("DistributedType", "PrecisionType"),
-    "protocols": ("Choice", "Source"),
+    "protocols": ("Choice", "Source", "Tracker"),
     "records": (
         *("AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradScalerKwargs"),
-        *("DDPCommunicationHookType", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "ProjectConfiguration"),
+        *("DDPCommunicationHookType", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LoggerType"),
+        *("ProjectConfiguration",),
     ),
     "rng": ("set_seed",),
     "settings": ("Settings", "resolve"),
@@ -57,6 +58,7 @@ _HOMES = {
     "strategies.compiling": ("CompileOptions",),
     "strategies.fsdp": ("FSDPOptions",),
     "strategies.hsdp": ("HSDPOptions",),
+    "trackers.own": ("GeneralTracker",),
     "tree": ("concatenate", "find_batch_size", "recursively_apply", "send_to_device"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

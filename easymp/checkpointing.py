@@ -133,6 +133,7 @@ class Checkpointing(Registering):
         if others:
             raise RefusedError(f"save_state({', '.join(others)}=…) is not honoured: files are written in one way. Leave it out")
         self._check_settled()
+        self._logbook.settle()  # before the save begins: trackers may take long to start
         world = self._run.world
         world.settle()
         self._settle_saves()  # one at a time, and hooks write for one, too

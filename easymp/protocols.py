@@ -269,6 +269,18 @@ class Tracker(Protocol):
         ...
 
 
+class ResumableTracker(Tracker, Protocol):
+    """One that is told where a resumed run goes on, so that rows after the checkpoint are not kept twice. The two methods are optional."""
+
+    def position(self) -> Mapping[str, Any]:
+        """Where it stands, in plain values; kept in checkpoints."""
+        ...
+
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """What is logged next follows that; called before `start`, or while it runs where the run goes back."""
+        ...
+
+
 class Command(Protocol):
     """One word after ``easymp``."""
 

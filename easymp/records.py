@@ -165,6 +165,22 @@ class GradScalerKwargs:
     dynamic: bool = True
 
 
+class LoggerType(StrEnum):
+    """What `log_with` takes, as members; those of Accelerate that are not here are refused with a sentence."""
+
+    ALL = "all"
+    JSONL = "jsonl"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+    AIM = "aim"
+    CLEARML = "clearml"
+    COMETML = "comet_ml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+    TRACKIO = "trackio"
+
+
 class DDPCommunicationHookType(StrEnum):
     """How gradients travel under strategy "ddp": the words that `comm_hook` takes, as members."""
 

@@ -28,12 +28,13 @@ class Tracking:
     _prepared: Preparation
     _project: ProjectConfiguration
     _logbook: Logbook
+    _closed: bool
 
     def _begin_tracking(self, asked: Settings, own: Mapping[str, Any]) -> None:
         words = asked.log_with or "jsonl"
         self._tracker_names = trackers.choose(words, asked.source("log_with")[1], own)
         names = self._tracker_names if self._run.world.rank == 0 else []
-        self._logbook = trackers.Logbook(names, Path(self._project.logging_dir or os.curdir), self._facts)
+        self._logbook = trackers.Logbook(names, own, Path(self._project.logging_dir or os.curdir), self._facts)
         self._tracked = 0  # calls of log
 
     def _facts(self) -> dict[str, Any]:
@@ -57,11 +58,11 @@ class Tracking:
         """
         if not isinstance(project_name, str) or not project_name or Path(project_name).is_absolute() or ".." in project_name:
             raise SettingError(f"init_trackers({project_name!r}): pass a name, of which files and folders can be called")
-        for name in init_kwargs or ():
-            self._check_name(name, "init_kwargs")
+        options = self._by_name(init_kwargs, "init_kwargs")
+        self._check_place()
         if self._tracked:
             raise StepError("init_trackers() after log(): rows have been logged to another name. Call it first")
-        self._logbook.describe(project_name, {} if config is None else config, init_kwargs or {})
+        self._logbook.describe(project_name, {} if config is None else config, options)
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Mapping[str, Any]] | None = None
@@ -77,21 +78,28 @@ class Tracking:
         Raises:
             SettingError: something else, on every rank that calls.
         """
+        if self._closed:
+            raise StepError("log() after end_training(): the trackers have finished. Log before it")
+        if not self._tracked:
+            self._check_place()
         row = trackers.checked_values(values)
         self._tracked += 1
         if step is None:
             updates = [optimizer.updates for optimizer in self._prepared.optimizers]
             step = max(updates) if updates else self._tracked - 1
         step = trackers.checked_step(step)
-        for name in log_kwargs or ():
-            self._check_name(name, "log_kwargs")
+        options = self._by_name(log_kwargs, "log_kwargs")
+        for name in options:
+            if name in trackers.TRACKERS and name not in trackers.OPTIONS:
+                raise SettingError(f"log_kwargs: {name} takes nothing beside values and step. Leave it out")
         if self._run.world.rank == 0 and row and self._tracker_names:
-            self._logbook.log(trackers.Row(step, time.time(), row, log_kwargs or {}))
+            self._logbook.log(trackers.Row(step, time.time(), row, options))
 
     @property
     def trackers(self) -> list[Any]:
         """The trackers, on the main process; none on others."""
-        return self._logbook.trackers
+        self._check_place()
+        return list(self._logbook.trackers.values())
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker of this name; on other ranks than the main one something that takes every call and does nothing.
@@ -103,14 +111,29 @@ class Tracking:
             SettingError: there is none of this name.
         """
         self._check_name(name, "get_tracker")
-        for tracker in self._logbook.trackers:
-            if tracker.name == name:
-                return tracker.tracker if unwrap else tracker
-        return trackers.SILENT
+        self._check_place()
+        if self._run.world.rank != 0:
+            return trackers.SILENT
+        tracker = self._logbook.trackers[name.lower()]
+        return getattr(tracker, "tracker", tracker) if unwrap else tracker  # one of the script's own may have nothing below it
+
+    def _check_place(self) -> None:
+        place = self._project.logging_dir or ""
+        in_files = [name for name in self._tracker_names if name in trackers.TRACKERS]
+        if "://" in place and in_files:
+            raise SettingError(
+                f"{in_files[0]} writes to a local folder, and the project is at {place}: pass "
+                "ProjectConfiguration(project_dir=..., logging_dir='a/local/folder'), or log_with='none'"
+            )
+
+    def _by_name(self, options: Mapping[str, Mapping[str, Any]] | None, where: str) -> dict[str, Mapping[str, Any]]:
+        for name in options or ():
+            self._check_name(name, where)
+        return {name.lower(): given for name, given in (options or {}).items()}
 
     def _check_name(self, name: str, where: str) -> None:
         known = self._tracker_names
-        if name not in known:
+        if name.lower() not in known:
             raise SettingError(
                 f"{where}: {name!r} is no tracker of this run{nearest(name, known)}. It has: {', '.join(known) or 'none'}"
             )

@@ -42,7 +42,7 @@ def test_what_the_scripts_of_others_import() -> None:
         *("DistributedDataParallelKwargs", "InitProcessGroupKwargs", "DistributedType", "PrecisionType"),
         *("PartialState", "AcceleratorState", "GradientState", "gather", "broadcast", "reduce", "send_to_device"),
         *("recursively_apply", "find_batch_size", "concatenate", "pad_across_processes", "gather_object"),
-        *("broadcast_object_list", "skip_first_batches"),
+        *("broadcast_object_list", "skip_first_batches", "LoggerType", "GeneralTracker"),
     }
     assert wanted <= set(easymp.__all__)
 
@@ -67,7 +67,19 @@ def test_a_wrong_name() -> None:
         exec("from easymp import Acelerator")
 
 
-OPTIONAL = ("cupy", "matplotlib", "tensorboard", "wandb", "sklearn", "tqdm", "pandas", "pynvml", "accelerate", "lightning")
+OPTIONAL = (
+    "cupy",
+    "matplotlib",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "sklearn",
+    "tqdm",
+    "pandas",
+    "pynvml",
+    "accelerate",
+    "lightning",
+)
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -1,20 +1,47 @@
-"""Logging through the Accelerator: what lands in the file, on which rank, and after a resume."""
+"""Logging through the Accelerator: what lands in the file, on which rank, what trackers may do wrong, and what follows a resume."""
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from easymp import Accelerator
-from easymp.errors import SettingError
+from easymp import Accelerator, LoggerType, ProjectConfiguration
+from easymp.errors import SettingError, StepError, TrackerError
+from easymp.trackers import logbook
+
+from .conftest import Ranks
+from .trackers.runs import KILLED, SAVED, UPDATES, rows, train
 
 
-def rows(folder: Path | str, run: str = "log") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(folder) / f"{run}.jsonl").read_text().splitlines()]
+class Kept:
+    """A tracker that remembers; `trouble` is raised by the method of that name."""
+
+    name = "Kept"
+
+    def __init__(self, **trouble: Exception) -> None:
+        self.trouble, self.said, self.config, self.ended = trouble, [], {}, 0
+
+    def _stumble(self, method: str) -> None:
+        if method in self.trouble:
+            raise self.trouble[method]
+
+    def start(self, run: str, config: Mapping[str, Any]) -> None:
+        self._stumble("start")
+        self.run, self.config = run, config
+
+    def log(self, values: Mapping[str, Any], step: int | None) -> None:
+        self._stumble("log")
+        self.said.append((step, dict(values)))
+
+    def finish(self) -> None:
+        self._stumble("finish")
+        self.ended += 1
 
 
 def test_rows_are_json_lines_in_the_projects_folder(tmp_path: Path) -> None:
@@ -23,16 +50,243 @@ def test_rows_are_json_lines_in_the_projects_folder(tmp_path: Path) -> None:
     acc.log({"loss": loss, "phase": "train", "parts": {"a": 1, "b": None}})
     loss += 1  # what was logged does not change
     acc.log({"loss": loss}, step=7)
-    assert not list(tmp_path.iterdir())  # nothing yet: rows wait for a second
+    assert not list(tmp_path.iterdir())  # rows wait for a second
     acc.end_training()
     first, second = rows(tmp_path)
     assert {**first, "_time": 0} == {"_step": 0, "_time": 0, "loss": 1.0, "phase": "train", "parts/a": 1}
     assert (second["_step"], second["loss"]) == (7, 2.0) and second["_time"] >= first["_time"] > 1e9
     about = json.loads((tmp_path / "log.json").read_text())
-    assert about["starts"][0]["config"]["easymp"]["plan"]["processes"] == 1
+    assert about["starts"][0]["config"]["easymp"]["plan"]["strategy"]["value"] == "single"
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), object(), [1.0], torch.tensor(1j)], ids=str)
-def test_what_is_no_number_is_refused(tmp_path: Path, value: Any) -> None:
-    with Accelerator(cpu=True, project_dir=tmp_path) as acc, pytest.raises(SettingError, match=r"log.*'x'"):
-        acc.log({"x": value})
+def test_nothing_is_written_where_nothing_is_logged(tmp_path: Path) -> None:
+    acc = Accelerator(cpu=True, project_dir=tmp_path)
+    acc.init_trackers("run", {"lr": 1})
+    acc.end_training()
+    assert not list(tmp_path.iterdir())
+
+
+def test_logs_have_a_folder_of_their_own_and_a_name(tmp_path: Path) -> None:
+    with Accelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path / "p"), str(tmp_path / "logs"))) as acc:
+        acc.init_trackers("team/run", {"lr": 0.1})
+        acc.log({"x": 1})
+        acc.save_state()
+    assert [row["x"] for row in rows(tmp_path / "logs", "team/run")] == [1]
+    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["checkpoints"]
+
+
+def test_without_a_step_updates_are_counted(tmp_path: Path) -> None:
+    kept = Kept()
+    with Accelerator(cpu=True, probe=False, log_with=kept, gradient_accumulation_steps=2) as acc:
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for _ in range(4):
+            with acc.accumulate(model):
+                acc.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                acc.log({"norm": acc.clip_grad_norm_(model.parameters(), 1.0), "x": 1})
+    assert [step for step, _ in kept.said] == [0, 1, 1, 2]
+    assert ["norm" in values for _, values in kept.said] == [False, True, False, True]  # None leaves a value out
+
+
+def test_rows_do_not_wait_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(logbook.time, "monotonic", lambda: now[0])
+    kept = Kept()
+    with Accelerator(cpu=True, probe=False, log_with=kept) as acc:
+        model = acc.prepare(torch.nn.Linear(1, 1))
+        acc.log({"a": 1})
+        assert not hasattr(kept, "run")  # a resume may still come
+        now[0] += 1.1
+        acc.backward(model(torch.ones(1, 1)).sum())  # a training that goes on without logging
+        assert [values for _, values in kept.said] == [{"a": 1}]
+        acc.log({"b": 1})
+        assert len(kept.said) == 1
+        now[0] += 1.1
+        acc.log({"c": 1})
+        assert len(kept.said) == 3
+        for _ in range(logbook.MOST):
+            acc.log({"many": 1})
+        assert len(kept.said) == 3 + logbook.MOST
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda acc: acc.log([1]), SettingError, "got a list: pass a dict"),
+        (lambda acc: acc.log({"x": torch.ones(2)}), SettingError, r"'x'.*shape \(2,\): reduce it to one number"),
+        (lambda acc: acc.log({"a": {"x": object()}}), SettingError, "'a/x'.*got a object, which is no number"),
+        (lambda acc: acc.log({"x": 1}, step=1.5), SettingError, r"step=1.5\) is no whole number"),
+        (lambda acc: acc.log({"x": 1}, step=torch.tensor(1)), SettingError, r"step=...\) got a Tensor"),
+        (
+            lambda acc: acc.log({"x": 1}, log_kwargs={"wandb": {}}),
+            SettingError,
+            "'wandb' is no tracker of this run. It has: jsonl",
+        ),
+        (lambda acc: acc.log({"x": 1}, log_kwargs={"jsonl": {}}), SettingError, "jsonl takes nothing beside values and step"),
+        (lambda acc: acc.get_tracker("jsnl"), SettingError, "'jsnl' is no tracker of this run, did you mean 'jsonl'"),
+        (lambda acc: acc.init_trackers("../x"), SettingError, "pass a name, of which files"),
+        (lambda acc: acc.init_trackers("x", init_kwargs={"tensorboard": {}}), SettingError, "init_kwargs: 'tensorboard'"),
+        (lambda acc: (acc.log({"x": 1}), acc.init_trackers("x")), StepError, "Call it first"),
+        (lambda acc: (acc.end_training(), acc.log({"x": 1})), StepError, "after end_training"),
+    ],
+)
+def test_the_calls_refuse(tmp_path: Path, call: Any, error: type, words: str) -> None:
+    with Accelerator(cpu=True, project_dir=tmp_path) as acc, pytest.raises(error, match=words):
+        call(acc)
+
+
+def test_a_project_at_a_url_says_where_logs_can_go(tmp_path: Path) -> None:
+    with (
+        Accelerator(cpu=True, project_dir="memory://there") as acc,
+        pytest.raises(SettingError, match="logging_dir='a/local/folder'"),
+    ):
+        acc.log({"x": 1})
+    with Accelerator(cpu=True, project_config=ProjectConfiguration("memory://there", str(tmp_path))) as acc:
+        acc.log({"x": 1})
+    assert rows(tmp_path)
+    with Accelerator(cpu=True, project_dir="memory://there", log_with="none") as acc:
+        acc.log({"x": 1})
+        assert acc.trackers == []
+
+
+def test_setting_and_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYMP_LOG_WITH", "none")
+    with Accelerator(cpu=True, project_dir=tmp_path) as acc:
+        assert acc.trackers == []
+    kept = Kept()
+    with Accelerator(cpu=True, project_dir=tmp_path, log_with=[LoggerType.JSONL, kept]) as acc:
+        assert acc.plan.settings.log_with == "jsonl,Kept"
+        assert acc.get_tracker("jsonl", unwrap=True) == tmp_path / "log.jsonl" and acc.get_tracker("Kept") is kept
+    monkeypatch.setenv("EASYMP_OVERRIDE", "log_with=jsonl")  # over arguments, too
+    with Accelerator(cpu=True, project_dir=tmp_path, log_with=kept) as acc:
+        assert [tracker.name for tracker in acc.trackers] == ["jsonl"]
+
+
+# -- trackers that fail ------------------------------------------------------------------------------------------------
+
+
+def test_one_that_cannot_start_is_an_error_and_the_others_have_their_rows(tmp_path: Path) -> None:
+    acc = Accelerator(cpu=True, project_dir=tmp_path, log_with=[Kept(start=OSError("no login")), "jsonl"])
+    acc.log({"x": 1})
+    with pytest.raises(TrackerError, match=r"tracker kept could not start: OSError: no login\. Correct that, or leave it out"):
+        acc.end_training()
+    assert [row["x"] for row in rows(tmp_path)] == [1]
+
+
+def test_one_that_fails_later_is_said_once_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    acc = Accelerator(cpu=True, project_dir=tmp_path, log_with=[Kept(log=OSError("disk full"), finish=OSError("gone")), "jsonl"])
+    for number in range(3):
+        acc.log({"x": number})
+        acc._logbook.settle()
+    acc.save_state()
+    acc.end_training()
+    assert [row["x"] for row in rows(tmp_path)] == [0, 1, 2]
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert said == [
+        "tracker kept: OSError: disk full; the training goes on, 1 rows are not kept there",
+        "tracker kept: OSError: gone; the training goes on",
+        "tracker kept: 3 rows were not kept",
+    ]
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+def on_all_or_on_one(folder: str) -> list[str]:
+    acc = Accelerator(cpu=True, project_dir=folder, timeout=20)
+    if acc.is_main_process:
+        acc.init_trackers("run")
+    acc.log({"everyone": acc.process_index})
+    if acc.is_main_process:
+        acc.log({"main": 1})
+    acc.wait_for_everyone()
+    acc.get_tracker("jsonl").log({"direct": acc.process_index})
+    acc.get_tracker("jsonl", unwrap=True).any.method(1).does["nothing"] if not acc.is_main_process else None
+    names = [tracker.name for tracker in acc.trackers]
+    acc.end_training()
+    return names
+
+
+def test_only_the_main_process_writes(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(on_all_or_on_one, str(tmp_path)) == [["jsonl"], []]
+    found = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows(tmp_path, "run")]
+    assert sorted(map(str, found)) == sorted(map(str, [{"everyone": 0}, {"main": 1}, {"direct": 0}]))
+
+
+def wrong(folder: str, how: str) -> None:
+    with Accelerator(cpu=True, project_dir=folder, timeout=50, log_with=Kept(start=OSError("no login"))) as acc:
+        acc.log({"x": 1 if how == "start" else [1]})
+        if how == "start":
+            acc.trackers  # noqa: B018
+        acc.wait_for_everyone()
+
+
+@pytest.mark.parametrize(
+    ("how", "main", "other"), [("start", "TrackerError", "WorldError"), ("value", "SettingError", "SettingError")]
+)
+def test_an_error_leaves_no_rank_waiting(ranks: Ranks, tmp_path: Path, how: str, main: str, other: str) -> None:
+    ended = ranks.fails(wrong, str(tmp_path), how, timeout=20)
+    assert [failure.type for failure in ended] == [main, other]
+
+
+# -- resumed runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_was_killed_goes_on_in_its_file(ranks: Ranks, tmp_path: Path, processes: int) -> None:
+    died = ranks.fails(train, str(tmp_path), "jsonl", True, processes=processes)
+    assert {failure.type for failure in died} == {"SIGKILL"}
+    assert [row["_step"] for row in rows(tmp_path, "run")] == list(range(1, KILLED + 1))
+    assert ranks(train, str(tmp_path), "jsonl", processes=processes) == [SAVED] * processes
+    assert [(row["_step"], row["loss"]) for row in rows(tmp_path, "run")] == [(n, n) for n in range(1, UPDATES + 1)]
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert [start["config"]["lr"] for start in about["starts"]] == [0.1, 0.1]
+    cut = [json.loads(line)["_step"] for line in (tmp_path / "run.jsonl.cut").read_text().splitlines()]
+    assert cut == list(range(SAVED + 1, KILLED + 1))  # nothing is thrown away
+
+
+def test_back_to_an_earlier_checkpoint_in_one_process(tmp_path: Path) -> None:
+    with Accelerator(cpu=True, project_dir=tmp_path) as acc:
+        acc.log({"x": 1})
+        place = acc.save_state(tmp_path / "one")
+        acc.log({"x": 2})
+        acc._logbook.settle()
+        acc.log({"x": 3})
+        acc.load_state(place)
+        acc.log({"x": 4})
+    assert [row["x"] for row in rows(tmp_path)] == [1, 4]
+
+
+def test_a_run_that_was_resumed_and_logs_nothing_passes_on_where_it_stands(tmp_path: Path) -> None:
+    for number in range(3):
+        with Accelerator(cpu=True, project_dir=tmp_path) as acc:
+            acc.resume()
+            if number != 1:
+                acc.log({"x": number})
+            acc.save_state()
+    assert [row["x"] for row in rows(tmp_path)] == [0, 2]
+
+
+def test_another_run_and_one_of_another_name_have_files_of_their_own(tmp_path: Path) -> None:
+    for name, resume in (("a", False), ("a", False), ("b", True)):
+        with Accelerator(cpu=True, project_dir=tmp_path) as acc:
+            acc.init_trackers(name)
+            if resume:
+                acc.resume()
+            acc.log({"x": 1})
+            acc.save_state()
+    assert {path.name for path in tmp_path.glob("*.jsonl")} == {"a.jsonl", "a-2.jsonl", "b.jsonl"}
+
+
+def test_a_file_that_is_not_there_any_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with Accelerator(cpu=True, project_dir=tmp_path) as acc:
+            acc.resume()
+            acc.log({"x": 1})
+            acc.save_state()
+        (tmp_path / "log.jsonl").unlink()
+    assert "is not the file of the run that is resumed: its rows go to a new one" in caplog.text

@@ -10,7 +10,6 @@ logged again, move to ``log.jsonl.cut``. Another run in the same folder begins `
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 import uuid
@@ -20,6 +19,8 @@ from typing import Any, BinaryIO
 
 from ..errors import SettingError
 from ..log import get_logger
+from .config import as_json
+from .folders import fresh_file
 from .rows import Row
 
 logger = get_logger(__name__)
@@ -34,7 +35,6 @@ class JsonLines:
     """
 
     name = "jsonl"
-    in_folder = True
 
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         if options:
@@ -51,36 +51,24 @@ class JsonLines:
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
-    def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None = None) -> None:
+    def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         starts = self._go_on(position) if position is not None else None
         if starts is None:
-            starts = []
-            self._begin(run)
+            self.finish()
+            self.path, self._file = fresh_file(self._folder / run, ".jsonl")
+            self._id, self._size, starts = uuid.uuid4().hex, 0, []
         starts.append({"time": time.time(), "config": config})
-        said = {"run": run, "id": self._id, "starts": starts}
-        about, text = self.path.with_suffix(".json"), json.dumps(_valid(said), indent=2, allow_nan=False)
-        fresh = about.with_suffix(".json.new")
-        fresh.write_text(text + "\n", encoding="utf-8")
+        about = _about(self.path)
+        fresh = about.with_name(about.name + ".new")
+        fresh.write_text(as_json({"run": run, "id": self._id, "starts": starts}, indent=2) + "\n", encoding="utf-8")
         fresh.replace(about)
         logger.info("rows are logged to %s", self.path)
-
-    def _begin(self, run: str) -> None:
-        number = 1
-        while self._file is None:
-            stem = self._folder / (run if number == 1 else f"{run}-{number}")
-            self.path = stem.with_name(stem.name + ".jsonl")
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115
-            except FileExistsError:
-                number += 1
-        self._id, self._size = uuid.uuid4().hex, 0
 
     def _go_on(self, position: Mapping[str, Any]) -> list[Any] | None:
         """Opens the file of the run that the checkpoint is of, and cuts it; what its starts were. None where it is not here."""
         path = self._folder / position["file"]
         try:
-            about = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+            about = json.loads(_about(path).read_text(encoding="utf-8"))
             file = open(path, "r+b", buffering=0)  # noqa: SIM115
         except (OSError, ValueError):
             about, file = {}, None
@@ -89,6 +77,7 @@ class JsonLines:
                 file.close()
             logger.warning("%s is not the file of the run that is resumed: its rows go to a new one", path)
             return None
+        self.finish()
         self._cut(path, file, position["bytes"])
         self._file, self.path, self._id = file, path, position["id"]
         return list(about["starts"])
@@ -120,7 +109,7 @@ class JsonLines:
 
     def write(self, rows: Sequence[Row]) -> None:
         assert self._file is not None
-        lines = [json.dumps(_valid({"_step": r.step, "_time": round(r.time, 3), **r.values}), allow_nan=False) for r in rows]
+        lines = [as_json({"_step": r.step, "_time": round(r.time, 3), **r.values}) for r in rows]
         text = memoryview(("\n".join(lines) + "\n").encode())
         try:
             done = 0
@@ -139,12 +128,6 @@ class JsonLines:
             self._file = None
 
 
-def _valid(value: Any) -> Any:
-    """`value` with words for the numbers that JSON has not."""
-    if isinstance(value, dict):
-        return {key: _valid(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_valid(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
-    return value
+def _about(path: Path) -> Path:
+    """The file that says what the run is, of its rows at `path`."""
+    return path.with_name(path.name.removesuffix("l"))

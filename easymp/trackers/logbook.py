@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from ..errors import EasympError, TrackerError
 from ..log import get_logger
 from . import TRACKERS
 from .config import plain
+from .ending import failing
+from .own import adapted
 from .pending import Pending
 from .rows import Row
 
@@ -28,15 +32,19 @@ class Logbook:
 
     Args:
         names: of the trackers.
+        own: the script's, by names in small letters.
         folder: where files go.
         facts: what is logged with the script's own hyperparameters.
     """
 
-    def __init__(self, names: Sequence[str], folder: Path, facts: Callable[[], Mapping[str, Any]]) -> None:
-        self._names, self._folder, self._facts = names, folder, facts
+    def __init__(
+        self, names: Sequence[str], own: Mapping[str, Any], folder: Path, facts: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self._names, self._own, self._folder, self._facts = names, own, folder, facts
         self.run, self._config, self._options = "log", {}, {}
         self._pending = Pending()
-        self._trackers: list[Any] | None = None
+        self._trackers: dict[str, Any] | None = None  # from their start on
+        self._failure: EasympError | None = None  # why a tracker could not start, until it has been raised
         self._loaded: dict[str, Any] | None = None
         self._since: float | None = None
         self._said: set[str] = set()
@@ -49,13 +57,11 @@ class Logbook:
         self.run, self._config, self._options = run, config, options
 
     @property
-    def trackers(self) -> list[Any]:
-        """The trackers, started."""
-        return self._started()
-
-    @property
-    def begun(self) -> bool:
-        return self._trackers is not None
+    def trackers(self) -> dict[str, Any]:
+        """The trackers by name, started; of the script's own ones the objects themselves."""
+        found = {name: tracker.given if name in self._own else tracker for name, tracker in self._started().items()}
+        self._complain()
+        return found
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -74,6 +80,7 @@ class Logbook:
             self._since = now
             self._pending.send()
         self._hand_over(self._pending.arrived())
+        self._complain()
 
     def settle(self) -> None:
         """Hand over everything."""
@@ -81,19 +88,19 @@ class Logbook:
         self._hand_over(self._pending.arrived(wait=True))
 
     def _hand_over(self, rows: list[Row]) -> None:
+        self.waiting = bool(self._pending) or self._failure is not None
         if not rows:
             return
-        self.waiting = bool(self._pending)
-        for tracker in self._started():
-            self._try(tracker, lambda tracker=tracker: tracker.write(rows), len(rows))
+        for name, tracker in self._started().items():
+            self._try(name, partial(tracker.write, rows), len(rows))
 
-    def _try(self, tracker: Any, act: Callable[[], Any], rows: int = 0) -> Any:
+    def _try(self, name: str, act: Callable[[], Any], rows: int = 0) -> Any:
         """What `act` returns. What a tracker meets with is said and does not end the training."""
         try:
             return act()
         except Exception as error:
-            self._lost[tracker.name] = self._lost.get(tracker.name, 0) + rows
-            words = f"tracker {tracker.name}: {type(error).__name__}: {error}"
+            self._lost[name] = self._lost.get(name, 0) + rows
+            words = f"tracker {name}: {type(error).__name__}: {error}"
             if words not in self._said:
                 self._said.add(words)
                 logger.error("%s; the training goes on%s", words, f", {rows} rows are not kept there" if rows else "")
@@ -101,56 +108,85 @@ class Logbook:
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
-    def _started(self) -> list[Any]:
+    def _started(self) -> dict[str, Any]:
         if self._trackers is None:
-            self._trackers = []  # one that fails is not tried again
+            self._trackers = {}
             for name in self._names:
-                home, kind = TRACKERS[name]
-                made = getattr(importlib.import_module(f".{home}", __package__), kind)(self._folder, self._options.get(name, {}))
-                self._start(made)
-                self._trackers.append(made)
+                try:
+                    self._trackers[name] = self._start(name, self._make(name))
+                except EasympError as error:  # it is not tried again; the others have their rows before this is raised
+                    self._failure, self.waiting = error, True
+            atexit.register(self.finish)  # the last one: what trackers registered, such as wandb's own end, comes after it
         return self._trackers
 
-    def _start(self, tracker: Any) -> None:
-        loaded = self._loaded if self._loaded is not None and self._loaded["run"] == self.run else None
+    def _complain(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _make(self, name: str) -> Any:
+        options = self._options.get(name, {})
+        if name in self._own:
+            return adapted(name, self._own[name], options)
+        home, kind = TRACKERS[name]
+        return getattr(importlib.import_module(f".{home}", __package__), kind)(self._folder, options)
+
+    def _start(self, name: str, tracker: Any) -> Any:
         config = {**plain(self._config), "easymp": plain(self._facts())}
         try:
-            tracker.start(self.run, config, loaded["positions"].get(tracker.name) if loaded else None)
+            tracker.start(self.run, config, self._positions.get(name))
         except EasympError:
             raise
         except Exception as error:
             raise TrackerError(
-                f"tracker {tracker.name} could not start: {type(error).__name__}: {error}. Correct that, or leave it out of log_with"
+                f"tracker {name} could not start: {type(error).__name__}: {error}. Correct that, or leave it out of log_with"
             ) from error
+        return tracker
+
+    @property
+    def _positions(self) -> Mapping[str, Any]:
+        """Where trackers stood at the checkpoint that was loaded, if it is one of a run of this name."""
+        return self._loaded["positions"] if self._loaded is not None and self._loaded["run"] == self.run else {}
 
     def state_dict(self) -> dict[str, Any] | None:
         """Where each tracker stands, with all rows handed over; None where nothing was logged, in this run or those before."""
         if not self.waiting and self._trackers is None:
             return self._loaded
         self.settle()
-        positions = {t.name: self._try(t, t.position) for t in self._started()}
-        return {"run": self.run, "positions": {name: where for name, where in positions.items() if where is not None}}
+        positions = {name: self._try(name, tracker.position) for name, tracker in self._started().items()}
+        there = {name: where for name, where in positions.items() if where is not None}
+        return {"run": self.run, "positions": {**self._positions, **there}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The run of a checkpoint goes on."""
         self._loaded = state
-        if self._trackers is not None:
-            self.settle()
-            for tracker in self._trackers:
-                tracker.finish()
-                self._start(tracker)
+        if self._trackers is None:
+            return
+        self.settle()
+        for name, tracker in self._trackers.items():
+            if name in self._positions:
+                self._try(name, partial(self._start, name, tracker))
 
     def finish(self) -> None:
-        """The run is over. Raises nothing: what else ends with it must not be kept from that."""
+        """The run is over.
+
+        Raises:
+            TrackerError, SettingError: one could not start, unless the run ends by another error.
+        """
         if self._over:
             return
         self._over = True
+        atexit.unregister(self.finish)
         try:
             self.settle()
-        except Exception as error:
-            logger.error("%s", error)
-        for tracker in self._trackers or ():
-            self._try(tracker, tracker.finish)
+        except Exception as error:  # of a device; nothing else may be kept from its end by it
+            logger.error("the last rows are lost: %s: %s", type(error).__name__, error)
+        for name, tracker in (self._trackers or {}).items():
+            self._try(name, tracker.finish)
         for name, rows in self._lost.items():
             if rows:
                 logger.error("tracker %s: %d rows were not kept", name, rows)
+        if self._failure is not None and failing():
+            logger.error("%s", self._failure)
+        else:
+            self._complain()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .rows import Row
 
+HOST = "cpu"
 EVENTS = ("cuda", "xpu")  # devices whose transfers to pinned memory go on while the host does
 
 
@@ -79,7 +80,7 @@ class Pending:
         self._rows.append(row)
         for name, value in row.values.items():
             if isinstance(value, Tensor):
-                if value.device.type == "cpu":
+                if value.device.type == HOST:
                     row.values[name] = value.item()
                 else:
                     self._keep(row, name, value)

@@ -1,0 +1,125 @@
+"""MLflow: a run in the experiment that the script names, at MLFLOW_TRACKING_URI, or in ``mlflow.db`` (SQLite) in the project's folder.
+
+It is the active run of MLflow's own functions, so that `mlflow.log_artifact` and its like go there. A run that goes on from a checkpoint
+goes on under the same id; values of steps that a metric has already stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import env
+from ..log import get_logger
+from .config import concise
+from .ending import failing
+from .rows import Row
+
+logger = get_logger(__name__)
+URI = "MLFLOW_TRACKING_URI"
+AT_ONCE = 100  # parameters in one request; MLflow takes so many, and ten times as many metrics
+LONGEST = 500  # characters of a parameter; what all versions of MLflow take
+
+
+class MLflow:
+    """Args:
+    folder: where the data base lies, and files go, unless the environment names a place.
+    options: of `mlflow.start_run`; and `experiment_name`, else the run's.
+    """
+
+    name = "mlflow"
+
+    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
+        self._folder, self._options = folder, dict(options)
+        self._before: dict[str, str | None] | None = None
+        self.run: Any = None
+        self._client: Any = None
+        self._known: dict[str, int] = {}  # by metric, the last step that it has from before
+
+    @property
+    def tracker(self) -> Any:
+        return self.run
+
+    def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
+        import mlflow
+
+        self.finish()
+        options = dict(self._options)
+        experiment = options.pop("experiment_name", env.read("MLFLOW_EXPERIMENT_NAME") or run)
+        if "nested_run" in options:  # as Accelerate calls it
+            options["nested"] = options.pop("nested_run")
+        local = not env.read(URI)
+        if local:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._before = env.put({URI: f"sqlite:///{(self._folder / 'mlflow.db').absolute().as_posix()}"})
+        self._client = mlflow.MlflowClient(env.read(URI))
+        found = self._client.get_experiment_by_name(experiment)
+        place = (self._folder / "mlartifacts").absolute().as_uri() if local else None
+        number = found.experiment_id if found is not None else self._client.create_experiment(experiment, place)
+        if position is not None:
+            self.run = mlflow.start_run(run_id=position["id"])
+        else:
+            self.run = mlflow.start_run(**{"experiment_id": number, **options})
+        self._known = dict(self._last_steps()) if position is not None else {}
+        self._describe(config)
+
+    def _last_steps(self) -> Iterator[tuple[str, int]]:
+        for name in self._client.get_run(self.run.info.run_id).data.metrics:
+            yield name, max(metric.step for metric in self._client.get_metric_history(self.run.info.run_id, name))
+
+    def _describe(self, config: Mapping[str, Any]) -> None:
+        """Parameters, which MLflow never changes: a run that goes on adds those that are new."""
+        from mlflow.entities import Param
+
+        there = self._client.get_run(self.run.info.run_id).data.params
+        said = {allowed(key): str(value)[:LONGEST] for key, value in concise(config).items()}
+        changed = [key for key, value in said.items() if there.get(key, value) != value]
+        if changed:
+            logger.warning("MLflow keeps what these parameters of the run were first: %s", ", ".join(changed))
+        params = [Param(key, value) for key, value in said.items() if key not in there]
+        for begin in range(0, len(params), AT_ONCE):
+            self._client.log_batch(self.run.info.run_id, params=params[begin : begin + AT_ONCE])
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Numbers as metrics, now; words as tags."""
+        import mlflow
+
+        mlflow.log_metrics({allowed(key): value for key, value in values.items() if not isinstance(value, str)}, step=step)
+        for key, value in values.items():
+            if isinstance(value, str):
+                self._client.set_tag(self.run.info.run_id, allowed(key), value)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        from mlflow.entities import Metric, RunTag
+
+        metrics, tags = [], {}
+        for row in rows:
+            for key, value in ((allowed(key), value) for key, value in row.values.items()):
+                if isinstance(value, str):
+                    tags[key] = RunTag(key, value)
+                elif row.step > self._known.get(key, -1):
+                    metrics.append(Metric(key, float(value), int(row.time * 1000), row.step))
+        for begin in range(0, max(len(metrics), len(tags)), AT_ONCE):
+            part = slice(begin, begin + AT_ONCE)
+            self._client.log_batch(self.run.info.run_id, metrics=metrics[part], tags=list(tags.values())[part])
+
+    def position(self) -> dict[str, Any]:
+        return {"id": self.run.info.run_id}
+
+    def finish(self) -> None:
+        import mlflow
+
+        try:
+            if self.run is not None:
+                mlflow.end_run("FAILED" if failing() else "FINISHED")
+                self.run = None
+        finally:
+            if self._before is not None:
+                env.put(self._before)
+                self._before = None
+
+
+def allowed(key: str) -> str:
+    """`key` with characters that MLflow takes in names."""
+    return "".join(letter if letter.isalnum() or letter in "_-. :/" else "_" for letter in key)

@@ -1,0 +1,83 @@
+"""TensorBoard's event files, in a folder of the project's that is called by the run.
+
+A run that goes on from a checkpoint writes to the same folder, and `purge_step` tells TensorBoard to leave out what was logged for later
+steps than the checkpoint's; the files keep it. Another run of that name gets a folder of its own, ``log-2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .config import as_json, concise
+from .folders import fresh_folder
+from .rows import Row
+
+
+class TensorBoard:
+    """Args:
+    folder: in which the run's lies.
+    options: of torch's SummaryWriter.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
+        self._folder, self._options = folder, options
+        self.logging_dir = folder  # the run's, from `start` on
+        self.writer: Any = None
+        self._last: int | None = None  # the largest step so far
+
+    @property
+    def tracker(self) -> Any:
+        return self.writer
+
+    def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # an optional package
+
+        self.finish()
+        purge = None
+        if position is not None and (self._folder / position["folder"]).is_dir():
+            self.logging_dir, self._last = self._folder / position["folder"], position["step"]
+            purge = 0 if self._last is None else self._last + 1
+        else:
+            self.logging_dir, self._last = fresh_folder(self._folder / run), None
+        self.writer = SummaryWriter(**{"log_dir": str(self.logging_dir), "purge_step": purge, **self._options})
+        self._describe(config, purge or 0)
+
+    def _describe(self, config: Mapping[str, Any], step: int) -> None:
+        """Everything as a text, and the single values in the table of hyperparameters."""
+        from torch.utils.tensorboard.summary import hparams
+
+        self.writer.add_text("config", f"```json\n{as_json(config, indent=2)}\n```", step)
+        values = {key: value if isinstance(value, (bool, int, float)) else str(value) for key, value in concise(config).items()}
+        for summary in hparams(values, {}):
+            self.writer.file_writer.add_summary(summary, step)
+        self.writer.flush()
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Numbers as scalars, words as texts."""
+        for name, value in values.items():
+            add = self.writer.add_text if isinstance(value, str) else self.writer.add_scalar
+            add(name, value, global_step=step, **options)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Batches of pictures by name, as `SummaryWriter.add_images` takes them."""
+        for name, images in values.items():
+            self.writer.add_images(name, images, global_step=step, **options)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self.log(row.values, row.step, **{"walltime": row.time, **row.options.get(self.name, {})})
+        self._last = max(row.step for row in rows) if self._last is None else max(self._last, *(row.step for row in rows))
+        self.writer.flush()
+
+    def position(self) -> dict[str, Any]:
+        self.writer.flush()
+        return {"folder": self.logging_dir.relative_to(self._folder).as_posix(), "step": self._last}
+
+    def finish(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None

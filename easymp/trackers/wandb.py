@@ -1,0 +1,91 @@
+"""Weights & Biases: a run in the project that the script names; online, offline or off as its own settings say (WANDB_MODE).
+
+A run that goes on from a checkpoint goes on under the same id. The service takes no step twice: those that it has got before the
+crash stay as they are. Offline each process has a folder of its own of that id, which `wandb sync` puts together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..log import get_logger
+from .ending import failing
+from .rows import Row
+
+logger = get_logger(__name__)
+
+
+class WandB:
+    """Args:
+    folder: where wandb keeps its own.
+    options: of `wandb.init`.
+    """
+
+    name = "wandb"
+
+    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
+        self._folder, self._options = folder, options
+        self.run: Any = None
+        self._known = 0  # steps that the service has from before, if any
+
+    @property
+    def tracker(self) -> Any:
+        return self.run
+
+    def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
+        import wandb
+
+        if self.run is not None:
+            if position is not None and self.run.id == position["id"]:
+                return  # an earlier checkpoint of this very run
+            self.finish()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        given: dict[str, Any] = {"project": run, "dir": str(self._folder), "config": dict(config)}
+        if position is not None:
+            given |= {"id": position["id"], "resume": "allow"}
+        self.run = wandb.init(**{**given, **self._options})
+        self._known = self.run.step if position is not None and self.run.resumed else 0
+        if self._known:
+            self.run.config.update(dict(config), allow_val_change=True)
+            logger.info(
+                "wandb has run %s up to step %d: rows of steps before it are not logged again", self.run.id, self._known - 1
+            )
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """As `wandb.Run.log`: pictures and tables, too."""
+        self.run.log(dict(values), step=step, **options)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Lists of pictures by name."""
+        import wandb
+
+        self.log({name: [wandb.Image(image) for image in images] for name, images in values.items()}, step, **options)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: Any = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **options: Any,
+    ) -> None:
+        """One `wandb.Table`."""
+        import wandb
+
+        self.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step, **options)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            if row.step >= self._known:
+                self.log(row.values, row.step, **row.options.get(self.name, {}))
+
+    def position(self) -> dict[str, Any]:
+        return {"id": self.run.id}
+
+    def finish(self) -> None:
+        if self.run is not None:
+            self.run.finish(exit_code=1 if failing() else 0)
+            self.run = None

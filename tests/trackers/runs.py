@@ -1,0 +1,44 @@
+"""A small training that logs, may be killed, and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from easymp import Accelerator
+
+UPDATES, SAVED, KILLED = 10, 6, 8
+
+
+def train(folder: str, log_with: Any, kill: bool = False, options: Any = None) -> int:
+    """Ten updates, a row each, with a checkpoint after the sixth; dies after the eighth, when rows have gone to the trackers. Returns
+    at which update it began."""
+    acc = Accelerator(cpu=True, probe=False, project_dir=folder, log_with=log_with, timeout=30)
+    acc.init_trackers("run", {"lr": 0.1, "model": {"depth": 1}}, init_kwargs=options)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    acc.resume()
+    begin = optimizer.updates
+    for update in range(begin + 1, UPDATES + 1):
+        loss = model(torch.ones(1, 2)).sum()
+        acc.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        acc.log({"loss": loss.detach() * 0 + update, "half": {"of it": update / 2}, "phase": "train"})
+        if update == SAVED:
+            acc.save_state()
+        if kill and update == KILLED:
+            acc._logbook.settle()  # as after a second
+            acc.wait_for_everyone()
+            os.kill(os.getpid(), signal.SIGKILL)
+    acc.end_training()
+    return begin
+
+
+def rows(folder: Path | str, run: str = "log") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(folder) / f"{run}.jsonl").read_text().splitlines()]

@@ -1,0 +1,72 @@
+"""TensorBoard's event files, read back by TensorBoard."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from easymp import Accelerator
+
+from ..conftest import Ranks
+from .runs import KILLED, SAVED, UPDATES, train
+
+pytestmark = pytest.mark.skipif(
+    find_spec("tensorboard") is None, reason="needs the package tensorboard (the extra 'tensorboard')"
+)
+
+
+def read(folder: Path | str) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return found
+
+
+def scalars(folder: Path | str, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read(folder).Scalars(tag)]
+
+
+def test_scalars_texts_and_hyperparameters(tmp_path: Path) -> None:
+    with Accelerator(cpu=True, mixed_precision="no", project_dir=tmp_path, log_with="tensorboard") as acc:
+        acc.init_trackers("run", {"lr": 0.1, "opt": {"name": "sgd"}}, init_kwargs={"tensorboard": {"filename_suffix": ".mine"}})
+        acc.log({"loss": torch.tensor(0.5), "phase": "train", "parts": {"a": 1}}, step=3)
+        acc.log({"loss": math.nan}, step=4, log_kwargs={"tensorboard": {"walltime": 7.0}})
+        tracker = acc.get_tracker("tensorboard")
+        tracker.log_images({"image": torch.zeros(1, 3, 2, 2)}, step=4)
+        assert acc.get_tracker("tensorboard", unwrap=True) is tracker.writer
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert all(path.name.endswith(".mine") for path in (tmp_path / "run").iterdir())
+    found = read(tmp_path / "run")
+    assert scalars(tmp_path / "run", "parts/a") == [(3, 1.0)]
+    first, second = found.Scalars("loss")
+    assert (first.step, first.value) == (3, 0.5) and first.wall_time > 1e9
+    assert second.step == 4 and math.isnan(second.value) and second.wall_time == 7.0
+    texts = {tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]}
+    assert texts["phase/text_summary"] == "train"
+    assert '"lr": 0.1' in texts["config/text_summary"] and '"strategy"' in texts["config/text_summary"]
+    content = found.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"opt/name" in content and b"easymp/plan/precision" in content
+    assert found.Tags()["images"] == ["image"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_was_killed_goes_on(ranks: Ranks, tmp_path: Path, processes: int) -> None:
+    ranks.fails(train, str(tmp_path), "tensorboard", True, processes=processes)
+    assert [step for step, _ in scalars(tmp_path / "run", "loss")] == list(range(1, KILLED + 1))
+    assert ranks(train, str(tmp_path), "tensorboard", processes=processes) == [SAVED] * processes
+    assert [path.name for path in tmp_path.iterdir() if path.name != "checkpoints"] == ["run"]
+    assert scalars(tmp_path / "run", "loss") == [(n, n) for n in range(1, UPDATES + 1)]
+    assert scalars(tmp_path / "run", "half/of it") == [(n, n / 2) for n in range(1, UPDATES + 1)]
+
+
+def test_another_run_of_that_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        with Accelerator(cpu=True, project_dir=tmp_path, log_with="tensorboard") as acc:
+            acc.log({"x": value}, step=0)
+    assert [scalars(tmp_path / name, "x") for name in ("log", "log-2")] == [[(0, 1.0)], [(0, 2.0)]]
