@@ -34,6 +34,7 @@ from .precision import PRECISIONS, Measured, Scaler, rule_from
 from .prepared import unwrap
 from .preparing import Preparation, Wishes
 from .protocols import Choice
+from .recording import begin
 from .records import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -223,6 +224,10 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         switch(self._precision.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
         if asked.seed is not None:
             set_seed(asked.seed)
+        recorder = begin(self._run)
+        if recorder is not None:
+            self._logbook.attached[recorder.name] = recorder
+            self._undo.callback(recorder.finish)
         me = weakref.ref(self)
         leave = atexit.register(lambda: (it := me()) and it.close())
         self._undo.callback(atexit.unregister, leave)

@@ -27,14 +27,16 @@ class StepClock:
         inside: whether an `accumulate` block is open.
         end_with_loader: whether the last batch of the loader being read ends the window early.
         between: called where the body of a training loop has come to its end, if anyone wants to know.
+        stepped: called after each update of a prepared optimizer with the number of its updates, if anyone wants to know.
     """
 
-    __slots__ = ("_reading", "accumulation", "backwards", "between", "end_with_loader", "inside", "micro", "sync")
+    __slots__ = ("_reading", "accumulation", "backwards", "between", "end_with_loader", "inside", "micro", "stepped", "sync")
 
     def __init__(self, accumulation: int = 1, end_with_loader: bool = True) -> None:
         self.accumulation = accumulation
         self.end_with_loader = end_with_loader
         self.between: Callable[[], None] | None = None
+        self.stepped: Callable[[int], None] | None = None
         self.reset()
 
     def reset(self) -> None:

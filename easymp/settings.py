@@ -20,7 +20,8 @@ from .protocols import Source
 from .values import Size, checked, setting
 
 OVERRIDE = env.PREFIX + "OVERRIDE"  # settings that win over arguments, too: "mixed_precision=bf16 strategy=fsdp"
-NO_SETTINGS = {project_file.VARIABLE, env.PREFIX + "LOG_LEVEL", OVERRIDE}  # variables of ours that are none
+RECORD = env.PREFIX + "RECORD"  # a folder in which the run writes down what it does; see `easymp.recording`
+NO_SETTINGS = {project_file.VARIABLE, env.PREFIX + "LOG_LEVEL", OVERRIDE, RECORD}  # variables of ours that are none
 
 
 @dataclass(frozen=True)

@@ -84,16 +84,16 @@ class Tracking:
             self._check_place()
         row = trackers.checked_values(values)
         self._tracked += 1
+        updates = max((optimizer.updates for optimizer in self._prepared.optimizers), default=self._tracked - 1)
         if step is None:
-            updates = [optimizer.updates for optimizer in self._prepared.optimizers]
-            step = max(updates) if updates else self._tracked - 1
+            step = updates
         step = trackers.checked_step(step)
         options = self._by_name(log_kwargs, "log_kwargs")
         for name in options:
             if name in trackers.TRACKERS and name not in trackers.OPTIONS:
                 raise SettingError(f"log_kwargs: {name} takes nothing beside values and step. Leave it out")
-        if self._run.world.rank == 0 and row and self._tracker_names:
-            self._logbook.log(trackers.Row(step, time.time(), row, options))
+        if self._run.world.rank == 0 and row and (self._tracker_names or self._logbook.attached):
+            self._logbook.log(trackers.Row(step, time.time(), row, options, updates))
 
     @property
     def trackers(self) -> list[Any]:

@@ -21,6 +21,7 @@ COMMANDS = {
     "test": "train something small on every rank, and compare it with what must come out",
     "env": "show what this machine has, and what would be decided on it",
     "config": "look at this machine, ask what is open, and write easymp.toml",
+    "compare": "run a script under several plans: time, memory, loss and accuracy side by side",
     "estimate": "say how much memory a model needs, and what fits this machine",
     "completion": "print the script by which bash, zsh or fish completes these words",
     "checkpoint": "list, inspect, verify, merge, convert, compare and prune checkpoints",

@@ -92,9 +92,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._spent, self._waiting = True, False
         self.updates += 1
         given = () if closure is None else (closure,)
-        if self._masters is None and (self._sums is None or not self._sums.on):
-            return self._step(*given)
-        return self._step_low(*given)
+        low = self._masters is not None or (self._sums is not None and self._sums.on)
+        result = self._step_low(*given) if low else self._step(*given)
+        if clock.stepped is not None:
+            clock.stepped(self.updates)
+        return result
 
     def _step(self, *given: Any) -> Any:
         scaler = self._scaler

@@ -35,6 +35,9 @@ class Logbook:
         own: the script's, by names in small letters.
         folder: where files go.
         facts: what is logged with the script's own hyperparameters.
+
+    Attributes:
+        attached: trackers by name, beside those that the script asked for; they are started already, and stand in no checkpoint.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Logbook:
         self._pending = Pending()
         self._trackers: dict[str, Any] | None = None  # from their start on
         self._failure: EasympError | None = None  # why a tracker could not start, until it has been raised
+        self.attached: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None
         self._since: float | None = None
         self._said: set[str] = set()
@@ -91,7 +95,7 @@ class Logbook:
         self.waiting = bool(self._pending) or self._failure is not None
         if not rows:
             return
-        for name, tracker in self._started().items():
+        for name, tracker in (*self._started().items(), *self.attached.items()):
             self._try(name, partial(tracker.write, rows), len(rows))
 
     def _try(self, name: str, act: Callable[[], Any], rows: int = 0) -> Any:
@@ -181,7 +185,7 @@ class Logbook:
             self.settle()
         except Exception as error:  # of a device; nothing else may be kept from its end by it
             logger.error("the last rows are lost: %s: %s", type(error).__name__, error)
-        for name, tracker in (self._trackers or {}).items():
+        for name, tracker in (*(self._trackers or {}).items(), *self.attached.items()):
             self._try(name, tracker.finish)
         for name, rows in self._lost.items():
             if rows:

@@ -25,12 +25,14 @@ class Row:
         time: seconds since 1970, when it was logged.
         values: numbers and words by name; until they have come from the device, tensors among them.
         options: by a tracker's name, more that its own log call takes.
+        updates: optimizer updates that had been made.
     """
 
     step: int
     time: float
     values: dict[str, Any]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    updates: int = 0
 
 
 def checked_step(step: Any) -> int:

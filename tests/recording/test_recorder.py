@@ -1,0 +1,121 @@
+"""What a run writes down of itself: real trainings, read back as `easymp compare` reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from easymp import Accelerator
+from easymp.comparing.records import read
+
+from ..conftest import Ranks
+
+
+def train(log_with: str = "none", accumulation: int = 1, batches: int = 6, **settings: Any) -> dict[str, Any]:
+    """A linear model on `batches` batches of 4, on this rank; returns how many threads sample memory afterwards."""
+    acc = Accelerator(cpu=True, log_with=log_with, gradient_accumulation_steps=accumulation, **settings)
+    data = torch.utils.data.TensorDataset(torch.arange(4.0 * batches * acc.num_processes).unsqueeze(1))
+    model, loader = torch.nn.Linear(1, 1), torch.utils.data.DataLoader(data, batch_size=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    model, optimizer, loader = acc.prepare(model, optimizer, loader)
+    for (x,) in loader:
+        with acc.accumulate(model):
+            loss = model(x).square().mean()
+            acc.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        acc.log({"loss": loss, "deep": {"rate": 0.5}, "word": "no number", "lost": float("nan")})
+    heard = acc._clock.stepped is not None
+    acc.end_training()
+    return {"heard": heard, "still": acc._clock.stepped is not None}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("log_with", ["none", "jsonl"])
+def test_a_run_is_recorded_beside_its_own_trackers(log_with: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYMP_RECORD", str(tmp_path / "record"))
+    assert train(log_with, project_dir=str(tmp_path)) == {"heard": True, "still": False}
+    assert (tmp_path / "log.jsonl").exists() == (log_with == "jsonl")
+    record = read(tmp_path / "record")
+    assert record is not None
+    assert (record.updates, record.samples, record.trainings) == (5, 20, 1)  # from the end of the first update on
+    assert record.seconds is not None
+    assert record.first is not None
+    assert set(record.curves) == {"loss", "deep/rate", "lost"}
+    assert [point.update for point in record.curves["loss"]] == [1, 2, 3, 4, 5, 6]
+    seconds = [point.seconds for point in record.curves["loss"]]
+    assert seconds == sorted(seconds)
+    assert all(point.value != point.value for point in record.curves["lost"])
+    assert not record.device_memory
+    assert record.peak >= max(count for _, count in record.memory) > 1 << 20
+    assert record.plan["strategy"]["value"] == "single"
+    assert record.machine["torch"] == torch.__version__
+
+
+def test_accumulation_counts_windows_and_all_their_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYMP_RECORD", str(tmp_path))
+    train(accumulation=2)
+    record = read(tmp_path)
+    assert record is not None
+    assert (record.updates, record.samples) == (2, 16)
+    assert [point.update for point in record.curves["loss"]] == [0, 1, 1, 2, 2, 3]
+
+
+def test_each_rank_has_a_file_and_the_main_one_the_values(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(train, env={"EASYMP_RECORD": str(tmp_path)})
+    kinds = [{line["event"] for line in lines(tmp_path / f"rank-{rank}.jsonl")} for rank in (0, 1)]
+    assert kinds == [{"begin", "memory", "first", "log", "end"}, {"begin", "memory", "first", "end"}]
+    record = read(tmp_path)
+    assert record is not None
+    assert (record.updates, record.samples) == (5, 40)
+    assert record.plan["processes"] == 2
+
+
+def test_of_several_accelerators_the_longest_training_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYMP_RECORD", str(tmp_path))
+    for batches in (2, 7, 3):
+        train(batches=batches)
+    record = read(tmp_path)
+    assert record is not None
+    assert (record.updates, record.trainings) == (6, 3)
+
+
+def test_a_loop_without_a_prepared_loader_has_updates_and_no_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYMP_RECORD", str(tmp_path))
+    with Accelerator(cpu=True, log_with="none") as acc:
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            acc.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    record = read(tmp_path)
+    assert record is not None
+    assert (record.updates, record.samples) == (2, None)
+
+
+def test_a_killed_run_is_read_as_far_as_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYMP_RECORD", str(tmp_path))
+    train()
+    path = tmp_path / "rank-0.jsonl"
+    kept = [line for line in path.read_text().splitlines() if '"end"' not in line]
+    path.write_text("\n".join([*kept, kept[-1][: len(kept[-1]) // 2]]))
+    record = read(tmp_path)
+    assert record is not None
+    assert (record.updates, record.samples) == (5, 20)
+    assert record.seconds is not None
+    assert record.plan["precision"]["value"]
+
+
+def test_nothing_is_written_and_nobody_listens_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train() == {"heard": False, "still": False}
+    assert not list(tmp_path.iterdir())
+    assert read(tmp_path) is None
