@@ -1,0 +1,158 @@
+"""Horovod's PyTorch interface on torch.distributed: ``import easymp.compat.horovod as hvd``.
+
+Processes are started by `easymp launch` (in place of horovodrun), torchrun or srun. Operations go by name, so ranks may ask in different
+orders; gradients travel while backward runs. Not here: process sets, MPI, the timeline, and sparse gradients that stay sparse.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from ...strategies.batchnorm import SyncBatchNorm
+from . import elastic
+from .compression import Compression
+from .engine import HorovodInternalError
+from .operations import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Op,
+    Product,
+    Sum,
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    join,
+    poll,
+    reducescatter,
+    reducescatter_async,
+    synchronize,
+)
+from .optimizer import DistributedOptimizer
+from .running import (
+    NotInitializedError,
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    layer,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+from .states import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "NotInitializedError",
+    "Op",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
+    "elastic",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "shutdown",
+    "size",
+    "synchronize",
+]
+
+
+def nccl_built() -> bool:
+    """Whether this torch has NCCL."""
+    return dist.is_available() and dist.is_nccl_available()
+
+
+def gloo_built() -> bool:
+    """Whether this torch has gloo, which CPU tensors travel by."""
+    return dist.is_available() and dist.is_gloo_available()
+
+
+gloo_enabled = gloo_built
+
+
+def mpi_built() -> bool:
+    """No: torch.distributed's own engines are used."""
+    return False
+
+
+mpi_enabled = mpi_threads_supported = mpi_built
+
+__getattr__ = layer.absent(
+    "horovod.torch",
+    {
+        "ProcessSet": "use torch.distributed.new_group for parts of the ranks",
+        "add_process_set": "use torch.distributed.new_group for parts of the ranks",
+        "global_process_set": "use torch.distributed.new_group for parts of the ranks",
+        "start_timeline": "use `Accelerator.profile`, which writes a Chrome trace a rank",
+        "stop_timeline": "use `Accelerator.profile`, which writes a Chrome trace a rank",
+        "run": "start the script with `easymp launch --processes N script.py`, or use easymp.notebook_launcher",
+        "sparse_allreduce_async": "pass sparse_as_dense=True to DistributedOptimizer",
+    },
+    lambda: __all__,
+)

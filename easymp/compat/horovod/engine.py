@@ -1,0 +1,269 @@
+"""Operations by name, in one order on all ranks, while the program goes on.
+
+Ranks may ask in different orders: backward passes do. So each rank says what it asks for in the store, rank 0 writes down what
+every rank has asked for, and each rank's thread carries out what stands there, in that order. Nobody looks again and again: a thread
+sleeps in the store until there is a next line. Operations that come together are reduced together.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import WorldError
+from ...world import World
+from .carrying import Carrier, fusable
+from .requests import Order, Request, Table, agree, read_orders, read_requests, written
+
+FOREVER = timedelta(days=30)
+END = "[]"  # a line that ends a thread
+
+
+class HorovodInternalError(WorldError):
+    """An operation failed on all ranks, or the ranks could not agree on it."""
+
+
+@dataclass
+class Pending:
+    """An operation between its request and its end.
+
+    Attributes:
+        tensor: the input; None for a barrier and a join.
+        into: where the output goes, for operations in place.
+        finish: makes what the caller gets of the output and the order.
+        ready: on a GPU: the input is computed.
+        done: the output is there; on a GPU, it is in `event`'s stream.
+    """
+
+    request: Request
+    tensor: Tensor | None
+    into: Tensor | None = None
+    finish: Callable[[Tensor | None, Order], Any] = lambda output, order: output
+    ready: Any = None
+    event: Any = None
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Any = None
+    error: str = ""
+
+
+class Engine:
+    """One rank's part. `submit`, then `wait`.
+
+    Args:
+        world: of all ranks. Alone, operations are done at once.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._pending: dict[str, Pending] = {}
+        self._lock = threading.Lock()
+        self._broken = ""
+        self._alone = world.size == 1
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._carrier = Carrier(None, 0, 1, world.device)
+        if self._alone:
+            return
+        group = world.group(range(world.size))
+        self._carrier = Carrier(group, world.rank, world.size, world.device)
+        number = world.store().add(f"horovod/{world.rank}", 1)
+
+        def line() -> dist.Store:
+            return dist.PrefixStore(f"horovod/{number}", world.store())  # a connection of its own, as each thread sleeps in one
+
+        self._start("requests", self._send, line())
+        self._start("orders", self._follow, line())
+        if world.rank == 0:
+            self._start("table", self._decide, line())
+
+    def _start(self, name: str, run: Callable[[dist.Store], None], store: dist.Store) -> None:
+        def guarded() -> None:
+            try:
+                run(store)
+            except Exception as error:
+                self._break(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+
+        thread = threading.Thread(target=guarded, name=f"easymp-horovod-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    # -- the program's side -------------------------------------------------------------------------------------------
+
+    def submit(self, pending: Pending) -> None:
+        """Ask for an operation; it may be done before all that was asked for earlier.
+
+        Raises:
+            ValueError: one of the same name has not ended yet.
+            HorovodInternalError: the ranks no longer talk.
+        """
+        name = pending.request.name
+        if pending.tensor is not None and pending.tensor.is_cuda:
+            pending.ready = torch.cuda.Event()
+            pending.ready.record(torch.cuda.current_stream(pending.tensor.device))
+        with self._lock:
+            if self._broken:
+                raise HorovodInternalError(self._broken)
+            if name in self._pending:
+                raise ValueError(
+                    f"{name!r} is in flight: an operation of one name has to end (synchronize) before the next begins"
+                )
+            self._pending[name] = pending
+        if self._alone:
+            request = pending.request
+            order = Order(Request("join", "join", root=0)) if request.kind == "join" else agree({0: request}, 1, [])
+            self._carry([order])
+        else:
+            self._requests.put(pending.request)
+
+    def wait(self, pending: Pending) -> Any:
+        """Its result, once all ranks have asked for it.
+
+        Raises:
+            HorovodInternalError: it failed, or some rank did not ask within the world's timeout.
+        """
+        patience = None if pending.request.kind == "join" else self._world.timeout  # a join waits for the others' data to end
+        if not pending.done.wait(patience):
+            watch = self._world.watch
+            raise HorovodInternalError(
+                f"{pending.request.name}: not every rank asked for it within {self._world.timeout:g} s\n{watch.report() if watch else ''}"
+            )
+        if pending.error:
+            raise HorovodInternalError(pending.error)
+        if pending.event is not None:
+            torch.cuda.current_stream(self._world.device).wait_event(pending.event)
+        return pending.result
+
+    def close(self) -> None:
+        """End the threads; on every rank, when nothing is in flight."""
+        if self._alone:
+            return
+        self._requests.put(None)
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    # -- the threads' side --------------------------------------------------------------------------------------------
+
+    def _send(self, store: dist.Store) -> None:
+        """Requests, as many together as have come meanwhile, one line each time."""
+        while True:
+            batch = [self._requests.get()]
+            while not self._requests.empty():
+                batch.append(self._requests.get())
+            requests = [request for request in batch if request is not None]
+            if requests:
+                self._say(store, written(requests))
+            if len(requests) < len(batch):
+                self._say(store, END)
+                return
+
+    def _say(self, store: dist.Store, text: str) -> None:
+        ticket = store.add("tickets", 1)
+        store.set(f"ticket/{ticket}", f"{self._world.rank} {text}")
+
+    def _decide(self, store: dist.Store) -> None:
+        """Rank 0: from tickets, in the order in which they were drawn, to lines that all ranks follow."""
+        table, line, gone = Table(self._world.size), count(1), 0
+        for ticket in count(1):
+            key = f"ticket/{ticket}"
+            store.wait([key], FOREVER)
+            rank, _, text = store.get(key).decode().partition(" ")
+            store.delete_key(key)
+            if text == END:
+                gone += 1
+                if gone == self._world.size:
+                    store.set(f"order/{next(line)}", END)
+                    return
+                continue
+            table.add(int(rank), read_requests(text))
+            orders = table.complete()
+            if orders:
+                store.set(f"order/{next(line)}", written(orders))
+
+    def _follow(self, store: dist.Store) -> None:
+        """Carry out what stands there, line by line."""
+        if self._world.device.type == "cuda":
+            torch.cuda.set_device(self._world.device)
+        for line in count(1):
+            key = f"order/{line}"
+            store.wait([key], FOREVER)
+            text = store.get(key).decode()
+            if store.add(f"read/{line}", 1) == self._world.size:
+                store.delete_key(key)
+                store.delete_key(f"read/{line}")
+            if text == END:
+                return
+            for batch in fusable(read_orders(text)):
+                self._carry(batch)
+
+    def _carry(self, orders: list[Order]) -> None:
+        with self._lock:
+            found = [self._pending.get(order.request.name) for order in orders]
+        first = orders[0]
+        if first.request.kind == "join":
+            self._end(orders, found, [None])
+        elif first.error:
+            self._end(orders, found, [None], first.error)
+        else:
+            self._end(orders, found, self._on_stream(orders, found))
+
+    def _on_stream(self, orders: list[Order], found: list[Pending | None]) -> list[Tensor | None]:
+        tensors = [pending.tensor if pending is not None else None for pending in found]
+        here = [pending for pending in found if pending is not None]
+        if not any(pending.ready is not None for pending in here):
+            outputs = self._carrier.carry(orders, tensors)
+            _into(found, outputs)
+            return outputs
+        stream = torch.cuda.Stream(self._world.device)
+        with torch.cuda.stream(stream):
+            for pending in here:
+                stream.wait_event(pending.ready)
+            outputs = self._carrier.carry(orders, tensors)
+            _into(found, outputs)
+            event = torch.cuda.Event()
+            event.record(stream)
+        for pending, output in zip(found, outputs):
+            for tensor in (pending.tensor if pending else None, output):
+                if tensor is not None:
+                    tensor.record_stream(stream)
+            if pending is not None:
+                pending.event = event
+        return outputs
+
+    def _end(self, orders: list[Order], found: list[Pending | None], outputs: list[Tensor | None], error: str = "") -> None:
+        for order, pending, output in zip(orders, found, outputs):
+            if pending is None:
+                continue
+            if error:
+                pending.error = error
+            else:
+                pending.result = pending.into if pending.into is not None else pending.finish(output, order)
+            with self._lock:
+                del self._pending[order.request.name]
+            pending.done.set()
+
+    def _break(self, why: str) -> None:
+        """The ranks no longer talk: whoever waits shall hear of it."""
+        watch = self._world.watch
+        with self._lock:
+            self._broken = f"the ranks no longer talk ({why}){'' if watch is None else ': another one ended, or failed'}"
+            for pending in self._pending.values():
+                pending.error = self._broken
+                pending.done.set()
+            self._pending.clear()
+
+
+def _into(found: list[Pending | None], outputs: list[Tensor | None]) -> None:
+    """What is done in place goes where it belongs."""
+    with torch.no_grad():
+        for pending, output in zip(found, outputs):
+            if pending is not None and pending.into is not None and output is not None:
+                pending.into.detach().copy_(output)

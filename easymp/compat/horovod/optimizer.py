@@ -1,0 +1,213 @@
+"""DistributedOptimizer: the user's own optimizer, whose step sees gradients of all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import RefusedError, SettingError, StepError
+from .compression import Compression
+from .operations import Adasum, Average, Op, Sum, allreduce_async_, synchronize
+from .running import running
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Op = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
+) -> torch.optim.Optimizer:
+    """`optimizer`, with its state and param groups, as an instance of its own class that reduces gradients over the ranks.
+
+    Each gradient travels while backward goes on with the next; `step` waits for all of them. The ranks need not have them in the same
+    order. A parameter without a gradient on this rank takes part with zeros. To clip: ``optimizer.synchronize()``, clip, and then
+    ``with optimizer.skip_synchronize(): optimizer.step()``.
+
+    Args:
+        named_parameters: ``model.named_parameters()``; names must be different, and name all parameters of the optimizer.
+        compression: what gradients travel as.
+        backward_passes_per_step: backward passes whose gradients are summed here before they travel.
+        op: Average, Sum, or Adasum: the last one combines what each rank's own step would change.
+        gradient_predivide_factor: f divides before the sum over n ranks, n / f after it; with Average only.
+        num_groups, groups: gradients that come together travel together anyway; without effect.
+        sparse_as_dense: sparse gradients are made dense before they travel; else they are refused.
+
+    Raises:
+        ValueError: as in Horovod, for wrong names, an op that is not known, a predivision without Average.
+        RefusedError: `process_set`.
+    """
+    if process_set is not None:
+        raise RefusedError("DistributedOptimizer(process_set=…): parts of the ranks are not known here; leave it out")
+    if op not in (Average, Sum, Adasum):
+        raise ValueError("op supports only hvd.Average, hvd.Sum and hvd.Adasum")
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if backward_passes_per_step < 1:
+        raise SettingError(f"backward_passes_per_step={backward_passes_per_step} is below 1")
+    kind = type(optimizer)
+    made_of = (_Adasum if op is Adasum else _Reducing, kind)
+    it: Any = object.__new__(type(kind.__name__, made_of, {"__module__": kind.__module__}))
+    # Not by its constructor, which may not take what its defaults hold; groups and state are the same objects, as schedulers expect.
+    it.__dict__.update(optimizer.__dict__)
+    it.__dict__.pop("step", None)  # a scheduler's counter, around the plain step
+    names = _named(optimizer, named_parameters)
+    it._horovod = _Reduction(names, compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense)
+    return it
+
+
+def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
+    """A name for every parameter."""
+    entries = list(named) if named is not None else []
+    if any(not isinstance(entry, tuple) for entry in entries):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters()."
+        )
+    names = [name for name, _ in entries]
+    double = sorted({name for name in names if names.count(name) > 1})
+    if double:
+        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(double)}")
+    found = {parameter: name for name, parameter in entries}
+    parameters = [(i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
+    if not entries:
+        return {p: f"allreduce.noname.{i}.{j}" for i, j, p in parameters}
+    unnamed = sum(p not in found for _, _, p in parameters)
+    if unnamed:
+        raise ValueError(f"named_parameters was specified, but one or more model parameters were not named ({unnamed} of them)")
+    return {p: found[p] for _, _, p in parameters}
+
+
+class _Reduction:
+    """What a DistributedOptimizer knows beside its optimizer."""
+
+    def __init__(self, names: dict[Tensor, str], compression: Any, passes: int, op: Op, predivide: float, dense: bool) -> None:
+        self.names, self.compression, self.passes, self.op, self.dense = names, compression, passes, op, dense
+        size = running().world.size
+        self.scales = (1.0 / predivide, predivide / size) if op is Average and predivide != 1.0 else (1.0, 1.0)
+        self.sent = Sum if self.scales != (1.0, 1.0) else op
+        self.seen: dict[Tensor, int] = {}  # backward passes since the last step
+        self.flying: dict[Tensor, tuple[int, Tensor, Any]] = {}
+        self.synchronized = self.skip = False
+        self.active = size > 1
+        if self.active and op is not Adasum:
+            for parameter in names:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self.arrived)
+
+    def arrived(self, parameter: Tensor) -> None:
+        """A gradient has been added to."""
+        if parameter in self.flying:
+            raise StepError(
+                f"{self.names[parameter]} got a gradient again before step() or synchronize(): for accumulation pass "
+                f"backward_passes_per_step={self.passes + 1}"
+            )
+        self.seen[parameter] = self.seen.get(parameter, 0) + 1
+        if self.seen[parameter] == self.passes:
+            self.send(parameter)
+
+    def send(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad.is_sparse:
+            if not self.dense:
+                raise SettingError(f"{self.names[parameter]} has a sparse gradient: pass sparse_as_dense=True")
+            parameter.grad = parameter.grad.to_dense()
+        small, ctx = self.compression.compress(parameter.grad)
+        pre, post = self.scales
+        how = {"op": self.sent, "prescale_factor": pre, "postscale_factor": post}
+        handle = allreduce_async_(small, name=f"allreduce.{self.names[parameter]}", **how)
+        self.flying[parameter] = handle, small, ctx
+
+    def synchronize(self) -> None:
+        if not self.active:
+            self.synchronized = True
+            return
+        for parameter in self.names:
+            if parameter.requires_grad and parameter not in self.flying:
+                self.send(parameter)
+        for parameter, (handle, small, ctx) in self.flying.items():
+            synchronize(handle)
+            assert parameter.grad is not None
+            if ctx is not None or small is not parameter.grad:
+                parameter.grad.copy_(self.compression.decompress(small, ctx))
+        self.flying.clear()
+        self.seen.clear()
+        self.synchronized = True
+
+
+class _Reducing:
+    """Comes before the optimizer's own class."""
+
+    _horovod: _Reduction
+
+    def synchronize(self) -> None:
+        """Wait for the ranks' gradients: afterwards `.grad` is the same on all of them."""
+        self._horovod.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Inside, `step` does not wait: `synchronize` was called before."""
+        self._horovod.skip = True
+        try:
+            yield
+        finally:
+            self._horovod.skip = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        it = self._horovod
+        if not it.skip:
+            if it.synchronized and it.active:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if "
+                    "you use optimizer.synchronize() in your code.",
+                    stacklevel=2,
+                )
+            if closure is not None and it.active:
+                raise StepError(
+                    "step(closure): the closure's gradients come too late to be reduced. Call it before, and step() without"
+                )
+            self.synchronize()
+        it.synchronized = False
+        return super().step(closure)  # type: ignore[misc]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        if self._horovod.flying:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+                "This is prohibited as it can cause a race condition."
+            )
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+
+class _Adasum(_Reducing):
+    """Steps alone, and combines what the ranks' steps changed."""
+
+    def synchronize(self) -> None:
+        """Nothing travels before the step."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        it = self._horovod
+        before = {p: p.detach().clone() for p in it.names if p.requires_grad}
+        loss = super(_Reducing, self).step(closure)  # type: ignore[misc]
+        if not it.active:
+            return loss
+        with torch.no_grad():
+            for p, start in before.items():
+                small, ctx = it.compression.compress(p - start)
+                it.flying[p] = allreduce_async_(small, name=f"adasum.{it.names[p]}", op=Adasum), small, ctx
+            for p, (handle, small, ctx) in it.flying.items():
+                synchronize(handle)
+                p.copy_(before[p] + it.compression.decompress(small, ctx))
+        it.flying.clear()
+        return loss

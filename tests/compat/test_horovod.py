@@ -1,0 +1,618 @@
+"""Scripts written for Horovod, on real ranks: what each call promises, in any order, and what it says when ranks disagree."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import easymp.compat.horovod as hvd
+from easymp.compat.horovod.adasum import adasum, pair
+from easymp.compat.horovod.requests import Order, Request, Table, agree, read_orders, read_requests, written
+
+Average, Sum, Min, Max, Product, Adasum = hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product, hvd.Adasum
+
+
+@contextmanager
+def started():
+    hvd.init()
+    try:
+        yield hvd.rank(), hvd.size()
+    finally:
+        hvd.shutdown()
+
+
+def alone(function, *args):
+    """On this process, as on a rank of one."""
+    return [function(*args)]
+
+
+@pytest.fixture(params=[1, 2, 3])
+def on(request, ranks):
+    if request.param == 1:
+        return alone
+    return lambda function, *args: ranks(function, *args, processes=request.param)
+
+
+# -- before init --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size, hvd.barrier, hvd.join,
+        lambda: hvd.allreduce(torch.ones(1)), lambda: hvd.broadcast_object(1),
+        lambda: hvd.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)),
+    ],
+)  # fmt: skip
+def test_a_call_before_init_is_a_value_error(call):
+    with pytest.raises(ValueError, match=r"has not been initialized; use hvd.init\(\)"):
+        call()
+
+
+def who():
+    with started() as (rank, size):
+        hvd.init()  # twice is nothing
+        facts = hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.is_initialized(), hvd.is_homogeneous()
+    hvd.shutdown()
+    return rank, size, facts, hvd.is_initialized()
+
+
+def test_who_this_process_is(on):
+    said = on(who)
+    size = len(said)
+    assert said == [(r, size, (r, size, 0, 1, True, True), False) for r in range(size)]
+
+
+# -- collectives ----------------------------------------------------------------------------------------------------------------
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+]
+
+
+def reductions():
+    found = {}
+    with started() as (rank, _):
+        for dtype in DTYPES:
+            x = torch.tensor([rank + 1, 4, 3 - rank], dtype=dtype)
+            for op in (Average, Sum, Min, Max, Product):
+                out = hvd.allreduce(x, op=op)
+                assert out.dtype == dtype
+                found[str(dtype), op.value] = out.tolist()
+            assert x.tolist() == [rank + 1, 4, 3 - rank]  # out of place
+        y = torch.tensor([rank + 1.0])
+        assert hvd.allreduce_(y, op=Sum) is y
+        found["in place"] = y.item()
+        found["scaled"] = hvd.allreduce(torch.tensor([rank + 1.0]), op=Sum, prescale_factor=2.0, postscale_factor=0.5).item()
+        found["average"] = (
+            hvd.allreduce(torch.tensor([rank + 1.0]), average=True).item(),
+            hvd.allreduce(y[:1] * 0 + rank, average=False).item(),
+        )
+        found["compressed"] = hvd.allreduce(torch.tensor([1 / 3]), compression=hvd.Compression.fp16)
+        found["grouped"] = [t.tolist() for t in hvd.grouped_allreduce([torch.ones(2) * rank, torch.ones(1, 1)], op=Sum)]
+        found["empty"] = hvd.allreduce(torch.zeros(0, 3)).shape
+    return found
+
+
+def test_reductions(on):
+    said = on(reductions)
+    size = len(said)
+    values = torch.tensor([[r + 1, 4, 3 - r] for r in range(size)])
+    expected = {
+        "sum": values.sum(0), "min": values.amin(0), "max": values.amax(0), "product": values.prod(0),
+    }  # fmt: skip
+    for found in said:
+        for dtype in DTYPES:
+            for op, value in expected.items():
+                assert found[str(dtype), op] == value.tolist(), (dtype, op)
+            mean = values.sum(0) / size
+            assert found[str(dtype), "average"] == pytest.approx(
+                (mean if dtype.is_floating_point else mean.trunc()).tolist(), rel=1e-2
+            )
+        total = size * (size + 1) / 2
+        assert (found["in place"], found["scaled"]) == (total, total)
+        assert found["average"] == pytest.approx((total / size, size * (size - 1) / 2))
+        assert found["compressed"].dtype == torch.float32
+        assert found["compressed"].item() == pytest.approx(1 / 3, rel=1e-3)
+        assert found["grouped"] == [[size * (size - 1) / 2] * 2, [[size]]]
+        assert found["empty"] == (0, 3)
+
+
+def movements():
+    with started() as (rank, size):
+        gathered = [
+            hvd.allgather(torch.full((rank + 1, 2), rank, dtype=dtype)) for dtype in (torch.int16, torch.bool, torch.bfloat16)
+        ]
+        sent = hvd.broadcast(torch.tensor([rank == 0, True]), size - 1)
+        x = torch.full((2,), float(rank))
+        assert hvd.broadcast_(x, 0) is x
+        even = hvd.alltoall(torch.arange(size) + 10 * rank)
+        uneven, rows = hvd.alltoall(torch.full((size * (size - 1) // 2, 2), rank), splits=list(range(size)))
+        part = hvd.reducescatter(torch.arange(2.0 * size + 1), op=Sum)
+        mean = hvd.reducescatter(torch.full((size,), float(rank)))
+        objects = hvd.allgather_object({"rank": rank}), hvd.broadcast_object({"x": rank}, size - 1)
+        hvd.barrier()
+        return (
+            [g.tolist() for g in gathered],
+            sent.tolist(),
+            x.tolist(),
+            even.tolist(),
+            uneven.tolist(),
+            rows.tolist(),
+            part.tolist(),
+            mean.tolist(),
+            objects,
+        )
+
+
+def test_movements(on):
+    said = on(movements)
+    size = len(said)
+    for rank, (gathered, sent, x, even, uneven, rows, part, mean, objects) in enumerate(said):
+        whole = [[r, r] for r in range(size) for _ in range(r + 1)]
+        assert gathered == [whole, [[bool(r), bool(s)] for r, s in whole], whole]
+        assert sent == [size == 1, True]
+        assert x == [0.0, 0.0]
+        assert even == [10 * r + rank for r in range(size)]
+        assert uneven == [[r, r] for r in range(size) for _ in range(rank)]
+        assert rows == [rank] * size
+        assert part == [size * v for v in torch.arange(2.0 * size + 1).tensor_split(size)[rank].tolist()]
+        assert mean == [(size - 1) / 2]
+        assert objects == ([{"rank": r} for r in range(size)], {"x": size - 1})
+
+
+def gradients():
+    with started() as (rank, size):
+        x = torch.tensor([1.0, 2.0], requires_grad=True)
+
+        def grad(out):
+            (found,) = torch.autograd.grad((out * (rank + 1)).sum(), x)
+            return found.tolist()
+
+        return [
+            grad(hvd.allreduce(x)),
+            grad(hvd.allreduce(x, op=Sum)),
+            grad(hvd.allgather(x)),
+            grad(hvd.broadcast(x, size - 1)),
+            grad(hvd.alltoall(x.repeat(size))),
+            grad(hvd.reducescatter(x.repeat(size), op=Sum)),
+            grad(hvd.grouped_allreduce([x, x * 2])[1]),
+        ]
+
+
+def test_gradients_flow_through(on):
+    said = on(gradients)
+    size = len(said)
+    total = size * (size + 1) / 2
+    for rank, found in enumerate(said):
+        assert found == [
+            [pytest.approx(total / size)] * 2,
+            [total] * 2,
+            [total] * 2,
+            [total if rank == size - 1 else 0.0] * 2,
+            [total] * 2,
+            [total] * 2,
+            [pytest.approx(2 * total / size)] * 2,
+        ]
+
+
+# -- by name, in any order --------------------------------------------------------------------------------------------------------
+
+
+def out_of_order():
+    with started() as (rank, size):
+        names = [f"t{i}" for i in range(20)]
+        mine = names if rank == 0 else names[::-1] if rank == 1 else names[7:] + names[:7]
+        handles = {}
+        for name in mine:
+            handles[name] = hvd.allreduce_async_(torch.full((3,), float(name[1:])), name=name, op=Sum)
+            time.sleep(0.001 * rank)
+        first = handles[mine[0]]
+        deadline = time.monotonic() + 20
+        while not hvd.poll(first) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert hvd.poll(first)
+        values = [hvd.synchronize(handles[name])[0].item() for name in names]
+        with pytest.raises(ValueError, match="was not created or has been cleared"):
+            hvd.synchronize(first)
+        return values == [float(i) * size for i in range(20)]
+
+
+def test_ranks_may_ask_in_different_orders(on):
+    assert all(on(out_of_order))
+
+
+def wrong_calls():
+    said = []
+
+    def meet(call):
+        try:
+            call()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            said.append("nothing")
+
+    with started() as (rank, _):
+        meet(lambda: hvd.allreduce(torch.ones(rank + 1), name="a"))
+        meet(lambda: hvd.allreduce(torch.ones(1, dtype=[torch.float32, torch.float64][rank]), name="b"))
+        meet(lambda: hvd.allreduce(torch.ones(1), name="c") if rank else hvd.broadcast(torch.ones(1), 0, name="c"))
+        meet(lambda: hvd.broadcast(torch.ones(1), rank, name="d"))
+        meet(lambda: hvd.broadcast(torch.ones(1), 7, name="e"))
+        meet(lambda: hvd.allgather(torch.ones(1, rank + 1), name="f"))
+        meet(lambda: hvd.allreduce(torch.ones(1), op=[Sum, Max][rank], name="g"))
+        handle = hvd.allreduce_async(torch.ones(1), name="twice") if rank == 0 else None
+        meet(lambda: hvd.allreduce_async(torch.ones(1), name="twice") if rank == 0 else None)
+        hvd.synchronize(handle) if handle is not None else hvd.allreduce(torch.ones(1), name="twice")
+        meet(lambda: hvd.allreduce(torch.ones(1), average=True, op=Sum))
+        meet(lambda: hvd.alltoall(torch.ones(3)))
+        meet(lambda: hvd.alltoall(torch.ones(3), splits=[1, 1]))
+        meet(lambda: hvd.allgather(torch.ones(())))
+        meet(lambda: hvd.allreduce(torch.ones(2).to_sparse()))
+        assert hvd.allreduce(torch.ones(1), op=Sum).item() == 2  # and it goes on
+    return said
+
+
+def test_what_does_not_fit_is_an_error_on_all_ranks_and_the_others_go_on(ranks):
+    zero, one = ranks(wrong_calls)
+    expected = [
+        "HorovodInternalError: a: the ranks' calls differ in shape: rank 0 has (1,), rank 1 has (2,)",
+        "HorovodInternalError: b: the ranks' calls differ in dtype: rank 0 has float32, rank 1 has float64",
+        "HorovodInternalError: c: the ranks' calls differ: rank 0 has broadcast, rank 1 has allreduce",
+        "HorovodInternalError: d: the ranks' calls differ in root: rank 0 has 0, rank 1 has 1",
+        "HorovodInternalError: e: root rank 7 is none of 0 … 1",
+        "HorovodInternalError: f: the ranks' calls differ in shape, beyond dimension 0: rank 0 has (1, 1), rank 1 has (1, 2)",
+        "HorovodInternalError: g: the ranks' calls differ in op: rank 0 has sum, rank 1 has max",
+    ]
+    assert zero[:7] == one[:7] == expected
+    assert zero[7].startswith("ValueError: 'twice' is in flight")
+    assert zero[8].startswith("ValueError: The op parameter supersedes average")
+    assert "dimension 0 does not divide" in zero[9]
+    assert "splits [1, 1] do not divide the 3 rows among 2 ranks" in zero[10]
+    assert "allgather of a scalar" in zero[11]
+    assert "pass tensor.to_dense()" in zero[12]
+
+
+def one_rank_is_missing():
+    with started() as (rank, _):
+        hvd.elastic.running.running().world.timeout = 1.0
+        if rank == 0:
+            with pytest.raises(hvd.HorovodInternalError, match="lonely: not every rank asked for it within 1 s") as caught:
+                hvd.allreduce(torch.ones(1), name="lonely")
+            return str(caught.value)
+        time.sleep(2)
+        hvd.allreduce(torch.ones(1), name="lonely")  # late, so that nothing is left
+        return ""
+
+
+def test_a_rank_that_does_not_ask_is_reported(ranks):
+    assert "rank 1" in ranks(one_rank_is_missing)[0]
+
+
+def uneven():
+    with started() as (rank, size):
+        sums = [hvd.allreduce(torch.tensor([1.0]), name=f"step{i}", op=Sum).item() for i in range(3 - rank)]
+        last = hvd.join()
+        again = hvd.allreduce(torch.ones(1), op=Sum).item()
+        return sums, last, again == size
+
+
+def test_join_lets_ranks_run_out_of_data(on):
+    said = on(uneven)
+    size = len(said)
+    for rank, (sums, last, again) in enumerate(said):
+        assert sums == [float(min(size, 3 - i)) for i in range(3 - rank)]
+        assert again
+        assert last in range(size)
+    assert len({last for _, last, _ in said}) == 1
+
+
+# -- DistributedOptimizer ---------------------------------------------------------------------------------------------------------
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def data(step, rows=12):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 2, generator=generator)
+
+
+def loss_of(net, rows, step):
+    x, y = data(step)
+    return ((net(x[rows]) - y[rows]) ** 2).mean()
+
+
+def by_hand(kind, options, steps=3, clip=None):
+    net = model()
+    optimizer = kind(net.parameters(), **options)
+    for step in range(steps):
+        loss_of(net, slice(None), step).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.tolist() for p in net.parameters()]
+
+
+def distributed(kind, options, how, clip=None, passes=1):
+    with started() as (rank, size):
+        net = model()
+        if rank:
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.add_(rank)
+        optimizer = kind(net.parameters(), **options)
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=net.named_parameters(), backward_passes_per_step=passes, **how
+        )
+        assert isinstance(optimizer, kind)
+        share = 12 // size
+        for step in range(3):
+            for i in range(passes):
+                begin, rows = rank * share, share // passes
+                (loss_of(net, slice(begin + i * rows, begin + (i + 1) * rows), step) / passes).backward()
+            if clip is not None:
+                optimizer.synchronize()
+                nn.utils.clip_grad_norm_(net.parameters(), clip)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        return [p.tolist() for p in net.parameters()]
+
+
+KINDS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "clip", "passes"),
+    [
+        ("sgd", {}, None, 1),
+        ("adamw", {}, 0.1, 1),
+        ("sgd", {"gradient_predivide_factor": 2.0}, None, 2),
+        ("sgd", {"compression": hvd.Compression.fp16}, 0.5, 1),
+    ],
+)
+def test_it_trains_as_one_process_on_all_data(on, kind, how, clip, passes):
+    wanted = by_hand(*KINDS[kind], clip=clip)
+    for found in on(distributed, *KINDS[kind], how, clip, passes):
+        for a, b in zip(found, wanted):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-2 if how else 1e-5, atol=1e-3 if how else 1e-6)
+
+
+def misuse():
+    said = []
+
+    def meet(call):
+        try:
+            call()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    with started():
+        net = model()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        named = list(net.named_parameters())
+        meet(lambda: hvd.DistributedOptimizer(sgd, [*named, named[0]]))
+        meet(lambda: hvd.DistributedOptimizer(sgd, named[1:]))
+        meet(lambda: hvd.DistributedOptimizer(sgd, net.parameters()))
+        meet(lambda: hvd.DistributedOptimizer(sgd, named, op=Max))
+        meet(lambda: hvd.DistributedOptimizer(sgd, named, op=Sum, gradient_predivide_factor=2.0))
+        optimizer = hvd.DistributedOptimizer(sgd, named)
+        loss_of(net, slice(None), 0).backward()
+        meet(lambda: loss_of(net, slice(None), 0).backward())
+        meet(optimizer.zero_grad)
+        optimizer.synchronize()
+        with pytest.warns(UserWarning, match=r"without optimizer\.skip_synchronize"):
+            optimizer.step()
+        optimizer.zero_grad()
+    return said
+
+
+def test_misuse_is_told_as_horovod_tells_it(ranks):
+    for said in ranks(misuse):
+        assert "ValueError: Parameter names in named_parameters must be unique. Found duplicates: 0.weight" in said[0]
+        assert "one or more model parameters were not named (1 of them)" in said[1]
+        assert "should be a sequence of tuples" in said[2]
+        assert said[3] == "ValueError: op supports only hvd.Average, hvd.Sum and hvd.Adasum"
+        assert said[4] == "ValueError: gradient_predivide_factor not supported with op != Average"
+        assert "got a gradient again before step() or synchronize(): for accumulation pass backward_passes_per_step=2" in said[5]
+        assert said[6].startswith("AssertionError: optimizer.zero_grad() was called after loss.backward()")
+
+
+def of_one_rank_only():
+    """A parameter that only rank 0 uses; and a scheduler made before."""
+    with started() as (rank, _):
+        used, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([used, other], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        optimizer = hvd.DistributedOptimizer(optimizer)
+        for _ in range(2):
+            (used.sum() + (other.sum() if rank == 0 else 0)).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return used.tolist(), other.tolist(), optimizer.param_groups[0]["lr"]
+
+
+def test_a_parameter_without_a_gradient_here_takes_part(ranks):
+    for used, other, rate in ranks(of_one_rank_only):
+        assert (used, other, rate) == ([-0.5, -0.5], [0.25, 0.25], 0.25)
+
+
+def by_adasum():
+    with started() as (rank, _):
+        p = nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), op=Adasum)
+        (p * torch.tensor([[-1.0, 0.0], [-1.0, -2.0]][rank])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        direct = hvd.allreduce(torch.tensor([[1.0, 0.0], [1.0, 2.0]][rank]), op=Adasum)
+        return p.tolist(), direct.tolist()
+
+
+def test_adasum(ranks):
+    a, b = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0])
+    wanted = ((1 - 1 / 2) * a + (1 - 1 / 10) * b).tolist()
+    assert pair(a, b).tolist() == pytest.approx(wanted)
+    assert adasum([a, a, a]).tolist() == pytest.approx(a.tolist())  # equal ones are averaged
+    assert pair(a, torch.tensor([0.0, 3.0])).tolist() == [1.0, 3.0]  # orthogonal ones are added
+    assert pair(a, 0 * a).tolist() == a.tolist()
+    for stepped, direct in ranks(by_adasum):
+        assert stepped == pytest.approx(wanted)
+        assert direct == pytest.approx(wanted)
+
+
+def states():
+    with started() as (rank, _):
+        net = model()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1 * (rank + 1), weight_decay=0.1)
+        if rank == 0:
+            loss_of(net, slice(None), 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = [p.detach().clone() for p in net.parameters()]
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        moved = any(not torch.equal(a, b) for a, b in zip(before, net.parameters()))
+        state = optimizer.state_dict()
+        sums = [float(value["exp_avg"].sum()) for value in state["state"].values()]
+        return moved, state["param_groups"][0]["lr"], [float(v["step"]) for v in state["state"].values()], sums
+
+
+def test_optimizer_states_travel_and_weights_stay(ranks):
+    zero, one = ranks(states)
+    assert zero == one
+    assert zero[:3] == (False, 0.1, [1.0] * 4)
+
+
+# -- elastic ------------------------------------------------------------------------------------------------------------------------
+
+
+def elastic_run(folder, fail_at):
+    """Steps that fail once on all ranks; the batches that counted."""
+    with started() as (rank, _):
+        net = model()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+        sampler = hvd.elastic.ElasticSampler(range(12), shuffle=True, seed=3)
+        state = hvd.elastic.TorchState(net, optimizer, project_dir=folder, sampler=sampler, step=0, failures=0)
+        resets = []
+        state.register_reset_callbacks([lambda: resets.append(1)])
+        seen = []
+
+        @hvd.elastic.run
+        def train(state):
+            while state.step < 4:
+                if state.step == fail_at and not resets:
+                    hvd.allreduce(torch.ones(rank + 1), name="bad")
+                loss_of(net, slice(None), state.step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(sampler.indices[0] if sampler.indices else None)
+                sampler.record_batch(0, 1)
+                sampler.reset()
+                state.step += 1
+                if state.step % 2 == 0:
+                    state.commit()
+            return state.step
+
+        done = train(state)
+        return done, len(resets), [p.tolist() for p in net.parameters()], seen
+
+
+def test_a_failed_operation_goes_back_to_the_last_commit(ranks, tmp_path):
+    wanted = by_hand(torch.optim.SGD, {"lr": 0.1}, steps=4)
+    for done, resets, found, _ in ranks(elastic_run, str(tmp_path / "run"), 3):
+        assert (done, resets) == (4, 1)
+        for a, b in zip(found, wanted):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b))
+    assert os.listdir(tmp_path / "run") == ["elastic-state.safetensors"]
+    # Started again, it is where it was committed: nothing is left to do.
+    for done, _, found, seen in ranks(elastic_run, str(tmp_path / "run"), -1):
+        assert (done, seen) == (4, [])
+        for a, b in zip(found, wanted):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b))
+
+
+def test_the_sampler_gives_what_is_left(monkeypatch):
+    sampler = hvd.elastic.ElasticSampler(range(10), shuffle=False)
+    assert list(sampler) == list(range(10))
+    sampler.record_batch(1, 3)
+    assert sampler.state_dict() == {"epoch": 0, "processed_indices": [3, 4, 5]}
+    other = hvd.elastic.ElasticSampler(range(10), shuffle=False)
+    other.load_state_dict(sampler.state_dict())
+    assert list(other) == [0, 1, 2, 6, 7, 8, 9]
+    assert len(other) == 7
+    running = hvd.elastic.running
+    monkeypatch.setattr(running, "is_initialized", lambda: True)
+    monkeypatch.setattr(running, "size", lambda: 3)
+    parts = []
+    for rank in range(3):
+        monkeypatch.setattr(running, "rank", lambda rank=rank: rank)
+        other.reset()
+        parts.append(list(other))
+    assert [len(part) for part in parts] == [3, 3, 3]
+    assert {i for part in parts for i in part} == {0, 1, 2, 6, 7, 8, 9}
+    other.set_epoch(1)
+    assert other.processed_indices == set()
+
+
+# -- what is agreed on ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_lets_go_of_what_all_have_asked_for():
+    a, b = Request("a", "allreduce", (1,), "float32", op="sum"), Request("b", "allreduce", (2,), "float32", op="sum")
+    table = Table(2)
+    table.add(0, [a, b])
+    assert table.complete() == []
+    assert table.missing() == {"a": [1], "b": [1]}
+    table.add(1, [b])
+    assert [order.request.name for order in table.complete()] == ["b"]
+    table.add(1, [Request("join", "join")])
+    (order,) = table.complete()
+    assert (order.request.name, order.joined) == ("a", (1,))
+    table.add(0, [Request("join", "join")])
+    (order,) = table.complete()
+    assert (order.request.kind, order.request.root, table.joined) == ("join", 0, [])
+    broadcast = {0: Request("c", "broadcast", (1,), "float32", root=0)}
+    assert agree(broadcast, 2, [1]).error == "c: broadcast needs every rank, and rank 1 joined: it has no more data"
+
+
+def test_records_travel_as_json():
+    request = Request("a", "alltoall", (4, 2), "int16", splits=(1, 3), prescale=0.5)
+    order = Order(request, (4, 0), ((1, 3), (0, 0)), (1,), "no")
+    assert read_requests(written([request])) == [request]
+    assert read_orders(written([order, order])) == [order, order]
+
+
+def test_names_that_are_not_here():
+    with pytest.raises(
+        ImportError, match=r"horovod.torch.start_timeline is not part of easymp.compat: use `Accelerator.profile`"
+    ):
+        hvd.start_timeline  # noqa: B018
+    with pytest.raises(ImportError, match=r"did you mean 'allreduce'\?"):
+        hvd.alreduce  # noqa: B018
+    assert not hvd.mpi_built()
+    assert hvd.gloo_built()
+    assert isinstance(hvd.nccl_built(), bool)
