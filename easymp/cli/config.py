@@ -22,7 +22,9 @@ from collections.abc import Sequence
 
 from .. import wizard
 from ..errors import SettingError
-from .terminal import BOLD, GREEN, RED, paint, plain, table, wrap
+from .terminal import BOLD, DIM, GREEN, RED, paint, plain, table, wrap
+
+COLOURS = {"+": GREEN, "-": RED, "#": DIM}  # by a line's first character: of a difference, of a file
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +81,8 @@ class Terminal:
 
     def text(self, text: str) -> None:
         for line in text.splitlines():
-            print(paint(plain(line), {"+": GREEN, "-": RED}.get(line[:1], "")) if line[:1] in ("+", "-") else plain(line))
+            colour = COLOURS.get(line[:1])
+            print(paint(plain(line), colour) if colour else plain(line))
 
     def ask(self, prompt: str) -> str:
         try:

@@ -3,7 +3,8 @@
 Nothing here knows a terminal: it speaks to a `Screen`, so that a test can be one.
 """
 
-from .configuring import UnansweredError, Wish, configure, read_ahead
+from .ahead import UnansweredError, read_ahead
+from .configuring import Wish, configure
 from .looking import Machine, look
 from .screen import QuitError, Screen
 

@@ -59,8 +59,8 @@ class Case:
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """At least, and at most."""
-        return node_range(self.get("nodes") or "1")
+        """At least, and at most: as said, or as many as were announced."""
+        return node_range(self.get("nodes") or str(self.machine.nodes))
 
     @property
     def world(self) -> int:

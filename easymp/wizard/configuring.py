@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .. import env, project_file
-from ..errors import SettingError, nearest
 from ..settings import NAMES, written
-from ..values import checked
-from .case import KNOWN, Case
-from .dialogue import BACK, QUIT, Dialogue, Said, accept, begin, propose, sentence, timed
+from .ahead import Said, UnansweredError, accept, begin, unanswered
+from .case import Case
+from .dialogue import BACK, QUIT, Dialogue, timed
 from .editing import edit
 from .foreign import Foreign, read_foreign
 from .looking import Machine, facts
-from .next_step import commands
+from .next_step import command
 from .questions import QUESTIONS
 from .screen import QuitError, Screen
 from .toml import compose
@@ -49,39 +48,6 @@ class Wish:
     measure: bool = False
 
 
-class UnansweredError(Exception):
-    """There are questions, and nobody to answer them.
-
-    Attributes:
-        rows: the settings that are open, what would be taken, and why.
-    """
-
-    def __init__(self, rows: Sequence[Sequence[str]]) -> None:
-        super().__init__("there are questions, and nobody to answer them")
-        self.rows = rows
-
-
-def read_ahead(pairs: Sequence[str]) -> dict[str, Any]:
-    """``["strategy=ddp", …]`` as settings.
-
-    Raises:
-        SettingError: a wrong name, of which the nearest is named, or a wrong value.
-    """
-    found = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if name not in KNOWN:
-            raise SettingError(f"--set {pair}: {name!r} is no setting{nearest(name, KNOWN) or '.'} Known: {', '.join(KNOWN)}")
-        if not equals:
-            raise SettingError(f"--set {pair}: there is no value; write --set {name}=VALUE")
-        question = next((q for q in QUESTIONS if q.name == name), None)
-        try:
-            found[name] = question.read(question, value) if question else checked(KNOWN[name], value, "")
-        except SettingError as error:
-            raise SettingError(f"--set {pair}: {error}") from None
-    return found
-
-
 def configure(screen: Screen, machine: Machine, wish: Wish, answered: bool = True) -> None:
     """Go through all of it.
 
@@ -103,7 +69,7 @@ def configure(screen: Screen, machine: Machine, wish: Wish, answered: bool = Tru
         said.append(Said(str(place), written(project_file.read(place))))
     start = Case(machine)
     if not answered and not wish.yes:
-        raise UnansweredError(_open(start, said))
+        raise UnansweredError(unanswered(start, said))
     screen.say("What is here", strong=True)
     screen.rows(facts(machine))
     if foreign is not None:
@@ -127,8 +93,10 @@ def configure(screen: Screen, machine: Machine, wish: Wish, answered: bool = Tru
         screen.text(foreign.script)
     screen.say()
     screen.say("Next", strong=True)
-    for line in commands(case, place):
-        screen.text(f"  {line}")
+    line, where = command(case, place)
+    if where:
+        screen.say(where)
+    screen.text(f"  {line}")
     for name in case.values:
         variable = env.PREFIX + name.upper()
         if name in NAMES and env.read(variable):
@@ -214,17 +182,3 @@ def _end(screen: Screen, text: str, there: Target, wish: Wish) -> None:
     else:
         kept = write(there, text)
         screen.say(f"Written to {there.path.absolute()}." + (f" The one before is {kept.name}." if kept else ""))
-
-
-def _open(case: Case, said: Sequence[Said]) -> list[list[str]]:
-    """The questions that nothing has answered, what would be taken, and why."""
-    rows = []
-    case = begin(case, said)
-    for question in QUESTIONS:
-        proposal = propose(question, case, said)
-        if question.matters(case) and not proposal.settled:
-            why = sentence(proposal.problem) if proposal.problem else proposal.origin or question.here(case)
-            rows.append([f"{question.name}={question.shown(proposal.value)}", why])
-        if proposal.origin or proposal.problem or question.matters(case):
-            case = case.settle(question.name, proposal.value, proposal.origin or "detected")
-    return rows

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from ..errors import RefusedError, SettingError
+from ..errors import SettingError
+from .ahead import Said, begin, propose
 from .case import Case
 from .questions import QUESTIONS, Question
-from .screen import QuitError, Screen
+from .screen import QuitError, Screen, sentence
 
 BACK, QUIT, HELP, MEASURE = "back", "quit", ("help", "?"), "measure"
 
@@ -19,76 +19,8 @@ class BackError(Exception):
     """To the question before."""
 
 
-@dataclass(frozen=True)
-class Said:
-    """Values that were said before the questions: on the command line, or in a file.
-
-    Attributes:
-        origin: who said them, as ``"--set"`` or the file's name.
-        settled: they are not asked about again.
-    """
-
-    origin: str
-    values: Mapping[str, Any]
-    settled: bool = False
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """What an empty answer means.
-
-    Attributes:
-        problem: why what was said before cannot be had; the value is the machine's then.
-    """
-
-    value: Any
-    origin: str = ""
-    settled: bool = False
-    problem: str = ""
-
-
-def propose(question: Question, case: Case, said: Sequence[Said]) -> Proposal:
-    """What was said before, the first of `said` first, or what the machine suggests."""
-    for each in said:
-        if question.name in each.values:
-            value = each.values[question.name]
-            problem = case.refusal(question.name, value)
-            if not problem:
-                return Proposal(value, each.origin, each.settled)
-            return Proposal(question.default, problem=f"{each.origin}: {problem}")
-    return Proposal(question.default)
-
-
-def begin(case: Case, said: Sequence[Said]) -> Case:
-    """`case` with what was said that no question asks about."""
-    for each in reversed(said):
-        for name, value in each.values.items():
-            if all(name != question.name for question in QUESTIONS):
-                case = case.settle(name, value, each.origin)
-    return case
-
-
-def accept(case: Case, said: Sequence[Said], strict: bool) -> Case:
-    """All defaults.
-
-    Args:
-        strict: what was said and cannot be had is an error; otherwise the machine's suggestion is taken.
-
-    Raises:
-        RefusedError: the reason, and what to pass.
-    """
-    case = begin(case, said)
-    for question in QUESTIONS:
-        proposal = propose(question, case, said)
-        if proposal.problem and strict:
-            raise RefusedError(f"{proposal.problem}; or pass --set {question.name}={question.shown(question.default)}")
-        if proposal.origin or proposal.problem or question.matters(case):
-            case = case.settle(question.name, proposal.value, proposal.origin or "detected")
-    return case
-
-
 class Dialogue:
-    """Goes through `QUESTIONS` with somebody; `last` is where ``back`` leads from what comes after them."""
+    """Goes through `QUESTIONS` with somebody."""
 
     def __init__(self, screen: Screen, case: Case, said: Sequence[Said], everything: bool = False) -> None:
         self._screen, self._said, self._everything = screen, said, everything
@@ -200,8 +132,3 @@ def timed(screen: Screen, case: Case) -> Case:
     for words in case.measured.sentences:
         screen.say(sentence(words), indent=2)
     return case
-
-
-def sentence(text: str) -> str:
-    """`text` with a full stop, where it has none."""
-    return text if text.endswith((".", "?", "!")) else f"{text}."

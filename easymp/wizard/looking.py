@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,11 +22,13 @@ class Machine:
 
     Attributes:
         nodes_why: who announced them; "" where nobody did.
+        name: by which others may reach it.
     """
 
     hardware: Hardware
     nodes: int = 1
     nodes_why: str = ""
+    name: str = ""
 
 
 def look() -> Machine:
@@ -33,8 +36,8 @@ def look() -> Machine:
     for name in SLURM:
         nodes = env.integer(name)
         if nodes is not None and nodes > 0:
-            return Machine(detect(), nodes, f"{name} in the environment")
-    return Machine(detect())
+            return Machine(detect(), nodes, f"{name} in the environment", socket.gethostname())
+    return Machine(detect(), name=socket.gethostname())
 
 
 def facts(machine: Machine) -> list[list[str]]:

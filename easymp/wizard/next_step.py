@@ -11,23 +11,15 @@ from .case import Case
 SCRIPT = "train.py"
 
 
-def commands(case: Case, path: Path) -> list[str]:
-    """What starts a script under the file at `path`: one line, or one a node.
-
-    On several nodes a launcher that announces them (Slurm) starts the same line on each; without one the line names the node.
-    """
+def command(case: Case, path: Path) -> tuple[str, str]:
+    """What starts a script under the file at `path`, and where to type it; "" for here alone."""
     usual = Path(env.read(project_file.VARIABLE) or project_file.FILE)
-    named = "" if _same(path, usual) else f"{project_file.VARIABLE}={shlex.quote(str(path))} "
-    nodes = case.nodes[1]
-    if nodes > 1 and case.machine.nodes > 1:
-        return [f"{named}srun easymp launch {SCRIPT}"]
-    if nodes > 1:
-        address = "" if case.get("main_address") else " --main-address HOST"
-        return [f"{named}easymp launch --node-rank {rank}{address} {SCRIPT}" for rank in range(nodes)]
-    if case.world > 1:
-        return [f"{named}easymp launch {SCRIPT}"]
-    return [f"{named}python {SCRIPT}"]
-
-
-def _same(path: Path, other: Path) -> bool:
-    return path.resolve() == other.resolve()
+    named = "" if path.resolve() == usual.resolve() else f"{project_file.VARIABLE}={shlex.quote(str(path))} "
+    least, most = case.nodes
+    if case.machine.nodes > 1 and most > 1:  # one launcher a node, which finds the others by the job's variables
+        return f"{named}srun easymp launch {SCRIPT}", ""
+    if most > 1:
+        address = "" if case.get("main_address") else f" --main-address {case.machine.name}"
+        many = str(most) if least == most else f"{least} to {most}"
+        return f"{named}easymp launch{address} {SCRIPT}", f"On each of the {many} machines, of which this one is the first:"
+    return f"{named}{'easymp launch' if case.world > 1 else 'python'} {SCRIPT}", ""

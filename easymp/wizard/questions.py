@@ -85,7 +85,7 @@ class Question:
 
 
 # The answers that leave a setting out of the file.
-UNSET = {"processes": AUTO, "nodes": "1", "project_dir": "."}
+UNSET = {"processes": AUTO, "nodes": AUTO, "project_dir": "."}
 
 
 def _processes(question: Question, text: str) -> int | None:
@@ -93,8 +93,10 @@ def _processes(question: Question, text: str) -> int | None:
 
 
 def _nodes(question: Question, text: str) -> str | None:
+    if text.lower() == AUTO:
+        return None
     least, most = node_range(text)
-    return None if most == 1 else f"{least}:{most}" if least < most else str(most)
+    return f"{least}:{most}" if least < most else str(most)
 
 
 def _place(question: Question, text: str) -> str | None:
@@ -126,7 +128,7 @@ def _too_many(case: Case) -> str:
 
 def _nodes_here(case: Case) -> str:
     machine = case.machine
-    return f"{machine.nodes} ({machine.nodes_why or 'nothing announced others'})"
+    return f"auto is {machine.nodes} ({machine.nodes_why or 'nothing announced others'})"
 
 
 def _several_nodes(case: Case) -> bool:

@@ -28,3 +28,8 @@ class Screen(Protocol):
     def ask(self, prompt: str) -> str:
         """A line that somebody types. Raises QuitError where there will be none."""
         ...
+
+
+def sentence(text: str) -> str:
+    """`text` with a full stop, where it has none."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."

@@ -88,13 +88,8 @@ class Child:
 # -- where there is no terminal ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def piped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Standard input is a file, and this machine has no accelerator."""
-    monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115  # closed with the test's other files
-
-
-def test_without_a_terminal_it_says_what_to_pass(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_it_says_what_to_pass(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # closed; pytest's own may be a terminal
     assert main(["config", "--set", "cpu=true", "--set", "processes=2"]) == 2
     said = capsys.readouterr()
     assert said.out == ""

@@ -47,7 +47,7 @@ class Script:
 
 def machine(name: str | Hardware, nodes: int = 1) -> Machine:
     hardware = MACHINES[name] if isinstance(name, str) else name
-    return Machine(hardware, nodes, "SLURM_JOB_NUM_NODES in the environment" if nodes > 1 else "")
+    return Machine(hardware, nodes, "SLURM_JOB_NUM_NODES in the environment" if nodes > 1 else "", "gpu1")
 
 
 def talk(name: str | Hardware, *answers: str, nodes: int = 1, by_name: dict[str, str] | None = None, **wish: object) -> Script:

@@ -244,13 +244,14 @@ def test_a_file_elsewhere_is_named_in_the_next_command(monkeypatch: pytest.Monke
 
 
 def test_next_commands_on_several_nodes() -> None:
-    script = talk("A100", by_name={"nodes": "2"}, nodes=2)
-    assert script.told[-1] == "  srun easymp launch train.py"
-    script = talk("8xH100", by_name={"nodes": "2"}, path="b.toml")
-    assert [line.split("easymp launch ")[1] for line in script.told[-2:]] == [
-        "--node-rank 0 --main-address HOST train.py",
-        "--node-rank 1 --main-address HOST train.py",
+    assert talk("A100", by_name={}, nodes=2).told[-1] == "  srun easymp launch train.py"
+    script = talk("8xH100", by_name={"nodes": "2:4"}, path="easymp.toml")
+    assert script.told[-2:] == [
+        "On each of the 2 to 4 machines, of which this one is the first:",
+        "  easymp launch --main-address gpu1 train.py",
     ]
+    script = talk("8xH100", by_name={}, path="easymp.toml", ahead={"main_address": "gpu7"})
+    assert script.told[-1] == "  easymp launch train.py"
 
 
 def test_a_variable_that_wins_over_the_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

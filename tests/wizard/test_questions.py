@@ -77,8 +77,8 @@ def test_six_questions_at_most() -> None:
 
 def test_nodes_are_asked_about_where_they_were_announced() -> None:
     script = talk("A100", by_name={}, nodes=2)
-    assert script.asked == ["nodes", *ONE_DEVICE]
-    assert "Here: 2 (SLURM_JOB_NUM_NODES in the environment)." in script.told
+    assert script.asked == ["nodes", "mixed_precision", "strategy", *ALWAYS]
+    assert "Here: auto is 2 (SLURM_JOB_NUM_NODES in the environment)." in script.told
 
 
 def test_a_strategy_is_asked_about_where_there_are_several_processes() -> None:
@@ -174,9 +174,9 @@ def test_back_asks_again_with_the_answer_that_was_given() -> None:
     script = talk("8xH100", "4", "BACK", "", "2", "fp16", "back", "back", "", "bf16", *[""] * 4)
     assert script.prompts[:9] == [
         "processes [auto]: ",
-        "nodes [1]: ",
+        "nodes [auto]: ",
         "processes [4]: ",
-        "nodes [1]: ",
+        "nodes [auto]: ",
         "mixed_precision [auto]: ",
         "strategy [auto]: ",
         "mixed_precision [fp16]: ",
@@ -319,7 +319,7 @@ ANSWERS = st.fixed_dictionaries(
     {},
     optional={
         "processes": st.sampled_from(["auto", "1", "2", "7", "8"]),
-        "nodes": st.sampled_from(["1", "2", "1:2", "3:9"]),
+        "nodes": st.sampled_from(["auto", "1", "2", "1:2", "3:9"]),
         "mixed_precision": st.sampled_from([*PRECISION, "half", "O2"]),
         "strategy": st.sampled_from([*STRATEGY]),
         "gradient_accumulation_steps": st.integers(1, 99).map(str),
