@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ def bytes_saved(
     kwargs: Mapping[str, Any],
     compute: torch.dtype | None = None,
     stored: torch.dtype | None = None,
+    change: Callable[[nn.Module], object] = lambda model: None,
 ) -> int:
     """Bytes of the distinct storages that autograd saves in ``model(*args, **kwargs)``, parameters and buffers not counted.
 
@@ -29,6 +30,7 @@ def bytes_saved(
     Args:
         compute: autocast's type, or None for no autocast. Its copies of weights are not counted.
         stored: what floating-point parameters, buffers and inputs are converted to before; None leaves them as they are.
+        change: called with the copy of `model` whose forward is followed.
 
     Raises:
         BatchError: the forward cannot be followed by shapes alone.
@@ -68,6 +70,7 @@ def bytes_saved(
             memo = {id(t): twin(t) for t in [*model.parameters(), *model.buffers()]}
             weights.update(_place(t) for t in memo.values())
             shapes = copy.deepcopy(model, dict(memo))
+            change(shapes)
             args, kwargs = map_leaves(twin, tuple(args)), map_leaves(twin, dict(kwargs))
             with (
                 torch.enable_grad(),

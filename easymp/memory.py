@@ -27,6 +27,7 @@ from .errors import SettingError, nearest
 from .precision import ALIASES, PRECISIONS
 from .protocols import Layout, Precision
 from .strategies import STRATEGIES, read_options
+from .strategies.recomputing import find_recomputed, read_which, recompute
 from .units import unit
 
 # Tensors of a parameter's own size that an optimizer keeps for it, by the options of its group; the names are of torch's classes.
@@ -159,6 +160,7 @@ def estimate(
     sample: Any = None,
     activations: int | None = None,
     averages: bool = False,
+    activation_checkpointing: bool | str | Sequence[str] = False,
 ) -> Memory:
     """What one of `world` ranks needs to train `model`.
 
@@ -176,9 +178,12 @@ def estimate(
             are those of the whole model: where a strategy splits layers or stages over ranks, a rank keeps fewer.
         activations: their bytes, where they are known already.
         averages: moving averages of the weights are kept (``Accelerator(ema_decay=...)``), in fp32, among the states.
+        activation_checkpointing: as ``Accelerator(activation_checkpointing=...)`` takes it, for the activations of `sample`: these parts
+            keep their inputs, and one of them at a time, counted as the average one, what it computes again.
 
     Raises:
         SettingError: a wrong name or value.
+        PrepareError: there is nothing in `model` that `activation_checkpointing` means.
         BatchError: the model's forward cannot be followed on `sample`.
     """
     kind = _named(STRATEGIES, strategy, "strategy")
@@ -216,6 +221,11 @@ def estimate(
         autocast = policy.compute if policy.compute != torch.float32 and policy.param == torch.float32 else None
         stored = policy.param if policy.param != torch.float32 else None
         activations = bytes_saved(module, args, named, autocast, stored)
+        which = read_which(activation_checkpointing)
+        if which is not False:
+            many = len(find_recomputed([module], which))
+            kept = bytes_saved(module, args, named, autocast, stored, lambda copy: recompute(find_recomputed([copy], which)))
+            activations = kept + max(0, activations - kept) // many
     if activations is None:
         notes.append(NO_SAMPLE)
     return Memory(

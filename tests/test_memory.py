@@ -11,11 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from easymp import Accelerator
 from easymp.activations import bytes_saved
-from easymp.errors import BatchError, SettingError
+from easymp.errors import BatchError, PrepareError, SettingError
 from easymp.memory import Memory, estimate, table
 from easymp.precision import PRECISIONS
 from easymp.shards import local
 from easymp.strategies import STRATEGIES
+from easymp.strategies.recomputing import find_recomputed, recompute
 
 from .conftest import Ranks
 from .strategies import models
@@ -281,6 +282,15 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
 def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 5))
 
@@ -315,6 +325,20 @@ def test_under_autocast_activations_and_copies_are_what_it_saves(kind: str) -> N
     assert it.activations < estimate(model, sample=x).activations
     # Copies of biases are alive, but not saved; batch-norm's statistics are saved in another type.
     assert it.activations + it.copies == pytest.approx(saved_by_running(model, x, torch.bfloat16), rel=0.05)
+
+
+def test_checkpointed_blocks_keep_inputs_and_one_of_them_what_it_computes_again() -> None:
+    model, x = nn.Sequential(nn.Linear(12, 16), *(Wide() for _ in range(4))), torch.randn(8, 12, requires_grad=True)
+    whole = estimate(model, sample=x).activations
+    undo = recompute(find_recomputed([model], True))
+    kept = saved_by_running(model, x, None)
+    undo()
+    assert whole is not None and kept == (8 * 12 + 4 * 8 * 16) * F32
+    predicted = estimate(model, sample=x, activation_checkpointing=True).activations
+    assert predicted == estimate(model, sample=x, activation_checkpointing="Wide").activations == kept + (whole - kept) // 4
+    assert type(model[1]) is Wide
+    with pytest.raises(PrepareError, match="has none"):
+        estimate(perceptron(), sample=torch.randn(7, 12), activation_checkpointing=True)
 
 
 def test_nothing_is_allocated() -> None:

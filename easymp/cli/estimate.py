@@ -50,6 +50,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHAPE",
         help="an argument of forward, such as 8x3x224x224 or 8x1024:int64; repeatable",
     )
+    parser.add_argument("--activation-checkpointing", action="store_true", help="repeated blocks keep their inputs only")
     parser.add_argument("--options", metavar="JSON", help="of the one strategy that is named")
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         args.cpu,
         read_sample(args.input) or None,
         loads(args.options, "--options") if args.options else None,
+        args.activation_checkpointing,
     )
     if args.json:
         print(json.dumps(_record(sized, found), indent=2))

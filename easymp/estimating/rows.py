@@ -112,6 +112,7 @@ def estimates(
     cpu: bool = False,
     sample: Any = None,
     options: Any = None,
+    activation_checkpointing: bool | str | Sequence[str] = False,
 ) -> Estimates:
     """Estimate every combination.
 
@@ -122,18 +123,28 @@ def estimates(
         per_node: ranks of a node; None: as many as this machine has devices, or all.
         sample: one rank's micro-batch, for activations.
         options: of the strategy, of which there is one then.
+        activation_checkpointing: for a sample, which parts are computed again in backward; True: repeated blocks.
 
     Raises:
         SettingError: a wrong name or number, or a sample for what has no forward.
+        PrepareError: no part is what `activation_checkpointing` means.
+        BatchError: the forward cannot be followed on the sample.
     """
-    _check(sized, strategies, precisions, sample, options)
+    _check(sized, strategies, precisions, sample, options, activation_checkpointing)
     if memory is not None:
         hardware = dataclasses.replace(hardware, devices=())
     plans = {world: _plan(hardware, world, memory, per_node, cpu) for world in sorted(set(processes))}
     here = next(iter(plans.values()))
     kinds, refused = _precisions(here, precisions, elsewhere=memory is not None)
     rows: list[Row] = []
-    activations: dict[str, int | None] = {}  # the same for every strategy and world
+    # The same for every strategy and world.
+    followed = {
+        precision: estimate(
+            sized.model, strategy="single", precision=precision, sample=sample, activation_checkpointing=activation_checkpointing
+        )
+        for precision in (kinds if sample is not None else ())
+    }
+    activations = {precision: need.activations for precision, need in followed.items()}
     for world, plan in plans.items():
         for strategy in strategies or DEFAULT_STRATEGIES:
             why = STRATEGIES[strategy].refuse(_facts(plan))
@@ -142,7 +153,7 @@ def estimates(
                 continue
             for precision in kinds:
                 try:
-                    need = _need(sized.model, plan, strategy, precision, optimizer, options, sample, activations)
+                    need = _need(sized.model, plan, strategy, precision, optimizer, options, activations.get(precision))
                 except SettingError:
                     raise
                 except EasympError as error:  # this model, under this strategy
@@ -155,7 +166,9 @@ def estimates(
     return Estimates(tuple(rows), tuple(dict.fromkeys(refused)), _notes(sized, rows), tuple(preferred))
 
 
-def _check(sized: Sized, strategies: Sequence[str], precisions: Sequence[str], sample: Any, options: Any) -> None:
+def _check(
+    sized: Sized, strategies: Sequence[str], precisions: Sequence[str], sample: Any, options: Any, activation_checkpointing: Any
+) -> None:
     for names, known, what in ((strategies, STRATEGIES, "strategy"), (precisions, [*PRECISIONS, *ALIASES], "precision")):
         for name in names:
             if name not in known:
@@ -164,6 +177,8 @@ def _check(sized: Sized, strategies: Sequence[str], precisions: Sequence[str], s
         raise SettingError(
             f"activations need a forward, and {sized.name} has none: pass module:callable with the shape of its input"
         )
+    if activation_checkpointing is not False and sample is None:
+        raise SettingError("activation checkpointing changes activations, which are counted with the shape of a batch (--input)")
     if options and len(strategies) != 1:
         raise SettingError("options are one strategy's: name that strategy alone")
 
@@ -198,14 +213,12 @@ def _need(
     precision: str,
     optimizer: Optimizer,
     options: Any,
-    sample: Any,
-    activations: dict[str, int | None],
+    activations: int | None,
 ) -> Memory:
     why = together(PRECISIONS[precision], STRATEGIES[strategy])
     if why is not None:
         raise RefusedError(str(why))
-    known = activations.get(precision)
-    need = estimate(
+    return estimate(
         model,
         strategy=strategy,
         precision=precision,
@@ -213,11 +226,8 @@ def _need(
         per_node=plan.ranks.local_size,
         optimizer=optimizer,
         options=options,
-        sample=None if known is not None else sample,
-        activations=known,
+        activations=activations,
     )
-    activations[precision] = need.activations
-    return need
 
 
 def _notes(sized: Sized, rows: Sequence[Row]) -> tuple[str, ...]:

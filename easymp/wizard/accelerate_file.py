@@ -56,6 +56,8 @@ def strategy(content: Mapping[str, Any]) -> str | None:
 def asked(content: Mapping[str, Any]) -> str | None:
     """The same, whatever the number of processes."""
     kind = str(content.get("distributed_type", "NO")).upper()
+    if kind not in (*DEVICES, *ENGINES):
+        return None
     split = section(content, "parallelism_config")
     wide, copies, shards = (
         _size(split, f"parallelism_config_{key}") for key in ("tp_size", "dp_replicate_size", "dp_shard_size")
@@ -374,7 +376,7 @@ ACCELERATE: Rules = {
     "rdzv_backend": "nothing to take: machines meet at the first one's address",
     "same_network": "nothing to take: machines meet at the first one's address",
     "main_training_function": "nothing to take: a script is started, not a function in it; notebook_launcher starts functions",
-    "enable_cpu_affinity": when_on("no counterpart: write numactl before the command"),
+    "enable_cpu_affinity": "nothing to take: `easymp launch` binds ranks to NUMA nodes by itself",
     "downcast_bf16": when_on(TPU),
     **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"), when_on(TPU)),
     **dict.fromkeys(("commands", "command_file"), when_on(TPU)),

@@ -18,7 +18,8 @@ from .taking import CLIP, OFF, Rule, Rules, Taking, spelled, when_on
 AUTO = "nothing to take: auto, so the script says it"
 DISK = "no counterpart: nothing is moved to disks"
 COMM = "no counterpart: how gradients and weights travel is the strategy's (strategy_options), and torch's"
-WATCH = "no counterpart: log values in the script"
+WATCH = "no counterpart as such: in the script, accelerator.profile() says where time and memory go"
+LOG = "in the script: accelerator.log(values, step), which writes JSON lines, or to the trackers of log_with"
 OURS = {"lamb": "LAMB", "fusedlamb": "LAMB", "lion": "Lion", "fusedlion": "Lion", "cpulion": "Lion"}
 ADAMS = ("adam", "fusedadam", "cpuadam", "deepspeedcpuadam")  # AdamW, unless they are told otherwise
 MOST_POWER = 127
@@ -241,6 +242,13 @@ def _dtype(take: Taking, value: Any) -> str:
     return f"no counterpart: sums of low-precision gradients are kept in fp32, {spelled(value)} or not"
 
 
+def _tracker(take: Taking, value: Any) -> str:
+    if value in OFF or not isinstance(value, Mapping) or value.get("enabled") is not True:
+        return "nothing to take: off"
+    named = [take.settings.pop("log_with")] if "log_with" in take.settings else []
+    return f"{take.set('log_with', ','.join([*named, take.path[-1]]))}: what the script gives to accelerator.log"
+
+
 def _compile(take: Taking, value: Any) -> str:
     return take.argument(compile=True) if take.yes(value) else "nothing to take: off"
 
@@ -375,12 +383,12 @@ DEEPSPEED: Rules = {
     "sequence_parallel_size": when_on("no counterpart: attention over several ranks of one sequence is not offered"),
     "disable_allgather": when_on(COMM),
     **dict.fromkeys(
-        (
-            *("wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "tensorboard", "wandb", "comet"),
-            *("csv_monitor", "monitor_config", "comms_logger", "timers"),
-        ),
+        (*("wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger", "timers"),),
         when_on(WATCH),
     ),
+    "tensorboard": _tracker,
+    "wandb": _tracker,
+    **dict.fromkeys(("comet", "csv_monitor", "monitor_config"), when_on(LOG)),
     **dict.fromkeys(("aio", "nebula"), when_on(DISK)),
     "elasticity": when_on("in the launch: --max-restarts, and --nodes least:most"),
     "autotuning": when_on("in the shell: `easymp estimate` for memory"),

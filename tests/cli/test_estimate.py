@@ -30,6 +30,8 @@ def test_activations_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["estimate", "350M", "--activation-checkpointing"])
+    assert "counted with the shape of a batch (--input)" in capsys.readouterr().err
     assert main(["estimate", "350M", "--json", "--memory", "40GB", "--processes", "8", "--strategy", "fsdp,single"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["parameters"] == 350_000_000 and record["suggested"] == {

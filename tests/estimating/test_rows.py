@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from easymp.errors import SettingError
+from easymp.errors import BatchError, PrepareError, SettingError
 from easymp.estimating import Estimates, Sized, estimates, read_model
 from easymp.hardware import Hardware
 from easymp.memory import estimate
@@ -94,6 +94,7 @@ def test_what_cannot_be_had_is_left_out_and_said_where_it_was_asked_for() -> Non
         ({"precisions": ["bf61"]}, "precision 'bf61' is not one of .* did you mean 'bf16'"),
         ({"optimizer": "adamx"}, "what the optimizer 'adamx' keeps is not known"),
         ({"sample": (torch.empty(1),)}, "activations need a forward, and 1M has none"),
+        ({"activation_checkpointing": True}, "activation checkpointing changes activations"),
         ({"options": {"cpu_offload": True}}, "options are one strategy's"),
         ({"options": {"cpu_ofload": True}, "strategies": ["fsdp"], "processes": [2]}, "cpu_ofload"),
         ({"strategies": ["single"], "processes": [2]}, "nothing is left to estimate: single on 2"),
@@ -131,3 +132,7 @@ def test_activations_of_a_batch_are_counted_once_a_precision() -> None:
     assert {row.need.activations for row in it.rows if row.need.precision == "fp32"} == {2 * 32 * 64 * 4}
     assert not any("activations" in note for note in it.notes)
     assert any("--input" in note for note in estimates(sized, EIGHT, [1]).notes)
+    with pytest.raises(BatchError, match="cannot be followed"):
+        estimates(sized, EIGHT, sample=(torch.empty(32, 63, device="meta"),))
+    with pytest.raises(PrepareError, match="has none"):
+        estimates(sized, EIGHT, sample=(torch.empty(32, 64, device="meta"),), activation_checkpointing=True)

@@ -15,7 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from easymp.errors import SettingError
+from easymp.precision import rule_from
+from easymp.records import GradScalerKwargs
 from easymp.settings import Launching, Settings
+from easymp.strategies import STRATEGIES, read_options
+from easymp.strategies.recomputing import read_which
 from easymp.wizard.accelerate_file import ACCELERATE, KINDS
 from easymp.wizard.deepspeed_file import DEEPSPEED
 from easymp.wizard.foreign import Foreign, read_foreign
@@ -162,6 +166,7 @@ MULTI = {"distributed_type": "MULTI_GPU", "num_processes": 4}
         ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, {"mixed_precision": "bf16", "strategy": "zero1"}, {}),
         ({"amp": {"enabled": True, "opt_level": "O2"}}, {"mixed_precision": "O2"}, {}),
         ({"tensor_parallel": {"autotp_size": 2}}, {"strategy": "tensor_parallel"}, {}),
+        ({"tensorboard": {"enabled": True}, "wandb": {"enabled": True}}, {"log_with": "tensorboard,wandb"}, {}),
     ],
 )
 def test_what_is_taken(tmp_path: Path, given: dict[str, Any], taken: dict[str, Any], launch: dict[str, Any]) -> None:
@@ -285,7 +290,11 @@ VALUES = (
 
 
 @pytest.mark.parametrize("rules", [ACCELERATE, DEEPSPEED], ids=["accelerate", "deepspeed"])
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_any_values_are_taken_or_refused_and_no_line_is_lost(tmp_path: Path, rules: Any, data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.sampled_from(leaves(rules)), min_size=1, max_size=6, unique=True))
@@ -299,6 +308,13 @@ def test_any_values_are_taken_or_refused_and_no_line_is_lost(tmp_path: Path, rul
         found = read(tmp_path, content, "given.json")
     except SettingError:
         return
-    Settings(**found.settings), Launching(**found.launching)
+    taken, _ = Settings(**found.settings), Launching(**found.launching)
+    names = {"Accelerator": dict, "GradScalerKwargs": GradScalerKwargs}
+    arguments = eval(found.script or "{}", names)  # what is told to be written is what the script may write
+    if "strategy_options" in arguments:
+        read_options(STRATEGIES[taken.strategy], arguments["strategy_options"], {})
+    for handler in arguments.get("kwargs_handlers", ()):
+        rule_from(handler)
+    assert read_which(arguments.get("activation_checkpointing", False)) in (True, False)
     assert {key.split(":")[0] for key, _ in found.lines} >= {".".join(path) for path in chosen}
     assert all(text for _, text in found.lines)
