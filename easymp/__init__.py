@@ -44,7 +44,7 @@ _HOMES = {
     "records": (
         *("AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradScalerKwargs"),
         *("DDPCommunicationHookType", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LoggerType"),
-        *("ProjectConfiguration",),
+        *("ProfileKwargs", "ProjectConfiguration"),
     ),
     "rng": ("set_seed",),
     "settings": ("Settings", "resolve"),

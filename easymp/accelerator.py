@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from . import launcher, optim, trackers
+from . import launcher, optim, profiling, trackers
 from .checks import by_kind, loss_trouble, refuse_unknown
 from .clock import StepClock
 from .data import PreparedLoader, skip_first_batches
@@ -42,6 +42,7 @@ from .records import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProfileKwargs,
     ProjectConfiguration,
 )
 from .resuming import Resuming
@@ -80,7 +81,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         gradient_accumulation_plugin: accumulation in detail, instead of `gradient_accumulation_steps`.
         step_scheduler_with_optimizer: prepared schedulers step once an optimizer update; False: at every call.
         scheduler_steps_per_process: they step as many times as there are processes (as Accelerate does).
-        kwargs_handlers: records of `easymp` with options of autocast, the loss scale, DDP, the process group.
+        kwargs_handlers: records of `easymp` with options of autocast, the loss scale, DDP, the process group, profiles.
         initialize: gives values to a module that was built on the meta device and has no `reset_parameters`; called with each module
             that had tensors there.
         activation_checkpointing: modules that keep their inputs only and are computed again in backward: True, the repeated blocks; or
@@ -214,6 +215,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         )
         self._prepared = Preparation(self._run, strategy, self._precision, self._scaler, wishes)
         self._items = optim.ItemWindow(self._world)
+        self._profiling: ProfileKwargs | None = handlers.get(ProfileKwargs)
         self._foreign: ForeignSteps | None = None
         self._alone = False  # inside no_sync
         self._closed = False
@@ -572,6 +574,24 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         chosen = {id(p) for route in self._prepared.routes(models) for p in route.original.parameters()} if models else None
         with optim.averages_in(self._prepared.optimizers, chosen):
             yield
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> profiling.Profile:
+        """torch.profiler around what is inside: ``with accelerator.profile() as prof:``, on all ranks or on some.
+
+        Gives a torch.profiler.profile that counts the steps itself (see `easymp.profiling.Profile`), writes a Chrome trace a rank, and has
+        ``prof.summary()``: a table of where time and memory went.
+
+        Args:
+            profile_handler: what to record and when, over the constructor's. Without any: three steps after two, memory included.
+
+        Raises:
+            RefusedError: nothing of what is asked for can be recorded here.
+        """
+        world, prepared = self._world, self._prepared
+        subject = profiling.Subject(
+            world, self._clock, prepared, lambda: profiling.marked(self, prepared, world), self.project_dir
+        )
+        return profiling.Profile(subject, profile_handler or self._profiling)
 
     @property
     def _alike(self) -> int:

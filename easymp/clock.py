@@ -16,6 +16,22 @@ class Reading(Protocol):
     last: bool  # whether the batch being worked on is the loader's last
 
 
+class Timing(Protocol):
+    """Who wants to know when a loader makes its loop wait."""
+
+    def asks(self, loader: Any) -> None:
+        """`loader` is about to be asked for a batch."""
+        ...
+
+    def has(self, loader: Any) -> None:
+        """It has one."""
+        ...
+
+    def over(self, loader: Any) -> None:
+        """Its pass is over."""
+        ...
+
+
 class StepClock:
     """Counts micro-steps.
 
@@ -28,15 +44,19 @@ class StepClock:
         end_with_loader: whether the last batch of the loader being read ends the window early.
         between: called where the body of a training loop has come to its end, if anyone wants to know.
         stepped: called after each update of a prepared optimizer with the number of its updates, if anyone wants to know.
+        timing: told what loaders wait for, while a profile is open.
     """
 
-    __slots__ = ("_reading", "accumulation", "backwards", "between", "end_with_loader", "inside", "micro", "stepped", "sync")
+    __slots__ = (
+        *("_reading", "accumulation", "backwards", "between", "end_with_loader", "inside", "micro", "stepped", "sync", "timing"),
+    )
 
     def __init__(self, accumulation: int = 1, end_with_loader: bool = True) -> None:
         self.accumulation = accumulation
         self.end_with_loader = end_with_loader
         self.between: Callable[[], None] | None = None
         self.stepped: Callable[[int], None] | None = None
+        self.timing: Timing | None = None
         self.reset()
 
     def reset(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum, StrEnum
@@ -321,4 +321,78 @@ class InitProcessGroupKwargs:
         return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else float(self.timeout)
 
 
-HANDLERS: tuple[type[Any], ...] = (AutocastKwargs, GradScalerKwargs, DistributedDataParallelKwargs, InitProcessGroupKwargs)
+@dataclass(frozen=True)
+class ProfileKwargs:
+    """Options of `Accelerator.profile`, by Accelerate's names; those that torch.profiler.profile has, with its defaults.
+
+    Attributes:
+        activities: what is recorded: words of "cpu", "cuda", "xpu", "mtia", "hpu", or torch's ProfilerActivity; None: all there is.
+        schedule_option: of torch.profiler.schedule: ``active`` steps are recorded after ``wait`` and ``warmup`` ones (0), again and again
+            or ``repeat`` times, the first ``skip_first`` apart. None records the whole block.
+        on_trace_ready: called with the profile whenever a cycle of the schedule has been recorded.
+        record_shapes, profile_memory, with_stack, with_flops, with_modules: as in torch.
+        output_trace_dir: a local folder for the traces, one file a rank and cycle; None: ``profile`` in the project's folder, or in the
+            working directory.
+    """
+
+    activities: Sequence[str | torch.profiler.ProfilerActivity] | None = None
+    schedule_option: Mapping[str, int] | None = None
+    on_trace_ready: Callable[[Any], Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules"):
+            _yes_or_no(name, getattr(self, name))
+        if self.on_trace_ready is not None and not callable(self.on_trace_ready):
+            raise SettingError(f"on_trace_ready={self.on_trace_ready!r} is no function: it is called with the profile")
+        if self.activities is not None:
+            if isinstance(self.activities, str) or not self.activities:
+                raise SettingError(f'activities={self.activities!r} is no list of what to record, such as ["cpu", "cuda"]')
+            for given in self.activities:
+                word = activity_word(given)
+                if word not in ACTIVITIES:
+                    known = ", ".join(repr(k) for k in ACTIVITIES)
+                    raise SettingError(f"activities holds {given!r}, which is none of {known}{nearest(word, ACTIVITIES)}")
+        if self.schedule_option is not None:
+            self._check_schedule(self.schedule_option)
+
+    @staticmethod
+    def _check_schedule(given: Any) -> None:
+        if not isinstance(given, Mapping):
+            raise SettingError(
+                f"schedule_option is a {type(given).__name__}, not a dict such as dict(wait=1, warmup=1, active=3)"
+            )
+        for name, value in given.items():
+            if name not in SCHEDULE:
+                raise SettingError(
+                    f"schedule_option has no {name!r}{nearest(name, SCHEDULE) or '.'} Known: {', '.join(SCHEDULE)}"
+                )
+            if not _whole(value, SCHEDULE[name]):
+                raise SettingError(
+                    f"{name}={value!r} in schedule_option is not a whole number of steps of at least {SCHEDULE[name]}"
+                )
+        if "active" not in given:
+            raise SettingError("schedule_option names no active steps, so nothing would be recorded: add active=3")
+
+
+ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu")
+SCHEDULE = {"wait": 0, "warmup": 0, "active": 1, "repeat": 0, "skip_first": 0, "skip_first_wait": 0}  # with the least of each
+
+
+def activity_word(given: Any) -> str:
+    """What `ProfileKwargs` calls an activity."""
+    return str(getattr(given, "name", given)).lower()
+
+
+HANDLERS: tuple[type[Any], ...] = (
+    AutocastKwargs,
+    GradScalerKwargs,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)

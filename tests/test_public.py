@@ -39,7 +39,7 @@ def test_what_the_scripts_of_others_import() -> None:
     wanted = {
         *("Accelerator", "set_seed", "find_executable_batch_size", "release_memory", "notebook_launcher", "debug_launcher"),
         *("DataLoaderConfiguration", "GradientAccumulationPlugin", "AutocastKwargs", "GradScalerKwargs"),
-        *("DistributedDataParallelKwargs", "InitProcessGroupKwargs", "DistributedType", "PrecisionType"),
+        *("DistributedDataParallelKwargs", "InitProcessGroupKwargs", "ProfileKwargs", "DistributedType", "PrecisionType"),
         *("PartialState", "AcceleratorState", "GradientState", "gather", "broadcast", "reduce", "send_to_device"),
         *("recursively_apply", "find_batch_size", "concatenate", "pad_across_processes", "gather_object"),
         *("broadcast_object_list", "skip_first_batches", "LoggerType", "GeneralTracker"),
@@ -105,7 +105,7 @@ def test_the_accelerator_imports_nothing_optional() -> None:
 def test_an_accelerator_loads_what_steps_and_saves_when_it_does() -> None:
     waiting = "assert not [name for name in sys.modules if name.startswith(('easymp.cuda.', 'easymp.optim.'))]"
     used = loaded_by(f"from easymp import Accelerator\nimport sys\n{waiting}\nAccelerator(cpu=True).close()")
-    assert {name for name in used if name.startswith("easymp.checkpoint.")} == set()
+    assert {name for name in used if name.startswith(("easymp.checkpoint.", "easymp.profiling."))} == set()
     assert "fsspec" not in used
 
 

@@ -169,7 +169,11 @@ class PreparedLoader:
             feed = moved(feed, self._device, self._non_blocking)
         clock.enter(self)
         try:
+            if clock.timing is not None:
+                clock.timing.asks(self)
             for batch, (_, self.position, self._surplus, self.local_size, self.last, mark) in feed:
+                if clock.timing is not None:
+                    clock.timing.has(self)
                 if mark is not None:
                     source.passed(mark)
                 yield batch
@@ -177,8 +181,12 @@ class PreparedLoader:
                     return  # another state has been loaded: the next pass goes on there
                 if clock.between is not None and clock.outermost is self and not self.uneven:
                     clock.between()
+                if clock.timing is not None:
+                    clock.timing.asks(self)
             self._at_end()
         finally:
+            if clock.timing is not None:
+                clock.timing.over(self)
             clock.leave(self)
             if self._pass is me:
                 self._end()

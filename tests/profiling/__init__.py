@@ -1,0 +1,1 @@
+"""Tests of profiles: what is recorded, how it is counted, and what is said."""

@@ -1,0 +1,230 @@
+"""Each moment of a step belongs to one phase: on the host, and on a device that is not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from easymp.profiling.breakdown import Breakdown
+from easymp.profiling.phases import Mark, timeline
+from easymp.profiling.recording import read
+
+from .events import BACKWARD, Event, gloo, kernel, mark, memory, step
+
+
+def count(events: list[Any], steps: set[str], base: int = 0) -> Breakdown:
+    result = Breakdown(0, "cpu")
+    result.add(read(events, steps), base)
+    assert result.total == sum(result.time.values())
+    return result
+
+
+def us(result: Breakdown) -> dict[str, float]:
+    return {phase: ns / 1000 for phase, ns in result.time.items()}
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        pytest.param([], [(0, 100, "other")], id="nothing marked"),
+        pytest.param(
+            [(10, 20, "forward"), (30, 60, "backward")],
+            [(0, 10, "other"), (10, 20, "forward"), (20, 30, "loss"), (30, 60, "backward"), (60, 100, "other")],
+            id="the loss lies between forward and backward",
+        ),
+        pytest.param(
+            [(10, 20, "forward"), (22, 24, "optimizer"), (30, 60, "backward")],
+            [
+                (0, 10, "other"),
+                (10, 20, "forward"),
+                (20, 22, "loss"),
+                (22, 24, "optimizer"),
+                (24, 30, "loss"),
+                (30, 60, "backward"),
+                (60, 100, "other"),
+            ],
+            id="gradients are cleared before backward",
+        ),
+        pytest.param(
+            [(10, 20, "forward"), (30, 40, "data wait"), (50, 60, "backward")],
+            [
+                (0, 10, "other"),
+                (10, 20, "forward"),
+                (20, 30, "other"),
+                (30, 40, "data wait"),
+                (40, 50, "other"),
+                (50, 60, "backward"),
+                (60, 100, "other"),
+            ],
+            id="another batch in between",
+        ),
+        pytest.param(
+            [(0, 100, "optimizer"), (10, 40, "forward"), (40, 80, "backward")],
+            [(0, 10, "optimizer"), (10, 40, "forward"), (40, 80, "backward"), (80, 100, "optimizer")],
+            id="a closure: the inner mark counts",
+        ),
+        pytest.param(
+            [(-50, 10, "forward"), (95, 130, "backward")], [(0, 10, "forward"), (10, 95, "loss"), (95, 100, "backward")]
+        ),
+    ],
+)
+def test_the_timeline_has_no_gap(marks: list[Any], expected: list[Any]) -> None:
+    parts = timeline([Mark(*m) for m in marks], 0, 100)
+    assert [tuple(p) for p in parts] == expected
+
+
+def test_the_host_waits_for_a_collective_only_where_nothing_runs() -> None:
+    events = [
+        step(2, 0, 1000),
+        mark("data wait", 0, 100),
+        mark("forward", 100, 300),
+        Event("aten::mm", 100, 300),
+        mark("backward", 300, 900),
+        Event("autograd::engine::evaluate_function: Mm", 300, 700),
+        Event("MmBackward0", 300, 650, BACKWARD),
+        Event("aten::mm", 310, 640),
+        Event("c10d::allreduce_", 650, 660),
+        gloo("all_reduce", 500, 850),
+        Event("aten::copy_", 860, 890),
+    ]
+    result = count(events, {"ProfilerStep#2"})
+    # Under way for 350 µs: 140 of them behind mm, 210 with nothing running; the node around it all does not count as work.
+    assert us(result) == {"data wait": 100, "forward": 200, "backward": 390, "communication": 210, "other": 100}
+    assert result.hidden == 140_000
+    assert result.own == pytest.approx(790_000)
+
+
+def test_a_collective_inside_an_operation_is_waited_for() -> None:
+    """As under tensor parallelism: the operation on a DTensor redistributes first."""
+    inside = [
+        Event("aten::mm", 0, 800),
+        Event("_c10d_functional::all_reduce", 10, 20),
+        Event("_c10d_functional::wait_tensor", 20, 600),
+        Event("aten::mm", 600, 800),
+    ]
+    result = count([step(0, 0, 1000), mark("forward", 0, 800), gloo("all_reduce", 15, 600), *inside], {"ProfilerStep#0"})
+    assert us(result) == {"forward": 215, "communication": 585, "other": 200}
+
+
+def test_short_pauses_between_operations_are_not_waiting() -> None:
+    ops = [Event("aten::add", t, t + 10) for t in range(0, 900, 60)]
+    result = count([step(0, 0, 900), mark("forward", 0, 900), gloo("all_gather", 0, 840), *ops], {"ProfilerStep#0"})
+    assert us(result) == {"forward": 900}
+    assert result.hidden == 840_000
+
+
+def test_a_batch_that_comes_by_a_collective_is_data() -> None:
+    result = count([step(0, 0, 500), mark("data wait", 0, 400), gloo("broadcast", 0, 400)], {"ProfilerStep#0"})
+    assert us(result) == {"data wait": 400, "other": 100}
+
+
+def test_what_torch_compile_made_is_work() -> None:
+    compiled = Event("## Call CompiledFxGraph f00 ##", 0, 400, 7)
+    result = count([step(0, 0, 500), mark("backward", 0, 500), gloo("all_reduce", 100, 450), compiled], {"ProfilerStep#0"})
+    assert us(result) == {"backward": 450, "communication": 50}
+    assert result.hidden == 300_000
+
+
+def on_gpu() -> list[Event]:
+    """A step of 1000 µs on the host, whose kernels run until 1300."""
+    mm, back, reduce, adam, copy = (
+        Event("aten::mm", 100, 120, correlation=1),
+        Event("aten::mm", 320, 330, correlation=2, thread=2),
+        Event("c10d::allreduce_", 340, 350, correlation=3, thread=2),
+        Event("aten::_fused_adamw_", 700, 720, correlation=4),
+        Event("aten::copy_", 10, 20, correlation=5),
+    )
+    host = [
+        step(3, 0, 1000),
+        mark("data wait", 0, 100),
+        mark("forward", 100, 300),
+        mark("backward", 300, 650),
+        mark("optimizer", 700, 800),
+        *(mm, back, reduce, adam, copy),
+        Event("nccl:all_reduce", 340, 345, 7),
+    ]
+    device = [
+        kernel("Memcpy HtoD (Pinned -> Device)", 20, 150, copy),
+        kernel("ampere_sgemm_128x64", 130, 400, mm),
+        kernel("ampere_sgemm_128x64", 450, 900, back),
+        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 800, 1100, reduce),
+        kernel("multi_tensor_apply_kernel", 1100, 1300, adam),
+        kernel("easymp: forward", 130, 400, mm),  # torch repeats annotations in the device's rows
+        kernel("nccl:all_reduce", 800, 1100, reduce),
+        kernel("ampere_sgemm_128x64", 0, 5000, None, index=1),  # of another card
+    ]
+    return [*host, *device]
+
+
+def test_on_a_device_kernels_belong_to_the_phase_that_launched_them() -> None:
+    events = [e for e in on_gpu() if e.index != 1]
+    result = count(events, {"ProfilerStep#3"})
+    assert result.steps == [1_000_000]
+    # The copy alone runs for 110 µs; the host waits for data for 20 more. Idle from 400 to 450, while the host is in backward.
+    assert us(result) == {
+        "data wait": 130,
+        "forward": 270,
+        "backward": 500,
+        "communication": 200,
+        "optimizer": 200,
+    }
+    assert {phase: ns / 1000 for phase, ns in result.idle.items()} == {"data wait": 20, "backward": 50}
+    assert result.hidden == 100_000
+    assert result.total == 1_300_000
+
+
+def test_the_device_with_the_most_to_do_is_the_one() -> None:
+    assert read(on_gpu(), {"ProfilerStep#3"}).device == 1
+    assert {k.kind for k in read([e for e in on_gpu() if e.index != 1], {"ProfilerStep#3"}).kernels} == {
+        "work",
+        "copy",
+        "collective",
+    }
+
+
+def test_a_kernel_that_nobody_launched_in_these_steps_is_other() -> None:
+    result = count([step(0, 0, 100), mark("forward", 0, 100), kernel("k", 10, 40, None)], {"ProfilerStep#0"})
+    assert us(result) == {"other": 30, "forward": 70}
+
+
+@pytest.mark.parametrize("device", ["CPU", "CUDA"])
+def test_peaks_of_memory(device: str) -> None:
+    index = -1 if device == "CPU" else 0
+    events = [
+        step(0, 0, 100),
+        mark("forward", 0, 40),
+        mark("backward", 40, 80),
+        memory(5, 1000, device, index),
+        memory(10, 500, device, index),
+        memory(30, -700, device, index),
+        memory(50, 50, device, index),
+        memory(55, -850, device, index),
+        memory(90, 10_000, "CUDA" if device == "CPU" else "CPU"),  # elsewhere
+        *([kernel("k", 10, 20, None)] if device == "CUDA" else []),
+    ]
+    base = 4000 if device == "CUDA" else 0
+    assert count(events, {"ProfilerStep#0"}, base).peak == {"forward": base + 1500, "backward": base + 850, "other": base}
+    assert count([e for e in events if e.what != "[memory]"], {"ProfilerStep#0"}).peak == {}
+
+
+def test_steps_that_were_not_complete_do_not_count() -> None:
+    events = [step(2, 0, 100), step(3, 100, 180), step(4, 180, 999), mark("forward", 0, 999)]
+    result = count(events, {"ProfilerStep#2", "ProfilerStep#3"})
+    assert result.steps == [100_000, 80_000]
+    assert us(result) == {"forward": 180}
+    assert result.step == 90_000
+
+
+def test_without_steps_all_counts_as_one() -> None:
+    assert count([mark("forward", 50, 90), Event("aten::mm", 90, 130)], set()).steps == [80_000]
+    assert count([], set()).total == 0
+
+
+def test_cycles_add_up() -> None:
+    result = Breakdown(0, "cpu")
+    for begin in (0, 1000):
+        events = [step(1, begin, begin + 100), mark("forward", begin, begin + 60), memory(begin + 5, begin + 7)]
+        result.add(read(events, {"ProfilerStep#1"}))
+    assert (result.each("forward"), result.share("forward"), result.step) == (60_000, 0.6, 100_000)
+    assert result.peak["forward"] == 1007

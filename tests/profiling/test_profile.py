@@ -1,0 +1,321 @@
+"""acc.profile() in one process: steps, marks, traces, and what scripts of torch and Accelerate do with it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity
+from torch.utils.data import DataLoader, TensorDataset
+
+from easymp import Accelerator, CompileOptions, ProfileKwargs
+from easymp.errors import RefusedError, SettingError, StepError
+from easymp.profiling.phases import PREFIX
+
+
+class Script:
+    """A small training."""
+
+    def __init__(self, folder: Path, accumulation: int = 1, **options: Any) -> None:
+        self.acc = Accelerator(
+            cpu=True, mixed_precision="no", project_dir=folder, gradient_accumulation_steps=accumulation, **options
+        )
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        self.model, self.optimizer, self.loader = self.acc.prepare(
+            model, optimizer, DataLoader(TensorDataset(torch.randn(64, 8)), 4)
+        )
+
+    def step(self, x: torch.Tensor) -> None:
+        with self.acc.accumulate(self.model):
+            self.acc.backward(self.model(x).square().mean())
+            self.acc.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def run(self, batches: int) -> None:
+        for i, (x,) in enumerate(self.loader, 1):
+            self.step(x)
+            if i == batches:
+                break
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Script]:
+    made = Script(tmp_path)
+    yield made
+    made.acc.close()
+
+
+def names(prof: Any) -> dict[str, int]:
+    """Marks in the recording, and how often."""
+    return {e.key.removeprefix(PREFIX): e.count for e in prof.key_averages() if e.key.startswith((PREFIX, "ProfilerStep"))}
+
+
+def test_three_steps_after_two_without_a_word(script: Script) -> None:
+    with script.acc.profile() as prof:
+        script.run(9)
+    assert isinstance(prof, torch.profiler.profile)
+    assert names(prof) == {"ProfilerStep*": 3, "data wait": 3, "forward": 3, "backward": 3, "optimizer": 9}
+    assert len(prof.breakdown.steps) == 3
+    assert prof.breakdown.total == pytest.approx(sum(prof.breakdown.steps), rel=0.2)
+    assert set(prof.breakdown.time) == {"data wait", "forward", "loss", "backward", "optimizer", "other"}
+    assert set(prof.breakdown.peak) == set(prof.breakdown.time)
+    text = prof.summary()
+    assert text.startswith("profile of cpu, 3 steps of ")
+    assert "now there: weights " in text
+    assert f"trace: {prof.traces[0]}" in text
+
+
+@pytest.mark.parametrize(
+    ("batches", "steps", "recorded"), [(0, 1, 0), (1, 1, 0), (2, 1, 1), (3, 1, 1), (4, 1, 1), (5, 2, 2), (6, 3, 3)]
+)
+def test_short_runs_keep_what_there_was(script: Script, batches: int, steps: int, recorded: int) -> None:
+    """A step is complete when the next batch is asked for: a loop that breaks off leaves its last one open."""
+    with script.acc.profile() as prof:
+        if batches:
+            script.run(batches)
+        else:
+            script.step(torch.randn(4, 8))
+    assert len(prof.breakdown.steps) == steps
+    assert len(prof._complete) == recorded
+    assert ("no step in it was complete" in prof.summary()) == (recorded == 0)
+    assert names(prof)["backward"] >= 1
+    assert len(prof.traces) == 1
+
+
+def test_the_last_batch_of_a_loader_ends_its_step(script: Script) -> None:
+    with script.acc.profile(ProfileKwargs()) as prof:
+        script.run(99)
+    assert len(prof.breakdown.steps) == 16
+
+
+def test_a_step_is_an_update_and_holds_nested_loops(tmp_path: Path) -> None:
+    script = Script(tmp_path, accumulation=4)
+    test_loader = script.acc.prepare(DataLoader(TensorDataset(torch.randn(8, 8)), 4))
+    with script.acc.profile(ProfileKwargs()) as prof:
+        for i, (x,) in enumerate(script.loader, 1):
+            script.step(x)
+            if i % 8 == 0:
+                with torch.no_grad():
+                    for (y,) in test_loader:
+                        script.model(y)
+    script.acc.close()
+    assert len(prof.breakdown.steps) == 4
+    assert prof.breakdown.time["forward, no grad"] > 0
+    assert names(prof)["forward"] == 16
+    assert names(prof)["forward, no grad"] == 4
+
+
+def test_steps_by_hand_are_the_only_ones(script: Script) -> None:
+    with script.acc.profile(ProfileKwargs()) as prof:
+        for (x,) in script.loader:
+            script.step(x)
+            prof.step()
+            if prof.step_num == 6:
+                break
+    assert len(prof.breakdown.steps) == 6
+
+
+def test_a_profile_in_the_midst_of_a_pass(script: Script) -> None:
+    prof = script.acc.profile()
+    for i, (x,) in enumerate(script.loader):
+        if i == 3:
+            prof.start()
+        script.step(x)
+        if i == 11:
+            prof.stop()
+    assert len(prof.breakdown.steps) == 3
+    assert names(prof)["data wait"] == 3
+
+
+def test_with_torchs_program(script: Script) -> None:
+    """The loop of torch's tutorial; CUDA is asked for where there is none."""
+    how = ProfileKwargs(activities=[ProfilerActivity.CPU, "cuda"], record_shapes=True, profile_memory=True)
+    with script.acc.profile(how) as prof:
+        for _ in range(4):
+            script.step(torch.randn(4, 8))
+            prof.step()
+    table = prof.key_averages(group_by_input_shape=True).table(sort_by="cuda_time_total", row_limit=50)
+    assert "backward" in table
+    assert "[[4, 8]" in table
+    assert len(prof.breakdown.steps) == 4
+
+
+def test_with_accelerates_programs(tmp_path: Path) -> None:
+    seen = []
+
+    def ready(prof: Any) -> None:
+        prof.export_chrome_trace(str(tmp_path / f"mine-{prof.step_num}.json.gz"))
+        seen.append(prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=3))
+
+    how = ProfileKwargs(
+        activities=["cpu"],
+        schedule_option={"wait": 1, "warmup": 1, "active": 2, "repeat": 2, "skip_first": 1},
+        on_trace_ready=ready,
+        output_trace_dir=tmp_path / "traces",
+    )
+    script = Script(tmp_path, kwargs_handlers=[how])
+    with script.acc.profile() as prof:
+        for _ in range(12):
+            script.step(torch.randn(4, 8))
+            prof.step()
+    with script.acc.profile(ProfileKwargs(with_flops=True)) as other, torch.no_grad():
+        script.model(torch.randn(2, 8))
+    script.acc.close()
+    assert len(seen) == 2
+    assert len(prof.breakdown.steps) == 4
+    assert [p.name for p in prof.traces] == ["rank0-001.json", "rank0-002.json"]
+    assert prof.traces[0].parent == tmp_path / "traces"
+    assert json.loads(gzip.decompress((tmp_path / "mine-5.json.gz").read_bytes())) == json.loads(prof.traces[0].read_bytes())
+    assert not prof.breakdown.peak  # profile_memory was not asked for
+    assert other.traces == [tmp_path / "profile" / "rank0-001.json"]
+    assert "forward, no grad" in other.summary()
+
+
+def test_a_cycle_that_only_warms_up_takes_nothing_away(script: Script) -> None:
+    with script.acc.profile(ProfileKwargs(schedule_option={"warmup": 2, "active": 1})) as prof:
+        for _ in range(4):
+            script.step(torch.randn(4, 8))
+            prof.step()
+    assert names(prof)["backward"] == 1
+    assert len(prof.breakdown.steps) == 1
+
+
+def test_a_trace_is_chromes_format(script: Script) -> None:
+    with script.acc.profile() as prof:
+        script.run(9)
+    trace = json.loads(prof.traces[0].read_text())
+    complete = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert all({"name", "ts", "dur", "pid", "tid"} <= set(e) for e in complete)
+    assert {"easymp: forward", "ProfilerStep#2", "ProfilerStep#4"} <= {e["name"] for e in complete}
+    assert [p.name for p in prof.traces[0].parent.iterdir()] == ["rank0-001.json"]
+    prof.export_chrome_trace(str(prof.traces[0].with_name("copy.json")))  # torch writes each but once
+    assert prof.traces[0].with_name("copy.json").read_bytes() == prof.traces[0].read_bytes()
+
+
+def test_nothing_is_left_behind(script: Script) -> None:
+    acc, optimizer = script.acc, script.optimizer
+    before = [dict(thing.__dict__) for thing in (acc, optimizer, script.model)]
+
+    def fail() -> None:
+        script.run(1)
+        assert "step" in optimizer.__dict__
+        with pytest.raises(StepError, match="open already"):
+            acc.profile().start()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), acc.profile() as prof:
+        fail()
+    assert [set(thing.__dict__) for thing in (acc, optimizer, script.model)] == [set(b) for b in before]
+    assert acc._clock.timing is None
+    assert "1 step" in prof.summary()
+    with acc.profile() as prof:  # and again; once all is recorded the rest of the block costs nothing
+        for i, (x,) in enumerate(script.loader):
+            script.step(x)
+            assert ("step" in optimizer.__dict__) == (i < 5)
+
+
+def test_who_wraps_a_step_meanwhile_keeps_it(script: Script) -> None:
+    calls = []
+    with script.acc.profile():
+        inner = script.optimizer.step
+        script.optimizer.step = lambda *a: (calls.append(1), inner(*a))[1]
+    script.run(1)
+    assert calls == [1]
+
+
+def test_what_is_prepared_inside_is_marked_from_the_next_step_on(tmp_path: Path) -> None:
+    acc = Accelerator(cpu=True, mixed_precision="no", project_dir=tmp_path)
+    with acc.profile(ProfileKwargs()) as prof:
+        model = acc.prepare(nn.Linear(3, 1))
+        prof.step()
+        acc.backward(model(torch.randn(2, 3)).sum())
+    acc.close()
+    assert names(prof)["forward"] == 1
+
+
+def test_training_is_the_same_with_a_profile(tmp_path: Path) -> None:
+    ends = []
+    for profiled in (False, True):
+        torch.manual_seed(0)
+        script = Script(tmp_path)
+        if profiled:
+            with script.acc.profile():
+                script.run(9)
+        else:
+            script.run(9)
+        ends.append([p.detach().clone() for p in script.model.parameters()])
+        script.acc.close()
+    assert all(torch.equal(a, b) for a, b in zip(*ends))
+
+
+def test_half_precision_and_views(tmp_path: Path) -> None:
+    acc = Accelerator(cpu=True, mixed_precision="bf16", project_dir=tmp_path)
+    model = acc.prepare(nn.Linear(3, 1))
+    with acc.profile(ProfileKwargs()) as prof:
+        acc.backward(model(torch.randn(2, 3)).sum())
+    assert names(prof)["forward"] == 1
+    acc.close()
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_marked_and_not_compiled_again(tmp_path: Path) -> None:
+    compilations = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    acc = Accelerator(cpu=True, mixed_precision="no", project_dir=tmp_path, compile=CompileOptions(backend=backend))
+    model = acc.prepare(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    acc.backward(model(torch.randn(2, 8)).sum())
+    compiled, count = model._compiled_call_impl, len(compilations)
+    with acc.profile() as prof:
+        for _ in range(6):
+            acc.backward(model(torch.randn(2, 8)).sum())
+            prof.step()
+    assert names(prof)["forward"] == 3
+    assert len(compilations) == count
+    assert model._compiled_call_impl is compiled
+    acc.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"activities": ["cpus"]}, "activities holds 'cpus', which is none of .* did you mean 'cpu'"),
+        ({"activities": "cpu"}, "is no list of what to record"),
+        ({"schedule_option": {"wait": 1, "warmup": 1}}, "names no active steps"),
+        ({"schedule_option": {"active": 0}}, "active=0 in schedule_option is not a whole number of steps of at least 1"),
+        ({"schedule_option": {"activ": 1}}, "has no 'activ'.*'active'"),
+        ({"schedule_option": 3}, "is a int, not a dict"),
+        ({"profile_memory": 1}, "neither True nor False"),
+        ({"on_trace_ready": "print"}, "is no function"),
+    ],
+)
+def test_wrong_options_say_what_to_do(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        ProfileKwargs(**options)
+
+
+def test_what_cannot_be_recorded_or_written_is_said_at_once(script: Script, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="none of the activities xpu can be recorded here: there are cpu"):
+        script.acc.profile(ProfileKwargs(activities=["xpu"]))
+    (tmp_path / "file").touch()
+    prof = script.acc.profile(ProfileKwargs(output_trace_dir=tmp_path / "file"))
+    with pytest.raises(SettingError, match=r"traces cannot be written to .*file: .*output_trace_dir"):
+        prof.start()
+    assert script.acc._clock.timing is None
+
+
+def test_a_project_behind_a_url_needs_a_folder() -> None:
+    with Accelerator(cpu=True, mixed_precision="no", project_dir="memory://runs") as acc:
+        with pytest.raises(SettingError, match="traces are local files, and project_dir='memory://runs' is a URL"):
+            acc.profile().start()

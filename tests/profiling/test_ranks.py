@@ -1,0 +1,81 @@
+"""Profiles on several ranks: a common table where all take part, none waits where they do not, every strategy."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from easymp import Accelerator, ProfileKwargs
+
+from ..strategies.models import make
+from ..strategies.ways import WAYS
+
+
+def train(acc: Accelerator, steps: int, folder: str, alone: bool = False, sleepy: int | None = None) -> Any:
+    model = make("mlp")
+    model, optimizer, loader = acc.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(torch.randn(512, 12)), 4)
+    )
+    prof = acc.profile(ProfileKwargs(profile_memory=True, output_trace_dir=folder))
+    if not alone or acc.is_main_process:
+        prof.start()
+    for i, (x,) in enumerate(loader, 1):
+        acc.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if sleepy == acc.process_index:
+            time.sleep(0.03)
+        if i == steps:
+            break
+    prof.stop()
+    return prof
+
+
+def common(folder: str) -> list[Any]:
+    with Accelerator(cpu=True, mixed_precision="no") as acc:
+        prof = train(acc, 5, folder, sleepy=1)
+        alone = train(acc, 5, folder, alone=True)
+        return [prof.summary(), [p.name for p in prof.traces], len(prof.ranks), alone.summary(), len(alone.ranks)]
+
+
+def test_all_ranks_or_one(ranks: Any, tmp_path: Path) -> None:
+    (text, traces, together, alone, one), (other, other_traces, own, nothing, none) = ranks(common, str(tmp_path))
+    assert (together, own) == (2, 1)  # the first of them tells
+    assert (traces, other_traces) == (["rank0-001.json"], ["rank1-001.json"])
+    assert "rank  ms a step  own work  communication  data wait" in text
+    assert "Rank 1 is the slowest" in text
+    assert "communication" in other
+    assert text.startswith("profile of rank 0 of 2, 4 steps of ")
+    assert (one, none) == (1, 0)
+    assert alone.startswith("profile of rank 0 of 2, 4 steps")
+    assert nothing.startswith("profile: nothing was recorded")
+    names = {e["name"] for e in json.loads((tmp_path / "rank1-001.json").read_text())["traceEvents"]}
+    assert {"gloo:all_reduce", "easymp: backward"} <= names
+
+
+def in_a_way(strategy: str, options: dict[str, Any], folder: str) -> Any:
+    with Accelerator(
+        cpu=True, mixed_precision="no", strategy=strategy, strategy_options=options or None, gradient_accumulation_steps=1
+    ) as acc:
+        prof = train(acc, 4, folder)
+        return prof.breakdown.time, prof.breakdown.hidden, len(prof.ranks), prof.summary()
+
+
+FAST = ("single", "fsdp", "pipeline")
+
+
+@pytest.mark.parametrize("way", [w if w in FAST else pytest.param(w, marks=pytest.mark.slow) for w in WAYS])
+def test_every_strategy(ranks: Any, tmp_path: Path, way: str) -> None:
+    chosen = WAYS[way]
+    results = ranks(in_a_way, chosen.strategy, dict(chosen.options), str(tmp_path), processes=chosen.sizes[0])
+    assert results[0][2] == chosen.sizes[0]
+    for time_, _, _, text in results:
+        assert {"data wait", "forward", "backward", "optimizer"} <= set(time_)
+        assert ("communication" in time_) == (chosen.sizes[0] > 1), text
+    assert len(list(tmp_path.glob("rank*.json"))) == chosen.sizes[0]
