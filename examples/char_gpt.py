@@ -4,6 +4,7 @@
     python examples/char_gpt.py --processes 2       two; the same batch, divided
     python examples/char_gpt.py --accumulation 4    the same batch, in four parts
     python examples/char_gpt.py --processes 2 --strategy fsdp    sharded; or zero1, tensor_parallel, pipeline ...
+    python examples/char_gpt.py --profile           and a table of where the time of three updates went
 
 Two optimizers: Muon for the matrices inside the blocks, AdamW for the rest, each with a scheduler. Windows end with their file, so
 batches hold different numbers of characters; `backward(loss_sum, num_items=n)` gives every character the same weight all the
@@ -17,6 +18,7 @@ import json
 import os
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -112,6 +114,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="windows in one update, over all processes")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in one update")
     parser.add_argument("--windows", type=int, help="of the validation text (all)")
+    parser.add_argument("--profile", action="store_true", help="say where the time of the third to fifth update goes")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -144,7 +147,7 @@ def main() -> None:
     acc.print(acc)
 
     begin, updates = time.perf_counter(), 0
-    with tqdm(total=args.steps, unit="update") as bar:
+    with tqdm(total=args.steps, unit="update") as bar, acc.profile() if args.profile else nullcontext() as profile:
         while updates < args.steps:
             for (text,) in loader:
                 with acc.accumulate(model):
@@ -164,6 +167,8 @@ def main() -> None:
                         break
     speed = updates * args.batch_size / (time.perf_counter() - begin)
 
+    if profile is not None:
+        acc.print(profile.summary())
     loss = evaluate(acc, model, test_loader)
     acc.print(f"precision   {acc.plan.precision.value} ({acc.plan.precision.reason})")
     acc.print(

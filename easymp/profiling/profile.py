@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,9 +231,10 @@ class Profile(torch.profiler.profile):
         lines = [f"profile of {who}, {table.how_long(own.steps)}{whole}", table.table(own), *self._about_memory()]
         if len(self.ranks) > 1:
             lines += ["", table.of_ranks(self.ranks)]
-        lines += ["", *table.sentences(own, self.ranks, self._workers)]
+        said = table.sentences(own, self.ranks, self._workers)
         if self._exchange.late:
-            lines.append(f"Of rank {', '.join(map(str, self._exchange.late))} nothing was heard in time.")
+            said.append(f"Of rank {', '.join(map(str, self._exchange.late))} nothing was heard in time.")
+        lines += ["", *(textwrap.fill(sentence, 80) for sentence in said)]
         return "\n".join([*lines, *(f"trace: {trace}" for trace in self.traces[-1:])])
 
     def _about_memory(self) -> list[str]:
@@ -240,7 +242,7 @@ class Profile(torch.profiler.profile):
             return []
         what = f"allocated on {self.breakdown.device}" if self.breakdown.idle else "beyond what there was when recording began"
         held = ", ".join(f"{name} {size(number)}" for name, number in self._state.items())
-        return [f"memory: {what}" + (f"; now there: {held}" if held else "")]
+        return [f"memory: {what}", *([f"there at the end: {held}"] if held else [])]
 
 
 def _three_steps(step: int) -> ProfilerAction:

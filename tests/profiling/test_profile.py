@@ -69,8 +69,9 @@ def test_three_steps_after_two_without_a_word(script: Script) -> None:
     assert set(prof.breakdown.peak) == set(prof.breakdown.time)
     text = prof.summary()
     assert text.startswith("profile of cpu, 3 steps of ")
-    assert "now there: weights " in text
-    assert f"trace: {prof.traces[0]}" in text
+    assert "there at the end: weights " in text
+    assert text.endswith(f"\ntrace: {prof.traces[0]}")
+    assert all(len(line) <= 80 for line in text.splitlines()[:-1])
 
 
 @pytest.mark.parametrize(
