@@ -15,7 +15,8 @@ torch's copy_ of as many bytes (up to 4 GiB, from there it is no quicker), which
 waits.
 
 On a CPU a turn is time on the wall. "torch's best" is the quicker of its fused and its foreach step in the same conditions; the aim is met
-where the quartiles reach down to 1.
+where the quartiles reach down to 1. A second table shows from what size on it pays to leave the factor of clipping and unscaling to the
+step (`easymp.optim.torch_engine.WORTH`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,11 @@ import torch
 from steppers import (
     KERNELS,
     KINDS,
+    LEFT,
+    MEMORY,
     PLAIN,
     SCALED,
+    WORTH,
     Contender,
     Job,
     Run,
@@ -56,13 +60,15 @@ from easymp.cuda.availability import Unavailable, launcher_for
 from easymp.cuda.kernel import THREADS, Launcher
 from easymp.cuda.table import CHUNK
 from easymp.errors import EasympError
+from easymp.optim import torch_engine
 
 COPY = "torch's copy_"
 COPY_AIM, SPEED_AIM = 0.9, 1.4  # of a copy's bandwidth; times as fast as GradScaler, clip and AdamW(fused)
 SLEEP = 80_000_000  # cycles: the device is busy for some 40 ms before a turn, for a host that steps hundreds of tensors
 MOST_COPIED = 2 << 30  # bytes of each of the two tensors of a copy; beyond, it is no quicker
 HELD = {"fp32": 24, "ema": 20, "masters": 20, "bf16": 8}  # bytes a parameter, foreach's own included
-CPU_ROUNDS = {"tiny": 2, "10M": 41, "124M": 11, "350M": 7, "1.5B": 5}
+SMALL = ("8k", "16k", "tiny", "65k", "129k", "260k", "1M", "3M", "10M")
+CPU_ROUNDS = {**dict.fromkeys(SMALL, 201), "3M": 81, "10M": 41, "124M": 11, "350M": 7, "1.5B": 5}
 GPU_ROUNDS = {"10M": 61, "124M": 61, "350M": 41, "1.5B": 21}
 NEAR = {"fp32": (1e-4, 1e-4), "ema": (1e-4, 1e-4), "masters": (1e-2, 1e-2), "bf16": (1.0, 2e-2)}  # of a movement, of the moments
 TITLES = {
@@ -279,8 +285,41 @@ def cpu_report(sizes: list[str], rounds: int | None, most: int, records: Records
         "",
         f"Aim, no slower than torch's best within the quartiles: {'missed by ' + '; '.join(missed) if missed else 'met in all rows'}.",
         "",
+        *worth_report(SMALL[:1] if rounds == 2 else SMALL, rounds, most, records),
+        "",
         report.here(),
     ])  # fmt: skip
+
+
+def worth_report(sizes: Sequence[str], rounds: int | None, most: int, records: Records) -> list[str]:
+    """Where leaving the factor to the step begins to pay, and where `WORTH` says so."""
+    lines = []
+    for threads in sorted({1, most}):
+        for size in sizes:
+            turns = rounds or CPU_ROUNDS[size]
+            line = [f"{size}: {count(size):,}, {threads} thread{'s' * (threads > 1)}"]
+            for precision, contenders in WORTH.items():
+                found = records.get(
+                    lambda size=size, contenders=contenders, threads=threads, turns=turns: on_cpu(size, contenders, threads, turns),
+                    part="worth", size=size, threads=threads, precision=precision, rounds=turns,
+                )  # fmt: skip
+                memory, left = (found["times"][name]["ms"] for name in (MEMORY, LEFT))
+                middle, low, high = ratios(left, memory)
+                line += [
+                    f"{statistics.median(memory):.3f}",
+                    f"{statistics.median(left):.3f}",
+                    f"{middle:.3f} ({low:.3f} … {high:.3f})",
+                ]
+            lines.append(line)
+    head = ["ms, parameters", f"clip {MEMORY}", LEFT, "ratio", f"loss scale and clip {MEMORY}", LEFT, "ratio"]
+    return [
+        "## From what size on a factor is left to the step",
+        "",
+        f"An Accelerator either way, on GPTs of 28 tensors (10M: 100). By itself it clips in memory below {torch_engine.WORTH:,} elements,",
+        f"and under a loss scale below {torch_engine.WORTH // torch_engine.SCALED:,}.",
+        "",
+        report.table(head, lines),
+    ]
 
 
 # -- a GPU -------------------------------------------------------------------------------------------------------------------------

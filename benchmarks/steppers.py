@@ -16,11 +16,18 @@ from easymp.cuda.rounding import Rounding
 from easymp.cuda.rules import ADAM
 from easymp.cuda.scale import Scale
 from easymp.cuda.step import EMA, FusedStep
-from easymp.optim import AdamW, TorchEngine
+from easymp.optim import AdamW, TorchEngine, torch_engine
 
-# Name → vocabulary, length, width, blocks. The last three are GPT-2's small, medium and extra large.
+# Name → vocabulary, length, width, blocks; "tiny" has 35k parameters. The last three are GPT-2's small, medium and extra large.
 SIZES = {
+    "8k": (64, 16, 16, 2),
+    "16k": (64, 16, 24, 2),
     "tiny": (64, 16, 36, 2),
+    "65k": (64, 16, 50, 2),
+    "129k": (64, 16, 71, 2),
+    "260k": (64, 16, 102, 2),
+    "1M": (64, 16, 204, 2),
+    "3M": (64, 16, 350, 2),
     "10M": (256, 256, 320, 8),
     "124M": (50257, 1024, 768, 12),
     "350M": (50257, 1024, 1024, 24),
@@ -260,6 +267,21 @@ def accelerator(precision: str) -> Make:
     return make
 
 
+def worth_from(least: float, make: Make) -> Make:
+    """`make`'s, which leaves the factor to the step from `least` elements on."""
+
+    def made(job: Job) -> tuple[Run, str]:
+        before, torch_engine.WORTH = torch_engine.WORTH, least  # type: ignore[assignment]
+        try:
+            run, word = make(job)
+            run()  # the engine asks once
+        finally:
+            torch_engine.WORTH = before
+        return run, word
+
+    return made
+
+
 def own(job: Job) -> tuple[Run, str]:
     """Without an Accelerator."""
     optimizer = cast(AdamW, job.optimizer(AdamW))
@@ -302,6 +324,15 @@ SCALED = {
     SCALER_FOREACH: Contender(scaler_clip_and(foreach=True), 100, scaled=True),
     ACCELERATOR_SCALED: Contender(accelerator("fp16"), 32, scaled=True, ours=True),
     SCALER_OWN: Contender(scaler_own, 40, scaled=True, ours=True),
+}
+# Precision → an Accelerator that clips in memory, and one that leaves the factor to the step, whatever the size.
+MEMORY, LEFT = "in memory", "left to the step"
+WORTH = {
+    precision: {
+        MEMORY: Contender(worth_from(math.inf, accelerator(precision)), 0, scaled, ours=True),
+        LEFT: Contender(worth_from(0, accelerator(precision)), 0, scaled, ours=True),
+    }
+    for precision, scaled in (("no", False), ("fp16", True))
 }
 # Kind → contenders, that which others are measured by first. Bytes are those that an implementation cannot do without, as torch's does it.
 KINDS: dict[str, dict[str, Contender]] = {

@@ -235,7 +235,8 @@ class Preparation:
         if isinstance(stepped, optim.FusedOptimizer) and self.strategy.counting.add is not None:
             stepped.count_by(self.strategy.counting)
         engine = optim.engine_for(
-            stepped, self.strategy.counting, fused, self._run.plan.settings.ema_decay, masters, self._gave_way
+            *(stepped, self.strategy.counting, fused, self._run.plan.settings.ema_decay, masters, self._gave_way),
+            scaled=self._scaler.enabled,
         )
         self._same_kernels(stepped, engine)
         prepared = optim.PreparedOptimizer(stepped, self._run.clock, self._scaler, optimizer, masters, self.sums, engine)

@@ -88,6 +88,7 @@ def engine_for(
     ema_decay: float | None = None,
     masters: Masters | None = None,
     failed: Callable[[str], None] = lambda reason: None,
+    scaled: bool = False,
 ) -> Engine:
     """What steps `optimizer` here: see `TorchEngine` and `CupyEngine` for the arguments."""
     inner = optimizer.twin if isinstance(optimizer, ShardedOptimizer) else optimizer
@@ -95,7 +96,7 @@ def engine_for(
     if free:
         found = _launcher(inner)
         reason = found if isinstance(found, str) else ""
-    other = TorchEngine(optimizer, counting, free, ema_decay, reason)
+    other = TorchEngine(optimizer, counting, free, ema_decay, reason, scaled)
     if found is None or isinstance(found, str):
         return other
     return CupyEngine(optimizer, RULES[type(inner)], found, other, masters, ema_decay, failed)

@@ -20,7 +20,9 @@ from .sharded import ShardedOptimizer, holder_of
 
 DTYPES = (torch.float32, torch.bfloat16)  # of gradients for which the factor is exact enough, in float32
 
-WORTH = 2**16  # elements from which, on a CPU, what a pass over the gradients takes is more than what leaving a factor does
+# Elements from which, on a CPU, a pass over the gradients takes longer than what a factor costs the fused step, which writes them, too.
+WORTH = 2**21
+SCALED = 32  # under a loss scale there is a pass more to save, from so many times fewer; benchmarks/fused_step.py shows both
 
 OverRanks = Callable[[Tensor], None]
 
@@ -47,6 +49,7 @@ class TorchEngine:
         free: False leaves gradients to be changed in memory, always.
         ema_decay: keep averages of the weights: see `averages`.
         reason: why torch steps, if that needs one.
+        scaled: whether there is a loss scale.
     """
 
     reads_low = False
@@ -58,10 +61,11 @@ class TorchEngine:
         free: bool = True,
         ema_decay: float | None = None,
         reason: str = "",
+        scaled: bool = False,
     ) -> None:
         self.optimizer, self.counting, self.reason = optimizer, counting or Counting(), reason
         self.averages = Averages(lambda parameter: holder_of(optimizer, parameter), ema_decay)
-        self._free = free
+        self._free, self._scaled = free, scaled
         inner = optimizer.twin if isinstance(optimizer, ShardedOptimizer) else optimizer
         self._own = inner if isinstance(inner, FusedOptimizer) else None
         self._groups, self._enough = -1, False
@@ -84,7 +88,8 @@ class TorchEngine:
         if len(groups) != self._groups:
             held = [p for group in groups for p in group["params"]]
             self._groups = len(groups)
-            self._enough = any(p.is_cuda for p in held) or sum(p.numel() for p in held) >= WORTH
+            least = WORTH / SCALED if self._scaled else WORTH
+            self._enough = any(p.is_cuda for p in held) or sum(p.numel() for p in held) >= least
         return self._enough
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:

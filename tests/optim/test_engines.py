@@ -424,7 +424,7 @@ def test_two_optimizers_and_one_clip() -> None:
 
 def test_of_a_small_model_on_a_cpu_gradients_are_clipped_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A factor of its own would take longer than it saves."""
-    monkeypatch.setattr(torch_engine, "WORTH", 5)
+    monkeypatch.setattr(torch_engine, "WORTH", 5 * torch_engine.SCALED)
     acc, model, optimizer = started()
     with acc:
         acc.clip_grad_norm_(model.parameters(), 1.0)
@@ -432,6 +432,16 @@ def test_of_a_small_model_on_a_cpu_gradients_are_clipped_in_memory(monkeypatch: 
         optimizer.add_param_group({"params": list(acc.prepare(nn.Linear(4, 1)).parameters())})
         assert optimizer.engine.takes_factor()
         moves(optimizer, model, 0.5)
+
+
+def test_a_loss_scale_makes_a_factor_worth_it_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_engine, "WORTH", 10 * torch_engine.SCALED)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(10))], fused=True)
+    assert not TorchEngine(optimizer).worth()
+    assert TorchEngine(optimizer, scaled=True).worth()
+    with Accelerator(mixed_precision="fp16", cpu=True) as acc:
+        model = nn.Linear(9, 1)
+        assert acc.prepare(model, torch.optim.AdamW(model.parameters()))[1].engine.worth()
 
 
 def test_a_part_of_the_parameters_is_clipped_in_memory() -> None:
