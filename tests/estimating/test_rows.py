@@ -54,7 +54,7 @@ def test_rows_are_those_of_the_arithmetic() -> None:
         ),
         ("7B", EIGHT, {}, "fsdp on 8 with bf16 fits with"),
         ("7B", EIGHT, {"optimizer": "sgd", "processes": [2]}, "on 2 with"),
-        ("70B", EIGHT, {}, "nothing fits: fsdp on 8 with fp32 comes nearest"),
+        ("70B", EIGHT, {"processes": [8]}, "nothing fits: fsdp on 8 with fp32 comes nearest"),
         ("70B", EIGHT, {"processes": [64]}, "fsdp on 64 with fp32 fits"),
         ("350M", VOLTA, {"processes": [1]}, "single on 1 with fp16 fits"),
         ("350M", LAPTOP, {"processes": [1]}, "single on 1 with fp32 fits"),

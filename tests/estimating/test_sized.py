@@ -45,7 +45,7 @@ def test_counts(text: str, count: int | None) -> None:
     assert read_count(text) == count
 
 
-@pytest.mark.parametrize("count", [999, 10**6, 1_234_567, 10**7, 124_439_808, 7 * 10**9, 10**12])
+@pytest.mark.parametrize("count", [999, 10**6, 1_234_567, 10**7, 124_439_808, 7 * 10**9, 10**11])
 def test_a_stand_in_has_exactly_so_many_parameters(count: int) -> None:
     sized = read_model(str(count))
     assert sized.parameters == count and not sized.runs
