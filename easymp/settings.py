@@ -84,8 +84,13 @@ class Launching:
     processes: int | None = setting(None, "processes on each node; else one an accelerator, or one without any", least=1)
     nodes: str | None = setting(None, "how many machines take part, such as 2; or 1:4, from at least 1 to at most 4")
     main_address: str | None = setting(None, "the first node's address, by which the others reach it")
-    main_port: int | None = setting(None, "a free port on it", least=1, most=65535)
-    max_restarts: int = setting(0, "how often all workers are started again after one failed", least=0)
+    main_port: int | None = setting(None, "a free port on it; else 29500", least=1, most=65535)
+    max_restarts: int | None = setting(
+        None, "how often all workers are started again after one failed; else 0, or 3 where nodes may come and go", least=0
+    )
+    wait: float = setting(600.0, "seconds that the machines wait for one another", least=0, most=1e9)
+    grace: float = setting(30.0, "seconds that workers have to save themselves when a signal comes", least=0, most=1e9)
+    numa: bool = setting(True, "keep each worker on the cores of one NUMA node, on Linux machines with several")
 
 
 LAUNCHING: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Launching)}

@@ -19,9 +19,9 @@ from easymp import env
 from easymp.errors import EasympWarning, RefusedError, SettingError, WorldError
 from easymp.launcher import failure as failures
 from easymp.launcher import launch, launch_script
-from easymp.launcher.agent import Place
 from easymp.launcher.failure import Failure, by_blame, explain
 from easymp.launcher.functions import debug_launcher, notebook_launcher
+from easymp.launcher.place import Place
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 
@@ -128,7 +128,7 @@ def test_first_failing_rank_comes_last_and_alone(script, capfd):
             raise ValueError("the cause")
         if rank == 1:
             inner()
-        time.sleep(0.05)
+        time.sleep(0.3)
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
     """)
     assert launch_script(path, [], 2) == 1
@@ -351,7 +351,7 @@ def test_launch_runs_the_same_command_again(script, tmp_path):
 
 
 def test_launch_of_a_module(script, tmp_path):
-    script("from easymp.launcher import launch\nlaunch(2)\nprint(__spec__.name, rank)", "pkg/__main__.py")
+    script("from easymp.launcher import launch\nlaunch(2)\nsys.stdout.write(f'{__spec__.name} {rank}\\n')", "pkg/__main__.py")
     process = subprocess.run(
         [sys.executable, "-m", "pkg"],
         cwd=tmp_path,
@@ -534,6 +534,14 @@ def test_refusals(monkeypatch):
             debug_launcher(print)
     with pytest.raises(SettingError, match="is no port"):
         notebook_launcher(print, num_processes=2, use_port="http")
+    for option in (
+        {"rdzv_backend": "etcd"},
+        {"rdzv_conf": {"rank": 1}},
+        {"rdzv_id": "7"},
+        {"log_line_prefix_template": "[${rank}]"},
+    ):
+        with pytest.raises(RefusedError, match=next(iter(option))):
+            notebook_launcher(print, num_processes=2, **option)
 
 
 # -- torch's own launcher ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Run a script on several processes of this machine.
+"""Run a script on several processes, of this machine and of others.
 
 When a rank fails, the traceback of the one that failed first comes last, alone, and its exit code is kept.
 
@@ -6,24 +6,72 @@ examples:
   easymp launch train.py --lr 0.1             one process an accelerator; one without any
   easymp launch --processes 2 train.py        two
   easymp launch --processes 2 -m pkg.train    as python -m
+
+on each of several machines, with the address of the first and a number of its own:
+  easymp launch --nodes 2 --main-address node-a --node-rank 0 train.py
+  easymp launch --nodes 1:4 --main-address node-a train.py    machines may come and go
+
+What is not given is looked up in the table [launch] of easymp.toml.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from .. import env, settings
 from ..launcher import launch_script
+from ..launcher.place import place
+from ..project_file import VARIABLE
+
+RESTARTS = 3  # where nodes may come and go: each that goes takes the others' ranks with it
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=int, metavar="N", help="how many (default: one an accelerator, 1 without any)")
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="start all workers again after a failure, up to N times (0)"
+    add = parser.add_argument
+    add("--processes", type=int, metavar="N", help="on this machine (default: one an accelerator, 1 without any)")
+    add("--nodes", metavar="N|MIN:MAX", help="how many machines; MIN:MAX: they may come and go (1)")
+    add("--main-address", metavar="HOST[:PORT]", help="of the first machine, by which the others reach it (port 29500)")
+    add(
+        "--node-rank",
+        type=int,
+        metavar="K",
+        help="which one this is, from 0 (default: 0 if it has the main address, else as it comes)",
     )
-    parser.add_argument("script", metavar="SCRIPT", help="the script's path")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's own arguments, untouched")
+    add("--wait", type=float, metavar="SECONDS", help="that machines wait for one another (600)")
+    add(
+        "--max-restarts", type=int, metavar="N", help="start all workers again after a failure, up to N times (0; 3 with MIN:MAX)"
+    )
+    add("--grace", type=float, metavar="SECONDS", help="that workers have to save themselves when a signal comes (30)")
+    add("--no-numa", action="store_const", const=False, dest="numa", help="workers may use the cores of all NUMA nodes")
+    add("--config", metavar="FILE", help="a project file in place of easymp.toml, for the workers too")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
+    add("script", metavar="SCRIPT", help="the script's path")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's own arguments, untouched")
 
 
 def run(args: argparse.Namespace) -> int:
-    return launch_script(args.script, args.arguments, args.processes, module=args.module, max_restarts=args.max_restarts)
+    wanted = settings.resolve_launching(
+        args.config,
+        processes=args.processes,
+        nodes=args.nodes,
+        main_address=args.main_address,
+        max_restarts=args.max_restarts,
+        wait=args.wait,
+        grace=args.grace,
+        numa=args.numa,
+    )
+    meeting = place(wanted.nodes, args.node_rank, wanted.main_address, wanted.main_port, wanted.wait)
+    restarts = wanted.max_restarts if wanted.max_restarts is not None else RESTARTS if meeting.elastic else 0
+    with env.override(**{VARIABLE: str(Path(args.config).resolve())} if args.config else {}):
+        settings.resolve()  # what is wrong in it is said once, and not by each worker
+        return launch_script(
+            args.script,
+            args.arguments,
+            wanted.processes,
+            module=args.module,
+            max_restarts=restarts,
+            place=meeting,
+            grace=wanted.grace,
+            numa=wanted.numa,
+        )

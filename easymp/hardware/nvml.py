@@ -64,6 +64,26 @@ def read(text: str | None, order: str | None) -> Seen | None:
         pynvml.nvmlShutdown()
 
 
+def addresses(uuids: list[str]) -> list[str | None]:
+    """The PCI address of each card, ``"00000000:3B:00.0"``; of the whole card, for an instance of one. None where NVML does not say."""
+    import pynvml
+
+    def address(uuid: str) -> str | None:
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            if uuid.startswith("MIG-"):
+                handle = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+            return _string(pynvml.nvmlDeviceGetPciInfo(handle).busId)
+        except (pynvml.NVMLError, AttributeError):
+            return None
+
+    pynvml.nvmlInit()
+    try:
+        return [address(uuid) for uuid in uuids]
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def _card(nvml: Any, handle: Any) -> Card:
     capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
     divided, instances = _instances(nvml, handle, capability)

@@ -2,59 +2,51 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import os
 import shutil
 import signal
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from .. import env
-from ..errors import SettingError
+from ..errors import RefusedError
+from .alone import Alone
 from .failure import RESTART, Failure, collect
+from .meeting import Ended, Meeting
+from .place import Place, interface, own_address
+from .reports import Report, first
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # handed on to the workers
 LOUD = ("torch.distributed.elastic", "torch.distributed.launcher", "torchelastic-events-null")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the ranks meet. One node needs none of it: a free port on the loopback is found."""
-
-    nodes: int = 1
-    node_rank: int = 0
-    address: str = "127.0.0.1"  # of node 0
-    port: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise SettingError(f"{self.nodes} nodes cannot train: use at least 1")
-        if not 0 <= self.node_rank < self.nodes:
-            raise SettingError(f"node_rank={self.node_rank} does not lie in 0 … {self.nodes - 1} for {self.nodes} node(s)")
-        if self.nodes > 1 and self.port is None:
-            raise SettingError(f"{self.nodes} nodes need a port to meet at on {self.address}: pass the same free port on each")
+GRACE = 30.0  # seconds
+AGAIN = 2.0  # seconds: who signals a process and its group (a terminal, timeout, a scheduler) does so within less
 
 
 class RanksFailed(Exception):
-    """Workers failed; `failures` has the likeliest cause first, `size` is the number of all ranks."""
+    """Workers failed; `failures` has the likeliest cause first, on `node` if that is named; `size` is the number of all ranks."""
 
-    def __init__(self, failures: list[Failure], size: int) -> None:
+    def __init__(self, failures: list[Failure], size: int, node: str = "") -> None:
         super().__init__(failures[0].words)
         self.failures = failures
         self.size = size
+        self.node = node
 
 
 class Interrupted(Exception):
-    """A signal stopped the launcher, and the workers with it; `saved`: those say that they can be started again."""
+    """A signal stopped the launcher (that of `node`, if named), and the workers with it; `saved`: those can be started again."""
 
-    def __init__(self, number: int, saved: bool = False) -> None:
+    def __init__(self, number: int, saved: bool = False, node: str = "") -> None:
         super().__init__(signal.Signals(number).name)
-        self.number, self.saved = number, saved
+        self.number, self.saved, self.node = number, saved, node
 
 
 def run(
@@ -65,82 +57,149 @@ def run(
     place: Place,
     max_restarts: int,
     monitor_interval: float,
+    threads: int,
     variables: dict[str, str | None],
+    grace: float = GRACE,
 ) -> dict[int, Any]:
     """Run `processes` workers on this node to their end; return values by rank, where the entry point is a function.
 
+    Args:
+        threads: for each worker's own computing, where OMP_NUM_THREADS does not say it.
+        grace: seconds that the workers have after a signal, before they are killed.
+
     Raises:
-        RanksFailed: a worker failed, and no restart is left.
-        Interrupted: SIGINT, SIGTERM or their like came; the workers got it too, and 30 seconds.
+        RanksFailed: a worker failed, and no restart is left; on several nodes, a worker of any node.
+        Interrupted: SIGINT, SIGTERM or their like came; the workers got it too, and `grace` seconds. A second one kills them at once.
+        WorldError, SettingError: the nodes did not come together.
     """
     with warnings.catch_warnings():
         # torch says so on import where numpy is not installed; here nothing needs it.
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+        from torch.distributed.elastic.agent.server import WorkerSpec
+        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    size = processes * place.nodes
     directory = tempfile.mkdtemp(prefix="easymp-launch-")
+    workers: list[Any] = []
     try:
-        with env.override(**surroundings(processes), **variables), _signals(), _quiet():
-            config = LaunchConfig(
-                min_nodes=place.nodes,
-                max_nodes=place.nodes,
-                nproc_per_node=processes,
-                run_id="easymp",
-                start_method="fork",  # of functions: one from a notebook cannot be sent. Scripts are started afresh
-                max_restarts=max_restarts,
-                monitor_interval=monitor_interval,
-                logs_specs=DefaultLogsSpecs(log_dir=directory),
-                **_rendezvous(place),
-            )
-            return elastic_launch(config, entrypoint)(*arguments)
-    except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        raise RanksFailed(collect(Path(directory), codes, place.node_rank * processes), size) from None
-    except SignalException as error:
-        ended = collect(Path(directory), {})
-        raise Interrupted(error.sigval, bool(ended) and all(failure.code == RESTART for failure in ended)) from None
+        with env.override(**surroundings(place, threads), **variables), _signals(workers, SignalException), _quiet():
+            meeting = Meeting(place) if place.limit > 1 else Alone(place)
+            over = True
+            try:
+                spec = WorkerSpec(
+                    role="default",
+                    local_world_size=processes,
+                    entrypoint=entrypoint,
+                    args=tuple(arguments),
+                    rdzv_handler=meeting,
+                    max_restarts=max_restarts,
+                    monitor_interval=monitor_interval,
+                )
+                agent = LocalElasticAgent(
+                    spec,
+                    DefaultLogsSpecs(log_dir=directory),
+                    start_method="fork",  # of functions: one from a notebook cannot be sent. Scripts are started afresh
+                    **_grace(LocalElasticAgent, grace),
+                )
+                group = agent.get_worker_group()
+                workers.append(group)
+                result = agent.run()
+                if not result.is_failed():
+                    return result.return_values
+                codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+                own = Report("", tuple(collect(Path(directory), codes, group.workers[0].global_rank)))
+                meeting.tell(own)
+                raise _ending(own, meeting.hear(own), group.workers[0].world_size)
+            except SignalException as error:
+                own = Report("", tuple(collect(Path(directory), {})), error.sigval)
+                saved = bool(own.failures) and all(failure.code == RESTART for failure in own.failures)
+                meeting.tell(Report("", (), error.sigval, saved))
+                over = False
+                raise Interrupted(error.sigval, saved) from None
+            except Ended as error:
+                if error.reports:
+                    raise _ending(Report(""), error.reports, group.workers[0].world_size) from None
+                return {}
+            finally:
+                meeting.close(over)
+    except SignalException as error:  # before there was anything to stop
+        raise Interrupted(error.sigval) from None
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _rendezvous(place: Place) -> dict[str, Any]:
-    if place.port is None:
-        return {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
-    return {
-        "rdzv_backend": "static",
-        "rdzv_endpoint": f"{place.address}:{place.port}",
-        "rdzv_configs": {"rank": place.node_rank, "timeout": 900},
-    }
+def _ending(own: Report, others: list[Report], size: int) -> RanksFailed | Interrupted:
+    """What became of the run, by what all nodes say."""
+    if not own.caused:
+        for report in others:
+            if report.signal is not None and not report.caused:
+                return Interrupted(report.signal, report.saved, report.node)
+    failure, node = first(own, others)
+    if failure is None:  # told without a rank's failure: nothing is known but where
+        return RanksFailed([Failure(0, 1)], size, others[0].node)
+    rest = [other for other in own.failures if other is not failure]
+    return RanksFailed([failure, *rest], size, node)
 
 
-def surroundings(processes: int) -> dict[str, str | None]:
+def _grace(agent: type, seconds: float) -> dict[str, Any]:
+    """elastic's option for it, where this torch has one."""
+    if seconds < 0:
+        raise RefusedError(f"a grace of {seconds:g} seconds is below 0: use 0 to kill at once")
+    if "shutdown_timeout" in inspect.signature(agent).parameters:
+        return {"shutdown_timeout": seconds}
+    if seconds != GRACE:
+        raise RefusedError(
+            f"this torch gives workers {GRACE:g} seconds after a signal, whatever is asked for: a newer one takes {seconds:g}"
+        )
+    return {}
+
+
+def surroundings(place: Place, threads: int) -> dict[str, str | None]:
     """Variables for workers on this machine, where the user has not set them."""
-    # Imports torch, which the worker's entry must not do before the user's script does.
-    from ..hardware import detect
-
-    threads = max(1, detect(use_accelerators=False).cpu.threads // processes)
-    return {
+    found: dict[str, str | None] = {
         # Each worker would otherwise take all cores.
         "OMP_NUM_THREADS": env.read("OMP_NUM_THREADS") or str(threads),
         # The agent's store keeps the keys of an earlier attempt, and a restarted gloo reads them: pytorch issue 135712.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # elastic writes it for good.
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(SIGNALS),
+        # elastic would install its handlers over ours: a name that is no signal's.
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "none",
     }
+    if place.limit > 1 and not env.read("GLOO_SOCKET_IFNAME"):
+        # gloo would take the address that the host's name stands for, on many machines the loopback's.
+        found["GLOO_SOCKET_IFNAME"] = interface(own_address(place.address, place.port))
+    return found
 
 
 @contextmanager
-def _signals() -> Iterator[None]:
-    """elastic takes the signals' handlers and keeps them; in a notebook the process lives on and wants its own back."""
+def _signals(groups: list[Any], stop: type[Exception]) -> Iterator[None]:
+    """The launcher's own handlers: the first signal raises `stop`, and the same after a while kills the workers of `groups`.
+
+    Put back at the end: in a notebook the process lives on.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    import psutil  # not needed by every import of easymp
+
+    since: list[float] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not since:
+            since.append(time.monotonic())
+            raise stop(signal.Signals(number).name, sigval=signal.Signals(number))
+        if time.monotonic() - since[0] > AGAIN:
+            for worker in (worker for group in groups for worker in group.workers):
+                with suppress(psutil.Error):
+                    process = psutil.Process(worker.id)
+                    if process.ppid() == os.getpid():  # a number may be somebody else's by now
+                        process.kill()
+
     numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in numbers}
     try:
+        for number in numbers:
+            if before[number] is not signal.SIG_IGN:  # nohup
+                signal.signal(number, handle)
         yield
     finally:
         for number, handler in before.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 FILE = "failure.json"
+CAUSE, PEER, TOLD = range(3)  # went wrong by itself; lost another rank; was told to stop
 RESTART = 75  # EX_TEMPFAIL of sysexits.h: the rank has saved itself and wants to be started again
 FATAL = "fatal.txt"  # Python's stacks at SIGSEGV and its like, by faulthandler
 
@@ -90,24 +92,34 @@ def collect(directory: Path, codes: Mapping[int, int], first_rank: int = 0) -> l
 
 def by_blame(failures: Iterable[Failure]) -> list[Failure]:
     """The likeliest cause first: what went wrong by itself, then lost connections, then who was told to stop; each by time."""
+    return sorted(failures, key=blame)
+
+
+def blame(failure: Failure) -> tuple[int, float, int]:
+    """What `by_blame` sorts by: CAUSE, PEER or TOLD, the time, and the rank."""
     # Imports torch, which the worker's entry must not do before the user's script does.
     from ..world.watch import Watch
 
-    def key(failure: Failure) -> tuple[int, float, int]:
-        if not failure.type and failure.code == -signal.SIGTERM:
-            return 2, failure.time, failure.rank  # elastic ends the others so, once one has failed
-        if failure.type in PEER_TYPES and Watch.caused_by_peer(RuntimeError(failure.message)):
-            return 1, failure.time, failure.rank
-        # A killed rank cannot say when: it goes before whoever could, for that is how the others lost it.
-        return 0, failure.time if failure.code >= 0 else 0.0, failure.rank
-
-    return sorted(failures, key=key)
+    if not failure.type and failure.code == -signal.SIGTERM:
+        return TOLD, failure.time, failure.rank  # elastic ends the others so, once one has failed
+    if failure.type in PEER_TYPES and Watch.caused_by_peer(RuntimeError(failure.message)):
+        return PEER, failure.time, failure.rank
+    # A killed rank cannot say when: it goes before whoever could, for that is how the others lost it.
+    return CAUSE, failure.time if failure.code >= 0 else 0.0, failure.rank
 
 
-def explain(failures: list[Failure], size: int) -> str:
-    """The first failure's own text, under a line that says whose it is."""
+def explain(failures: list[Failure], size: int, node: str = "") -> str:
+    """The first failure's own text, under a line that says whose it is; that line alone where it was another node's."""
     first = failures[0]
+    if node:
+        return f"rank {first.rank} of {size} failed first, on {node}: {first.words}; the launcher there says more"
     return f"rank {first.rank} of {size} failed first: {first.words}\n{first.text}".rstrip()
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own, beside what the ranks write."""
+    sys.stderr.write(f"easymp launch: {text}\n")
+    sys.stderr.flush()
 
 
 def signal_name(number: int) -> str:

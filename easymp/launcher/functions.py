@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,6 +21,7 @@ from .. import env
 from ..errors import EasympWarning, RefusedError, SettingError, WorldError
 from . import agent
 from .failure import explain, record
+from .place import WAIT, Place, read_address
 from .scripts import checked
 
 
@@ -33,8 +34,13 @@ def notebook_launcher(
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
     num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
     max_restarts: int = 0,
     monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
 ) -> list[Any]:
     """Run ``function(*args)`` on several processes of this machine, from a notebook or a script.
 
@@ -49,6 +55,10 @@ def notebook_launcher(
         use_port: where the ranks meet; None finds a free port.
         master_addr, node_rank, num_nodes: for several machines, each of which runs this call: node 0's address, this
             node's number, and how many there are. They need `use_port`.
+        rdzv_backend: "static" or "c10d", which here are the same.
+        rdzv_endpoint: ``"host:port"`` of node 0, in place of `master_addr` and `use_port`.
+        rdzv_conf: ``{"timeout": seconds}`` that the nodes wait for one another (or "join_timeout"), and nothing else.
+        rdzv_id, log_line_prefix_template: refused.
         max_restarts: how often all processes are started again after one failed.
         monitor_interval: seconds between looks at the processes.
 
@@ -57,13 +67,16 @@ def notebook_launcher(
         sent to another process.
 
     Raises:
-        RefusedError: CUDA is initialised in this process already, or a process group is running.
-        WorldError: a rank failed; the message ends with the first failing rank's own traceback.
+        RefusedError: CUDA is initialised in this process already, a process group is running, or an option has no counterpart here.
+        WorldError: the nodes did not meet, or a rank failed; the message ends with the first failing rank's own traceback.
         KeyboardInterrupt: the run was interrupted; the processes are gone. (SystemExit for SIGTERM.)
     """
     processes = checked(num_processes)
+    _no_counterpart(rdzv_backend, rdzv_conf, rdzv_id, log_line_prefix_template)
     port = None if use_port is None else _port(use_port)
-    place = agent.Place(num_nodes, node_rank, master_addr, port)
+    if rdzv_endpoint:
+        master_addr, port = read_address(rdzv_endpoint)
+    place = Place(num_nodes, node_rank, master_addr, port, wait=float(next(iter((rdzv_conf or {}).values()), WAIT)))
     variables = {} if mixed_precision is None else {"EASYMP_MIXED_PRECISION": mixed_precision}
     if processes == 1 and num_nodes == 1:
         with env.override(**variables):
@@ -77,7 +90,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     Returns and raises what `notebook_launcher` does; accelerators are not used.
     """
     processes = checked(num_processes)
-    return _fork(function, args, processes, agent.Place(), 0, 0.05, {"EASYMP_CPU": "1"})
+    return _fork(function, args, processes, Place(), 0, 0.05, {"EASYMP_CPU": "1"})
 
 
 def _fork(
@@ -99,10 +112,10 @@ def _fork(
     try:
         results = agent.run(
             entrypoint, [], processes, place=place, max_restarts=max_restarts,
-            monitor_interval=monitor_interval, variables=variables,
+            monitor_interval=monitor_interval, threads=1, variables=variables,
         )  # fmt: skip
     except agent.RanksFailed as error:
-        raise WorldError(explain(error.failures, error.size)) from None
+        raise WorldError(explain(error.failures, error.size, error.node)) from None
     except agent.Interrupted as error:
         if error.number == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -124,6 +137,7 @@ class _Unsendable:
 def _in_child(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     import torch
 
+    os.setsid()  # Ctrl-C in a terminal goes to its whole group: the launcher hands it on, once
     torch.set_num_threads(1)
     # A forked process ends without its exit handlers, and starts with its parent's. Its own are run, the parent's are not.
     atexit._clear()
@@ -168,6 +182,17 @@ def _refuse(cpu: bool) -> None:
             "CUDA is already in use in this process, and a forked process cannot use it again: restart the notebook's kernel, "
             "and build models, tensors on the GPU and the Accelerator inside the function only"
         )
+
+
+def _no_counterpart(backend: str, conf: Mapping[str, Any] | None, run: str, prefix: str | None) -> None:
+    if backend not in ("static", "c10d"):
+        raise RefusedError(f"rdzv_backend={backend!r} is not there: nodes meet at node 0, leave it away")
+    if unknown := [name for name in conf or {} if name not in ("timeout", "join_timeout")]:
+        raise RefusedError(f"rdzv_conf has {unknown[0]!r}, which has no counterpart here: 'timeout' is all that it may have")
+    if run != "none":
+        raise RefusedError(f"rdzv_id={run!r} has no counterpart here: runs are kept apart by node 0's port, use_port")
+    if prefix is not None:
+        raise RefusedError("log_line_prefix_template has no counterpart here: ranks write to this process's output as they are")
 
 
 def _port(value: int | str) -> int:

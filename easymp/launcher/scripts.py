@@ -10,9 +10,10 @@ from pathlib import Path
 
 from .. import env
 from ..errors import SettingError
-from . import agent
+from . import agent, binding
 from .devices import default_processes
 from .failure import RESTART, explain, signal_name
+from .place import Place
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 
@@ -24,19 +25,24 @@ def launch_script(
     *,
     module: bool = False,
     max_restarts: int = 0,
-    place: agent.Place | None = None,
+    place: Place | None = None,
+    grace: float = agent.GRACE,
+    numa: bool = True,
 ) -> int:
     """Run a script on several processes of this machine, and wait for it.
 
-    On failure the first failing rank's own traceback goes to stderr, last and alone.
+    On failure the first failing rank's own traceback goes to stderr, last and alone; where that rank is another node's, a line that
+    names it.
 
     Args:
         script: path, or with `module` the name after ``python -m``.
         arguments: the script's own, as they are.
-        processes: how many; None takes one an accelerator, or 1 without any.
+        processes: how many on this machine; None takes one an accelerator, or 1 without any.
         module: `script` is a module's name.
         max_restarts: how often all workers are started again after one failed.
         place: where the nodes meet; None for this machine alone.
+        grace: seconds that the ranks have to save themselves when a signal comes. A second signal, 2 seconds later or more, kills them.
+        numa: on Linux machines with several NUMA nodes, each rank runs on the cores of one; `binding` says which.
 
     Returns:
         0, or the exit code of the rank that failed first: 1 for an exception, n for ``sys.exit(n)``, 128 + n for signal n. 75 where a
@@ -44,34 +50,39 @@ def launch_script(
 
     Raises:
         SettingError: no such script, or an impossible number of processes.
+        WorldError: the nodes did not meet, or a port is taken.
     """
     processes = checked(processes)
     if max_restarts < 0:
         raise SettingError(f"max_restarts={max_restarts} is below 0: use 0 for no restart")
     if not module and not Path(script).is_file():
         raise SettingError(f"{script!r} is no file: pass the script's path, or -m and a module's name")
+    cores, threads = binding.plan(processes, numa)
     # elastic fills in ${local_rank} in arguments; a doubled $ comes out as the user's own.
-    words = [str(word).replace("$", "$$") for word in (WORKER, "module" if module else "script", script, *arguments)]
+    words = [str(word).replace("$", "$$") for word in (WORKER, "module" if module else "script", cores, script, *arguments)]
     flags = subprocess._args_from_interpreter_flags()  # -W, -X, -O … as multiprocessing hands them on
     try:
         agent.run(
             sys.executable,
             [*flags, *words],
             processes,
-            place=place or agent.Place(),
+            place=place or Place(),
             max_restarts=max_restarts,
             monitor_interval=0.1,
+            threads=threads,
             variables={},
+            grace=grace,
         )
     except agent.RanksFailed as error:
         sys.stdout.flush()
-        _say(explain(error.failures, error.size))
+        _say(explain(error.failures, error.size, error.node))
         return error.failures[0].exit_code
     except agent.Interrupted as error:
+        by = f"stopped by {signal_name(error.number)}{f' on {error.node}' * bool(error.node)}"
         if error.saved:
-            _say(f"stopped by {signal_name(error.number)}; the ranks saved their state and can be started again")
+            _say(f"{by}; the ranks saved their state and can be started again")
             return RESTART
-        _say(f"stopped by {signal_name(error.number)}")
+        _say(by)
         return 128 + error.number
     return 0
 

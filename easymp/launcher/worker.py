@@ -1,6 +1,7 @@
 """One rank of a launched script: runs it as python would, and on failure writes down how, instead of printing.
 
-Started by path, ``python worker.py script|module NAME arguments…``, so that it is found wherever the launcher was found.
+Started by path, ``python worker.py script|module CORES NAME arguments…``, so that it is found wherever the launcher was found. What CORES
+may be, `binding` says.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ FAREWELL = 30.0  # seconds that a failed rank has for its exit handlers, which m
 
 def main() -> NoReturn:
     """The process's whole life."""
-    kind, name, *arguments = sys.argv[1:]
+    kind, cores, name, *arguments = sys.argv[1:]
     root = str(Path(__file__).resolve().parent.parent.parent)
     sys.path[0] = root
     from easymp import env
-    from easymp.launcher import failure
+    from easymp.launcher import binding, failure
 
     error_file, rank = env.read("TORCHELASTIC_ERROR_FILE"), env.integer("RANK", 0)
     _die_with_launcher()
+    binding.bind(cores, env.integer("LOCAL_RANK", 0))
     if error_file:
         faulthandler.enable(file=open(Path(error_file).with_name(failure.FATAL), "w"))  # noqa: SIM115 (for good)
-        _say_restarted(env.integer("TORCHELASTIC_RESTART_COUNT", 0), env.integer("LOCAL_RANK", 0))
     code = 0
     try:
         _module(name, arguments) if kind == "module" else _script(name, arguments)
@@ -111,12 +112,6 @@ def _die_with_launcher() -> None:
     """On Linux: SIGTERM when the launcher dies without a word (prctl, PR_SET_PDEATHSIG = 1), so that no rank is orphaned."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
-def _say_restarted(count: int, local_rank: int) -> None:
-    if count and local_rank == 0:
-        sys.stderr.write(f"easymp launch: a rank failed; restart {count}\n")
-        sys.stderr.flush()
 
 
 def _hurry(code: int) -> None:

@@ -7,6 +7,8 @@ import argparse
 import pytest
 
 from easymp.cli import launch, main
+from easymp.launcher.place import Place
+from easymp.settings import resolve
 
 
 @pytest.fixture
@@ -20,22 +22,86 @@ def launched(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "args", "options"),
     [
-        ("train.py", ("train.py", [], None), {"module": False, "max_restarts": 0}),
-        ("--processes 2 train.py --lr 1", ("train.py", ["--lr", "1"], 2), {"module": False, "max_restarts": 0}),
-        ("-m pkg.train -m x", ("pkg.train", ["-m", "x"], None), {"module": True, "max_restarts": 0}),
-        (
-            "train.py --processes 9 --help",
-            ("train.py", ["--processes", "9", "--help"], None),
-            {"module": False, "max_restarts": 0},
-        ),
-        ("train.py a -- b --", ("train.py", ["a", "--", "b", "--"], None), {"module": False, "max_restarts": 0}),
-        ("-- train.py -- b", ("train.py", ["--", "b"], None), {"module": False, "max_restarts": 0}),
+        ("train.py", ("train.py", [], None), {}),
+        ("--processes 2 train.py --lr 1", ("train.py", ["--lr", "1"], 2), {}),
+        ("-m pkg.train -m x", ("pkg.train", ["-m", "x"], None), {"module": True}),
+        ("train.py --processes 9 --help", ("train.py", ["--processes", "9", "--help"], None), {}),
+        ("train.py --nodes 2 --config x", ("train.py", ["--nodes", "2", "--config", "x"], None), {}),
+        ("train.py a -- b --", ("train.py", ["a", "--", "b", "--"], None), {}),
+        ("-- train.py -- b", ("train.py", ["--", "b"], None), {}),
         ("--max-restarts 3 -m --processes 4 t", ("t", [], 4), {"module": True, "max_restarts": 3}),
+        ("--grace 90 --no-numa t.py", ("t.py", [], None), {"grace": 90.0, "numa": False}),
+        (
+            "--nodes 2 --main-address a:7 --node-rank 1 --wait 5 t.py",
+            ("t.py", [], None),
+            {"place": Place(2, 1, "a", 7, wait=5.0)},
+        ),
+        (
+            "--nodes 1:4 --main-address a t.py",
+            ("t.py", [], None),
+            {"place": Place(1, None, "a", 29500, most=4), "max_restarts": 3},
+        ),
+        ("--nodes 1:4 --main-address a --max-restarts 0 t.py", ("t.py", [], None), {"place": Place(1, None, "a", 29500, most=4)}),
     ],
 )
 def test_words(launched, words, args, options):
     assert main(["launch", *words.split()]) == 9
-    assert launched == [(args, options)]
+    plain = {"module": False, "max_restarts": 0, "place": Place(), "grace": 30.0, "numa": True}
+    assert launched == [(args, plain | options)]
+
+
+@pytest.mark.parametrize(
+    ("words", "why", "way"),
+    [
+        ("--node-rank 1", "says which of several machines this is", "--nodes"),
+        ("--nodes 2 --node-rank 1", "2 nodes must know where to meet", "--main-address"),
+        ("--nodes 2 --main-address a --node-rank 2", "node_rank=2 does not lie in 0 … 1 for 2 nodes", ""),
+        ("--nodes 1:4 --main-address a --node-rank -1", "node_rank=-1 does not lie in 0 … 3 for 1 to 4 nodes", ""),
+        ("--nodes two", "nodes='two' is no number of nodes", "use 2, or 1:4"),
+        ("--nodes 4:2", "nodes='4:2' is no number of nodes", "use 2, or 1:4"),
+        ("--nodes 0", "nodes='0' is no number of nodes", "use 2, or 1:4"),
+        ("--nodes 2 --main-address a:b", "main_address='a:b' is no address", "use HOST, HOST:PORT"),
+        ("--nodes 2 --main-address a:70000", "main_address='a:70000' has no possible port", "from 1 to 65535"),
+        ("--grace -1", "below the smallest possible value, 0", ""),
+        ("--max-restarts -1", "below the smallest possible value, 0", ""),
+        ("--processes 0", "below the smallest possible value, 1", ""),
+        ("--config nowhere.toml", "'nowhere.toml' is no file", "easymp config"),
+    ],
+)
+def test_wrong_words_are_refused_with_the_way_out(capsys, words, why, way):
+    assert main(["launch", *words.split(), __file__]) == 1
+    said = capsys.readouterr().err
+    assert why in said
+    assert way in said
+    assert said.count("\n") == 1
+
+
+def test_at_most_a_dozen_flags_of_ours():
+    parser = argparse.ArgumentParser(add_help=False)
+    launch.arguments(parser)
+    assert len([action for action in parser._actions if action.option_strings]) <= 12
+
+
+def test_the_file_of_config_is_the_launchers_and_the_workers(launched, tmp_path, monkeypatch):
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'seed = 3\n[launch]\nprocesses = 2\nnodes = "2"\nmain_address = "a"\nmain_port = 7\nmax_restarts = 1\nnuma = false\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    monkeypatch.setattr(launch, "launch_script", lambda *args, **options: seen.append((args, options, resolve().seed)) or 9)
+    assert main(["launch", "--config", "mine.toml", "--node-rank", "1", "--processes", "3", "t.py"]) == 9
+    (args, options, seed) = seen[0]
+    assert (args[2], options["place"], options["max_restarts"], options["numa"], seed) == (3, Place(2, 1, "a", 7), 1, False, 3)
+    assert resolve().seed is None
+    assert main(["launch", "--config", "mine.toml", "--nodes", "1", "t.py"]) == 9
+    assert seen[1][1]["place"] == Place(1, None, "127.0.0.1", 7)  # its main machine is another one
+
+
+def test_a_wrong_setting_is_said_once_and_before_anything_starts(tmp_path, capsys):
+    (tmp_path / "mine.toml").write_text("sed = 3\n")
+    assert main(["launch", "--config", str(tmp_path / "mine.toml"), __file__]) == 1
+    assert "mine.toml, line 1: 'sed' is no setting, did you mean 'seed'?" in capsys.readouterr().err
 
 
 def test_a_missing_script_is_said_in_a_sentence(capsys):
