@@ -37,6 +37,12 @@ class Exchange:
         if self._store is None:
             return [own]
         store, self._store = self._store, None
+        try:
+            return self._shared(store, own)
+        except RuntimeError:  # the world was left inside the block, or rank 0 and its store are gone
+            return [own]
+
+    def _shared(self, store: Any, own: Breakdown) -> list[Breakdown]:
         store.set(f"{self._key}/done/{own.rank}", json.dumps(asdict(own)))
         begun = [r for r in range(self._world.size) if store.check([f"{self._key}/begun/{r}"])]
         if begun[0] != own.rank:

@@ -90,7 +90,8 @@ class Profile(torch.profiler.profile):
         self._trial: tuple[Any, list[str], int] | None = None  # the recording of the first step, until there is a better one
         self._written: Path | None = None  # this cycle's trace
         self._taken: tuple[Any, Path | None] | None = None  # the last cycle that was recorded, and its trace
-        self._base = 0  # bytes on the device when it began
+        self._base = 0  # bytes on the device when it began, where torch tells
+        self._absolute = False  # whether peaks are of all that was allocated
         self._whole = False  # whether no step was complete, so that all there is counts as one
         self._marks = Marks(subject.targets)
         self._exchange = Exchange(subject.world)
@@ -199,12 +200,13 @@ class Profile(torch.profiler.profile):
             self.traces.append(self._written)
         except (OSError, RuntimeError) as error:
             logger.warning("rank %d: no trace in %s: %s", rank, self._place, error, main_process_only=False)
-        self._taken = self.profiler, self._written
+        self._taken, self._trial = (self.profiler, self._written), None
         assert self.profiler is not None
         recorded: Any = self.profiler.kineto_results
         recording = read(recorded.events(), frozenset(self._complete))
         if recording.kernels:
             self.breakdown.device = f"{self.use_device}:{recording.device}"
+            self._absolute = self.use_device == "cuda"
         if self._complete or not self.breakdown.steps:
             self._whole = not self._complete
             self.breakdown.add(recording, self._base if recording.kernels else 0)
@@ -240,7 +242,7 @@ class Profile(torch.profiler.profile):
     def _about_memory(self) -> list[str]:
         if not self.breakdown.peak:
             return []
-        what = f"allocated on {self.breakdown.device}" if self.breakdown.idle else "beyond what there was when recording began"
+        what = f"allocated on {self.breakdown.device}" if self._absolute else "beyond what there was when recording began"
         held = ", ".join(f"{name} {size(number)}" for name, number in self._state.items())
         return [f"memory: {what}", *([f"there at the end: {held}"] if held else [])]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -27,8 +28,11 @@ SPREAD: dict[str, tuple[int, tuple[str, ...], float]] = {
 }
 
 
-def test_a_few_updates_with_accumulation_on_two_processes(ranks: Ranks) -> None:
-    printed, silent = ranks(within, SCRIPT, *FP32, "--steps", "3", "--batch-size", "8", "--accumulation", "2", "--windows", "64")
+def test_a_few_updates_with_accumulation_on_two_processes(ranks: Ranks, tmp_path: Path) -> None:
+    few = ("--steps", "3", "--batch-size", "8", "--accumulation", "2", "--windows", "64", "--profile")
+    printed, silent = ranks(within, SCRIPT, *FP32, *few, env={"EASYMP_PROJECT_DIR": str(tmp_path)})
+    assert "profile of rank 0 of 2, 1 step of " in printed
+    assert {p.name for p in (tmp_path / "profile").iterdir()} == {"rank0-001.json", "rank1-001.json"}
     assert "2 per device × 2 processes × 2 accumulation = 8" in printed
     assert silent == ""
     assert 2.5 < number("validation", printed) < 6
