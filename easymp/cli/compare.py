@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -94,7 +95,11 @@ def run(args: argparse.Namespace) -> int:
     task = Task(args.script, args.arguments, args.module, args.timeout)
     total = len(chosen) * args.repeats
     told = _Telling(total, args.repeats)
-    found = compare(task, chosen, folder, repeats=args.repeats, seed=args.seed, metrics=args.metric, tell=told)
+    before = signal.signal(signal.SIGTERM, _interrupt)  # it ends the running ranks, too, and what is done is shown
+    try:
+        found = compare(task, chosen, folder, repeats=args.repeats, seed=args.seed, metrics=args.metric, tell=told)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     written = [write_json(found)]
     trouble = write_report(found, written)
     print(json.dumps(json.loads(written[0].read_text(encoding="utf-8")), indent=2) if args.json else words(found))
@@ -103,6 +108,10 @@ def run(args: argparse.Namespace) -> int:
     if trouble:
         print(wrap(trouble), file=sys.stderr)
     return 130 if found.interrupted else int(found.failed)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def words(found: Comparison) -> str:

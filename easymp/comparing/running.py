@@ -135,7 +135,7 @@ def _why(status: str, code: int, task: Task, folder: Path) -> str:
     if status == LATE:
         return f"stopped after {task.timeout:g} seconds (--timeout)"
     if status == INTERRUPTED:
-        return "stopped by Ctrl-C"
+        return "stopped by a signal"
     with open(folder / "output.txt", "rb") as output:
         output.seek(max(0, output.seek(0, 2) - TAIL))
         text = output.read().decode(errors="replace")

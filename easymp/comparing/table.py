@@ -30,7 +30,7 @@ class Row:
 
 def heads(summaries: Sequence[Summary], metrics: Sequence[Metric]) -> list[str]:
     """What stands over the columns, the plan's name first."""
-    return ["plan", "time", "ratio", f"{unit(summaries)}/s", "memory", *(metric.name for metric in metrics), "before"]
+    return ["plan", "time", "ratio", f"{unit(summaries)}/s", "memory", *(metric.name for metric in metrics), "start-up"]
 
 
 def unit(summaries: Sequence[Summary]) -> str:

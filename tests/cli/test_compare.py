@@ -88,7 +88,7 @@ def test_the_table_and_the_reason_of_a_failure(script: str, asked: list[Any], ca
     main(["compare", script, "--output", "out"])
     out = capsys.readouterr().out
     lines = out.splitlines()
-    assert lines[0].split() == ["time", "ratio", "samples/s", "memory", "loss", "before"]
+    assert lines[0].split() == ["time", "ratio", "samples/s", "memory", "loss", "start-up"]
     assert lines[1].split() == ["fp32", "10.0", "s", "1.00", "100", "1.0", "GiB", "1", "3", "s"]
     assert lines[2].split() == ["bf16", "–", "–", "–", "–", "–", "–"]
     assert lines[3] == "bf16 failed: RefusedError: no\\x1b[2J"
@@ -107,7 +107,7 @@ def test_json_is_one_object(script: str, asked: list[Any], capsys: pytest.Captur
 def test_an_interruption_is_130_and_shows_what_is_done(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    runs = [run(FP32, 10), run(BF16, None, why="stopped by Ctrl-C", status=INTERRUPTED)]
+    runs = [run(FP32, 10), run(BF16, None, why="stopped by a signal", status=INTERRUPTED)]
     monkeypatch.setattr("easymp.comparing.comparison.read", lambda folder: runs[0].record if "fp32" in str(folder) else None)
     ends = iter(runs)
 
@@ -119,7 +119,7 @@ def test_an_interruption_is_130_and_shows_what_is_done(
     monkeypatch.setattr(compare, "write_report", lambda found, written: "")
     assert main(["compare", script, "--precision", "fp32,bf16,O1", "--output", "out"]) == 130
     out, err = capsys.readouterr()
-    assert "bf16 interrupted: stopped by Ctrl-C" in out
+    assert "bf16 interrupted: stopped by a signal" in out
     assert "O1" not in out
     assert err.splitlines() == ["1/3 fp32 … finished after 14.0 s", "2/3 bf16 … interrupted after 3 s"]
 

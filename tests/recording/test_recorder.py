@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from easymp import Accelerator
 from easymp.comparing.records import read
+from easymp.recording import Recorder
 
 from ..conftest import Ranks
 
@@ -119,3 +121,40 @@ def test_nothing_is_written_and_nobody_listens_unless_asked(tmp_path: Path, monk
     assert train() == {"heard": False, "still": False}
     assert not list(tmp_path.iterdir())
     assert read(tmp_path) is None
+
+
+def test_on_an_accelerator_its_own_memory_and_its_own_clock_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device that is made up: what is asked of torch, and when; no GPU is here."""
+    asked = []
+
+    class Event:
+        def __init__(self, device: torch.device, enable_timing: bool) -> None:
+            asked.append(f"event {device} {enable_timing}")
+
+        def record(self) -> None:
+            asked.append("record")
+
+        def synchronize(self) -> None:
+            asked.append("wait")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1500.0
+
+    class Module:
+        memory_allocated = staticmethod(lambda device: 7 << 20)
+        max_memory_allocated = staticmethod(lambda device: 9 << 20)
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    with Accelerator(cpu=True, log_with="none") as acc:
+        world = SimpleNamespace(device=torch.device("cuda:0"), rank=0, size=1)
+        recorder = Recorder(str(tmp_path), SimpleNamespace(world=world, clock=acc._clock, plan=acc.plan))
+        for updates in (1, 2, 2, 3):  # of two optimizers
+            acc._clock.stepped(updates)
+        recorder.finish()
+        recorder.finish()
+    assert asked == ["event cuda:0 True"] * 2 + ["record"] * 3 + ["wait"]
+    record = read(tmp_path)
+    assert record is not None
+    assert (record.seconds, record.peak, record.device_memory) == (1.5, 9 << 20, True)
+    assert {count for _, count in record.memory} == {7 << 20}
