@@ -61,6 +61,13 @@ class Settings:
     )
     sources: Mapping[str, tuple[Source, str]] = field(default_factory=dict, compare=False, repr=False)
 
+    def __new__(cls, *values: Any, **named: Any) -> Settings:
+        """Notes what is passed, so that a default that is asked for counts; not of a copy, which passes all fields and their sources."""
+        made = super().__new__(cls)
+        given = {} if "sources" in named else {**dict(zip(NAMES, values)), **named}
+        object.__setattr__(made, "_asked", {name for name, value in given.items() if value is not None})
+        return made
+
     def __post_init__(self) -> None:
         for f in NAMES.values():
             object.__setattr__(self, f.name, checked(f, getattr(self, f.name), f"{f.name}="))
@@ -69,7 +76,7 @@ class Settings:
         """Where the value comes from, and the words for it, such as ``"EASYMP_SEED in the environment"``."""
         if name in self.sources:
             return self.sources[name]
-        if getattr(self, name) != NAMES[name].default:
+        if name in self._asked or getattr(self, name) != NAMES[name].default:  # type: ignore[attr-defined]
             return Source.ASKED, "asked for"
         return Source.DEFAULT, "default"
 
@@ -102,7 +109,7 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
     ``EASYMP_OVERRIDE`` wins over them all: it makes a script that names its settings run with others.
 
     Args:
-        given: a whole Settings object; what differs from the defaults counts as asked for.
+        given: a whole Settings object; what was passed to it, and is not None, counts as asked for.
         arguments: single settings; None means not given.
 
     Raises:

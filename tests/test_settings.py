@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -54,6 +55,16 @@ def test_argument_over_object_over_environment_over_file_over_default() -> None:
             settings = resolve(Settings(seed=3) if top >= 3 else None, seed=4 if top >= 4 else None)
         assert settings.seed == (None, 1, 2, 3, 4)[top]
         assert settings.source("seed") == (source, words)
+
+
+def test_a_default_that_is_asked_for_counts() -> None:
+    with env.override(EASYMP_FUSED="0", EASYMP_SEED="7"):
+        for settings in (Settings(fused=True, seed=None), copy.deepcopy(Settings(fused=True))):
+            assert (resolve(settings).fused, resolve(settings).seed) == (True, 7)
+            assert resolve(settings).source("fused") == (Source.ASKED, "asked for")
+        assert resolve(Settings("auto")).source("mixed_precision")[0] is Source.ASKED
+        other = dataclasses.replace(Settings(), timeout=5.0)  # which passes all fields
+        assert (resolve(other).fused, resolve(other).timeout) == (False, 5.0)
 
 
 def test_each_value_comes_from_its_own_place() -> None:
@@ -324,8 +335,5 @@ def test_precedence_whatever_is_given_where(given_in: dict[str, int]) -> None:
     with env.override(EASYMP_GRADIENT_ACCUMULATION_STEPS=str(given_in["environment"]) if "environment" in given_in else None):
         whole = Settings(**{name: given_in["object"]}) if "object" in given_in else None
         settings = resolve(whole, **{name: given_in.get("argument")})
-    # One micro-batch is the default: in a whole Settings object that is as good as not said.
     order = [given_in.get("argument"), given_in.get("object"), given_in.get("environment"), given_in.get("file"), 1]
-    if order[1] == 1:
-        order[1] = None
     assert getattr(settings, name) == next(value for value in order if value is not None)
