@@ -261,7 +261,7 @@ class Tracker(Protocol):
         ...
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
-        """Numbers, words, or small dicts of them; tensors have become numbers. `step` is the script's."""
+        """Numbers and words by name; tensors have become numbers. `step` is the script's, or the number of optimizer updates."""
         ...
 
     def finish(self) -> None:

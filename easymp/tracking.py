@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from .trackers.logbook import Logbook
 
 
+def __getattr__(name: str) -> Any:
+    """What scripts for Accelerate import from its module of this name."""
+    if name in ("GeneralTracker", "on_main_process"):
+        return getattr(trackers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 class Tracking:
     """init_trackers, log, get_tracker and trackers."""
 

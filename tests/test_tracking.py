@@ -177,6 +177,16 @@ def test_one_that_cannot_start_is_an_error_and_the_others_have_their_rows(tmp_pa
     assert [row["x"] for row in rows(tmp_path)] == [1]
 
 
+def test_one_that_cannot_start_keeps_no_checkpoint_from_being_saved(tmp_path: Path) -> None:
+    acc = Accelerator(cpu=True, project_dir=tmp_path, log_with=[Kept(start=OSError("no login")), "jsonl"])
+    acc.log({"x": 1})
+    acc.save_state()
+    with pytest.raises(TrackerError, match="no login"):
+        acc.log({"x": 2})  # said where the training goes on
+    acc.end_training()
+    assert [row["x"] for row in rows(tmp_path)] == [1, 2]
+
+
 def test_one_that_fails_later_is_said_once_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     acc = Accelerator(cpu=True, project_dir=tmp_path, log_with=[Kept(log=OSError("disk full"), finish=OSError("gone")), "jsonl"])
     for number in range(3):
@@ -233,6 +243,24 @@ def test_an_error_leaves_no_rank_waiting(ranks: Ranks, tmp_path: Path, how: str,
     assert [failure.type for failure in ended] == [main, other]
 
 
+def of_dtensors(folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+    with Accelerator(cpu=True, project_dir=folder) as acc:
+        mesh = init_device_mesh("cpu", (acc.num_processes,))
+        whole = distribute_tensor(torch.tensor(2.0), mesh, [Replicate()])
+        acc.log({"x": whole})
+        with pytest.raises(SettingError, match=r"each rank has a part: call x.full_tensor\(\) first"):
+            acc.log({"x": DTensor.from_local(torch.tensor(2.0), mesh, [Partial()])})
+
+
+@pytest.mark.slow
+def test_what_lies_on_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(of_dtensors, str(tmp_path))
+    assert [row["x"] for row in rows(tmp_path)] == [2.0]
+
+
 # -- resumed runs ------------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +287,17 @@ def test_back_to_an_earlier_checkpoint_in_one_process(tmp_path: Path) -> None:
         acc.load_state(place)
         acc.log({"x": 4})
     assert [row["x"] for row in rows(tmp_path)] == [1, 4]
+
+
+def test_a_tracker_that_is_asked_for_before_the_run_is_resumed(tmp_path: Path) -> None:
+    for number in range(2):
+        with Accelerator(cpu=True, project_dir=tmp_path) as acc:
+            path = acc.get_tracker("jsonl", unwrap=True)
+            acc.resume()
+            acc.log({"x": number})
+            acc.save_state()
+    assert path.name == "log-2.jsonl" and {p.name for p in tmp_path.glob("log*")} == {"log.jsonl", "log.json"}
+    assert [row["x"] for row in rows(tmp_path)] == [0, 1]
 
 
 def test_a_run_that_was_resumed_and_logs_nothing_passes_on_where_it_stands(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class JsonLines:
     def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         starts = self._go_on(position) if position is not None else None
         if starts is None:
-            self.finish()
+            self._leave()
             self.path, self._file = fresh_file(self._folder / run, ".jsonl")
             self._id, self._size, starts = uuid.uuid4().hex, 0, []
         starts.append({"time": time.time(), "config": config})
@@ -77,10 +77,18 @@ class JsonLines:
                 file.close()
             logger.warning("%s is not the file of the run that is resumed: its rows go to a new one", path)
             return None
-        self.finish()
+        self._leave()
         self._cut(path, file, position["bytes"])
         self._file, self.path, self._id = file, path, position["id"]
         return list(about["starts"])
+
+    def _leave(self) -> None:
+        """Lets go of the file, and of all of it where a tracker was asked for before the run was resumed and it has no rows."""
+        was_open = self._file is not None
+        self.finish()
+        if was_open and not self._size:
+            self.path.unlink()
+            _about(self.path).unlink()
 
     def _cut(self, path: Path, file: BinaryIO, size: int) -> None:
         there = os.fstat(file.fileno()).st_size

@@ -1,7 +1,8 @@
 """MLflow: a run in the experiment that the script names, at MLFLOW_TRACKING_URI, or in ``mlflow.db`` (SQLite) in the project's folder.
 
 It is the active run of MLflow's own functions, so that `mlflow.log_artifact` and its like go there. A run that goes on from a checkpoint
-goes on under the same id; values of steps that a metric has already stay as they are.
+goes on under the same id; values of steps that a metric has already stay as they are. Rows are sent about once a second, together, and the
+training waits for that request.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .rows import Row
 
 logger = get_logger(__name__)
 URI = "MLFLOW_TRACKING_URI"
-AT_ONCE = 100  # parameters in one request; MLflow takes so many, and ten times as many metrics
+AT_ONCE = 100  # parameters or tags in one request; MLflow takes no more
+METRICS_AT_ONCE = 1000
 LONGEST = 500  # characters of a parameter; what all versions of MLflow take
 
 
@@ -100,9 +102,11 @@ class MLflow:
                     tags[key] = RunTag(key, value)
                 elif row.step > self._known.get(key, -1):
                     metrics.append(Metric(key, float(value), int(row.time * 1000), row.step))
-        for begin in range(0, max(len(metrics), len(tags)), AT_ONCE):
-            part = slice(begin, begin + AT_ONCE)
-            self._client.log_batch(self.run.info.run_id, metrics=metrics[part], tags=list(tags.values())[part])
+        for begin in range(0, len(metrics), METRICS_AT_ONCE):
+            self._client.log_batch(self.run.info.run_id, metrics=metrics[begin : begin + METRICS_AT_ONCE])
+        words = list(tags.values())
+        for begin in range(0, len(words), AT_ONCE):
+            self._client.log_batch(self.run.info.run_id, tags=words[begin : begin + AT_ONCE])
 
     def position(self) -> dict[str, Any]:
         return {"id": self.run.info.run_id}

@@ -6,6 +6,7 @@ steps than the checkpoint's; the files keep it. Another run of that name gets a 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,10 @@ class TensorBoard:
     def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional package
 
-        self.finish()
+        if self.writer is not None:
+            self.finish()
+            if self._last is None:  # a tracker was asked for before the run was resumed: nothing is in it
+                shutil.rmtree(self.logging_dir)
         purge = None
         if position is not None and (self._folder / position["folder"]).is_dir():
             self.logging_dir, self._last = self._folder / position["folder"], position["step"]

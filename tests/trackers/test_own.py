@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from easymp import Accelerator, GeneralTracker
-from easymp.trackers import on_main_process
+from easymp.logging import get_logger
+from easymp.tracking import GeneralTracker as TheirName
+from easymp.tracking import on_main_process
 
 
 class Theirs(GeneralTracker):
@@ -67,6 +69,10 @@ def test_accelerates() -> None:
     config, *said = mine.said
     assert (config["lr"], config["model/depth"], config["easymp/plan/precision"]) == (0.1, 2, "fp32")
     assert said == [({"loss": 1.0}, 3, False), ({"loss": 2.0}, 4, True)]
+
+
+def test_the_modules_have_the_names_that_accelerates_have() -> None:
+    assert TheirName is GeneralTracker and get_logger(__name__)
 
 
 def test_one_that_resumes(tmp_path: Path) -> None:

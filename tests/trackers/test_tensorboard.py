@@ -65,6 +65,16 @@ def test_a_run_that_was_killed_goes_on(ranks: Ranks, tmp_path: Path, processes: 
     assert scalars(tmp_path / "run", "half/of it") == [(n, n / 2) for n in range(1, UPDATES + 1)]
 
 
+def test_one_that_is_asked_for_before_the_run_is_resumed(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        with Accelerator(cpu=True, project_dir=tmp_path, log_with="tensorboard") as acc:
+            assert acc.trackers
+            acc.resume()
+            acc.log({"x": value}, step=int(value))
+            acc.save_state()
+    assert scalars(tmp_path / "log", "x") == [(1, 1.0), (2, 2.0)] and not (tmp_path / "log-2").exists()
+
+
 def test_another_run_of_that_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         with Accelerator(cpu=True, project_dir=tmp_path, log_with="tensorboard") as acc:
