@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from easymp import Accelerator, CompileOptions, ProfileKwargs
 from easymp.errors import RefusedError, SettingError, StepError
@@ -240,6 +242,25 @@ def test_what_is_prepared_inside_is_marked_from_the_next_step_on(tmp_path: Path)
         acc.backward(model(torch.randn(2, 3)).sum())
     acc.close()
     assert names(prof)["forward"] == 1
+
+
+class Slow(Dataset):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.01)
+        return torch.ones(8)
+
+
+def test_a_loader_that_makes_the_step_wait_is_named(script: Script) -> None:
+    loader = script.acc.prepare(DataLoader(Slow(), 2))
+    with script.acc.profile() as prof:
+        for x in loader:
+            script.step(x)
+    assert prof.breakdown.each("data wait") >= 20e6
+    assert "of the step is data wait." in prof.summary()
+    assert re.search(r"The loader makes the step wait [0-9.]+ ms: num_workers=2 or more", prof.summary())
 
 
 def test_training_is_the_same_with_a_profile(tmp_path: Path) -> None:

@@ -59,6 +59,22 @@ def test_all_ranks_or_one(ranks: Any, tmp_path: Path) -> None:
     assert {"gloo:all_reduce", "easymp: backward"} <= names
 
 
+def outlived(folder: str) -> str:
+    acc = Accelerator(cpu=True, mixed_precision="no")
+    with acc.profile(ProfileKwargs(output_trace_dir=folder)) as prof:
+        model = acc.prepare(make("mlp"))
+        for _ in range(3):
+            acc.backward(model(torch.randn(4, 12)).sum())
+            prof.step()
+        acc.end_training()
+    return prof.summary()
+
+
+def test_a_training_that_ends_inside_the_block(ranks: Any, tmp_path: Path) -> None:
+    for rank, text in enumerate(ranks(outlived, str(tmp_path))):
+        assert text.startswith(f"profile of rank {rank} of 2, 3 steps")
+
+
 def in_a_way(strategy: str, options: dict[str, Any], folder: str) -> Any:
     with Accelerator(
         cpu=True, mixed_precision="no", strategy=strategy, strategy_options=options or None, gradient_accumulation_steps=1
