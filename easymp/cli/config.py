@@ -81,8 +81,8 @@ class Terminal:
 
     def text(self, text: str) -> None:
         for line in text.splitlines():
-            colour = COLOURS.get(line[:1])
-            print(paint(plain(line), colour) if colour else plain(line))
+            colour, words = COLOURS.get(line[:1]), plain(line.expandtabs())
+            print(paint(words, colour) if colour else words)
 
     def ask(self, prompt: str) -> str:
         try:

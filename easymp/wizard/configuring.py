@@ -150,7 +150,7 @@ def _show(screen: Screen, text: str, there: Target) -> None:
         screen.say(f"{there.path}", strong=True)
         screen.text(text)
         return
-    old, new = there.before.decode().split("\n"), text.split("\n")
+    old, new = (words.replace("\r\n", "\n").split("\n") for words in (there.before.decode(), text))
     difference = list(difflib.unified_diff(old, new, str(there.path), f"{there.path} (new)", lineterm=""))
     if difference:
         screen.say(f"What changes in {there.path}", strong=True)

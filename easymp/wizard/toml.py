@@ -16,8 +16,8 @@ WIDTH = 78
 HERE = "# Here: "  # begins a comment that the wizard may replace with its value; it goes on in lines that begin with MORE
 MORE = "#   "
 HEAD = """\
-# What this project asks of its runs. Arguments in a script and EASYMP_ variables win
-# over it. Written by `easymp config`, which can be run again, and yours to edit.
+# What this project asks of its runs; arguments in a script and variables that
+# begin with EASYMP_ win over it. Written by `easymp config`, and yours to edit.
 """
 # Of settings that have no default value, one that shows how they are written.
 EXAMPLES: Mapping[str, Any] = {

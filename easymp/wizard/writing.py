@@ -44,6 +44,8 @@ def target(path: Path, writable: bool = True) -> Target:
             raise SettingError(f"there is no folder {folder} for {path}: make it first, or name another file by --file")
         if path.is_dir():
             raise SettingError(f"{path} is a folder: name a file by --file, such as {path / 'easymp.toml'}")
+        if path.exists() and not path.is_file():
+            raise SettingError(f"{path} is no ordinary file, and would be replaced by one: name another by --file")
         before = path.read_bytes() if path.exists() else None
         if writable:
             with tempfile.TemporaryFile(dir=folder, prefix=".easymp-"):
@@ -65,11 +67,11 @@ def write(there: Target, text: str) -> Path | None:
     try:
         if (place.read_bytes() if place.exists() else None) != there.before:
             raise SettingError(f"{there.path} was changed meanwhile and is left as it is: run the command again")
-        kept = None if there.before is None else _keep(place, there.before)
-        mode = None if there.before is None else place.stat().st_mode & 0o7777
+        like = None if there.before is None else place.stat()
+        kept = None if like is None else _keep(place, there.before or b"", like)
         temporary = place.with_name(f".{place.name}-{os.getpid()}")
         try:
-            _put(temporary, text.encode(), mode)
+            _put(temporary, text.encode(), like)
             os.replace(temporary, place)
         except BaseException:  # KeyboardInterrupt, too
             temporary.unlink(missing_ok=True)
@@ -82,30 +84,36 @@ def write(there: Target, text: str) -> Path | None:
     return kept
 
 
-def _keep(place: Path, content: bytes) -> Path:
+def _keep(place: Path, content: bytes, like: os.stat_result) -> Path:
     """A copy beside it, under the first name that is free."""
     for number in count():
         name = place.with_name(f"{place.name}.bak{f'.{number}' if number else ''}")
         try:
-            _put(name, content, place.stat().st_mode & 0o7777)
+            _put(name, content, like)
         except FileExistsError:
             continue
         return name
     raise AssertionError("numbers do not end")
 
 
-def _put(path: Path, content: bytes, mode: int | None) -> None:
-    """A new file with this content, on the disk; or none."""
+def _put(path: Path, content: bytes, like: os.stat_result | None) -> None:
+    """A new file with this content, on the disk; or none. Others may do with it what they may with the file `like`."""
     with open(path, "xb") as file:
         try:
-            if mode is not None:
-                os.chmod(path, mode)
+            if like is not None:
+                _give(path, like)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         except BaseException:
             path.unlink()
             raise
+
+
+def _give(path: Path, like: os.stat_result) -> None:
+    if os.name == "posix" and os.geteuid() == 0:  # nobody else may give files away
+        os.chown(path, like.st_uid, like.st_gid)
+    os.chmod(path, like.st_mode & 0o7777)
 
 
 def _sync_folder(folder: Path) -> None:

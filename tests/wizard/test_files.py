@@ -266,6 +266,7 @@ def test_a_variable_that_wins_over_the_file_is_named(monkeypatch: pytest.MonkeyP
         ("file/easymp.toml", "there is no folder .*file for file/easymp.toml"),
         (".", r"\. is a folder: name a file by --file, such as easymp.toml"),
         ("/proc/easymp.toml", "/proc/easymp.toml cannot be written: "),
+        (os.devnull, "is no ordinary file, and would be replaced by one: name another by --file"),
     ],
 )
 def test_a_place_that_cannot_be_written_is_said_before_anything_is_asked(path: str, words: str) -> None:
@@ -313,6 +314,14 @@ def test_a_file_that_changed_meanwhile_is_left_alone() -> None:
     with pytest.raises(SettingError, match=r"easymp\.toml was changed meanwhile and is left as it is: run the command again"):
         write(there, "seed = 2\n")
     assert [path.name for path in Path().iterdir()] == ["easymp.toml"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_root_leaves_a_file_to_its_owner() -> None:
+    FILE.write_text("seed = 1\n")
+    os.chown(FILE, 65534, 65534)
+    write(target(FILE), "seed = 2\n")
+    assert [(path.stat().st_uid, path.stat().st_gid) for path in (FILE, Path("easymp.toml.bak"))] == [(65534, 65534)] * 2
 
 
 def test_links_and_modes_stay() -> None:
