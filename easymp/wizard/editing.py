@@ -20,7 +20,7 @@ from .case import KNOWN
 from .toml import HERE, MORE, block, here, literal, unset
 
 # A value on one line: a string of either kind, or anything up to a comment.
-VALUE = r"""("(?:[^"\\]|\\.)*"|'[^']*'|[^#\s,}]+)"""
+VALUE = r"""(\"{3}.*?\"{3}|'{3}.*?'{3}|"(?:[^"\\]|\\.)*"|'[^']*'|[^#\s,}]+)"""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,8 @@ def _inline(lines: list[str], statement: Statement) -> bool:
 
 def _without(lines: list[str], name: str) -> list[str]:
     found = _find(lines, name)
-    assert found is not None  # its value has been read
+    if found is None:  # a line before it was written in a way not known here: what comes of that is not taken
+        return lines
     if _inline(lines, found):
         table = {key: value for key, value in found.content[LAUNCH].items() if key != name}
         return [*lines[: found.start], _table(lines, found, table), *lines[found.end :]]
@@ -139,7 +140,8 @@ def _with(lines: list[str], name: str, value: Any, why: str) -> list[str]:
         re.sub(rf"""(\b{name}["']?\s*=\s*){VALUE}""", lambda m: m[1] + literal(KNOWN[name], value), lines[found.start], count=1)
     ]
     if found.end > found.start + 1:
-        own = [f"{name} = {literal(KNOWN[name], value)}"]
+        comment = re.search(r"""(?:"{3}|'{3})\s*(#.*)$""", lines[found.end - 1])
+        own = [f"{name} = {literal(KNOWN[name], value)}" + (f"  {comment[1]}" if comment else "")]
     start = _reason(lines, found.start)
     reason = here(why) if start < found.start else []
     return [*lines[:start], *reason, *own, *lines[found.end :]]
@@ -162,15 +164,17 @@ def _table(lines: list[str], statement: Statement, values: Mapping[str, Any]) ->
 
 def _added(lines: list[str], name: str, value: Any, why: str) -> list[str]:
     """A setting that is not there yet: in place of the line that shows its default, or after its table's last one."""
-    if unset(name) in lines:
-        at = lines.index(unset(name))
-        return [*lines[: _reason(lines, at)], *here(why), f"{name} = {literal(KNOWN[name], value)}", *lines[at + 1 :]]
     statements = list(_statements(lines))
+    below = [each for each in statements if each.table == LAUNCH]
+    header = below[0].start if below else len(lines)
+    first, last = (header, len(lines)) if name in LAUNCHING else (0, header)
+    if unset(name) in lines[first:last]:
+        at = lines.index(unset(name), first)
+        return [*lines[: _reason(lines, at)], *here(why), f"{name} = {literal(KNOWN[name], value)}", *lines[at + 1 :]]
     if name not in LAUNCHING:
         top = [each.end for each in statements if not each.table]
         at = top[-1] if top else _head(lines)
         return [*lines[:at], *_apart(lines[:at], block(name, value, why)), *_gap(lines[at:])]
-    below = [each for each in statements if each.table == LAUNCH]
     if below:
         at = below[-1].end
         return [*lines[:at], *block(name, value, why), *lines[at:]]
