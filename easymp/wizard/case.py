@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RefusedError, SettingError
+from ..launcher.place import read_nodes
 from ..plan import Plan, make_plan
 from ..protocols import Source
 from ..settings import LAUNCHING, NAMES, Settings
@@ -60,7 +61,7 @@ class Case:
     @property
     def nodes(self) -> tuple[int, int]:
         """At least, and at most: as said, or as many as were announced."""
-        return node_range(self.get("nodes") or str(self.machine.nodes))
+        return read_nodes(self.get("nodes") or str(self.machine.nodes))
 
     @property
     def world(self) -> int:
@@ -101,19 +102,3 @@ class Case:
     def _settings(self) -> Settings:
         values = {name: value for name, value in self.values.items() if name in NAMES}
         return Settings(**values, sources={name: (Source.ASKED, self.origins[name]) for name in values if name in self.origins})
-
-
-def node_range(text: str) -> tuple[int, int]:
-    """``"2"`` is exactly two nodes, ``"1:4"`` from one to four.
-
-    Raises:
-        SettingError: neither of the two.
-    """
-    least, colon, most = str(text).partition(":")
-    try:
-        found = int(least), int(most if colon else least)
-    except ValueError:
-        raise SettingError(f"nodes = {text!r} is no number of machines: use one such as 2, or 1:4 for one to four") from None
-    if found[0] < 1 or found[1] < found[0]:
-        raise SettingError(f"nodes = {text!r} must be at least 1, and the second number at least the first")
-    return found

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SettingError
+from ..launcher.place import read_nodes
 from ..precision import PRECISIONS
 from ..protocols import Facts
 from ..values import checked
-from .case import AUTO, KNOWN, Case, node_range
+from .case import AUTO, KNOWN, Case
 from .places import unusable
 
 # A few words each, for who has to choose.
@@ -95,7 +96,7 @@ def _processes(question: Question, text: str) -> int | None:
 def _nodes(question: Question, text: str) -> str | None:
     if text.lower() == AUTO:
         return None
-    least, most = node_range(text)
+    least, most = read_nodes(text)
     return f"{least}:{most}" if least < most else str(most)
 
 

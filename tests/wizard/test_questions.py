@@ -12,12 +12,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from easymp.errors import RefusedError, SettingError
+from easymp.launcher.place import read_nodes
 from easymp.plan import make_plan
 from easymp.precision import PRECISIONS
 from easymp.settings import NAMES, Launching, Settings, resolve, resolve_launching
 from easymp.strategies import STRATEGIES
 from easymp.wizard import QuitError, case, read_ahead
-from easymp.wizard.case import node_range
 from easymp.wizard.looking import facts
 from easymp.wizard.measuring import Measurement, Speed
 from easymp.wizard.questions import PRECISION, QUESTIONS, STRATEGY
@@ -123,9 +123,9 @@ WRONG = [
     ("2xRTX 3090", "processes", "3", "has 2 NVIDIA GeForce RTX 3090: two processes on one device .* Start at most 2 here"),
     ("2xRTX 3090", "processes", "0", "0 is below the smallest possible value, 1."),
     ("2xRTX 3090", "processes", "two", "'two' is not a whole number."),
-    ("2xRTX 3090", "nodes", "0", "nodes = '0' must be at least 1"),
-    ("2xRTX 3090", "nodes", "4:2", "nodes = '4:2' must be at least 1, and the second number at least the first."),
-    ("2xRTX 3090", "nodes", "many", "nodes = 'many' is no number of machines: use one such as 2, or 1:4"),
+    ("2xRTX 3090", "nodes", "0", "nodes='0' is no number of nodes: use 2, or 1:4"),
+    ("2xRTX 3090", "nodes", "4:2", "nodes='4:2' is no number of nodes: use 2, or 1:4"),
+    ("2xRTX 3090", "nodes", "many", "nodes='many' is no number of nodes"),
     ("2xRTX 3090", "strategy", "single", "'single' is for one process, and 2 were started.*; use strategy='ddp'"),
     ("2xRTX 3090", "strategy", "fsdb", "did you mean 'fsdp'?"),
     ("laptop CPU", "gradient_accumulation_steps", "0", "0 is below the smallest possible value, 1."),
@@ -240,7 +240,7 @@ def test_an_answer_ahead_that_cannot_be_had_is_asked_again_or_refused() -> None:
         ("precision=bf16", r"'precision' is no setting, did you mean 'mixed_precision'\? Known: mixed_precision, .*max_restarts"),
         ("seed", "there is no value; write --set seed=VALUE"),
         ("seed=x", r"^--set seed=x: 'x' is not a whole number"),
-        ("nodes=x", r"^--set nodes=x: nodes = 'x' is no number of machines"),
+        ("nodes=x", r"^--set nodes=x: nodes='x' is no number of nodes"),
         ("=", r"'' is no setting\. Known"),
     ],
 )
@@ -345,4 +345,4 @@ def test_the_file_reads_as_what_was_answered(name: str, answers: dict[str, str],
 
 
 def _most(expected: dict[str, object]) -> int:
-    return node_range(str(expected.get("nodes") or "1"))[1]
+    return read_nodes(str(expected.get("nodes") or "1"))[1]
