@@ -164,10 +164,11 @@ class Scaler:
     def _on(self, device: torch.device) -> Tensor:
         if self._scale is None:
             start = self._pending
-            size = torch.tensor([start["scale"]], dtype=torch.float32).view(torch.int32)
-            self._state = torch.cat([size, torch.tensor([start["good"], start["patience"]], dtype=torch.int32)]).to(device)
-            self._scale = self._state[:1].view(torch.float32)[0]
+            self._state = torch.empty(3, dtype=torch.int32, device=device)
             _, self._good, self._patience = self._state.unbind()
+            self._scale = self._state[:1].view(torch.float32)[0].fill_(start["scale"])
+            self._good.fill_(start["good"])
+            self._patience.fill_(start["patience"])
         return self._scale
 
     # -- the gradients ------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from easymp.errors import KernelError
 
 from .compiled import CompiledLauncher
 from .test_rules import LAMB_GROUP, LION_GROUP, NOVOGRAD_GROUP, Plain
+from .test_scale import LAWS, moves_as_by_torch
 
 pytestmark = pytest.mark.gpu
 
@@ -110,6 +111,11 @@ def test_each_rule_as_on_a_cpu(launcher, rule, gradient, parameter, state, misal
         one, other = mine.optimizer.state[p], reference.optimizer.state[q]
         assert one.keys() == other.keys()
         assert_same([one[key] for key in one], [other[key] for key in one], parameter)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_the_loss_scale_moves_as_on_a_cpu(launcher, law):
+    moves_as_by_torch(law, launcher, "cuda")
 
 
 def test_rounding_at_random_is_the_same_on_both(launcher):
