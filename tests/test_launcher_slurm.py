@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from easymp.cli import main
 from easymp.errors import SettingError
-from easymp.launcher.slurm import Asked, asked, batch_script, beside, place, submit
+from easymp.launcher import launch
+from easymp.launcher.slurm import Asked, asked, batch_script, meet, submit
 
 from .test_slurm import BATCH, STEP, TASK
 from .test_slurm import slurm as slurm
@@ -117,6 +119,10 @@ def test_a_run_that_saved_itself_goes_back_into_the_queue(tmp_path, code, requeu
     assert done.stdout.splitlines() == ["srun --cpus-per-task=4", *["scontrol requeue 17"] * requeued]
 
 
+def test_a_job_that_must_not_be_requeued_is_not():
+    assert "scontrol" not in batch_script("train", ["train.py"], ["--no-requeue"], processes=1)
+
+
 def test_submitting_is_sbatch_s(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SettingError, match="sbatch is not on PATH: run this on the cluster's login node"):
@@ -130,33 +136,105 @@ def test_submitting_is_sbatch_s(tmp_path, monkeypatch, capfd):
 
 # -- where launchers meet ----------------------------------------------------------------------------------------------
 
+ONE_A_NODE = {**STEP, "SLURM_TASKS_PER_NODE": "1(x8)", "SLURM_NODEID": 5, "SLURM_LOCALID": 0}
+
+
+def met(nodes: str | None = None, node_rank: int | None = None, address: str | None = None, port: int | None = None) -> tuple:
+    found, variables = meet(nodes, node_rank, address, port, 600.0)
+    return found.nodes, found.most, found.node_rank, found.address, found.port, variables
+
 
 @pytest.mark.parametrize(
-    ("changes", "nodes", "rank", "variables"),
+    ("changes", "said", "place"),
     [
-        ({**STEP, "SLURM_TASKS_PER_NODE": "1(x8)", "SLURM_NODEID": 5, "SLURM_LOCALID": 0}, 8, 5, {}),
-        ({**STEP, "SLURM_TASKS_PER_NODE": "4(x2)"}, 8, 5, {"EASYMP_LAUNCHER": "1 of 4"}),
+        (ONE_A_NODE, {}, (8, None, 5, "n007", 15345, {})),
+        (ONE_A_NODE, {"nodes": "8"}, (8, None, 5, "n007", 15345, {})),
+        (ONE_A_NODE, {"nodes": "2:9"}, (2, 9, 5, "n007", 15345, {})),
+        # what is said goes before what Slurm says
+        (ONE_A_NODE, {"node_rank": 3}, (8, None, 3, "n007", 15345, {})),
+        (ONE_A_NODE, {"port": 4000}, (8, None, 5, "n007", 4000, {})),
+        (ONE_A_NODE, {"address": "10.1.1.1"}, (8, None, 5, "10.1.1.1", 15345, {})),
+        (ONE_A_NODE, {"address": "10.1.1.1:4000"}, (8, None, 5, "10.1.1.1", 4000, {})),
+        # several tasks on a machine
+        ({**STEP, "SLURM_TASKS_PER_NODE": "4(x2)"}, {}, (8, None, 5, "n007", 15345, {"EASYMP_LAUNCHER": "1 of 4"})),
+        # alone
+        (dict.fromkeys(TASK), {}, (1, None, None, "127.0.0.1", None, {})),
+        ({"SLURM_PROCID": 0, "SLURM_NTASKS": 1}, {}, (1, None, None, "127.0.0.1", None, {})),
+        (BATCH, {}, (1, None, None, "127.0.0.1", None, {})),
+        ({**BATCH, "SLURM_JOB_NUM_NODES": 2}, {"nodes": "1"}, (1, None, None, "127.0.0.1", None, {})),
     ],
 )
-def test_each_task_s_launcher_counts_as_a_node(slurm, changes, nodes, rank, variables):
+def test_each_task_s_launcher_counts_as_a_node(slurm, changes, said, place):
     slurm(**changes)
-    found = place()
-    assert (found.nodes, found.node_rank, found.address, found.port) == (nodes, rank, "n007", 15345)
-    assert beside() == variables
+    assert met(**said) == place
 
 
-@pytest.mark.parametrize(
-    "changes", [dict.fromkeys(TASK), {"SLURM_PROCID": 0, "SLURM_NTASKS": 1}, BATCH, {**BATCH, "SLURM_JOB_NUM_NODES": 1}]
-)
-def test_a_launcher_that_is_alone(slurm, changes):
-    slurm(**changes)
-    assert place() is None
-    assert beside() == {}
-
-
-def test_a_batch_script_that_forgets_srun_would_leave_nodes_idle(slurm):
+def test_what_does_not_fit_is_said(slurm):
     slurm(**BATCH, SLURM_JOB_NUM_NODES=2)
     with pytest.raises(
         SettingError, match="Slurm's job has 2 nodes, and its batch script runs on the first one only: write srun"
     ):
-        place()
+        met()
+    slurm(**ONE_A_NODE)
+    with pytest.raises(SettingError, match="nodes='2', but Slurm's srun started 8 tasks: ask it for as many, one on each node"):
+        met("2")
+    with pytest.raises(SettingError, match="nodes='1', but"):  # not eight trainings
+        met("1")
+
+
+def test_a_script_that_launches_itself_does_not_in_a_task(slurm):
+    slurm(**STEP)
+    assert launch(2) is None  # it would end this process
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return "train.py"
+
+
+def printed(capsys, *words: str) -> tuple[list[str], list[str]]:
+    """The options of the script that is printed, and what `easymp launch` is told in it."""
+    assert main(["launch", *words]) == 0
+    text = capsys.readouterr().out
+    (srun,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    told = shlex.split(srun)
+    return lines(text), told[told.index("launch") + 1 :]
+
+
+def test_command(train, capsys, monkeypatch):
+    options, told = printed(
+        capsys, "--slurm", "print -p gpu", "--processes", "2", "--nodes", "3", "--grace", "90", train, "--lr", "1"
+    )
+    assert {"--job-name=train", "--nodes=3", "--gpus-per-node=2", "--signal=USR1@120", "-p gpu"} <= set(options)
+    assert told == ["--processes", "2", "--nodes", "3", "--grace", "90.0", train, "--lr", "1"]
+    monkeypatch.setenv("EASYMP_CPU", "1")
+    options, told = printed(capsys, "--slurm=", "--processes", "2", "--no-numa", "-m", "pkg.train")
+    assert {"--job-name=train", "--nodes=1", "--cpus-per-task=2"} <= set(options)
+    assert told == ["--processes", "2", "--no-numa", "-m", "pkg.train"]
+
+
+def test_command_takes_the_project_s_word(train, capsys, tmp_path):
+    (tmp_path / "easymp.toml").write_text('cpu = true\n[launch]\nprocesses = 3\nnodes = "2"\n')
+    options, told = printed(capsys, "--slurm", "print", train)
+    assert {"--nodes=2", "--cpus-per-task=3"} <= set(options)
+    assert not [option for option in options if "gpu" in option]
+    assert told == ["--processes", "3", train]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["print", "nowhere.py"], "'nowhere.py' is no file"),
+        (["print", "train.py"], "say how many processes each is to run"),
+        (["print", "--node-rank", "1", "train.py"], "--node-rank 1 is one node's, and --slurm starts them all"),
+        (["prnt", "train.py"], "it takes print or submit"),
+    ],
+)
+def test_command_that_cannot_be(train, capsys, words, said):
+    assert main(["launch", "--slurm", *words]) == 1
+    assert said in capsys.readouterr().err

@@ -11,6 +11,10 @@ on each of several machines, with the address of the first and a number of its o
   easymp launch --nodes 2 --main-address node-a --node-rank 0 train.py
   easymp launch --nodes 1:4 --main-address node-a train.py    machines may come and go
 
+on a cluster with Slurm: one task a node in a job, or a batch script for it:
+  srun easymp launch train.py
+  easymp launch --slurm "submit --time=8:00:00" --processes 4 train.py
+
 What is not given is looked up in the table [launch] of easymp.toml.
 """
 
@@ -20,8 +24,9 @@ import argparse
 from pathlib import Path
 
 from .. import env, settings
-from ..launcher import launch_script
-from ..launcher.place import place
+from ..errors import SettingError
+from ..launcher import launch_script, slurm
+from ..launcher.scripts import check_script
 from ..project_file import VARIABLE
 
 RESTARTS = 3  # where nodes may come and go: each that goes takes the others' ranks with it
@@ -44,6 +49,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--grace", type=float, metavar="SECONDS", help="that workers have to save themselves when a signal comes (30)")
     add("--no-numa", action="store_const", const=False, dest="numa", help="workers may use the cores of all NUMA nodes")
+    add("--slurm", metavar="WORDS", help="print or submit: a batch script for Slurm; after the word, options of sbatch for it")
     add("--config", metavar="FILE", help="a project file in place of easymp.toml, for the workers too")
     add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="the script's path")
@@ -61,10 +67,12 @@ def run(args: argparse.Namespace) -> int:
         grace=args.grace,
         numa=args.numa,
     )
-    meeting = place(wanted.nodes, args.node_rank, wanted.main_address, wanted.main_port, wanted.wait)
-    restarts = wanted.max_restarts if wanted.max_restarts is not None else RESTARTS if meeting.elastic else 0
     with env.override(**{VARIABLE: str(Path(args.config).resolve())} if args.config else {}):
         settings.resolve()  # what is wrong in it is said once, and not by each worker
+        if args.slurm is not None:
+            return _slurm(args, wanted)
+        meeting, variables = slurm.meet(wanted.nodes, args.node_rank, wanted.main_address, wanted.main_port, wanted.wait)
+        restarts = wanted.max_restarts if wanted.max_restarts is not None else RESTARTS if meeting.elastic else 0
         return launch_script(
             args.script,
             args.arguments,
@@ -74,4 +82,36 @@ def run(args: argparse.Namespace) -> int:
             place=meeting,
             grace=wanted.grace,
             numa=wanted.numa,
+            variables=variables,
         )
+
+
+def _slurm(args: argparse.Namespace, wanted: settings.Launching) -> int:
+    asked = slurm.asked(args.slurm)
+    check_script(args.script, args.module)
+    if args.node_rank is not None:
+        raise SettingError(f"--node-rank {args.node_rank} is one node's, and --slurm starts them all: leave it out")
+    flags = {
+        "--processes": wanted.processes,
+        "--nodes": args.nodes,
+        "--main-address": args.main_address,
+        "--wait": args.wait,
+        "--max-restarts": args.max_restarts,
+        "--grace": args.grace,
+        "--config": args.config,
+    }
+    words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
+    words += ["--no-numa"] * (args.numa is False) + ["-m"] * args.module
+    text = slurm.batch_script(
+        args.script.rpartition(".")[2] if args.module else Path(args.script).stem,
+        [*words, args.script, *args.arguments],
+        asked.options,
+        processes=wanted.processes,
+        nodes=wanted.nodes,
+        gpus=not settings.resolve().cpu,
+        grace=wanted.grace,
+    )
+    if asked.action == "submit":
+        return slurm.submit(text)
+    print(text, end="")
+    return 0

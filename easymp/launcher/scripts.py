@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import env
 from ..errors import SettingError
+from ..slurm import read_task
 from . import agent, binding
 from .devices import default_processes
 from .failure import RESTART, explain, signal_name
@@ -28,6 +29,7 @@ def launch_script(
     place: Place | None = None,
     grace: float = agent.GRACE,
     numa: bool = True,
+    variables: Mapping[str, str | None] | None = None,
 ) -> int:
     """Run a script on several processes of this machine, and wait for it.
 
@@ -43,6 +45,7 @@ def launch_script(
         place: where the nodes meet; None for this machine alone.
         grace: seconds that the ranks have to save themselves when a signal comes. A second signal, 2 seconds later or more, kills them.
         numa: on Linux machines with several NUMA nodes, each rank runs on the cores of one; `binding` says which.
+        variables: for the workers' environment.
 
     Returns:
         0, or the exit code of the rank that failed first: 1 for an exception, n for ``sys.exit(n)``, 128 + n for signal n. 75 where a
@@ -55,8 +58,7 @@ def launch_script(
     processes = checked(processes)
     if max_restarts < 0:
         raise SettingError(f"max_restarts={max_restarts} is below 0: use 0 for no restart")
-    if not module and not Path(script).is_file():
-        raise SettingError(f"{script!r} is no file: pass the script's path, or -m and a module's name")
+    check_script(script, module)
     cores, threads = binding.plan(processes, numa)
     # elastic fills in ${local_rank} in arguments; a doubled $ comes out as the user's own.
     words = [str(word).replace("$", "$$") for word in (WORKER, "module" if module else "script", cores, script, *arguments)]
@@ -70,7 +72,7 @@ def launch_script(
             max_restarts=max_restarts,
             monitor_interval=0.1,
             threads=threads,
-            variables={},
+            variables=dict(variables or {}),
             grace=grace,
         )
     except agent.RanksFailed as error:
@@ -87,11 +89,17 @@ def launch_script(
     return 0
 
 
+def check_script(script: str, module: bool) -> None:
+    """Raises SettingError where a script is no file."""
+    if not module and not Path(script).is_file():
+        raise SettingError(f"{script!r} is no file: pass the script's path, or -m and a module's name")
+
+
 def launch(processes: int | None = None) -> None:
     """Make a plain ``python train.py`` run on several processes: call it first thing in the script.
 
-    In a process that a launcher started it returns at once, and so it does for one process. Otherwise this process runs the
-    same command on `processes` workers, and exits with their exit code.
+    In a process that a launcher started, or Slurm as one of several tasks, it returns at once, and so it does for one process. Otherwise
+    this process runs the same command on `processes` workers, and exits with their exit code.
 
     Args:
         processes: how many; None takes one an accelerator, or 1 without any.
@@ -99,7 +107,7 @@ def launch(processes: int | None = None) -> None:
     Raises:
         SettingError: there is no script to run again (a notebook, ``python -c``, an interactive session).
     """
-    if env.read("RANK") is not None or env.read("WORLD_SIZE") is not None:
+    if env.read("RANK") is not None or env.read("WORLD_SIZE") is not None or read_task()[0] is not None:
         return
     processes = checked(processes)
     if processes == 1:

@@ -1,8 +1,8 @@
 """Launching under Slurm: where the launchers of a job's nodes meet, and the batch script that starts them.
 
-One task a node, each of which starts its node's processes. A minute before the job's time is up, and where Slurm is told to warn before
-it preempts (``PreemptParameters=send_user_signal``), SIGUSR1 comes: a run that has called ``resume`` saves itself and ends with exit
-code 75, the script puts the job back into the queue, and it goes on from there.
+One task a node, each of which starts its node's processes. A minute before the job's time is up, and where Slurm is set to send the same
+before it preempts, SIGUSR1 comes: a run that has called ``resume`` saves itself and ends with exit code 75, the script puts the job
+back into the queue, and it goes on from there.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from .. import env
 from ..errors import SettingError
 from ..slurm import BATCH, read_task
-from .agent import Place
 from .failure import RESTART
+from .place import Place, place, read_nodes
 
 CPUS = 4  # a process with a GPU: it, and what loads its data
 ACTIONS = ("print", "submit")
@@ -38,37 +39,43 @@ TEMPLATE = """\
 # One task a node: it starts the node's processes, and all of them meet on the first node.
 srun ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} {command}
 code=$?
-# The run was warned and has saved itself: back into the queue, from where it resumes.
-if [ "$code" -eq {restart} ]; then
+{again}exit "$code"
+"""
+AGAIN = f"""\
+# A run that calls resume() was warned and has saved itself: back into the queue, from where it goes on.
+if [ "$code" -eq {RESTART} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
-exit "$code"
 """
 
 
-def place() -> Place | None:
-    """Where this launcher meets the others that srun started; None where it started none, or this one alone.
+def meet(
+    nodes: str | None, node_rank: int | None, main_address: str | None, main_port: int | None, wait: float
+) -> tuple[Place, dict[str, str | None]]:
+    """Where this launcher meets the others, and variables for its workers: as `place`, and what is not given is as Slurm says.
+
+    Each task of srun's is a launcher, and counts as a node.
 
     Raises:
-        SettingError: this is the batch script of a job of several nodes: without srun the others would have nothing to do.
+        SettingError: this is the batch script of a job of several nodes, where without srun the others would have nothing to do; or
+            there are more or fewer tasks than `nodes`.
         WorldError: Slurm's variables contradict each other.
     """
+    least, most = read_nodes(nodes or "1")
     task, why = read_task()
-    if task is not None:
-        return Place(task.size, task.rank, task.address, task.port)
-    nodes = env.integer("SLURM_JOB_NUM_NODES", 1)
-    if why == BATCH and nodes > 1:
+    if why == BATCH and nodes is None and (count := env.integer("SLURM_JOB_NUM_NODES", 1)) > 1:
         raise SettingError(
-            f"Slurm's job has {nodes} nodes, and its batch script runs on the first one only: write srun before the command, which "
+            f"Slurm's job has {count} nodes, and its batch script runs on the first one only: write srun before the command, which "
             "starts it on all (`easymp launch --slurm print` shows how), or pass --nodes 1 to use this one"
         )
-    return None
-
-
-def beside() -> dict[str, str | None]:
-    """For the worker's entry, where srun started several launchers on this machine: each of them numbers its own workers from 0."""
-    task, _ = read_task()
-    return {} if task is None or task.local_size == 1 else {"EASYMP_LAUNCHER": f"{task.local_rank} of {task.local_size}"}
+    if task is None:
+        return place(nodes, node_rank, main_address, main_port, wait), {}
+    if nodes and not least <= task.size <= most:
+        raise SettingError(f"nodes={nodes!r}, but Slurm's srun started {task.size} tasks: ask it for as many, one on each node")
+    rank = task.rank if node_rank is None else node_rank
+    found = place(nodes or str(task.size), rank, main_address or task.address, main_port or task.port, wait)
+    # The worker's entry counts local ranks over all launchers of this machine: each of them numbers its own workers from 0.
+    return found, {"EASYMP_LAUNCHER": f"{task.local_rank} of {task.local_size}"} if task.local_size > 1 else {}
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,7 @@ def batch_script(
     processes: int | None,
     nodes: str | None = None,
     gpus: bool = True,
+    grace: float = 30.0,
 ) -> str:
     """The text of a batch script.
 
@@ -123,6 +131,7 @@ def batch_script(
         processes: on each node.
         nodes: how many, as ``"2"``, or ``"1:4"`` for at least 1 and at most 4; None for one.
         gpus: each process gets one.
+        grace: seconds that the workers have to save themselves; the warning comes half a minute earlier.
 
     Raises:
         SettingError: `processes` is not given (the machine at hand need not be like the job's nodes), or nodes are given twice.
@@ -143,13 +152,13 @@ def batch_script(
         "--gpus-per-node": str(processes) if gpus else None,
         "--output": "%x-%j.out",
         "--open-mode": "append",  # goes on in the same file, too
-        "--signal": "USR1@60",
+        "--signal": f"USR1@{ceil(grace) + 30}",
         "--requeue": "",
     }
     kept = {key: value for key, value in ours.items() if value is not None and not given & {key, *SAME.get(key, ())}}
     lines = [f"#SBATCH {line}" for line in (*(f"{key}={value}" if value else key for key, value in kept.items()), *options)]
     words = shlex.join([sys.executable, "-m", "easymp", "launch", *command])
-    return TEMPLATE.format(options="\n".join(lines), command=words, restart=RESTART)
+    return TEMPLATE.format(options="\n".join(lines), command=words, again="" if "--no-requeue" in given else AGAIN)
 
 
 def _name(option: str) -> str:

@@ -33,6 +33,7 @@ def main() -> NoReturn:
     error_file, rank = env.read("TORCHELASTIC_ERROR_FILE"), env.integer("RANK", 0)
     _die_with_launcher()
     binding.bind(cores, env.integer("LOCAL_RANK", 0))
+    _count_local_ranks(env)
     if error_file:
         faulthandler.enable(file=open(Path(error_file).with_name(failure.FATAL), "w"))  # noqa: SIM115 (for good)
     code = 0
@@ -112,6 +113,16 @@ def _die_with_launcher() -> None:
     """On Linux: SIGTERM when the launcher dies without a word (prctl, PR_SET_PDEATHSIG = 1), so that no rank is orphaned."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _count_local_ranks(env: ModuleType) -> None:
+    """Where several launchers share this machine, each of them has numbered its own workers from 0."""
+    beside = env.read("EASYMP_LAUNCHER")
+    if beside is not None:
+        launcher, _, launchers = beside.partition(" of ")
+        rank, size = env.integer("LOCAL_RANK"), env.integer("LOCAL_WORLD_SIZE")
+        local = {"LOCAL_RANK": int(launcher) * size + rank, "LOCAL_WORLD_SIZE": int(launchers) * size}
+        env.put({name: str(value) for name, value in local.items()} | {"EASYMP_LAUNCHER": None})
 
 
 def _hurry(code: int) -> None:

@@ -46,7 +46,7 @@ def launched(monkeypatch):
 )
 def test_words(launched, words, args, options):
     assert main(["launch", *words.split()]) == 9
-    plain = {"module": False, "max_restarts": 0, "place": Place(), "grace": 30.0, "numa": True}
+    plain = {"module": False, "max_restarts": 0, "place": Place(), "grace": 30.0, "numa": True, "variables": {}}
     assert launched == [(args, plain | options)]
 
 

@@ -1,0 +1,157 @@
+"""A Slurm of one's own: munged, slurmctld and two slurmd on the loopback, in a folder, as whoever runs the tests.
+
+Its nodes are named 127.0.0.1 and 127.0.0.2, of which every machine knows the way to the first, where a job's tasks meet. No cgroups, no
+accounting: both daemons run in a container, too.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
+CONFIG = """\
+ClusterName=easymp
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge
+CredType=cred/munge
+StateSaveLocation={folder}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=1
+MpiDefault=none
+MailProg=/bin/true
+KillWait=2
+NodeName=127.0.0.1 NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State=UNKNOWN
+NodeName=127.0.0.2 NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
+PartitionName=tests Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str:
+    """A sentence, where this machine has no Slurm."""
+    lacking = [name for name in (*DAEMONS, "sbatch", "srun", "scontrol") if shutil.which(name, path=PATH) is None]
+    return f"needs Slurm and munge (Debian's slurm-wlm and munge): {', '.join(lacking)} not found" if lacking else ""
+
+
+class Cluster:
+    """Runs from `start` to `stop`."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="easymp-slurm-")  # a short path: a socket's has at most 107 characters
+        self.variables = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": PATH}
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        folder = Path(self.folder)
+        (folder / "key").write_bytes(os.urandom(128))
+        (folder / "key").chmod(0o400)
+        host = socket.gethostname().split(".")[0]
+        text = CONFIG.format(folder=folder, host=host, user=getpass.getuser(), ports=_free_ports(3))
+        (folder / "slurm.conf").write_text(text)
+        files = {"key-file": "key", "socket": "munge", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "seed"}
+        # --force: the folder may be read by its owner only, of which munged would warn and stop.
+        self._daemon("munged", "--foreground", "--force", *(f"--{option}={folder}/{name}" for option, name in files.items()))
+        self.until(lambda: (folder / "munge").exists(), "munged listens")
+        self._daemon("slurmctld", "-D", "-c")
+        for node in ("127.0.0.1", "127.0.0.2"):
+            self._daemon("slurmd", "-D", "-N", node)
+        self.until(lambda: self.run("sinfo", "-h", "-o", "%D %t", check=False).strip() == "2 idle", "both nodes are idle")
+
+    def stop(self) -> None:
+        """End jobs and daemons; nothing of them is left, or the test fails."""
+        self.run("scancel", "--full", "--user", getpass.getuser(), check=False)
+        deadline = time.monotonic() + 10
+        while self.run("squeue", "-h", check=False).strip() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in reversed(self._daemons):
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        left = self.left()
+        for process in left:
+            process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        assert not left, f"still running: {left}"
+
+    def left(self) -> list[psutil.Process]:
+        """Processes that belong to this cluster, by their environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == self.variables["SLURM_CONF"]:
+                    found.append(process)
+            except psutil.Error:
+                pass
+        return [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+    def run(self, *words: str, check: bool = True, cwd: str | Path | None = None, **variables: str) -> str:
+        """A command of Slurm's, or any other that talks to this cluster; its output."""
+        done = self.popen(words, cwd, variables)
+        out, err = done.communicate(timeout=100)
+        assert not check or done.returncode == 0, f"{words[0]} ended with {done.returncode}\n{out}\n{err}"
+        return out
+
+    def popen(
+        self, words: Sequence[str], cwd: str | Path | None = None, variables: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            words, cwd=cwd, env={**self.variables, **(variables or {})}, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def until(self, true: Callable[[], bool], what: str, seconds: float = 100) -> None:
+        """Wait; the test fails with the daemons' last words where it does not come."""
+        deadline = time.monotonic() + seconds
+        while not true():
+            gone = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
+            assert not gone, f"a daemon has ended: {gone}\n{self.words()}"
+            assert time.monotonic() < deadline, f"{seconds:g} s have passed before {what}\n{self.words()}"
+            time.sleep(0.1)
+
+    def words(self) -> str:
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(Path(self.folder).glob("*.out")))
+
+    def _daemon(self, name: str, *words: str) -> None:
+        program = shutil.which(name, path=PATH)
+        assert program is not None
+        with open(f"{self.folder}/{len(self._daemons)}-{name}.out", "wb") as log:
+            self._daemons.append(
+                subprocess.Popen([program, *words], env=self.variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            )
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports

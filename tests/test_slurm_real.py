@@ -1,0 +1,122 @@
+"""A real Slurm on the loopback, with two nodes: ranks by srun, launchers by sbatch, and a run that is warned and resumes by itself."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .cluster import Cluster, missing
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+LAUNCH = (sys.executable, "-m", "easymp", "launch")
+VARIABLES = {"PYTHONPATH": ROOT, "EASYMP_CPU": "1", "EASYMP_PROBE": "0", "OMP_NUM_THREADS": "1"}
+STEPS = 40
+TRAIN = f"""
+import os, sys, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+from easymp import Accelerator, ProjectConfiguration
+
+acc = Accelerator(seed=0, project_config=ProjectConfiguration(sys.argv[1]))
+x = torch.randn({STEPS * 8}, 4, generator=torch.Generator().manual_seed(1))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True, num_workers=1)
+model, optimizer, loader = acc.prepare(model, optimizer, loader)
+acc.resume()
+log = open(sys.argv[1] + ".log", "a")
+log.write(f"rank {{acc.process_index}} of {{acc.num_processes}}\\n")
+for _ in acc.epochs(1):
+    for inputs, targets in loader:
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        acc.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = acc.reduce(loss.detach(), "mean").item()
+        if acc.is_main_process:
+            log.write(f"{{optimizer.updates}} {{loss!r}}\\n")
+            log.flush()
+        time.sleep(float(sys.argv[2]))
+acc.end_training()
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.skipif(bool(missing()), reason=missing())]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    cluster.variables.update(VARIABLES)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "train.py").write_text(TRAIN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks_log(cluster, folder) -> list[str]:
+    """What the training writes as two tasks of one node, without a launcher."""
+    cluster.run("srun", "-N", "1", "-n", "2", sys.executable, "train.py", "plain", "0", cwd=folder)
+    return (folder / "plain.log").read_text().splitlines()
+
+
+def test_tasks_of_srun_are_ranks(ranks_log):
+    assert sorted(line for line in ranks_log if line.startswith("rank")) == ["rank 0 of 2", "rank 1 of 2"]
+    assert [int(line.split()[0]) for line in ranks_log if not line.startswith("rank")] == list(range(1, STEPS + 1))
+
+
+def test_a_job_that_is_warned_saves_itself_and_resumes(cluster, folder, ranks_log):
+    """`easymp launch --slurm submit`, one task on each of two nodes."""
+    log = folder / "job.log"
+    asked = "submit --nodes=2 --time=10 --partition=tests"
+    said = cluster.run(*LAUNCH, "--slurm", asked, "--processes", "1", "train.py", "job", "0.05", cwd=folder)
+    job = said.split()[-1]
+
+    def state(word: str) -> bool:
+        return f"JobState={word}" in cluster.run("scontrol", "show", "job", job)
+
+    cluster.until(lambda: log.exists() and len(log.read_text().splitlines()) > 10, "ten steps are done")
+    cluster.run(
+        "scancel", "--signal=USR1", job
+    )  # what --signal has Slurm do when the time is up: to all tasks, not to the script
+    cluster.until(lambda: state("PENDING"), "the job is in the queue again")
+    time.sleep(2)  # Slurm would give it two minutes' rest, lest a node takes the new start for the old one; it counts in seconds
+    cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+    cluster.until(lambda: state("COMPLETED"), "the job is done")
+
+    lines = log.read_text().splitlines()
+    assert sorted(line for line in lines if line.startswith("rank")) == ["rank 0 of 2"] * 2 + ["rank 1 of 2"] * 2
+    losses = [line for line in lines if not line.startswith("rank")]
+    assert losses == [line for line in ranks_log if not line.startswith("rank")]  # bit for bit, as if nothing had been
+    output = (folder / f"train-{job}.out").read_text()
+    assert "the ranks saved their state and can be started again" in output
+    assert "Traceback" not in output
+
+
+def test_launchers_of_several_tasks_on_one_node_share_its_local_ranks(cluster, folder):
+    (folder / "tell.py").write_text(
+        "import os\nprint(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')))\n"
+    )
+    told = cluster.run("srun", "-N", "1", "-n", "2", *LAUNCH, "tell.py", cwd=folder)
+    assert sorted(told.splitlines()) == ["0 2 0 2", "1 2 1 2"]
+
+
+def test_the_cause_of_a_failure_on_another_node_is_said_and_its_code_is_kept(cluster, folder):
+    (folder / "fail.py").write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('the cause')\ntime.sleep(60)\n"
+    )
+    process = cluster.popen(["srun", "-N", "2", "--ntasks-per-node=1", *LAUNCH, "fail.py"], folder)
+    err = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert "rank 1 of 2 failed first: exit code 1\nthe cause\n" in err
