@@ -152,6 +152,9 @@ class GradScalerKwargs:
         hysteresis: overflows, one after the other, before the scale falls.
         min_scale, max_scale: bounds.
         dynamic: False keeps the scale at `init_scale`.
+        growth_delay: further good steps before the first growth after an overflow; DeepSpeed has 1.
+        refill_each_step: a good step takes back what `hysteresis` has counted; else growth does.
+        raise_at_minimum: an overflow at `min_scale` is a StepError. It costs a wait for the device at each step.
     """
 
     init_scale: float = 65536.0
@@ -163,6 +166,9 @@ class GradScalerKwargs:
     min_scale: float = 0.0
     max_scale: float = float("inf")
     dynamic: bool = True
+    growth_delay: int = 0
+    refill_each_step: bool = False
+    raise_at_minimum: bool = False
 
 
 class LoggerType(StrEnum):

@@ -85,6 +85,9 @@ def rule_from(options: GradScalerKwargs) -> LossScale:
         minimum=options.min_scale,
         maximum=options.max_scale,
         dynamic=options.dynamic,
+        growth_delay=options.growth_delay,
+        refill_each_step=options.refill_each_step,
+        raise_at_minimum=options.raise_at_minimum,
     )
 
 

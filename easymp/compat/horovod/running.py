@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import torch
-
 from ...errors import EasympError, RefusedError
 from ...world import World, read_ranks
+from ..devices import device_of
 from ..saying import Layer
 from .engine import Engine
 
@@ -62,11 +61,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
     if _run is not None:
         return
     ranks = read_ranks()
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
     layer.use("init, DistributedOptimizer, allreduce", NATIVE)
-    world = World(ranks, device)
+    world = World(ranks, device_of(ranks))
     _run = Run(world, Engine(world), count())
     atexit.register(shutdown)
 

@@ -1,0 +1,113 @@
+"""DeepSpeed's interface on an Accelerator: ``from easymp.compat import deepspeed``.
+
+fp16 is fp16 weights with fp32 masters (O2) and DeepSpeed's loss scale; bf16 is autocast over fp32 weights; ZeRO's stage 1 is strategy
+"zero1", 2 and 3 are "fsdp"; checkpoints are easymp's. Scripts are started by `easymp launch`. Not here: pipelines and mixtures of
+experts, inference, 1-bit optimizers, moving to disks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from ...errors import SettingError
+from ...version import __version__
+from ...world import read_ranks
+from . import checkpointing, comm, ops, zero
+from .comm import init_distributed
+from .config import read
+from .engine import DeepSpeedEngine
+from .layer import layer
+from .schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+__all__ = [
+    "DeepSpeedEngine",
+    "LRRangeTest",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "__version__",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "init_distributed",
+    "initialize",
+    "ops",
+    "zero",
+]
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """(engine, optimizer, training_dataloader, lr_scheduler); what is not there is None.
+
+    Args:
+        args: may have `deepspeed_config`, the path of the configuration.
+        optimizer: an optimizer, or a function that makes one of parameters; else the configuration's.
+        model_parameters: for the configuration's optimizer; parameters or param groups. None: all of the model's.
+        training_data: a data set, of which each rank reads its share in micro-batches, shuffled.
+        lr_scheduler: a scheduler, or a function that makes one of the optimizer; else the configuration's.
+        config, config_params: a dict or a path.
+        mpu, mesh_param: without effect here.
+
+    Raises:
+        SettingError: no model, no configuration or two, or one that is wrong.
+    """
+    if model is None:
+        raise SettingError("deepspeed.initialize requires a model")
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    given = [c for c in (config, config_params, named) if c is not None]
+    if not given:
+        raise SettingError("DeepSpeed requires --deepspeed_config to specify configuration file, or config= as a dict or a path")
+    if len(given) > 1:
+        raise SettingError(
+            "the configuration is given twice: by config=, config_params= or args.deepspeed_config; leave one of them"
+        )
+    layer.ignore(
+        {
+            name: "how ranks are arranged is the strategy's"
+            for name, value in (("mpu", mpu), ("mesh_param", mesh_param))
+            if value is not None
+        }
+    )
+    asked = read(given[0], read_ranks().size)
+    engine = DeepSpeedEngine(model, asked, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """``--deepspeed`` and ``--deepspeed_config`` for a script's parser."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="use DeepSpeed (a flag for the script's own code)")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed's configuration, a JSON file")
+    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    return parser
+
+
+__getattr__ = layer.absent(
+    "deepspeed",
+    {
+        "init_inference": "inference is not part of easymp",
+        "PipelineModule": 'use Accelerator(strategy="pipeline")',
+        "moe": "mixtures of experts are not part of easymp",
+        "runtime": "schedules are deepspeed.WarmupLR and so on",
+    },
+    lambda: __all__,
+)

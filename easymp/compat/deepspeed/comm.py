@@ -1,0 +1,82 @@
+"""``deepspeed.comm``: torch.distributed under DeepSpeed's name, with `init_distributed`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import RefusedError
+from ...world import World, read_ranks
+from ..devices import device_of
+from .layer import layer
+
+_world: World | None = None
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: Any = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the processes that a launcher announced; in one process, or where a group runs, nothing happens.
+
+    Raises:
+        RefusedError: `init_method`, `rank` or `world_size`: the launcher says them (RANK, WORLD_SIZE, MASTER_ADDR).
+    """
+    global _world
+    if init_method or rank >= 0 or world_size > 0:
+        raise RefusedError(
+            "init_distributed(init_method=…, rank=…, world_size=…): the launcher says them, in RANK, WORLD_SIZE, MASTER_ADDR"
+        )
+    layer.ignore(
+        {"init_distributed(dist_backend)": "NCCL on GPUs, gloo elsewhere"} if dist_backend not in (None, "nccl", "gloo") else {}
+    )
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    ranks = read_ranks()
+    seconds = timeout.total_seconds() if hasattr(timeout, "total_seconds") else 120.0
+    _world = World(ranks, device_of(ranks), seconds)
+
+
+def is_initialized() -> bool:
+    """Whether the processes are joined."""
+    return dist.is_initialized()
+
+
+def get_rank(group: Any = None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else read_ranks().rank
+
+
+def get_world_size(group: Any = None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else read_ranks().size
+
+
+def get_local_rank() -> int:
+    return read_ranks().local_rank
+
+
+def log_summary(*args: Any, **kwargs: Any) -> None:
+    """Nothing was logged: `Accelerator.profile` shows what communication takes."""
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Leave the others."""
+    global _world
+    if _world is not None and group is None:
+        _world.close()
+        _world = None
+    elif dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def __getattr__(name: str) -> Any:
+    """All else is torch.distributed's: all_reduce, broadcast, barrier, ReduceOp …"""
+    return getattr(dist, name)

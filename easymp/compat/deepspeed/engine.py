@@ -1,0 +1,422 @@
+"""The engine: an Accelerator behind forward, backward and step."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ...accelerator import Accelerator
+from ...checkpoint.weights import load_weights
+from ...errors import EasympWarning, RefusedError, SettingError, StepError
+from ...log import get_logger
+from ...records import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
+from ...world import read_ranks
+from . import making
+from .config import Config
+from .layer import NATIVE, layer
+from .timing import Flops, Watches
+
+logger = get_logger(__name__)
+
+LATEST = "latest"
+STRATEGIES = {0: "auto", 1: "zero1", 2: "fsdp", 3: "fsdp"}
+
+
+class Counters:
+    """What the engine counts, and the caller's own state; in every checkpoint."""
+
+    def __init__(self) -> None:
+        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
+        self.client: Any = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class DeepSpeedEngine(nn.Module):
+    """What `initialize` returns first; call it as the model.
+
+    Attributes:
+        module: the user's model.
+        optimizer, lr_scheduler, training_dataloader: prepared, or None.
+        accelerator: what does the work.
+        global_steps, micro_steps, skipped_steps, global_samples: updates, backward passes, updates that an overflow skipped, samples.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        optimizer: Any = None,
+        parameters: Any = None,
+        data: Any = None,
+        scheduler: Any = None,
+        collate: Any = None,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self._config = config
+        layer.ignore(config.ignored)
+        self.accelerator = acc = _accelerator(config)
+        layer.use(
+            "initialize, engine.backward and engine.step",
+            NATIVE.format(
+                precision=config.half.precision,
+                strategy=acc.plan.strategy.value,
+                steps=config.batch.steps,
+                clip=config.clip or None,
+            ),
+        )
+        if optimizer is None and config.optimizer is not None:
+            optimizer = making.optimizer(*config.optimizer, parameters if parameters is not None else model.parameters())
+        elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = optimizer(parameters if parameters is not None else model.parameters())
+        if scheduler is None and config.scheduler is not None:
+            scheduler = making.scheduler(*config.scheduler)
+        if scheduler is not None and not hasattr(scheduler, "step"):
+            if optimizer is None:
+                raise SettingError("a scheduler without an optimizer: name one in the configuration, or pass it to initialize()")
+            scheduler = scheduler(optimizer)
+        loader = None
+        if data is not None:
+            loader = DataLoader(data, batch_size=config.batch.micro, shuffle=True, collate_fn=collate, drop_last=config.drop_last)
+        called, self.optimizer, self.lr_scheduler, self.training_dataloader = acc.prepare(model, optimizer, scheduler, loader)
+        object.__setattr__(self, "_called", called)  # not a module of this one: its parameters are the module's
+        self._counters = Counters()
+        acc.register_for_checkpointing(self._counters)
+        self._micro: AbstractContextManager[None] | None = None
+        self._norm: Tensor | None = None
+        self._boundary = False
+        self._watches = Watches(config.breakdown, acc.device)
+        self._flops = Flops(config.flops, acc.device) if config.flops is not None else None
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's outputs, in its own precision; floating-point inputs are cast to it."""
+        training = self.training and torch.is_grad_enabled() and self.optimizer is not None
+        if training:
+            self._begin()
+        with self._watches("forward"):
+            if training and self._flops is not None and self.global_steps == self._flops.step:
+                with self._flops.counting(self.module, self._counters.global_samples):
+                    return self._called(*inputs, **kwargs)
+            return self._called(*inputs, **kwargs)
+
+    def _begin(self) -> None:
+        if self._micro is None:
+            self._micro = self.accelerator.accumulate(self._called)
+            self._micro.__enter__()
+
+    def _end(self) -> None:
+        if self._micro is not None:
+            self._micro.__exit__(None, None, None)
+            self._micro = None
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **others: Any) -> Tensor:
+        """Gradients of `loss`, divided by the accumulation steps; returns the divided loss.
+
+        Raises:
+            StepError: a loss that is no scalar, or has no graph; or no optimizer.
+        """
+        if others:
+            raise RefusedError(f"engine.backward({', '.join(others)}=…) is not honoured: leave it out")
+        if self.optimizer is None:
+            raise StepError(
+                "backward() on an engine without an optimizer: name one in the configuration, or pass it to initialize()"
+            )
+        self._begin()
+        steps = self._config.batch.steps
+        if not scale_wrt_gas:
+            loss = loss * steps
+        with self._watches("backward"):
+            self.accelerator.backward(loss, retain_graph=retain_graph)
+        self._boundary = True
+        return loss.detach() / steps
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch that is being worked on ends its update."""
+        return (self._counters.micro_steps + 1) % self._config.batch.steps == 0
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """The end of a micro-batch; on the last one of an update also clipping, the optimizer's step, and the scheduler's.
+
+        Raises:
+            StepError: no backward since the last step.
+        """
+        if not self._boundary:
+            raise StepError("engine.step() before engine.backward(): call backward(loss) once for each step()")
+        self._boundary = False
+        acc, counters = self.accelerator, self._counters
+        with self._watches("step"):
+            if acc.sync_gradients:
+                self._norm = acc.clip_grad_norm_(self._called.parameters(), self._config.clip or float("inf"))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                counters.global_steps += 1
+                if self._config.half.scaled and acc.optimizer_step_was_skipped:
+                    counters.skipped_steps += 1
+                elif self.lr_scheduler is not None:
+                    self.lr_scheduler.step(**(lr_kwargs or {}))
+            else:
+                self.optimizer.step()  # which waits for the end of the window
+                self.optimizer.zero_grad()
+        ended = acc.sync_gradients
+        self._end()
+        counters.micro_steps += 1
+        counters.global_samples += self._config.batch.micro * self._config.batch.world
+        if ended and self._config.every and counters.global_steps % self._config.every == 0:
+            logger.info("step=%d, skipped=%d, lr=%s", counters.global_steps, counters.skipped_steps, self.get_lr())
+            self._watches.tell(logger.info)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients stay on this rank."""
+        with self.accelerator.no_sync(self._called):
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters."""
+        self.module.zero_grad(set_to_none)
+
+    # -- what it is ---------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            raise
+
+    @property
+    def global_steps(self) -> int:
+        return self._counters.global_steps
+
+    @property
+    def micro_steps(self) -> int:
+        return self._counters.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._counters.skipped_steps
+
+    @property
+    def global_samples(self) -> int:
+        return self._counters.global_samples
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def local_rank(self) -> int:
+        return self.accelerator.local_process_index
+
+    @property
+    def global_rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world_size(self) -> int:
+        return self.accelerator.num_processes
+
+    dp_world_size = world_size
+
+    @property
+    def loss_scale(self) -> float:
+        """Of the next backward; 1.0 unless fp16."""
+        return self.accelerator.scaler.get_scale()
+
+    @property
+    def config(self) -> Config:
+        return self._config
+
+    def get_lr(self) -> list[float]:
+        """Of each param group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or betas, of each param group."""
+        return [group["betas"] if "betas" in group else group.get("momentum") for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the gradients at the last update, before clipping; None before the first."""
+        return None if self._norm is None else float(self._norm)
+
+    def train_batch_size(self) -> int:
+        return self._config.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._config.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._config.batch.steps
+
+    def gradient_clipping(self) -> float:
+        return self._config.clip
+
+    def fp16_enabled(self) -> bool:
+        return self._config.half.scaled
+
+    def bfloat16_enabled(self) -> bool:
+        return self._config.half.low and not self._config.half.scaled
+
+    def zero_optimization(self) -> bool:
+        return self._config.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self._config.stage
+
+    def wall_clock_breakdown(self) -> bool:
+        return self._config.breakdown
+
+    def steps_per_print(self) -> int | None:
+        return self._config.every
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, **others: Any) -> Any:
+        """A prepared loader of `dataset`."""
+        if others:
+            raise RefusedError(
+                f"deepspeed_io({', '.join(others)}=…) is not honoured: make the DataLoader, and pass it to engine.accelerator.prepare"
+            )
+        size = batch_size or self._config.batch.micro
+        loader = DataLoader(dataset, batch_size=size, shuffle=True, collate_fn=collate_fn, drop_last=self._config.drop_last)
+        return self.accelerator.prepare(loader)
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """The module's own."""
+        return self.module.state_dict()
+
+    def destroy(self) -> None:
+        """Let go of everything; another engine can be made afterwards."""
+        self._end()
+        self.accelerator.close()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything to ``save_dir/tag``, a checkpoint of easymp's, and its name to ``save_dir/latest``; on all ranks.
+
+        Args:
+            tag: ``global_step`` and the number of updates by default.
+            client_state: numbers, words, and lists, tuples and dicts of them; comes back from `load_checkpoint`.
+
+        Raises:
+            CheckpointError: it cannot be written; what was there is untouched.
+        """
+        if exclude_frozen_parameters:
+            raise RefusedError(
+                "exclude_frozen_parameters=True cannot be honoured: a checkpoint is whole, or is none. Leave it out"
+            )
+        tag = str(tag or f"global_step{self.global_steps}")
+        self._counters.client = dict(client_state or {})
+        self.accelerator.save_state(os.path.join(os.fspath(save_dir), tag))
+        if save_latest and self.global_rank == 0:
+            _write(os.path.join(os.fspath(save_dir), LATEST), tag)
+        self.accelerator.wait_for_everyone()
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, Any]:
+        """The path that was loaded and its `client_state`; or (None, None) with a warning, where there is no ``latest``.
+
+        Raises:
+            CheckpointError: it does not fit or cannot be read; nothing has changed.
+            RefusedError: only a part of what is beside the module is asked for.
+        """
+        if custom_load_fn is not None:
+            raise RefusedError("custom_load_fn=… is not honoured: load with easymp.load_weights(engine.module, place)")
+        if tag is None:
+            tag = _read(os.path.join(os.fspath(load_dir), LATEST))
+            if tag is None:
+                warnings.warn(
+                    f"Unable to find latest file at {os.path.join(os.fspath(load_dir), LATEST)}, if trying to load latest checkpoint "
+                    "please ensure this file exists or pass an explicit checkpoint tag when loading a checkpoint.",
+                    EasympWarning,
+                    stacklevel=2,
+                )
+                return None, None
+        place = os.path.join(os.fspath(load_dir), str(tag))
+        if load_module_only or not (load_optimizer_states or load_lr_scheduler_states):
+            load_weights(self._called, place, strict=load_module_strict)
+            return place, {}
+        if not (load_optimizer_states and load_lr_scheduler_states):
+            raise RefusedError(
+                "load_checkpoint(load_optimizer_states, load_lr_scheduler_states): of the two one alone cannot be loaded. Load both, or "
+                "neither (the module only)"
+            )
+        self.accelerator.load_state(place, strict=load_module_strict)
+        return place, self._counters.client
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors", **others: Any) -> bool:
+        """Whole weights as Hugging Face's tools read them, in the precision that they have."""
+        if save_filename not in ("model.safetensors", "pytorch_model.bin") or others:
+            raise RefusedError(f"save_16bit_model writes model.safetensors, not {save_filename!r}: leave the name out")
+        self.accelerator.save_model(self._called, save_dir)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+
+def _accelerator(config: Config) -> Accelerator:
+    ranks = read_ranks()
+    strategy = STRATEGIES[config.stage] if ranks.size > 1 else "auto"  # one process has nobody to share with
+    options: dict[str, Any] = {}
+    if config.stage >= 2 and ranks.size > 1:
+        options = {"reshard_after_forward": config.stage == 3, "cpu_offload": config.offload}
+    elif config.offload:
+        layer.ignore({"zero_optimization.offload_…": "with stages 2 and 3 on several processes only"})
+    handlers: list[Any] = [AutocastKwargs(output_dtype=None)]
+    if config.half.scaled:
+        handlers.append(GradScalerKwargs(**config.scale))
+    return Accelerator(
+        mixed_precision=config.half.precision,
+        strategy=strategy,
+        strategy_options=options or None,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(config.batch.steps, sync_with_dataloader=False),
+        kwargs_handlers=handlers,
+    )
+
+
+def _write(path: str, tag: str) -> None:
+    fresh = f"{path}.tmp"
+    with open(fresh, "w", encoding="utf-8") as file:
+        file.write(tag)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        return None

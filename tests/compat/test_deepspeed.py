@@ -1,0 +1,592 @@
+"""Scripts written for DeepSpeed: configurations, the engine beside plain torch on real ranks, the loss scale, schedules, checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from easymp.compat import deepspeed
+from easymp.compat.deepspeed.config import HALVES, read, triangle
+from easymp.compat.deepspeed.layer import layer
+from easymp.errors import CheckpointError, RefusedError, SettingError, StepError
+
+# -- the configuration ------------------------------------------------------------------------------------------------------
+
+K6 = """{ "train_batch_size": 64, "gradient_accumulation_steps": 4,
+  "fp16": { "enabled": true, "loss_scale": 0, // automatic
+            "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1 }, # and a comma too many
+}"""
+
+
+def test_a_file_with_comments(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(K6)
+    found = read(file, 2)
+    assert (found.batch.train, found.batch.micro, found.batch.steps, found.half, found.clip) == (64, 8, 4, HALVES["fp16"], 1.0)
+    assert found.scale == {
+        "init_scale": 65536.0, "growth_interval": 1000, "hysteresis": 2, "refill_each_step": False, "min_scale": 1.0,
+        "growth_delay": 1, "raise_at_minimum": True,
+    }  # fmt: skip
+    file.write_text('{"train_batch_size": 8,\n"train_batch_size": 16}')
+    with pytest.raises(SettingError, match="line 2"):
+        read(file, 1)
+    with pytest.raises(SettingError, match=r"'nowhere.json' is no file"):
+        read("nowhere.json", 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "solved"),
+    [
+        ((64, 4, 4), 4, (64, 4, 4)),
+        ((64, None, 4), 2, (64, 8, 4)),
+        ((64, 8, None), 2, (64, 8, 4)),
+        ((None, 8, 4), 2, (64, 8, 4)),
+        ((64, None, None), 2, (64, 32, 1)),
+        ((None, 8, None), 2, (16, 8, 1)),
+        (("auto", 8, "auto"), 2, (16, 8, 1)),
+    ],
+)
+def test_the_batch_triangle(given, world, solved):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    batch = triangle({n: v for n, v in zip(names, given) if v is not None}, world)
+    assert (batch.train, batch.micro, batch.steps, batch.world) == (*solved, world)
+
+
+BATCH = {"train_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "neither train_batch_size nor train_micro_batch_size_per_gpu"),
+        ({"gradient_accumulation_steps": 2}, "neither train_batch_size nor"),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4},
+            r"train_batch_size=64, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=4, 2 ranks \(64 != 4 \* 4 \* 2\)",
+        ),
+        ({"train_batch_size": 7}, "no multiple of accumulation × ranks: train_batch_size=7"),
+        ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "no multiple of micro-batch × ranks"),
+        ({**BATCH, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are enabled at once"),
+        ({**BATCH, "fp16": {"enabled": True, "loss_scale_window": -1}}, "fp16.loss_scale_window=-1 is below 1"),
+        ({**BATCH, "fp16": {"enabled": True, "hysteresis": True}}, "fp16.hysteresis=True is no finite number"),
+        ({**BATCH, "fp16": {"enabled": True, "min_loss_scale": float("nan")}}, "fp16.min_loss_scale=nan is no finite number"),
+        ({**BATCH, "fp16": {"enabled": "yes"}}, "fp16.enabled='yes' is neither true nor false"),
+        ({**BATCH, "fp16": 1}, "fp16=1 must be a dict"),
+        (
+            {**BATCH, "gradient_cliping": 1.0},
+            "'gradient_cliping' is no key of a DeepSpeed configuration, did you mean 'gradient_clipping'",
+        ),
+        ({**BATCH, "fp16": {"enabled": True, "hysterisis": 2}}, "'hysterisis' is no key of fp16, did you mean 'hysteresis'"),
+        ({**BATCH, "zero_optimization": {"stage": 4}}, "zero_optimization.stage=4 must lie in 0 … 3"),
+        ({**BATCH, "zero_optimization": {"stage": 2, "offload_param": {"device": "nvme"}}}, "nothing is moved to disks"),
+        ({**BATCH, "optimizer": {"type": "Adam", "lr": 1}}, "'lr' is no key of optimizer: it has type and params"),
+        ([], "is a list, and must be a dict"),
+        (3, "is a int, and must be a dict"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_made(config, words):
+    with pytest.raises(SettingError, match=words):
+        read(config, 2)
+
+
+def test_known_keys_without_effect_are_named_once(monkeypatch):
+    monkeypatch.setattr(layer, "ignored", {})
+    monkeypatch.setattr(layer, "_warned", False)
+    config = {
+        **BATCH,
+        "communication_data_type": "fp16",
+        "zero_optimization": {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 0},
+        "wandb": {"enabled": False},
+    }
+    with pytest.warns(
+        UserWarning, match=r"DeepSpeed: without effect here: communication_data_type.*zero_optimization.overlap_comm"
+    ) as seen:
+        started(config).__enter__().destroy()
+    assert len(seen) == 1
+    started(config).__enter__().destroy()  # says nothing
+
+
+# -- the engine ---------------------------------------------------------------------------------------------------------------
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(48, 8, generator=generator)
+    return x, (x.sum(1) > 0).long()
+
+
+@contextmanager
+def started(config, **more):
+    engine, *_ = deepspeed.initialize(model=more.pop("model", None) or model(), config=config, **more)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def by_hand(clip=1.0, epochs=2):
+    """Plain torch on one process: updates of 16 samples, and the mean of each epoch's last losses."""
+    net, (x, y) = model(), data()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
+    norms = []
+    for _ in range(epochs):
+        for i in range(0, 48, 16):
+            nn.functional.cross_entropy(net(x[i : i + 16]), y[i : i + 16]).backward()
+            norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in net.parameters()], norms
+
+
+def trained(config, epochs=2):
+    """The program of the examples; parameters, norms, and what the engine says of itself."""
+    config = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5, **config}
+    config.setdefault("optimizer", {"type": "Adam", "params": {"lr": 0.01}})
+    x, y = data()
+    with started(config) as engine:
+        rank, size, micro = engine.global_rank, engine.world_size, engine.train_micro_batch_size_per_gpu()
+        norms, boundaries = [], []
+        for _ in range(epochs):
+            for i in range(0, 48, micro * size):
+                rows = slice(i + rank * micro, i + (rank + 1) * micro)
+                loss = nn.functional.cross_entropy(engine(x[rows]).float(), y[rows])
+                returned = engine.backward(loss)
+                assert returned.item() == pytest.approx(loss.item() / 2)
+                boundaries.append(engine.is_gradient_accumulation_boundary())
+                engine.step()
+                if boundaries[-1]:
+                    norms.append(engine.get_global_grad_norm())
+        state = engine.accelerator.get_state_dict(engine._called)
+        parameters = [p.float().tolist() for p in state.values()] if state else None
+        facts = engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps
+        assert boundaries == [False, True] * (len(boundaries) // 2)
+        return parameters, norms, facts, engine.accelerator.plan.strategy.value
+
+
+@pytest.mark.parametrize(("processes", "stage"), [(1, 0), (1, 3), *((2, stage) for stage in range(4))])
+def test_it_trains_as_plain_torch(ranks, processes, stage):
+    wanted, norms = by_hand(clip=0.5)
+    config = {"zero_optimization": {"stage": stage}}
+    said = [trained(config)] if processes == 1 else ranks(trained, config)
+    for parameters, found, facts, strategy in said:
+        assert found == pytest.approx(norms, rel=1e-4)
+        assert facts == (6, 12, 96, 0)
+        assert strategy == ("single" if processes == 1 else ["ddp", "zero1", "fsdp", "fsdp"][stage])
+        for a, b in zip(parameters or [], wanted):
+            torch.testing.assert_close(torch.tensor(a), b, rtol=1e-4, atol=1e-5)
+    assert said[0][0]
+
+
+@pytest.mark.parametrize(
+    "half",
+    [
+        {"fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}},
+        {"fp16": {"enabled": True, "loss_scale": 128}},
+        {"bf16": {"enabled": True}},
+    ],
+)
+def test_half_precision_trains_too(ranks, half):
+    wanted, _ = by_hand(clip=0.5)
+    for parameters, _, facts, _ in [trained(half), *ranks(trained, {**half, "zero_optimization": {"stage": 1}})]:
+        assert facts == (6, 12, 96, 0)
+        for a, b in zip(parameters or [], wanted):
+            torch.testing.assert_close(torch.tensor(a), b, rtol=0.1, atol=0.02)
+
+
+def test_inputs_are_cast_and_outputs_keep_the_models_type():
+    x, _ = data()
+    with started({**BATCH, "fp16": {"enabled": True}}) as engine:
+        assert next(engine.module.parameters()).dtype == torch.float16
+        assert engine(x[:4]).dtype == torch.float16
+        assert engine.fp16_enabled() and not engine.bfloat16_enabled()
+    with started({**BATCH, "bf16": {"enabled": True}}) as engine:
+        assert engine(x[:4]).dtype == torch.bfloat16
+
+
+GOLDEN = {
+    2: "256 128 128 128 128 256 256 256 256 256 512 512 256 128 128 128 128 256 256 256 512 512 256",
+    1: "128 64 64 64 64 128 64 64 64 64 128 64 32 16 16 16 16 32 32 32 64 32 16",
+}
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_the_golden_loss_scales(hysteresis):
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3, "hysteresis": hysteresis}
+    net = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    with started({"train_batch_size": 1, "fp16": fp16}, model=net, optimizer=optimizer) as engine:
+        scales = []
+        for step in "ooggggoggggooogggggggoo":
+            engine.backward(engine(torch.full((1, 1), 1e-3)).float().sum() * (float("inf") if step == "o" else 1.0))
+            engine.step()
+            scales.append(engine.loss_scale)
+        assert scales == [float(word) for word in GOLDEN[hysteresis].split()]
+        assert engine.skipped_steps == 8
+        assert engine.global_steps == 23
+
+
+def test_an_overflow_at_the_smallest_scale_ends_the_run():
+    fp16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 1}
+    with started({"train_batch_size": 1, "fp16": fp16}, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as engine:
+
+        def overflow():
+            engine.backward(engine(torch.ones(1, 8)).float().sum() * float("inf"))
+            engine.step()
+            return engine.loss_scale
+
+        assert overflow() == 1.0
+        with pytest.raises(StepError, match="cannot be decreased anymore"):
+            overflow()
+
+
+def test_calls_in_a_wrong_order():
+    with started({**BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}) as engine:
+        with pytest.raises(StepError, match=r"step\(\) before engine.backward\(\)"):
+            engine.step()
+        with pytest.raises(RefusedError, match="release_loss"):
+            engine.backward(engine(torch.ones(4, 8)).sum(), release_loss=True)
+        assert engine.train().training
+        assert not engine.eval().training
+        with torch.no_grad():
+            engine(torch.ones(4, 8))  # an evaluation between two micro-batches opens nothing
+    with started(BATCH) as engine:
+        assert engine.optimizer is None
+        with pytest.raises(StepError, match="without an optimizer"):
+            engine.backward(engine(torch.ones(4, 8)).sum())
+
+
+def test_what_the_engine_says_of_itself():
+    config = {
+        **BATCH,
+        "zero_optimization": {"stage": 2},
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+    }
+    with started(config) as engine:
+        assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()) == (
+            4,
+            4,
+            1,
+        )
+        assert (engine.zero_optimization(), engine.zero_optimization_stage(), engine.gradient_clipping()) == (True, 2, 0.1)
+        assert (engine.get_lr(), engine.get_mom(), engine.get_global_grad_norm()) == ([0.5], [(0.9, 0.999)], None)
+        assert (engine.local_rank, engine.world_size, engine.dp_world_size, engine.device.type) == (
+            0,
+            1,
+            1,
+            engine.accelerator.device.type,
+        )
+        assert engine.steps_per_print() == 10 and not engine.wall_clock_breakdown()
+        assert engine.in_features is engine.module.in_features if hasattr(engine.module, "in_features") else True
+        assert list(engine.module_state_dict()) == list(engine.module.state_dict())
+        with pytest.raises(AttributeError, match="nothing"):
+            engine.nothing  # noqa: B018
+
+
+# -- making -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "kind", "options"),
+    [
+        (
+            {"type": "Adam", "params": {"lr": 0.1, "betas": [0.8, 0.9]}},
+            "AdamW",
+            {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.0},
+        ),
+        ({"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}, "Adam", {"weight_decay": 0.1}),
+        ({"type": "AdamW", "params": {"lr": 0.1}}, "AdamW", {"weight_decay": 0.01}),
+        ({"type": "Lamb", "params": {"lr": 0.1}}, "LAMB", {"lr": 0.1}),
+        ({"type": "Lion", "params": {"lr": 0.1}}, "Lion", {"lr": 0.1}),
+        ({"type": "Adagrad"}, "Adagrad", {}),
+        ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "SGD", {"momentum": 0.9}),
+        ({"type": "rmsprop", "params": {"lr": 0.1}}, "RMSprop", {"lr": 0.1}),
+    ],
+)
+def test_optimizers_by_name(section, kind, options):
+    with started({**BATCH, "optimizer": section}) as engine:
+        made = engine.optimizer.given
+        assert type(made).__name__ == kind
+        assert {name: made.param_groups[0][name] for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"optimizer": {"type": "Adan"}}, "there is no optimizer 'Adan', did you mean 'Adam'"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "'OneBitAdam' is not part of easymp.compat: use 'AdamW'"),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "moment": 0.9}}},
+            "'moment' is no parameter of SGD, did you mean 'momentum'",
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": {"type": "WarmUpLR"}},
+            "no scheduler 'WarmUpLR', did you mean",
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}},
+            "'warmup' is no parameter of WarmupLR",
+        ),
+        ({"scheduler": {"type": "WarmupLR"}}, "a scheduler without an optimizer"),
+    ],
+)
+def test_a_wrong_name_meets_the_nearest(section, words):
+    with pytest.raises(SettingError, match=words):
+        started({**BATCH, **section}).__enter__()
+
+
+# -- schedules --------------------------------------------------------------------------------------------------------------------
+
+
+def rates(kind, steps, lr=1.0, **options):
+    """Before the first step, and after each."""
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=lr)
+    schedule = getattr(deepspeed, kind)(optimizer, **options)
+    found = [optimizer.param_groups[0]["lr"]]
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+        found.append(optimizer.param_groups[0]["lr"])
+    return found, optimizer, schedule
+
+
+def test_warm_up_is_logarithmic_or_linear_and_then_constant():
+    found, *_ = rates("WarmupLR", 6, warmup_min_lr=0.1, warmup_max_lr=1.1, warmup_num_steps=4)
+    assert found == pytest.approx([0.1, *(0.1 + math.log(i + 1) / math.log(4) for i in range(4)), 1.1, 1.1])
+    found, *_ = rates("WarmupLR", 6, lr=0.5, warmup_num_steps=4, warmup_type="linear")
+    assert found == pytest.approx([0, 0, 0.125, 0.25, 0.375, 0.5, 0.5])
+    for wrong in ({"warmup_num_steps": 0}, {"warmup_num_steps": 2.5}, {"warmup_type": "square"}, {"warmup_max_lr": [1, 2]}):
+        with pytest.raises(ValueError, match="warmup"):
+            rates("WarmupLR", 1, **wrong)
+
+
+def test_warm_up_and_decay():
+    found, *_ = rates("WarmupDecayLR", 8, total_num_steps=6, warmup_max_lr=1.0, warmup_num_steps=2, warmup_type="linear")
+    assert found == pytest.approx([0, 0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
+
+
+def test_warm_up_and_cosine():
+    found, *_ = rates(
+        "WarmupCosineLR",
+        8,
+        lr=2.0,
+        total_num_steps=6,
+        warmup_num_steps=2,
+        cos_min_ratio=0.1,
+        warmup_type="linear",
+        warmup_min_ratio=0.5,
+    )
+    cosine = [2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, k / 4))) / 2) for k in range(1, 7)]
+    assert found == pytest.approx([0.0, 1.0, 1.5, *cosine])
+
+
+def test_one_cycle():
+    options = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 2, "cycle_second_step_size": 4}
+    decay = {"decay_step_size": 2, "decay_lr_rate": 0.5, "decay_mom_rate": 0.1, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
+    found, optimizer, schedule = rates("OneCycle", 8, **options, **decay)
+    # Up two steps, down four; i counts from -1 and DeepSpeed looks one ahead: the cycle begins again at i = 5, and decays from i = 6 on.
+    assert found == pytest.approx([1, 2, 3, 2.5, 2, 1.5, 1, 1 / 1.25, 1 / 1.5])
+    assert optimizer.param_groups[0]["betas"] == (pytest.approx(0.9 * 1.1), 0.99)
+    assert schedule.last_batch_iteration == 7
+    stairs, *_ = rates("OneCycle", 4, **{**options, "cycle_first_step_size": 4}, cycle_first_stair_count=2, cycle_momentum=False)
+    assert stairs == pytest.approx([1, 1, 2, 2, 3])
+
+
+def test_range_test():
+    found, *_ = rates("LRRangeTest", 4, lr_range_test_min_lr=0.1, lr_range_test_step_size=2, lr_range_test_step_rate=1.0)
+    assert found == pytest.approx([0.1, 0.15, 0.2, 0.25, 0.3])
+    found, *_ = rates("LRRangeTest", 4, lr_range_test_min_lr=0.1, lr_range_test_step_size=2, lr_range_test_staircase=True)
+    assert found == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3])
+
+
+def test_schedules_go_on_from_their_state():
+    _, _, first = rates("WarmupDecayLR", 3, total_num_steps=6, warmup_num_steps=2)
+    wanted, *_ = rates("WarmupDecayLR", 5, total_num_steps=6, warmup_num_steps=2)
+    _, optimizer, second = rates("WarmupDecayLR", 0, total_num_steps=6, warmup_num_steps=2)
+    second.load_state_dict(first.state_dict())
+    for _ in range(2):
+        optimizer.step()
+        second.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(wanted[-1])
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(folder, stage):
+    config = {
+        "train_batch_size": 8, "zero_optimization": {"stage": stage}, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.01}},
+    }  # fmt: skip
+    x, y = data()
+
+    def train(engine, steps):
+        rank, micro, losses = engine.global_rank, engine.train_micro_batch_size_per_gpu(), []
+        for i in steps:
+            rows = slice(8 * i + rank * micro, 8 * i + (rank + 1) * micro)
+            loss = nn.functional.cross_entropy(engine(x[rows]), y[rows])
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    with started(config) as engine:
+        train(engine, range(3))
+        assert engine.save_checkpoint(folder, client_state={"epoch": 3, "note": ["a", 1.5]})
+        once, rate = train(engine, range(3, 6)), engine.get_lr()
+        engine.save_checkpoint(folder, tag="other", save_latest=False)
+    with started(config) as engine:
+        path, client = engine.load_checkpoint(folder)
+        facts = os.path.basename(path), client, engine.global_steps
+        again = train(engine, range(3, 6))
+        assert (again, engine.get_lr()) == (once, rate)
+    with started(config) as engine:
+        path, client = engine.load_checkpoint(folder, tag="other", load_module_only=True)
+        assert (os.path.basename(path), client, engine.global_steps) == ("other", {}, 0)
+        with pytest.warns(UserWarning, match="Unable to find latest file"):
+            assert engine.load_checkpoint(os.path.join(folder, "nowhere")) == (None, None)
+        with pytest.raises(CheckpointError):
+            engine.load_checkpoint(folder, tag="nothing")
+        with pytest.raises(RefusedError, match="of the two one alone"):
+            engine.load_checkpoint(folder, load_optimizer_states=False)
+        engine.save_16bit_model(os.path.join(folder, "whole"))
+    return facts
+
+
+@pytest.mark.parametrize(("processes", "stage"), [(1, 0), (2, 1), (2, 3)])
+def test_checkpoints_with_tags_and_latest(ranks, tmp_path, processes, stage):
+    said = [saved_and_loaded(str(tmp_path), stage)] if processes == 1 else ranks(saved_and_loaded, str(tmp_path), stage)
+    assert said == [("global_step3", {"epoch": 3, "note": ["a", 1.5]}, 3)] * processes
+    assert (tmp_path / "latest").read_text() == "global_step3"
+    assert (tmp_path / "whole" / "model.safetensors").exists()
+
+
+# -- the rest of the module -----------------------------------------------------------------------------------------------------------
+
+
+def from_a_data_set():
+    x, y = data()
+    seen = []
+    args = SimpleNamespace(deepspeed_config={"train_batch_size": 12, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    engine, optimizer, loader, schedule = deepspeed.initialize(
+        args, model(), training_data=TensorDataset(x, y), lr_scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2)
+    )
+    assert schedule is engine.lr_scheduler and optimizer is engine.optimizer
+    for inputs, labels in loader:
+        seen += [tuple(row[:2]) for row in inputs.tolist()]
+        engine.backward(nn.functional.cross_entropy(engine(inputs), labels))
+        engine.step()
+    steps = engine.global_steps
+    engine.destroy()
+    return steps, seen
+
+
+def test_a_data_set_is_shared_out(ranks):
+    said = ranks(from_a_data_set)
+    assert [steps for steps, _ in said] == [4, 4]
+    assert len({row for _, seen in said for row in seen}) == 48
+
+
+def test_initialize_says_what_is_missing():
+    with pytest.raises(SettingError, match="requires a model"):
+        deepspeed.initialize(config=BATCH)
+    with pytest.raises(SettingError, match="requires --deepspeed_config"):
+        deepspeed.initialize(model=model())
+    with pytest.raises(SettingError, match="given twice"):
+        deepspeed.initialize(model=model(), config=BATCH, config_params=BATCH)
+    with pytest.raises(
+        ImportError, match=r'deepspeed.PipelineModule is not part of easymp.compat: use Accelerator\(strategy="pipeline"\)'
+    ):
+        deepspeed.PipelineModule  # noqa: B018
+
+
+def test_arguments_of_a_script():
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"])
+    assert (args.deepspeed, args.deepspeed_config) == (True, "ds.json")
+
+
+def joined():
+    deepspeed.init_distributed()
+    comm = deepspeed.comm
+    try:
+        x = torch.ones(1) * (comm.get_rank() + 1)
+        comm.all_reduce(x)
+        return comm.is_initialized(), comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), x.item()
+    finally:
+        comm.destroy_process_group()
+
+
+def test_init_distributed_and_comm(ranks):
+    assert ranks(joined) == [(True, r, 2, r, 3.0) for r in range(2)]
+    with pytest.raises(RefusedError, match="the launcher says them"):
+        deepspeed.init_distributed(rank=0, world_size=2)
+
+
+def test_time_and_operations_are_told_when_asked_for(caplog, tmp_path):
+    caplog.set_level(logging.INFO, "easymp.compat.deepspeed.engine")
+    file = tmp_path / "flops.txt"
+    config = {
+        **BATCH, "steps_per_print": 2, "wall_clock_breakdown": True, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(file)},
+    }  # fmt: skip
+    with started(config) as engine:
+        for _ in range(4):
+            engine.backward(engine(torch.ones(4, 8)).sum())
+            engine.step()
+    said = [record.getMessage() for record in caplog.records]
+    assert "step=2, skipped=0, lr=[0.1]" in said and "step=4, skipped=0, lr=[0.1]" in said
+    assert any(line.startswith("time (ms) | forward: ") and "| backward: " in line and "| step: " in line for line in said)
+    # Two products, of (4, 8) by (8, 16) and of (4, 16) by (16, 2), at two operations an element.
+    assert file.read_text().startswith(
+        f"flops profiler, one forward: {2 * 4 * 8 * 16 + 2 * 4 * 16 * 2:,} floating-point operations, 178 parameters"
+    )
+
+
+def test_activations_are_computed_again(monkeypatch):
+    room = deepspeed.checkpointing
+    monkeypatch.setattr(room, "_cpu", None)
+    assert not room.is_configured()
+    room.configure(None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
+    assert room.is_configured()
+    calls = []
+
+    def part(x):
+        calls.append(1)
+        return (x * x).sum()
+
+    x = torch.ones(3, requires_grad=True)
+    room.checkpoint(part, x).backward()
+    assert (x.grad.tolist(), len(calls)) == ([2.0] * 3, 2)
+    room.reset()
+
+
+def test_its_own_optimizers_and_contexts():
+    p = nn.Parameter(torch.ones(2))
+    assert isinstance(deepspeed.ops.adam.FusedAdam([p], lr=0.1), torch.optim.AdamW)
+    assert type(deepspeed.ops.adam.DeepSpeedCPUAdam([p], adam_w_mode=False)) is torch.optim.Adam
+    assert deepspeed.ops.lamb.FusedLamb([p], lr=0.1).param_groups[0]["lr"] == 0.1
+    with deepspeed.zero.GatheredParameters([p]):
+        assert p.tolist() == [1.0, 1.0]
+
+
+def test_json_configurations_of_the_file_form(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"train_batch_size": 64, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}}))
+    with started(str(file), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as engine:
+        assert engine.bfloat16_enabled() and engine.train_micro_batch_size_per_gpu() == 16
