@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from easymp import env
+from easymp.cli import main
+from easymp.launcher import meeting
 
 from .pool import free_port
 
-pytestmark = pytest.mark.slow
 ROOT = str(Path(__file__).resolve().parent.parent)
-QUICK = """
-import sys
-from easymp.launcher import meeting
-meeting.LAST_CALL, meeting.HEARTBEAT, meeting.MISSED = 1, 1, 4
-from easymp.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
+HOST = socket.gethostname()
 
 
 @pytest.fixture
@@ -40,17 +39,194 @@ def script(tmp_path):
     return write
 
 
+def launched(port: int, words: list[list[str]], after: str = "", signals: int = 0) -> tuple[int, str]:
+    """In one of several processes: `easymp launch` as that node; exit code, and what the launcher said.
+
+    Args:
+        words: for each node.
+        after: files of this name and a number; when they are all there, each launcher that `signals` has the bit of gets two SIGTERM.
+    """
+    node = int(os.environ["RANK"])
+
+    def stop() -> None:
+        while not all(os.path.exists(f"{after}{rank}") for rank in range(len(words))):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # as from a program that signals a group and its leader
+
+    thread = threading.Thread(target=stop)
+    if signals >> node & 1:
+        thread.start()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = main(["launch", "--main-address", f"127.0.0.1:{port}", *words[node]])
+    if thread.ident:
+        thread.join()
+    return code, said.getvalue()
+
+
+def test_ranks_are_in_the_order_of_the_nodes_and_the_first_failure_is_told_to_all(ranks, script, tmp_path):
+    path = script("""
+        open(sys.argv[1] + str(rank), "w").write(f"{os.environ['GROUP_RANK']} {os.environ['LOCAL_RANK']} {os.environ['WORLD_SIZE']}")
+        if rank == 2:
+            while not os.path.exists(sys.argv[1] + "0"):
+                time.sleep(0.05)
+            raise ValueError("the cause")
+        time.sleep(60)
+    """)
+    words = ["--nodes", "2", "--processes", "2", path, str(tmp_path / "x")]
+    (main_code, main_said), (code, said) = ranks(launched, free_port(), [["--node-rank", str(k), *words] for k in (0, 1)])
+    assert [(tmp_path / f"x{rank}").read_text() for rank in range(4)] == ["0 0 4", "0 1 4", "1 0 4", "1 1 4"]
+    assert (code, main_code) == (1, 1)
+    assert said.startswith("rank 2 of 4 failed first: ValueError: the cause\nTraceback")
+    assert said.endswith("ValueError: the cause\n")
+    assert main_said == f"rank 2 of 4 failed first, on node 1 ({HOST}): ValueError: the cause; the launcher there says more\n"
+
+
+def test_a_signal_reaches_the_ranks_of_all_nodes_and_saving_may_take_as_long_as_the_grace(ranks, script, tmp_path):
+    path = script("""
+        caught = []
+        signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
+        open(sys.argv[1] + "ready" + str(rank), "w").close()
+        while not caught:
+            time.sleep(0.02)
+        time.sleep(0.6 if rank == 0 else 60)
+        open(sys.argv[1] + str(rank), "w").write(str(len(caught)))
+    """)
+    words = ["--nodes", "2", path, str(tmp_path / "x")]
+    found = ranks(
+        launched,
+        free_port(),
+        [["--node-rank", "0", *words], ["--node-rank", "1", "--grace", "1", *words]],
+        str(tmp_path / "xready"),
+        0b11,
+    )
+    assert found == [(143, "stopped by SIGTERM (signal 15)\n")] * 2
+    assert (tmp_path / "x0").read_text() == "1"  # once
+    assert not (tmp_path / "x1").exists()
+
+
+def test_one_launcher_that_is_stopped_ends_a_run_of_fixed_size(ranks, script, tmp_path):
+    path = script("open(sys.argv[1] + str(rank), 'w').close(); time.sleep(60)")
+    words = [["--nodes", "2", "--node-rank", str(k), "--max-restarts", "2", path, str(tmp_path / "x")] for k in (0, 1)]
+    found = ranks(launched, free_port(), words, str(tmp_path / "x"), 0b10)
+    assert found == [
+        (143, f"stopped by SIGTERM (signal 15) on node 1 ({HOST})\n"),
+        (143, "stopped by SIGTERM (signal 15)\n"),
+    ]
+
+
+def test_a_taken_port_is_said_by_the_main_node_and_at_once(script, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        words = ["launch", "--main-address", f"127.0.0.1:{port}"]
+        assert main([*words, "--nodes", "2", "--node-rank", "0", script("")]) == 1
+        assert capsys.readouterr().err.startswith(
+            f"easymp: port {port} on the main node, which is this one, is taken by another program: pass a free one, "
+            "--main-address 127.0.0.1:PORT, on all nodes;"
+        )
+        assert main([*words, script("")]) == 1
+        assert f"port {port} on this machine is taken" in capsys.readouterr().err
+
+
+def test_what_listens_there_is_no_launcher(script, capsys, monkeypatch):
+    monkeypatch.setattr(meeting, "CONNECT", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert main(["launch", "--nodes", "2", "--node-rank", "1", "--main-address", f"127.0.0.1:{port}", script("")]) == 1
+    assert f"what listens at 127.0.0.1:{port} does not answer as the main node's launcher" in capsys.readouterr().err
+
+
+def test_a_main_node_that_never_comes(script, capsys):
+    port = free_port()
+    words = ["launch", "--nodes", "2", "--node-rank", "1", "--wait", "0.5", "--main-address", f"127.0.0.1:{port}"]
+    assert main([*words, script("")]) == 1
+    assert capsys.readouterr().err == (
+        f"easymp: the main node did not answer at 127.0.0.1:{port} for 0.5 seconds (Connection refused): start it there with "
+        "--node-rank 0, correct --main-address, or wait longer with --wait SECONDS\n"
+    )
+
+
+def test_other_nodes_that_never_come_and_a_main_address_elsewhere(script, capsys):
+    words = ["launch", "--nodes", "2", "--node-rank", "0", "--wait", "1", "--main-address"]
+    port = free_port()
+    assert main([*words, f"127.0.0.1:{port}", script("")]) == 1
+    assert capsys.readouterr().err == (
+        f"easymp: 2 nodes were to meet at 127.0.0.1:{port}, and after 1 seconds not enough are there (so far came: node 0 ({HOST})): "
+        "start the others, ask for fewer with --nodes, or wait longer with --wait SECONDS\n"
+    )
+    assert main([*words, "192.0.2.1", script("")]) == 1  # an address for documentation (RFC 5737): nobody's
+    assert "'192.0.2.1' is no address of this machine, which is to be the main node" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("second", "others", "words"),
+    [
+        ("2", 1, "was started for 3 nodes, this one for 2 nodes"),
+        ("3", 2, "say the same --node-rank 1: each machine needs its own"),
+    ],
+)
+def test_nodes_that_contradict_one_another(ranks, script, second, others, words):
+    more = [["--nodes", second, "--node-rank", "1", "--wait", "2", script("")]] * others
+    found = ranks(
+        launched, free_port(), [["--nodes", "3", "--node-rank", "0", "--wait", "2", script("")], *more], processes=1 + others
+    )
+    assert all(code == 1 for code, _ in found)
+    assert words in found[1][1]
+
+
+# -- real trainings, in launchers of their own -------------------------------------------------------------------------
+
+QUICK = """
+import sys
+from easymp.launcher import meeting
+meeting.LAST_CALL, meeting.HEARTBEAT, meeting.MISSED = 1, 1, 4
+from easymp.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+TRAIN = """
+import json, torch
+from easymp import Accelerator, ProjectConfiguration
+
+torch.set_num_threads(1)
+folder, deaths, updates = sys.argv[1], sys.argv[2], int(sys.argv[3])
+acc = Accelerator(mixed_precision="no", seed=0, timeout=30, cpu=True, project_config=ProjectConfiguration(folder))
+model = torch.nn.Linear(8, 1)
+x = torch.randn(64, 8)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+loader = torch.utils.data.DataLoader(data, batch_size=32 // acc.num_processes, shuffle=True)
+model, optimizer, loader = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+resumed = acc.resume()
+losses = []
+open(f"{folder}.up{acc.num_processes}.{rank}", "w").close()
+for epoch in acc.epochs(updates // 2):
+    for inputs, targets in loader:
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        acc.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(acc.reduce(loss.detach(), "mean").item())
+    acc.save_state()
+    if deaths == "kill" and rank == 1 and epoch == 1 and not resumed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if deaths == "until two" and not os.path.exists(f"{folder}.up2.1"):
+        time.sleep(0.2)
+open(f"{folder}.out{rank}", "w").write(json.dumps([acc.num_processes, losses[-1], model.weight.tolist()]))
+acc.end_training()
+"""
+
+
 @pytest.fixture
-def node(request):
-    """Starts a launcher as one of several; all are gone at the end."""
+def node():
+    """Starts a launcher of its own as one of several; all are gone at the end."""
     port, started = free_port(), []
 
-    def start(rank: int | None, *words: str, nodes: str = "2") -> subprocess.Popen:
-        place = ["--nodes", nodes, "--main-address", f"127.0.0.1:{port}", *(() if rank is None else ("--node-rank", str(rank)))]
+    def start(*words: str, main: str = "127.0.0.1", before: tuple[str, ...] = ()) -> subprocess.Popen:
         path = os.pathsep.join(filter(None, [ROOT, env.read("PYTHONPATH")]))
+        address = ["--main-address", f"{main}:{port}"] if "--nodes" in words else []
         started.append(
             subprocess.Popen(
-                [sys.executable, "-c", QUICK, "launch", *place, *words],
+                [*before, sys.executable, "-c", QUICK, "launch", *address, *words],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -59,18 +235,16 @@ def node(request):
         )
         return started[-1]
 
-    start.port = port
     yield start
     for process in started:
         process.kill()
         process.communicate()
 
 
-def ends(*processes: subprocess.Popen, seconds: float = 60) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each."""
-    deadline = time.monotonic() + seconds
-    said = [process.communicate(timeout=max(1, deadline - time.monotonic())) for process in processes]
-    return [(process.returncode, *words) for process, words in zip(processes, said)]
+def ends(*processes: subprocess.Popen) -> list[tuple[int, str]]:
+    """Exit code and errors of each."""
+    said = [process.communicate(timeout=90)[1] for process in processes]
+    return [(process.returncode, err) for process, err in zip(processes, said)]
 
 
 def wait_for(*paths: Path) -> None:
@@ -80,90 +254,32 @@ def wait_for(*paths: Path) -> None:
         time.sleep(0.05)
 
 
-def test_ranks_are_in_the_order_of_the_node_ranks_and_the_first_failure_is_told_to_all(script, node):
-    path = script("""
-        sys.stdout.write(f"{rank} of {os.environ['WORLD_SIZE']}, local {os.environ['LOCAL_RANK']}\\n")
-        sys.stdout.flush()
-        if rank == 2:
-            time.sleep(0.5)
-            raise ValueError("the cause")
-        time.sleep(60)
-    """)
-    nodes = [node(rank, "--processes", "2", path) for rank in (1, 0)]
-    (code, out, err), (main_code, main_out, main_err) = ends(*nodes)
-    assert sorted(out.splitlines()) == ["2 of 4, local 0", "3 of 4, local 1"]
-    assert sorted(main_out.splitlines()) == ["0 of 4, local 0", "1 of 4, local 1"]
-    assert (code, main_code) == (1, 1)
-    assert err.startswith("rank 2 of 4 failed first: ValueError: the cause\nTraceback")
-    assert err.endswith("ValueError: the cause\n")
-    where = f"node 1 ({socket.gethostname()})"
-    assert main_err == f"rank 2 of 4 failed first, on {where}: ValueError: the cause; the launcher there says more\n"
+def result(folder: Path, rank: int = 0) -> list:
+    return json.loads(Path(f"{folder}.out{rank}").read_text())
 
 
-def test_a_signal_to_all_launchers_reaches_all_ranks_once_and_one_that_saves_longer_than_the_grace_is_killed(
-    script, node, tmp_path
-):
-    path = script("""
-        caught = []
-        signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
-        open(sys.argv[1] + "ready" + str(rank), "w").close()
-        while not caught:
-            time.sleep(0.05)
-        time.sleep(1 if rank == 0 else 60)
-        open(sys.argv[1] + str(rank), "w").write(str(len(caught)))
-    """)
-    target = str(tmp_path / "x")
-    nodes = [node(0, path, target), node(1, "--grace", "2", path, target)]
-    wait_for(tmp_path / "xready0", tmp_path / "xready1")
-    for each in nodes:
-        each.send_signal(signal.SIGTERM)
-        each.send_signal(signal.SIGTERM)  # as from a program that signals a group and its leader
-    for code, _, err in ends(*nodes):
-        assert (code, err) == (143, "stopped by SIGTERM (signal 15)\n")
-    assert (tmp_path / "x0").read_text() in ("1", "2")
-    assert not (tmp_path / "x1").exists()
+@pytest.mark.slow
+def test_two_nodes_of_which_a_rank_is_killed_train_to_the_result_of_one(script, node, tmp_path):
+    path, one, two = script(TRAIN), tmp_path / "one", tmp_path / "two"
+    [(code, said)] = ends(node("--processes", "2", path, str(one), "none", "8"))
+    assert code == 0, said
+    words = ["--nodes", "2", "--max-restarts", "1", path, str(two), "kill", "8"]
+    for code, said in ends(*(node("--node-rank", str(k), *words) for k in (0, 1))):
+        assert code == 0, said
+        assert f"easymp launch: a rank failed; restart 1, on 2 nodes: node 0 ({HOST}), node 1 ({HOST})\n" in said
+    assert result(one) == result(two) == result(two, 1)
 
 
-def test_one_launcher_that_is_stopped_ends_a_run_of_a_fixed_size(script, node, tmp_path):
-    path = script("open(sys.argv[1] + str(rank), 'w').close(); time.sleep(60)")
-    nodes = [node(rank, "--max-restarts", "2", path, str(tmp_path / "x")) for rank in (0, 1)]
-    wait_for(tmp_path / "x0", tmp_path / "x1")
-    nodes[1].send_signal(signal.SIGTERM)
-    (code, _, err), (_, _, other) = ends(*nodes)
-    assert (code, err) == (143, f"stopped by SIGTERM (signal 15) on node 1 ({socket.gethostname()})\n")
-    assert other == "stopped by SIGTERM (signal 15)\n"
-
-
-def test_who_cannot_meet_says_why(script, node):
-    path = script("")
-    with socket.create_server(("127.0.0.1", node.port)):
-        [(code, _, err)] = ends(node(0, path))
-        assert code == 1
-        assert err.startswith(f"easymp: port {node.port} on the main node, which is this one, is taken by another program")
-        assert err.count("\n") == 1
-    waiting = [node(1, "--wait", "0.5", path), node(0, "--wait", "1", path, nodes="1:3")]
-    (code, _, err), _ = ends(*waiting)
-    assert code == 1
-    assert f"127.0.0.1:{node.port}" in err
-
-
-def test_a_main_node_that_never_comes(script, node):
-    [(code, _, err)] = ends(node(1, "--wait", "0.5", script("")))
-    assert code == 1
-    assert err == (
-        f"easymp: the main node did not answer at 127.0.0.1:{node.port} for 0.5 seconds (Connection refused): start it there with "
-        "--node-rank 0, correct --main-address, or wait longer with --wait SECONDS\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "words"),
-    [((0, "2"), (1, "3"), "was started for 2 nodes, this one for 3 nodes"), ((1, "3"), (1, "3"), "say the same --node-rank 1")],
-)
-def test_nodes_that_contradict_one_another(script, node, first, second, words):
-    path = script("")
-    started = [node(rank, "--wait", "6", path, nodes=count) for rank, count in dict.fromkeys([(0, first[1]), first, second])]
-    if first == second:
-        started.append(node(second[0], "--wait", "6", path, nodes=second[1]))
-    found = ends(*started)
-    assert any(words in err for _, _, err in found), found
+@pytest.mark.slow
+def test_a_node_that_joins_and_one_that_dies(script, node, tmp_path):
+    path, folder = script(TRAIN), tmp_path / "run"
+    first = node("--nodes", "1:2", "--node-rank", "0", path, str(folder), "until two", "400")
+    wait_for(tmp_path / "run.up1.0")
+    second = node("--nodes", "1:2", "--node-rank", "1", path, str(folder), "until two", "400")
+    wait_for(tmp_path / "run.up2.1")
+    second.kill()  # and its rank with it
+    [(code, said)] = ends(first)
+    assert code == 0, said
+    assert f"the workers start again, on 2 nodes: node 0 ({HOST}), node 1 ({HOST})\n" in said
+    assert f"on 1 node: node 0 ({HOST})\n" in said
+    assert result(folder)[0] == 1

@@ -14,15 +14,14 @@ from collections.abc import Sequence
 def plan(processes: int, numa: bool = True) -> tuple[str, int]:
     """What `bind` takes (``""``: nothing is bound), and the threads that each rank may compute on."""
     # Imports torch, which the worker's entry must not do before the user's script does.
-    from .. import settings
-    from ..hardware import detect
-    from ..hardware.numa import cores, gpus
+    from .. import hardware, settings
+    from ..hardware import numa as found
     from ..log import get_logger
 
-    fair = max(1, detect(use_accelerators=False).cpu.threads // processes)
+    fair = max(1, hardware.detect(use_accelerators=False).cpu.threads // processes)
     if not numa or processes < 2 or not hasattr(os, "sched_setaffinity"):
         return "", fair
-    chosen = choose(processes, cores(), [] if settings.resolve().cpu else gpus())
+    chosen = choose(processes, found.cores(), [] if settings.resolve().cpu else found.gpus())
     if not chosen:
         return "", fair
     masks = ";".join(f"{sum(1 << core for core in each):x}" for each in chosen)
