@@ -283,12 +283,12 @@ class Meeting:
         return others
 
     def close(self, over: bool) -> None:
-        """Leave; `over`: nobody may join any more. The main node stays until the others have read what was told."""
+        """Leave; `over`: nobody may join any more. The main node stays until the others have left, too, and read what was told."""
         try:
             if over or self._main or not self._place.elastic:
                 self._torchs.shutdown()
             left, deadline = self._store.add("left", 1), time.monotonic() + LINGER
-            while self._main and self._told and left < self._size and time.monotonic() < deadline:
+            while self._main and left < self._size and time.monotonic() < deadline:
                 time.sleep(0.1)
                 left = self._store.add("left", 0)
         except RuntimeError:

@@ -111,8 +111,9 @@ class World:
                 f"WORLD_SIZE={self.size} is in the environment but {missing} is not: a launcher sets it. Start with "
                 f"`easymp launch --processes {self.size} script.py`, or export {missing} (127.0.0.1 and a free port will do)"
             )
+        shared = env.flag("TORCHELASTIC_USE_AGENT_STORE", False)
         try:
-            if env.flag("TORCHELASTIC_USE_AGENT_STORE", False):
+            if shared:
                 store = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=limit)))[0]
             else:
                 store = dist.TCPStore(address, port, None, self.rank == 0, limit, wait_for_workers=False, multi_tenant=True)
@@ -122,8 +123,10 @@ class World:
                 f"({str(error).splitlines()[0]}): check that rank 0 runs, and that the address and port "
                 "(MASTER_ADDR and MASTER_PORT, or made from Slurm's variables) are right and free"
             ) from error
-        # torchrun's agent keeps its store over a restart: what an earlier attempt wrote there is not ours.
-        store = dist.PrefixStore(f"easymp/{env.integer('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        # torchrun's agent keeps its store over a restart: what an earlier attempt wrote there is not ours. A store of rank 0's own is
+        # as new as the attempt, and nodes may count their restarts differently: one that came later had none.
+        attempt = env.integer("TORCHELASTIC_RESTART_COUNT", 0) if shared else 0
+        store = dist.PrefixStore(f"easymp/{attempt}", store)
         try:
             number = store.add(f"worlds/{self.rank}", 1)
             keys = [f"world/{number}/{r}" for r in range(self.size)]
