@@ -38,6 +38,7 @@ def page(found: Comparison) -> str:
         unit=unit(found.summaries),
         plots=[(plot, Markup(plot.svg())) for plot in plots(found)],
         plans=[_plan(summary, found.machine.get("threads")) for summary in found.summaries],
+        seeded=any(run.seed is not None for summary in found.summaries for run in summary.runs),
         machine=machine(found.machine),
         swatch=_swatch,
         colours=COLOURS,
@@ -98,7 +99,7 @@ def _run(run: Run, threads: int | None) -> dict[str, Any]:
     record, end = run.record, run.end
     return {
         "number": run.number,
-        "seed": "the script's own" if run.seed is None else run.seed,
+        "seed": run.seed,
         "status": end.status,
         "seconds": seconds(record.seconds if record else None),
         "before": seconds(run.before),

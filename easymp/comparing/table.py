@@ -64,7 +64,7 @@ def _cells(summary: Summary, base: Summary | None, metrics: Sequence[Metric]) ->
     return [
         _cell(summary.seconds, seconds),
         Cell(part),
-        _cell(speed, rate),
+        Cell(_cell(speed, rate).text),  # it lies as far apart as the time
         Cell("–" if peak is None else size(peak.median)),
         *finals,
         Cell("–" if summary.before is None else seconds(summary.before.median)),

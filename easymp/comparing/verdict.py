@@ -162,7 +162,7 @@ def _evidence(base: Summary, each: Judged) -> str:
 
 
 def _basis(base: Summary, other: Summary) -> str:
-    """``"median of 3: 12.1 s, from 11.9 to 12.4, and 19.5 s, from 19.2 to 20.1"``, or by speeds where the runs were not of one length."""
+    """``"median of 3: 12.1 s [11.9 s to 12.4 s] against 19.5 s [19.2 s to 20.1 s]"``, or by speeds where the runs were not of one length."""
     alike = len(base.counts | other.counts) == 1
     two, one = (other.seconds, base.seconds) if alike else (other.speed, base.speed)
     assert one is not None
@@ -177,7 +177,7 @@ def _of(number: Spread, alike: bool, base: Summary) -> str:
         return seconds(value) if alike else f"{value:,.4g}"
 
     unit = "" if alike else " samples/s" if all(samples is not None for _, samples in base.counts) else " updates/s"
-    between = f", {say(number.least)} to {say(number.most)}" if number.count > 1 else ""
+    between = f" [{say(number.least)} to {say(number.most)}]" if number.count > 1 else ""
     return f"{say(number.median)}{unit}{between}"
 
 

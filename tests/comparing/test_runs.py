@@ -77,20 +77,18 @@ def test_a_run_gets_its_settings_and_a_folder_of_its_own(tmp_path: Path, monkeyp
 @pytest.mark.timeout(300)
 def test_what_finishes_and_what_fails(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(TINY)
-    words = "compare tiny.py --precision fp32,fp8,O1 --processes 2 --output out --json -- --lr 1"
+    words = "compare tiny.py --precision fp32,fp8 --processes 2 --output out --json -- --lr 1"
     with easymp(*words.split(), directory=tmp_path) as process:
         out, err = process.communicate()
     assert process.returncode == 1, err
     plans = {plan["name"]: plan["runs"][0] for plan in json.loads(out)["plans"]}
-    assert [plans[name]["status"] for name in ("fp32", "fp8", "O1")] == ["finished", "failed", "failed"]
+    assert [plans[name]["status"] for name in ("fp32", "fp8")] == ["finished", "failed"]
     assert plans["fp8"]["why"].startswith("RefusedError: mixed_precision='fp8' in EASYMP_OVERRIDE cannot run here: fp8 needs")
-    assert plans["O1"]["why"].startswith("ValueError: rank ")
-    assert plans["O1"]["why"].endswith(" <does> not like this")
     record = plans["fp32"]["record"]
     assert (record["updates"], record["samples"]) == (15 // 2, 112)
     assert [value for _, _, value in record["curves"]["accuracy"]] == [0.5, 0.6]
     folders = sorted(path.name for path in (tmp_path / "out" / "runs").iterdir())
-    assert folders == ["1-fp32-1", "2-fp8-1", "3-O1-1"]
+    assert folders == ["1-fp32-1", "2-fp8-1"]
     first = tmp_path / "out" / "runs" / "1-fp32-1"
     assert "arguments ['--lr', '1']" in (first / "output.txt").read_text()
     assert list(first.glob("project/checkpoints/step-*"))  # in a folder of its own

@@ -34,7 +34,7 @@ def said(*groups: list[Run]) -> Comparison:
             runs(A, [10, 10.2, 9.9], 0.989),
             runs(B, [6.2, 6.1, 6.3], 0.987),
             (
-                "bf16 takes 0.62 of fp32's time (median of 3: 6.2 s, 6.1 s to 6.3 s against 10.0 s, 9.9 s to 10.2 s) and reaches "
+                "bf16 takes 0.62 of fp32's time (median of 3: 6.2 s [6.1 s to 6.3 s] against 10.0 s [9.9 s to 10.2 s]) and reaches "
                 "accuracy 98.70% where fp32 reaches 98.90%: take bf16."
             ),
         ),
@@ -66,7 +66,7 @@ def said(*groups: list[Run]) -> Comparison:
             runs(A, [10, 10.2, 9.9], others=30.0),
             runs(B, [6.2, 6.1, 6.3]),
             (
-                "bf16 takes 0.62 of fp32's time (median of 3: 6.2 s, 6.1 s to 6.3 s against 10.0 s, 9.9 s to 10.2 s): a hint to take "
+                "bf16 takes 0.62 of fp32's time (median of 3: 6.2 s [6.1 s to 6.3 s] against 10.0 s [9.9 s to 10.2 s]): a hint to take "
                 "bf16, no more. Compare again with more --repeats, on a quiet machine, to know."
             ),
         ),
@@ -74,7 +74,7 @@ def said(*groups: list[Run]) -> Comparison:
             runs(A, [10, 12, 8]),
             runs(B, [7, 9, 6]),
             (
-                "No difference is shown: bf16 took 0.70 of fp32's time (median of 3: 7 s, 6 s to 9 s against 10.0 s, 8 s to 12.0 s), "
+                "No difference is shown: bf16 took 0.70 of fp32's time (median of 3: 7 s [6 s to 9 s] against 10.0 s [8 s to 12.0 s]), "
                 "and their runs overlap. Compare again with more --repeats, on a quiet machine, to know."
             ),
         ),
@@ -82,7 +82,7 @@ def said(*groups: list[Run]) -> Comparison:
             runs(A, [10, 10.2, 9.9]),
             runs(B, [13, 13.1, 13.2]),
             (
-                "bf16 takes 1.31 times as long as fp32 (median of 3: 13.1 s, 13.0 s to 13.2 s against 10.0 s, 9.9 s to 10.2 s): stay "
+                "bf16 takes 1.31 times as long as fp32 (median of 3: 13.1 s [13.0 s to 13.2 s] against 10.0 s [9.9 s to 10.2 s]): stay "
                 "with fp32."
             ),
         ),
@@ -90,7 +90,7 @@ def said(*groups: list[Run]) -> Comparison:
             runs(A, [10, 10.2, 9.9], 0.989),
             runs(B, [6.2, 6.1, 6.3], 0.88),
             (
-                "bf16 takes 0.62 of fp32's time (median of 3: 6.2 s, 6.1 s to 6.3 s against 10.0 s, 9.9 s to 10.2 s), but reaches "
+                "bf16 takes 0.62 of fp32's time (median of 3: 6.2 s [6.1 s to 6.3 s] against 10.0 s [9.9 s to 10.2 s]), but reaches "
                 "accuracy 88.00% where fp32 reaches 98.90%: stay with fp32."
             ),
         ),
@@ -98,7 +98,7 @@ def said(*groups: list[Run]) -> Comparison:
             runs(A, [10, 10.2, 9.9], 0.95, 0.97, 0.96),
             runs(B, [6.2, 6.1, 6.3], 0.94, 0.945, 0.95),
             (
-                "bf16 takes 0.62 of fp32's time (median of 3: 6.2 s, 6.1 s to 6.3 s against 10.0 s, 9.9 s to 10.2 s) and reaches "
+                "bf16 takes 0.62 of fp32's time (median of 3: 6.2 s [6.1 s to 6.3 s] against 10.0 s [9.9 s to 10.2 s]) and reaches "
                 "accuracy 94.50% where fp32 reaches 96.00%, no more apart than runs of one plan are: take bf16."
             ),
         ),
@@ -106,7 +106,7 @@ def said(*groups: list[Run]) -> Comparison:
             runs(A, [10, 10.2, 9.9]),
             runs(B, [6.2, 6.1, 6.3], peak=1 << 29),
             (
-                "bf16 takes 0.62 of fp32's time (median of 3: 6.2 s, 6.1 s to 6.3 s against 10.0 s, 9.9 s to 10.2 s), with 0.50 of its "
+                "bf16 takes 0.62 of fp32's time (median of 3: 6.2 s [6.1 s to 6.3 s] against 10.0 s [9.9 s to 10.2 s]), with 0.50 of its "
                 "memory (512.0 MiB): take bf16, if its results are as good: no metric was logged to say so."
             ),
         ),
