@@ -162,7 +162,7 @@ def _evidence(base: Summary, each: Judged) -> str:
 
 
 def _basis(base: Summary, other: Summary) -> str:
-    """``"median of 3: 12.1 s [11.9 s to 12.4 s] against 19.5 s [19.2 s to 20.1 s]"``, or by speeds where the runs were not of one length."""
+    """``"median of 3: 12.1 s [11.9 s to 12.4 s] against 19.5 s [19.2 s to 20.1 s]"``; by speeds where runs differ in length."""
     alike = len(base.counts | other.counts) == 1
     two, one = (other.seconds, base.seconds) if alike else (other.speed, base.speed)
     assert one is not None
