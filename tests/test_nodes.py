@@ -19,7 +19,7 @@ import pytest
 
 from easymp import env
 from easymp.cli import main
-from easymp.launcher import meeting
+from easymp.launcher import agent, knocking
 
 from .pool import free_port
 
@@ -115,6 +115,51 @@ def test_one_launcher_that_is_stopped_ends_a_run_of_fixed_size(ranks, script, tm
     ]
 
 
+def twice(port: int, words: list[list[str]]) -> list[tuple[int, str]]:
+    """Two runs of `launched`, one after the other."""
+    return [launched(port, words), launched(port, words)]
+
+
+def test_one_run_after_another_at_the_same_port(ranks, script):
+    words = [["--nodes", "2", "--node-rank", str(k), script("time.sleep(0.2 * rank)")] for k in (0, 1)]
+    assert ranks(twice, free_port(), words) == [[(0, ""), (0, "")]] * 2
+
+
+STUBBORN = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1] + str(rank), "w").close()
+time.sleep(60)
+"""
+
+
+def impatient(words: list[str], ready: str) -> int:
+    """`easymp launch`, stopped twice with a pause; its exit code."""
+    agent.AGAIN = 0.2
+
+    def stop() -> None:
+        while not os.path.exists(ready):
+            time.sleep(0.02)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.4)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        return main(["launch", *words])
+    finally:
+        thread.join()
+        agent.AGAIN = 2.0
+
+
+def test_a_second_signal_kills_ranks_that_do_not_end(ranks, script, tmp_path):
+    start = time.monotonic()
+    assert ranks(impatient, ["--processes", "1", script(STUBBORN), str(tmp_path / "x")], str(tmp_path / "x0"), processes=1) == [
+        143
+    ]
+    assert time.monotonic() - start < 25  # the grace is 30
+
+
 def test_a_taken_port_is_said_by_the_main_node_and_at_once(script, capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -129,7 +174,7 @@ def test_a_taken_port_is_said_by_the_main_node_and_at_once(script, capsys):
 
 
 def test_what_listens_there_is_no_launcher(script, capsys, monkeypatch):
-    monkeypatch.setattr(meeting, "CONNECT", 0.3)
+    monkeypatch.setattr(knocking, "CONNECT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert main(["launch", "--nodes", "2", "--node-rank", "1", "--main-address", f"127.0.0.1:{port}", script("")]) == 1

@@ -8,27 +8,22 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
 from ..errors import SettingError, WorldError
-from .alone import refuse_taken
 from .failure import say
+from .knocking import OVER, RUN, open_store
 from .place import Place, is_here, own_address
 from .reports import Report
 
-RUN = "easymp"
 LAST_CALL = 10  # seconds for more nodes, once there are enough
 HEARTBEAT, MISSED = 5, 3  # seconds; a node that misses so many is gone
 LOOK = 1.0  # seconds between looks at the store
-ANSWER = 60.0  # seconds that the store has for an answer
-CONNECT = 10.0  # seconds that what listens at the main node's port has to prove itself a store
-PATIENT = 5.0  # seconds without a word about waiting
 HEARING = 15.0  # seconds for the others' reports, where what happened here must have its cause there
 BRIEF = 3.0  # and where it has its cause here
 LINGER = 10.0  # seconds that the main node stays for the others to read
@@ -40,30 +35,6 @@ class Ended(Exception):
     def __init__(self, reports: list[Report]) -> None:
         super().__init__("the run ended on another node")
         self.reports = reports
-
-
-def in_time(call: Callable[[], Any], seconds: float) -> Any:
-    """What `call` returns. For torch's stores, which wait for an answer for ever where no store listens, and hear no signal meanwhile.
-
-    Raises:
-        TimeoutError: it took longer; it is left alone then.
-    """
-    found: list[Any] = []
-
-    def work() -> None:
-        try:
-            found.extend((call(), None))
-        except Exception as error:
-            found.extend((None, error))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not found:
-        raise TimeoutError(f"no answer in {seconds:g} seconds")
-    if found[1] is not None:
-        raise found[1]
-    return found[0]
 
 
 class Meeting:
@@ -81,75 +52,13 @@ class Meeting:
         self._main = is_here(place.address) if place.node_rank is None else place.node_rank == 0
         self._own = own_address(place.address, place.port) or socket.gethostname()
         self._name = f"node {place.node_rank} ({socket.gethostname()})" if place.node_rank is not None else socket.gethostname()
-        self._store = self._open()
+        self._store = open_store(place, self._main, self._name)
         self._torchs = self._rendezvous()
-        self._round, self._restarts, self._size = 0, 0, place.nodes
+        self._round, self._restarts, self._size = 0, 0, 0  # nodes, once they have met
         self._looked, self._others_wait, self._lost = 0.0, False, False
         self._told = 0  # our report's number
 
     # -- coming together ---------------------------------------------------------------------------------------------
-
-    def _open(self) -> Any:
-        import torch.distributed as dist
-
-        place, terms = self._place, json.dumps([self._place.nodes, self._place.limit])
-        if self._main:
-            if not is_here(place.address):
-                raise WorldError(
-                    f"{place.address!r} is no address of this machine, which is to be the main node: pass one of its own with "
-                    "--main-address, on all nodes, or --node-rank 0 on the machine that has it"
-                )
-            refuse_taken(place)
-        else:
-            self._wait_for_main()
-        try:
-            store = dist.PrefixStore(RUN, in_time(lambda: self._connect(dist.TCPStore), CONNECT))
-            if self._main:
-                store.set("terms", terms)
-            theirs = store.get("terms").decode()
-            store.set(f"came/{store.add('came', 1)}", self._name)
-        except (RuntimeError, TimeoutError) as error:
-            why = (str(error).splitlines() or [type(error).__name__])[0]
-            raise WorldError(
-                f"what listens at {place.endpoint} does not answer as the main node's launcher: pass its address and port ({why})"
-            ) from error
-        if theirs != terms:
-            least, most = json.loads(theirs)
-            raise SettingError(
-                f"the main node at {place.endpoint} was started for {Place(least, 0, port=1, most=most).words}, this one for "
-                f"{place.words}: pass the same --nodes on all"
-            )
-        return store
-
-    def _connect(self, kind: Any) -> Any:
-        store = kind(
-            self._place.address,
-            self._place.port,
-            is_master=self._main,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=CONNECT),
-        )
-        store.set_timeout(timedelta(seconds=ANSWER))
-        return store
-
-    def _wait_for_main(self) -> None:
-        """Until something listens at the main node's port. By hand, for torch's store cannot be interrupted while it waits."""
-        place, start, said = self._place, time.monotonic(), False
-        while True:
-            try:
-                socket.create_connection((place.address, place.port), timeout=CONNECT).close()
-                return
-            except OSError as error:
-                why, waited = error.strerror or str(error), time.monotonic() - start
-            if waited >= place.wait:
-                raise WorldError(
-                    f"the main node did not answer at {place.endpoint} for {place.wait:g} seconds ({why}): start it there with "
-                    "--node-rank 0, correct --main-address, or wait longer with --wait SECONDS"
-                )
-            if waited >= PATIENT and not said:
-                say(f"waiting for the main node at {place.endpoint} ({why})")
-                said = True
-            time.sleep(min(0.3, place.wait))
 
     def _rendezvous(self) -> Any:
         from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -197,7 +106,7 @@ class Meeting:
             if isinstance(error, (SettingError, WorldError)):
                 raise
             raise WorldError(f"the main node at {self._place.endpoint} is gone, and with it this run ({error})") from error
-        self._round, self._size, self._others_wait = self._round + 1, len(order), False
+        self._round, self._others_wait = self._round + 1, False
         if self._round > 1:
             why = f"a rank failed; restart {self._restarts}" if failed else "the workers start again"
             say(f"{why}, on {len(order)} node{'s' * (len(order) > 1)}: {', '.join(listed)}")
@@ -208,6 +117,7 @@ class Meeting:
         mine = [not self._main, self._place.limit if self._place.node_rank is None else self._place.node_rank, self._name]
         found.store.set(f"node/{found.rank}", json.dumps(mine))
         nodes = [json.loads(found.store.get(f"node/{i}")) for i in range(found.world_size)]
+        self._size = len(nodes)
         order = sorted(range(len(nodes)), key=lambda i: (*nodes[i][:2], i))
         for one, other in pairwise(order):
             if nodes[one][1] == nodes[other][1] < self._place.limit:
@@ -287,6 +197,13 @@ class Meeting:
         try:
             if over or self._main or not self._place.elastic:
                 self._torchs.shutdown()
+            if self._main:
+                self._store.set("terms", OVER)
+                self._store.set("over", "")
+            elif over and not self._told:
+                # Else the same node's next run would find this run's store, and leave it as it finds another.
+                with suppress(RuntimeError):
+                    self._store.wait(["over"], timedelta(seconds=BRIEF))
             left, deadline = self._store.add("left", 1), time.monotonic() + LINGER
             while self._main and left < self._size and time.monotonic() < deadline:
                 time.sleep(0.1)
