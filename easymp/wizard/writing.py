@@ -127,4 +127,4 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _trouble(path: Path, error: OSError) -> str:
-    return f"{path} cannot be written: {error.strerror or error} ({error.filename or path}); name another file by --file"
+    return f"{path} cannot be written: {error.strerror or error}; name another file by --file"
