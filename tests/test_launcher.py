@@ -479,6 +479,7 @@ def test_notebook_options_are_honoured(tmp_path):
     assert results == [["bf16", str(port), "2", "1"]] * 2
 
 
+@pytest.mark.slow
 def test_two_nodes_on_the_loopback(tmp_path):
     from .pool import free_port
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -329,3 +330,53 @@ def test_a_node_that_joins_and_one_that_dies(script, node, tmp_path):
     assert f"the workers start again, on 2 nodes: node 0 ({HOST}), node 1 ({HOST})\n" in said
     assert f"on 1 node: node 0 ({HOST})\n" in said
     assert result(folder)[0] == 1
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Two network namespaces with a cable between them: what to write before a command, for each, and the first one's address."""
+    if shutil.which("ip") is None or shutil.which("unshare") is None or os.geteuid() != 0:
+        pytest.skip("needs root, iproute2 and util-linux, for network namespaces")
+    names, address = [f"easymp-{os.getpid()}-{k}" for k in (0, 1)], "10.77.0.{}"
+    lookups = tmp_path / "nsswitch.conf"
+    lookups.write_text("hosts: files\n")  # no name server is reached from there
+    try:
+        for name in names:
+            made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+            if made.returncode:
+                pytest.skip(f"this machine gives no network namespaces: {made.stderr.strip()}")
+        subprocess.run(
+            ["ip", "link", "add", "left", "netns", names[0], "type", "veth", "peer", "right", "netns", names[1]], check=True
+        )
+        for k, (name, end) in enumerate(zip(names, ("left", "right"))):
+            for words in (
+                ["addr", "add", f"{address.format(k + 1)}/24", "dev", end],
+                ["link", "set", "lo", "up"],
+                ["link", "set", end, "up"],
+            ):
+                subprocess.run(["ip", "-n", name, *words], check=True)
+        bind = 'mount --bind "$0" /etc/nsswitch.conf && exec "$@"'
+        yield (
+            [("ip", "netns", "exec", name, "unshare", "--mount", "sh", "-c", bind, str(lookups)) for name in names],
+            address.format(1),
+        )
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.slow
+def test_two_hosts_find_out_who_is_the_main_one_and_train_over_the_cable(script, node, hosts, tmp_path):
+    path = script("""
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        value = torch.tensor(float(rank + 1))
+        dist.all_reduce(value)
+        dist.destroy_process_group()
+        open(sys.argv[1] + str(rank), "w").write(f"{value.item()} {os.environ['MASTER_ADDR']} {os.environ['GLOO_SOCKET_IFNAME']}")
+    """)
+    before, main = hosts
+    words = ["--nodes", "2", path, str(tmp_path / "x")]
+    for code, said in ends(*(node(*words, main=main, before=host) for host in reversed(before))):
+        assert code == 0, said
+    assert [(tmp_path / f"x{rank}").read_text() for rank in (0, 1)] == [f"3.0 {main} left", f"3.0 {main} right"]
