@@ -1,0 +1,61 @@
+"""torch.distributed: one process a GPU, each started by a launcher that says which one it is.
+
+python -m torch.distributed.launch --nproc_per_node 2 examples/approaches/with_distributed.py
+easymp launch --processes 2 examples/approaches/with_distributed.py
+"""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from task import BATCH, LR, Net, Prefetcher, arguments, load, place, report, share, sums, updates
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+
+def main():
+    parser = arguments(__doc__)
+    # torch.distributed.launch passes the flag, newer launchers set the variable.
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    device, backend = place(args.local_rank)
+    dist.init_process_group(backend, init_method="env://")
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    model = Net().to(device)
+    model = DistributedDataParallel(model, device_ids=[args.local_rank] if device.type == "cuda" else None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, updates(args.epochs))
+
+    training, test = load()
+    pinned = device.type == "cuda"
+    sampler = DistributedSampler(training)
+    loader = DataLoader(training, batch_size=BATCH // size, sampler=sampler, drop_last=True, pin_memory=pinned)
+    test_loader = DataLoader(share(test, rank, size), batch_size=128, pin_memory=pinned)
+
+    begin = time.perf_counter()
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for images, labels in Prefetcher(loader, device):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+
+        found = sums(model, Prefetcher(test_loader, device))
+        dist.all_reduce(found)
+        loss, right, count = found.tolist()
+        if rank == 0:
+            print(f"epoch {epoch}: test loss {loss / count:.4f}, accuracy {right / count:.2%}")
+    if rank == 0:
+        report(loss / count, right / count, time.perf_counter() - begin)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
