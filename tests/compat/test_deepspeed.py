@@ -534,6 +534,7 @@ def joined():
 
 def test_init_distributed_and_comm(ranks):
     assert ranks(joined) == [(True, r, 2, r, 3.0) for r in range(2)]
+    assert joined() == (True, 0, 1, 0, 1.0)  # without a launcher
     with pytest.raises(RefusedError, match="the launcher says them"):
         deepspeed.init_distributed(rank=0, world_size=2)
 

@@ -26,7 +26,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the processes that a launcher announced; in one process, or where a group runs, nothing happens.
+    """Join the processes that a launcher announced; a process alone is a group of one. Where a group runs, nothing happens.
 
     Raises:
         RefusedError: `init_method`, `rank` or `world_size`: the launcher says them (RANK, WORLD_SIZE, MASTER_ADDR).
@@ -42,6 +42,9 @@ def init_distributed(
     if dist.is_initialized() or dist_init_required is False:
         return
     ranks = read_ranks()
+    if not ranks.announced:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # so that collectives work, as the identity
+        return
     seconds = timeout.total_seconds() if hasattr(timeout, "total_seconds") else 120.0
     _world = World(ranks, device_of(ranks), seconds)
 
