@@ -83,6 +83,21 @@ def test_ranks_are_in_the_order_of_the_nodes_and_the_first_failure_is_told_to_al
     assert main_said == f"rank 2 of 4 failed first, on node 1 ({HOST}): ValueError: the cause; the launcher there says more\n"
 
 
+def test_a_failure_after_another_nodes_ranks_are_done_is_told_there_too(ranks, script, tmp_path):
+    path = script("""
+        if rank == 1:
+            time.sleep(1.5)
+            raise ValueError("late")
+        open(sys.argv[1], "w").close()
+    """)
+    words = [["--nodes", "2", "--node-rank", str(k), path, str(tmp_path / "done")] for k in (0, 1)]
+    (main_code, main_said), (code, said) = ranks(launched, free_port(), words, timeout=30)
+    assert (tmp_path / "done").exists()
+    assert (main_code, code) == (1, 1)
+    assert main_said == f"rank 1 of 2 failed first, on node 1 ({HOST}): ValueError: late; the launcher there says more\n"
+    assert said.endswith("ValueError: late\n")
+
+
 def test_a_signal_reaches_the_ranks_of_all_nodes_and_saving_may_take_as_long_as_the_grace(ranks, script, tmp_path):
     path = script("""
         caught = []

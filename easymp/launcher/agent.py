@@ -11,8 +11,10 @@ import tempfile
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +30,7 @@ from .reports import Report, first
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # handed on to the workers
 LOUD = ("torch.distributed.elastic", "torch.distributed.launcher", "torchelastic-events-null")
 GRACE = 30.0  # seconds
+STAY = 300.0  # seconds that a node whose ranks are done waits for those of the others, as elastic does
 AGAIN = 2.0  # seconds: who signals a process and its group (a terminal, timeout, a scheduler) does so within less
 
 
@@ -101,6 +104,9 @@ def run(
                     start_method="fork",  # of functions: one from a notebook cannot be sent. Scripts are started afresh
                     **_grace(LocalElasticAgent, grace),
                 )
+                if place.limit > 1:
+                    # Weakly: an agent that holds itself would keep the store, and its port, until garbage is collected.
+                    agent._exit_barrier = partial(_leave_together, weakref.proxy(agent), meeting)
                 group = agent.get_worker_group()
                 workers.append(group)
                 result = agent.run()
@@ -126,6 +132,22 @@ def run(
         raise Interrupted(error.sigval) from None
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _leave_together(agent: Any, meeting: Meeting) -> None:
+    """Wait for the other nodes' ranks when those here have ended well, in place of elastic's wait, which hears of no failure there.
+
+    Raises:
+        Ended: the run has ended on another node.
+    """
+    deadline = time.monotonic() + STAY
+    try:
+        agent._store.add("ended", 1)  # of this round: nodes that begin again count anew
+        while agent._store.add("ended", 0) < agent.get_worker_group().group_world_size and time.monotonic() < deadline:
+            time.sleep(0.1)
+            meeting.num_nodes_waiting()
+    except RuntimeError:
+        pass  # the main node is gone: nobody is left to wait for
 
 
 def _ending(own: Report, others: list[Report], size: int) -> RanksFailed | Interrupted:
