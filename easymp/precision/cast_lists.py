@@ -8,6 +8,7 @@ fp32, bf16 and fp16 tensors are cast; float64 and integers stay as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from functools import cache
 from types import FunctionType
@@ -98,21 +99,38 @@ class ListedCasts(TorchFunctionMode):
                 with self:  # torch leaves the mode while it calls this, and what is listed comes further in
                     return _attention()(*args, **kwargs)
             return func(*args, **kwargs)
-        if cast is Cast.REFUSED:
-            if self.half in {t.dtype for t in _floating((args, kwargs))}:
-                raise StepError(
-                    f"{func.__name__} on {self.half} loses what lies close to 0 and 1: use binary_cross_entropy_with_logits on what goes "
-                    "into the sigmoid, or convert its inputs with .float()"
-                )
-            return func(*args, **kwargs)
-        if cast is Cast.WIDEST:
-            found = {t.dtype for t in _floating((args, kwargs))}
-            if len(found) < 2:
-                return func(*args, **kwargs)
-            wanted = torch.float32  # of any two unlike ones
-        else:
-            wanted = self.half if cast is Cast.HALF else torch.float32
-        return func(*_to(args, wanted), **_to(kwargs, wanted))
+        args, kwargs = as_listed(cast, func, args, kwargs, self.half)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, nothing is cast."""
+        table, self.table = self.table, {}
+        try:
+            yield
+        finally:
+            self.table = table
+
+
+def as_listed(
+    cast: Cast, function: Callable[..., Any], args: Any, kwargs: Any, half: torch.dtype = torch.float16
+) -> tuple[Any, Any]:
+    """`args` and `kwargs`, as `cast` has them for `function`.
+
+    Raises:
+        StepError: half precision, where that is refused.
+    """
+    wanted = half if cast is Cast.HALF else torch.float32
+    if cast is Cast.REFUSED:
+        if half in {t.dtype for t in _floating((args, kwargs))}:
+            raise StepError(
+                f"{function.__name__} on {half} loses what lies close to 0 and 1: use binary_cross_entropy_with_logits on what goes "
+                "into the sigmoid, or convert its inputs with .float()"
+            )
+        return args, kwargs
+    if cast is Cast.WIDEST and len({t.dtype for t in _floating((args, kwargs))}) < 2:  # of any two unlike ones it is fp32
+        return args, kwargs
+    return _to(args, wanted), _to(kwargs, wanted)
 
 
 @cache

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ..protocols import Facts, Refusal
 from ..records import AutocastKwargs
@@ -84,11 +85,7 @@ class O2:
         pass
 
     def convert(self, model: nn.Module) -> nn.Module:
-        for module in model.modules():
-            kept = self.keeps_batch_norm and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
-            if not kept:
-                module._apply(_half, recurse=False)
-        return model
+        return cast_model(model, self.param, self.keeps_batch_norm)
 
     def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
         return HalfModel(model, self.options)
@@ -116,9 +113,28 @@ class HalfModel(nn.Module):
         self.options = options
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self.module(*map_leaves(_half, args), **map_leaves(_half, kwargs))
+        outputs = self.module(*cast(args, torch.float16), **cast(kwargs, torch.float16))
         return as_asked(outputs, self.options.output_dtype)
 
 
-def _half(leaf: Any) -> Any:
-    return leaf.to(torch.float16) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """`tree` with its floating-point tensors in `dtype`."""
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return leaf._replace(data=convert(leaf.data))
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return map_leaves(convert, tree)
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> nn.Module:
+    """`model`, in place, with floating-point parameters and buffers in `dtype`.
+
+    Args:
+        keep_batch_norm: but for those of batch-norm layers with parameters of their own.
+    """
+    for module in model.modules():
+        if not (keep_batch_norm and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine):
+            module._apply(lambda t: cast(t, dtype), recurse=False)
+    return model

@@ -190,40 +190,47 @@ class Scaler:
         if turn.phase is Phase.STEPPED:
             raise StepError("unscale_ was called after step(): unscale before the step, or call update() first")
         self._check_still()
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                grad = parameter.grad
-                if grad is None:
-                    continue
-                if grad.dtype == torch.float16:
-                    raise StepError(
-                        "a gradient is float16: dividing it by the scale would lose it. Keep fp32 parameters under fp16 (no .half())"
-                    )
-                if grad.is_sparse:
-                    grad = grad._values()
-                grad = local(grad)  # the flag is reduced over the ranks below
-                by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if any(g.dtype == torch.float16 for g in gradients):
+            raise StepError(
+                "a gradient is float16: dividing it by the scale would lose it. Keep fp32 parameters under fp16 (no .half())"
+            )
         shared = self._world is not None and self._world.size > 1 and self.agree
-        if not by_kind and not (shared and self._scale is not None):
+        if not gradients and not (shared and self._scale is not None):
             raise StepError(NO_GRADIENTS)
-        home = self._on(next(iter(by_kind))[0] if by_kind else self._world.device)  # type: ignore[union-attr]
-        inverse = home.reciprocal() if home.device.type == "mps" else home.double().reciprocal().float()  # no float64 on mps
-        found = torch.zeros_like(home)
+        home = gradients[0].device if gradients else self._world.device  # type: ignore[union-attr]
+        found = self.divide(gradients, home)
+        found = self.agreed(found, bool(gradients))
+        turn.found_inf = found
+        turn.phase = Phase.UNSCALED
+
+    def divide(self, gradients: Sequence[Tensor], home: torch.device) -> Tensor:
+        """Divide `gradients`, in memory, by the scale; above 0 (fp32, 0-dim) where one of this rank is not finite.
+
+        Without a part in the rounds of optimizers, for who accounts for them by another rule. fp16 ones lose what is below 6e-8.
+
+        Args:
+            home: device of the scale, if no loss has been scaled yet.
+        """
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for grad in gradients:
+            grad = local(grad._values() if grad.is_sparse else grad)
+            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+        scale = self._on(home)
+        inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()  # no float64 on mps
+        found = torch.zeros_like(scale)
         for (device, dtype), grads in by_kind.items():
             here = found if device == found.device else torch.zeros((), device=device)
             launcher = cuda.launcher_with(device, [cuda.UNSCALE[dtype], cuda.TOTAL]) if dtype in cuda.UNSCALE else None
             if launcher is not None:
                 unscaler = self._unscalers.setdefault((device, dtype), cuda.Gradients(launcher))
-                bad, grads = unscaler.unscale(grads, home.to(device, non_blocking=True))
+                bad, grads = unscaler.unscale(grads, scale.to(device, non_blocking=True))
                 torch.maximum(here, bad, out=here)
             if grads:
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, here, inverse.to(device, non_blocking=True))
             if here is not found:
                 found = torch.maximum(found, here.to(found.device, non_blocking=True))
-        found = self.agreed(found, bool(by_kind))
-        turn.found_inf = found
-        turn.phase = Phase.UNSCALED
+        return found
 
     def agreed(self, found: Tensor, here: bool) -> Tensor:
         """`found` on any rank.

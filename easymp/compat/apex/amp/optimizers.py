@@ -1,0 +1,227 @@
+"""What `initialize` does to optimizers: fp32 masters, gradients that stay apart while scaled ones come, and steps that are skipped.
+
+In place: an optimizer gets a subclass of its own class, so that schedulers that were made before go on with it, and its half
+parameters are replaced by masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....optim.larc import LARC
+from ....optim.masters import Masters
+from ..saying import ApexError
+from .casts import casts
+from .properties import Properties
+from .state import LossScaler, state
+
+
+class Share:
+    """What amp knows of an optimizer between two steps.
+
+    Attributes:
+        masters: None where parameters are stepped themselves.
+        scaler: by which the gradients that are there are multiplied; None: by none.
+        overflow: the scaler on which a gradient overflowed since the last step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: bool) -> None:
+        self._groups = optimizer.param_groups
+        self.masters = Masters(optimizer, {}) if masters else None
+        self.scaler: LossScaler | None = None
+        self.overflow: LossScaler | None = None
+        self._stash: list[tuple[Tensor, Tensor]] = []  # divided by the scale already, of the contexts before
+        self._strange: list[tuple[Tensor, Tensor, int]] = []  # gradients of a loss that this optimizer was not given with
+
+    def parameters(self) -> Iterator[Tensor]:
+        """As the optimizer holds them."""
+        return (p for group in self._groups for p in group["params"])
+
+    def begin(self, scaler: LossScaler) -> None:
+        """Scaled gradients are coming: what is there is put aside, unless it is scaled, too.
+
+        Raises:
+            ApexError: it is scaled by another loss's scale, or comes from a loss that this optimizer was not given with.
+        """
+        if self.scaler is not None:
+            if self.scaler is not scaler:
+                raise ApexError(
+                    f"gradients scaled with loss_id={self.scaler.number} are waiting (delay_unscale=True), and others with loss_id="
+                    f"{scaler.number} would be added: end each loss with a context that unscales before the next begins"
+                )
+            return
+        self.check()
+        if self.masters is not None:
+            for parameter in self.masters.parameters:
+                parameter.grad = None  # of no loss that this optimizer was given with
+        self._stash = [(p, p.grad) for p in self.parameters() if p.grad is not None]
+        for parameter, _ in self._stash:
+            parameter.grad = None
+        self.scaler = scaler
+
+    def gradients(self) -> list[Tensor]:
+        """The scaled ones, where the step looks for them."""
+        if self.masters is not None:
+            self.masters.gather()
+        return [p.grad for p in self.parameters() if p.grad is not None]
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """The scaled gradients have been divided: what was put aside comes back and is added."""
+        for parameter, stashed in self._stash:
+            if parameter.grad is None:
+                parameter.grad = stashed
+            elif parameter.grad.is_sparse or stashed.is_sparse:
+                parameter.grad = parameter.grad + stashed
+            else:
+                parameter.grad.add_(stashed)
+        self._stash, self.scaler = [], None
+
+    def abort(self) -> None:
+        """The block failed: what was put aside is all there is."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        if self.masters is not None:
+            self.masters.clear()
+        self.end()
+
+    def forget(self) -> None:
+        """The gradients were cleared."""
+        self._stash, self._strange, self.scaler = [], [], None
+        if self.masters is not None:
+            self.masters.clear()
+
+    # -- gradients of other losses ----------------------------------------------------------------------------------------
+
+    def seen(self) -> list[tuple[Tensor, Tensor | None, int]]:
+        """The gradients before the backward of a loss that this optimizer was not given with."""
+        return [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in self.parameters()]
+
+    def compare(self, before: Iterable[tuple[Tensor, Tensor | None, int]]) -> None:
+        """After it: gradients that changed are multiplied by a scale that nobody knows of, until they are cleared."""
+        for parameter, grad, version in before:
+            now = parameter.grad
+            if now is not None and (now is not grad or now._version != version):
+                self._strange.append((parameter, now, now._version))
+
+    def check(self) -> None:
+        """Raises ApexError where such gradients were not cleared."""
+        if any(p.grad is g and g._version == version for p, g, version in self._strange):
+            raise ApexError(
+                "this optimizer's parameters hold gradients of a loss whose amp.scale_loss it was not given with, still multiplied by "
+                "the loss scale: pass every optimizer whose parameters the loss depends on, as in amp.scale_loss(loss, [optimizer_a, "
+                "optimizer_b]), or clear them with zero_grad() first"
+            )
+        self._strange = []
+
+
+class Stepping:
+    """Comes before the optimizer's own class."""
+
+    _amp: Share
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's own step, or none after an overflow; parameters become their masters, rounded."""
+        self._opt_called = True  # by which torch's schedulers know that a step came before theirs
+        share = self._amp
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is not None and (share.masters is not None or share.overflow is not None):
+            raise ApexError("Currently, Amp does not support closure use with optimizers: call the closure before step()")
+        if share.overflow is not None:
+            scaler, share.overflow = share.overflow, None
+            state.say(
+                f"Gradient overflow.  Skipping step, loss scaler {scaler.number} reducing loss scale to {scaler.loss_scale()}"
+            )
+            if share.masters is not None:
+                share.masters.clear()
+            return None
+        _check_ready(share)
+        if share.masters is not None:
+            share.masters.pairs()  # which take over what was loaded into the model since
+        with casts.suspended():
+            result = super().step(*args, **kwargs)  # type: ignore[misc]
+        if share.masters is not None:
+            share.masters.give_back()
+        return result
+
+    # torch's word for: hooks of a step are called further in; and its schedulers' for: `_opt_called` is told.
+    step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients, of masters and of the model."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        self._amp.forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Half parameters get masters, as those of `initialize` did."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if self._amp.masters is not None:
+            self._amp.masters.take(self.param_groups[-1:])  # type: ignore[attr-defined]
+
+
+def _check_ready(share: Share) -> None:
+    if share.scaler is not None:
+        raise ApexError(
+            "optimizer.step() on gradients that are still multiplied by the loss scale: the last amp.scale_loss before a step must not "
+            "have delay_unscale=True"
+        )
+    share.check()
+    if share.masters is not None and any(p.grad is not None for p in share.masters.parameters):
+        raise ApexError(
+            "the model holds gradients that did not come by amp.scale_loss with this optimizer: put `with amp.scale_loss(loss, "
+            "optimizer) as scaled_loss: scaled_loss.backward()` around every backward, with every optimizer whose parameters the loss "
+            "depends on"
+        )
+
+
+def check(optimizers: list[torch.optim.Optimizer]) -> None:
+    """What cannot be initialised, before anything has changed.
+
+    Raises:
+        ApexError: an optimizer that has been, or whose step was replaced.
+    """
+    for i, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, Stepping) or any(optimizer is other for other in optimizers[:i]):
+            raise ApexError("A given optimizer should only be passed through amp.initialize once")
+        step: Callable[..., Any] | None = vars(optimizer).get("step")
+        if step is not None and "_wrapped_by_lr_sched" not in vars(step):
+            raise ApexError(
+                f"the step of this {type(optimizer).__name__} was replaced by another library, past which no step can be skipped: call "
+                "amp.initialize first"
+            )
+
+
+def prepare(optimizer: torch.optim.Optimizer, level: Properties) -> None:
+    """Give `optimizer` masters, where the level has them, and a step that may be skipped."""
+    kind: Any = type(optimizer)
+    it: Any = optimizer
+    vars(it).pop("step", None)  # a scheduler's counter, which ours replaces
+    it._amp = Share(optimizer, bool(level.master_weights))
+    it.__class__ = type(kind.__name__, (Stepping, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    state.optimizers.add(optimizer)
+
+
+def share_of(optimizer: Any) -> Share:
+    """What amp knows of `optimizer`.
+
+    Raises:
+        ApexError: it was not given to `initialize`.
+    """
+    inside = optimizer.optim if isinstance(optimizer, LARC) and not isinstance(optimizer, Stepping) else optimizer
+    if not isinstance(inside, Stepping):
+        raise ApexError(
+            f"this {type(inside).__name__} was not passed to amp.initialize: model, optimizer = amp.initialize(model, optimizer, "
+            "opt_level=…) comes before amp.scale_loss"
+        )
+    return inside._amp
+
+
+def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What the optimizer steps: fp32 masters, up to date, and parameters without one. For clipping, after `scale_loss`."""
+    if isinstance(optimizer, Stepping) and optimizer._amp.masters is not None:
+        optimizer._amp.masters.pairs()
+    return (p for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,692 @@
+"""Programs written for apex.amp, with nothing but the import line changed; expected values are from Apex's table and rules."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+
+from easymp.compat import explain
+from easymp.compat.apex import amp
+from easymp.compat.apex.amp.casts import casts
+from easymp.compat.apex.amp.properties import LEVELS, properties
+from easymp.compat.apex.amp.state import state
+from easymp.errors import EasympError, RefusedError
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BY_LEVEL = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+
+
+@pytest.fixture(autouse=True)
+def _as_before_initialize():
+    yield
+    casts.off()
+    state.__init__()
+
+
+def net(seed=0, width=8):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 2)).to(DEVICE)
+
+
+def sgd(model, **how):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, **how})
+
+
+def initialize(models, optimizers=None, **how):
+    return amp.initialize(models, optimizers, **{"verbosity": 0, **how})
+
+
+def one(level="O2", value=1.0, lr=0.25, **how):
+    """A model whose output is its only weight times its input."""
+    model = nn.Linear(1, 1, bias=False).to(DEVICE)
+    nn.init.constant_(model.weight, value)
+    how = {"max_loss_scale": 1024.0, **how}  # 2**16 times 1 is no number in fp16
+    return initialize(model, torch.optim.SGD(model.parameters(), lr=lr), opt_level=level, **how)
+
+
+def backward(loss, optimizers, **how):
+    with amp.scale_loss(loss, optimizers, **how) as scaled_loss:
+        scaled_loss.backward()
+
+
+def tensor(*numbers):
+    return torch.tensor([numbers], device=DEVICE)
+
+
+# -- the programs -------------------------------------------------------------------------------------------------------------
+
+
+def digits():
+    found = load_digits()
+    x, y = torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
+    return x.to(DEVICE), y.to(DEVICE)
+
+
+def train_digits(level, schedule=None, clip=None, epochs=5):
+    """K1 and K2; the accuracy on what it was not trained on, losses of the first and last step, and the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)).to(DEVICE)
+    optimizer, loss_fn = sgd(model, momentum=0.9), nn.CrossEntropyLoss()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4) if schedule == "before" else None
+    if level is not None:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4) if schedule == "after" else scheduler
+    x, y = digits()
+    losses = []
+    for _ in range(epochs):
+        for i in range(0, 1500, 100):
+            optimizer.zero_grad()
+            loss = loss_fn(model(x[i : i + 100]), y[i : i + 100])
+            if level is None:
+                loss.backward()
+            else:
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(amp.master_params(optimizer), clip)
+            optimizer.step()
+            losses.append(loss.item())
+        if scheduler is not None:
+            scheduler.step()
+    model.eval()
+    with torch.no_grad():
+        right = (model(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
+    return right, losses[0], losses[-1], model
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return train_digits(None)
+
+
+@BY_LEVEL
+def test_the_program_trains_to_the_accuracy_of_fp32(level, exact, capsys):
+    right, first, last, _ = train_digits(level)
+    assert right >= exact[0] - 0.01
+    assert last < first / 10
+    assert f"Selected optimization level {level}" in capsys.readouterr().out
+
+
+@BY_LEVEL
+@pytest.mark.parametrize("schedule", ["before", "after"])
+def test_with_schedulers_made_before_or_after_and_clipping(level, schedule):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's schedulers warn where they find another step than they know
+        right, first, last, _ = train_digits(level, schedule, clip=1.0)
+    assert right > 0.85
+    assert last < first / 4
+
+
+@BY_LEVEL
+def test_checkpoints_are_fp32_at_every_level_and_go_from_one_to_another(level):
+    model, optimizer = initialize(net(), None, opt_level=level), None
+    saved = model.state_dict()
+    assert {v.dtype for v in saved.values()} == {torch.float32, torch.int64}
+    assert {v.dtype for v in model[0].state_dict().values()} == {torch.float32}
+    for other in LEVELS:
+        fresh = net(seed=1)
+        optimizer = sgd(fresh)
+        fresh, optimizer = initialize(fresh, optimizer, opt_level=other)
+        fresh.load_state_dict(saved)
+        for held in amp.master_params(optimizer):
+            held.grad = torch.zeros_like(held)
+        optimizer.step()  # masters have taken what was loaded
+        for name, value in fresh.state_dict().items():
+            assert torch.allclose(value, saved[name], atol=1e-3), (name, other)
+
+
+# -- initialize -----------------------------------------------------------------------------------------------------------------
+
+NAMES = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+TABLE = {
+    "O0": (torch.float32, False, None, False, 1.0),
+    "O1": (None, True, None, None, "dynamic"),
+    "O2": (torch.float16, False, True, True, "dynamic"),
+    "O3": (torch.float16, False, False, False, 1.0),
+}
+
+
+@BY_LEVEL
+def test_the_table(level):
+    assert tuple(getattr(properties(level, {}), name) for name in NAMES) == TABLE[level]
+
+
+@pytest.mark.parametrize(
+    ("level", "given", "found"),
+    [
+        ("O2", {"keep_batchnorm_fp32": "False"}, False),
+        ("O3", {"keep_batchnorm_fp32": "True"}, True),
+        ("O2", {"keep_batchnorm_fp32": None}, True),
+        ("O2", {"master_weights": "False"}, False),
+        ("O3", {"master_weights": True}, True),
+        ("O2", {"loss_scale": "128.0"}, 128.0),
+        ("O3", {"loss_scale": "dynamic"}, "dynamic"),
+        ("O1", {"loss_scale": 2}, 2.0),
+        ("O1", {"patch_torch_functions": "False"}, False),
+        ("O1", {"cast_model_type": torch.float32}, None),
+        ("O2", {"cast_model_type": torch.bfloat16}, torch.bfloat16),
+        ("O0", {"cast_model_type": torch.float16}, torch.float16),
+    ],
+)
+def test_overrides(level, given, found):
+    assert getattr(properties(level, given), next(iter(given))) == found
+
+
+def test_the_return_mirrors_what_was_given():
+    a, b = net(), net(1)
+    s, t = sgd(a), sgd(b)
+    assert initialize(a) is a
+    assert initialize(a, s) == (a, s)
+    models, optimizers = [net(), net()], [sgd(a), t]
+    found = initialize(models, optimizers)
+    assert found == (models, optimizers)
+    assert type(found[0]) is list
+    assert initialize([a]) == [a]
+    assert initialize(a, []) == (a, [])
+    assert isinstance(t, torch.optim.SGD)
+    assert type(t).__name__ == "SGD"
+
+
+def refusals():
+    used = net()
+    optimizer = sgd(used)
+    wrapped = nn.DataParallel(net())
+    half = net().half()
+    return [
+        (lambda: initialize(net(), opt_level="O4"), "Unexpected optimization level 'O4'"),
+        (lambda: initialize(net(), opt_level="01"), "the prefix O is the letter O"),
+        (lambda: initialize(wrapped), "instance of DataParallel. Parallel wrappers should only be applied"),
+        (lambda: initialize(half), "Found param 0.weight with type torch.float16"),
+        (lambda: initialize(net().double()), "Found param 0.weight with type torch.float64"),
+        (lambda: (initialize(used, optimizer), initialize(net(), optimizer)), "only be passed through amp.initialize once"),
+        (lambda: initialize(net(), [s := sgd(used), s]), "only be passed through amp.initialize once"),
+        (lambda: initialize(net(), cast_model_type=torch.float16), "O1 inserts casts around torch's functions"),
+        (lambda: initialize(net(), keep_batchnorm_fp32=True), "O1 runs batch-norm in fp32"),
+        (lambda: initialize(net(), master_weights="False"), "O1's weights are fp32 themselves"),
+        (lambda: initialize(net(), opt_level="O2", patch_torch_functions=True), "only opt_level='O1' casts"),
+        (lambda: initialize(net(), opt_level="O2", keep_batchnorm_fp32="yes"), "must be a boolean, the string 'True' or 'False'"),
+        (lambda: initialize(net(), opt_level="O2", keep_batchnorm_fp32=1), "must be a boolean"),
+        (lambda: initialize(net(), loss_scale="fast"), "must be a positive number, or 'dynamic'"),
+        (lambda: initialize(net(), loss_scale=-1), "must be a positive number, or 'dynamic'"),
+        (lambda: initialize(net(), opt_level="O2", cast_model_type="half"), "cast_model_type='half' is none of"),
+        (lambda: initialize(net(), min_loss_scale=2.0**25), "minimum=33554432.0 of the loss scale must be"),
+        (lambda: amp.master_params, ""),
+    ][:-1]
+
+
+@pytest.mark.parametrize("number", range(17))
+def test_what_is_refused(number):
+    call, words = refusals()[number]
+    with pytest.raises(EasympError) as error:
+        call()
+    assert words in str(error.value)
+
+
+def test_apexs_own_errors_keep_their_types():
+    with pytest.raises(RuntimeError, match="Unexpected optimization level"):
+        initialize(net(), opt_level="02")
+    with pytest.raises(TypeError, match="models must be either"):
+        initialize((net(),))
+    with pytest.raises(TypeError, match="optimizers must be either"):
+        initialize(net(), "sgd")
+
+
+def test_what_is_refused_has_changed_nothing():
+    model, optimizer = net(), sgd(net())
+    with pytest.raises(RuntimeError):
+        initialize([model, net().half()], optimizer, opt_level="O2")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert type(optimizer) is torch.optim.SGD
+
+
+def test_turned_off_it_changes_nothing():
+    model, optimizer = initialize(net(), None), None
+    model = net()
+    optimizer = sgd(model)
+    assert initialize(model, optimizer, enabled=False) == (model, optimizer)
+    assert type(optimizer) is torch.optim.SGD
+    loss = model(torch.randn(3, 4, device=DEVICE)).sum()
+    with amp.scale_loss(loss, optimizer) as same:
+        assert same is loss
+    assert model(torch.randn(3, 4, device=DEVICE)).dtype == torch.float32
+    assert amp.state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("level", "how", "weight", "norm", "output"),
+    [
+        ("O0", {}, torch.float32, torch.float32, torch.float32),
+        ("O1", {}, torch.float32, torch.float32, torch.float16),
+        ("O2", {}, torch.float16, torch.float32, torch.float32),
+        ("O3", {}, torch.float16, torch.float16, torch.float32),
+        ("O3", {"keep_batchnorm_fp32": "True"}, torch.float16, torch.float32, torch.float32),
+        ("O2", {"keep_batchnorm_fp32": False}, torch.float16, torch.float16, torch.float32),
+        ("O2", {"cast_model_type": torch.bfloat16}, torch.bfloat16, torch.float32, torch.float32),
+        ("O2", {"cast_model_outputs": torch.float16}, torch.float16, torch.float32, torch.float16),
+        ("O1", {"cast_model_outputs": torch.float32}, torch.float32, torch.float32, torch.float32),
+        ("O1", {"patch_torch_functions": False}, torch.float32, torch.float32, torch.float32),
+    ],
+)
+def test_types_of_parameters_and_outputs(level, how, weight, norm, output):
+    model = initialize(net(), opt_level=level, **how)
+    assert (model[0].weight.dtype, model[1].weight.dtype, model[1].running_var.dtype) == (weight, norm, norm)
+    assert model(torch.randn(3, 4, device=DEVICE)).dtype == output
+
+
+def test_batches_of_any_structure_go_in_and_out():
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, batch, *, scale):
+            assert batch["ids"].dtype == torch.int64
+            assert batch["x"][0].dtype == scale.dtype == torch.float16
+            return {"y": (self.inner(batch["x"][0]) * scale,), "name": batch["name"], "ids": batch["ids"]}
+
+    model = initialize(Deep().to(DEVICE), opt_level="O2")
+    batch = {"x": [torch.ones(1, 2, device=DEVICE)], "ids": torch.ones(2, dtype=torch.int64), "name": "a"}
+    found = model(batch, scale=torch.ones((), device=DEVICE))
+    assert (found["y"][0].dtype, found["name"], found["ids"].dtype) == (torch.float32, "a", torch.int64)
+
+
+def test_it_says_what_it_does_unless_told_not_to(capsys):
+    amp.initialize(net(), opt_level="O2", loss_scale=128.0)
+    said = capsys.readouterr().out
+    assert (
+        "Selected optimization level O2: fp16 training with fp32 batch-norm and fp32 master weights, with loss_scale=128.0."
+        in said
+    )
+    assert "loss_scale             : 128.0" in said
+    initialize(net(), opt_level="O2")
+    assert capsys.readouterr().out == ""
+
+
+# -- the loss scale ----------------------------------------------------------------------------------------------------------------
+
+
+def scales(found, window=3, start=256.0):
+    """The scale after each step of `found`, through scale_loss and step; "o" is an overflow."""
+    model, optimizer = one("O2", lr=1e-3)
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler.scaler.rule = dataclasses.replace(scaler.scaler.rule, growth_interval=window)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": start, "unskipped": 0}})
+    sizes = []
+    for step in found:
+        before = model.weight.item()
+        optimizer.zero_grad()
+        backward((model(tensor(1.0)) * (float("inf") if step == "o" else 1.0)).sum(), optimizer)
+        optimizer.step()
+        sizes.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
+        assert (model.weight.item() == before) == (step == "o")
+    return sizes
+
+
+def test_the_golden_sequence():
+    words = "128 64 64 64 128 128 64 64 64 128 128 64 32 16 16 16 32 32 32 64 64 32 16"
+    assert scales("ooggggoggggooogggggggoo"[:23]) == [float(w) for w in words.split()][: len("ooggggoggggooogggggggoo")]
+
+
+def test_scales_begin_at_65536_and_have_bounds():
+    initialize(net())
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}}
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 65536.0
+    one("O1", max_loss_scale=1024.0)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 1024.0
+    model, optimizer = one("O2", min_loss_scale=32768.0, max_loss_scale=2.0**24, lr=0.0)
+    for good, size in ((False, 32768.0), (False, 32768.0)):
+        backward((model(tensor(1.0)) * (1.0 if good else float("inf"))).sum(), optimizer)
+        optimizer.step()
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == size
+    model, optimizer = one("O2", max_loss_scale=65536.0, lr=0.0)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 1999}})
+    backward(model(tensor(1.0)).sum() * 0.25, optimizer)
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 65536.0, "unskipped": 0}
+
+
+def test_an_overflow_skips_the_next_step_of_every_optimizer_given_and_says_so(capsys):
+    models = [nn.Linear(1, 1, bias=False).to(DEVICE) for _ in range(3)]
+    optimizers = [sgd(m) for m in models]
+    models, optimizers = amp.initialize(models, optimizers, opt_level="O2", verbosity=1, max_loss_scale=1024.0)
+    capsys.readouterr()
+    before = [m.weight.item() for m in models]
+    backward(sum(m(tensor(1.0)) for m in models[:2]).sum() * float("inf"), optimizers[:2])
+    backward(models[2](tensor(1.0)).sum(), optimizers[2])
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    said = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 512.0\n"
+    assert capsys.readouterr().out == said * 2
+    after = [m.weight.item() for m in models]
+    assert after[:2] == before[:2]
+    assert after[2] != before[2]
+    backward(sum(m(tensor(1.0)) for m in models[:2]).sum(), optimizers[:2])
+    optimizers[0].step()  # only one step was skipped
+    assert models[0].weight.item() != before[0]
+
+
+def test_a_scale_that_was_given_stays_and_skips_nothing():
+    model, optimizer = one("O2", loss_scale=8.0)
+    backward(model(tensor(2.0)).sum(), optimizer)
+    optimizer.step()
+    assert model.weight.item() == 0.5  # 1 - 0.25 × 2
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}
+    optimizer.zero_grad()
+    backward(model(tensor(1.0)).sum() * float("inf"), optimizer)
+    optimizer.step()
+    assert not torch.isfinite(model.weight).any()
+
+
+def test_states_come_back(capsys):
+    one("O2", num_losses=3)
+    amp.load_state_dict({f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(3)})
+    saved = copy.deepcopy(amp.state_dict())
+    assert list(saved) == ["loss_scaler0", "loss_scaler1", "loss_scaler2"]
+    one("O1", num_losses=3)
+    amp.load_state_dict(saved)
+    assert amp.state_dict() == saved
+    amp.initialize(net(), verbosity=1)
+    capsys.readouterr()
+    amp.load_state_dict(saved)
+    assert "state_dict contains 3 entries, while 1 loss_scalers are used" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="unexpected keys in amp's state_dict: 'model'"):
+        amp.load_state_dict({"model": {}})
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------------------
+
+
+@BY_LEVEL
+def test_blocks_before_a_step_add_up(level):
+    model, optimizer = one(level)
+    for x in (1.0, 2.0, 4.0):
+        backward(model(tensor(x)).sum(), optimizer)
+        assert [p.grad.item() for p in amp.master_params(optimizer)] == [sum(y for y in (1.0, 2.0, 4.0) if y <= x)]
+    optimizer.step()
+    assert model.weight.item() == 1 - 0.25 * 7
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_with_delay_unscale_the_last_block_divides_all(level):
+    model, optimizer = one(level, loss_scale=4.0)
+    backward(model(tensor(1.0)).sum(), optimizer)
+    backward(model(tensor(2.0)).sum(), optimizer, delay_unscale=True)
+    assert model.weight.grad.item() == 8.0
+    with pytest.raises(RuntimeError, match="must not have delay_unscale=True"):
+        optimizer.step()
+    backward(model(tensor(4.0)).sum(), optimizer)
+    assert [p.grad.item() for p in amp.master_params(optimizer)] == [7.0]
+    optimizer.step()
+    assert model.weight.item() == 1 - 0.25 * 7
+    optimizer.zero_grad()
+    backward(model(tensor(2.0)).sum(), optimizer, delay_unscale=True)
+    optimizer.zero_grad()
+    backward(model(tensor(2.0)).sum(), optimizer)
+    assert [p.grad.item() for p in amp.master_params(optimizer)] == [2.0]
+
+
+def test_a_delayed_loss_does_not_mix_with_another_ones_scale():
+    model, optimizer = one("O1", num_losses=2)
+    backward(model(tensor(1.0)).sum(), optimizer, delay_unscale=True)
+    with pytest.raises(RuntimeError, match="loss_id=0 are waiting"):
+        backward(model(tensor(1.0)).sum(), optimizer, loss_id=1)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_several_models_optimizers_and_losses(level):
+    models = [nn.Linear(1, 1, bias=False).to(DEVICE) for _ in range(2)]
+    for m in models:
+        nn.init.constant_(m.weight, 1.0)
+    models, optimizers = initialize(models, [sgd(m, lr=0.25) for m in models], opt_level=level, num_losses=3, max_loss_scale=64.0)
+    a, b = models
+    backward(a(tensor(1.0)).sum(), optimizers[0], loss_id=0)
+    backward(b(tensor(2.0)).sum() * float("inf"), optimizers[1], loss_id=1)
+    backward((a(tensor(1.0)) + b(tensor(1.0))).sum(), optimizers, loss_id=2)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert (a.weight.item(), b.weight.item()) == (0.5, 1.0)
+    found = [s["loss_scale"] for s in amp.state_dict().values()]
+    assert found == [64.0, 32.0, 64.0]
+    with pytest.raises(RuntimeError, match=r"loss_id=3, and amp.initialize made 3 loss scalers: pass num_losses=4"):
+        backward(a(tensor(1.0)).sum(), optimizers[0], loss_id=3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_that_was_not_given_does_not_step_on_scaled_gradients(level):
+    models = [nn.Linear(1, 1, bias=False).to(DEVICE) for _ in range(2)]
+    models, optimizers = initialize(models, [sgd(m) for m in models], opt_level=level)
+    (a, b), (first, second) = models, optimizers
+    backward(b(a(tensor(1.0))).sum(), first)
+    first.step()
+    with pytest.raises(RuntimeError, match="every optimizer whose parameters"):
+        second.step()
+    second.zero_grad()  # as in a GAN, whose generator's loss goes through the discriminator
+    backward(b(a(tensor(1.0)).detach()).sum(), second)
+    second.step()
+
+
+def test_backward_outside_of_scale_loss_is_seen_where_there_are_masters():
+    model, optimizer = one("O2")
+    model(tensor(1.0)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"did not come by amp.scale_loss"):
+        optimizer.step()
+
+
+def test_scale_loss_says_what_it_needs():
+    model, plain = nn.Linear(1, 1), None
+    with pytest.raises(RuntimeError, match="internal Amp state has not been initialized"):
+        backward(torch.zeros(()), plain)
+    model, optimizer = one("O2")
+    with pytest.raises(RuntimeError, match=r"this SGD was not passed to amp.initialize"):
+        backward(model(tensor(1.0)).sum(), sgd(net()))
+    with pytest.raises(RefusedError, match="delay_overflow_check"):
+        backward(model(tensor(1.0)).sum(), optimizer, delay_overflow_check=True)
+    with pytest.raises(RuntimeError, match="does not support closure"):
+        optimizer.step(lambda: 0.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_that_fails_leaves_what_was_there(level):
+    model, optimizer = one(level)
+    backward(model(tensor(3.0)).sum(), optimizer)
+    scaled = amp.scale_loss(model(tensor(1.0)).sum(), optimizer)
+    scaled.__enter__().backward()
+    assert not scaled.__exit__(ValueError, ValueError(), None)
+    assert [p.grad.item() for p in amp.master_params(optimizer)] == [3.0]
+
+
+# -- masters --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("level", "weight"), [("O2", 1.0 - 100 * 2e-5), ("O3", 1.0)])
+def test_updates_below_the_spacing_of_fp16_add_up_in_masters_only(level, weight):
+    model, optimizer = one(level, lr=2e-5)
+    for _ in range(100):
+        optimizer.zero_grad()
+        backward(model(tensor(1.0)).sum(), optimizer)
+        optimizer.step()
+    assert model.weight.item() == pytest.approx(weight, abs=1e-3 / 2)
+    assert [p.item() for p in amp.master_params(optimizer)] == [pytest.approx(weight, abs=1e-5)]
+
+
+def test_o2_holds_fp32_masters_of_half_parameters_and_the_others_themselves():
+    model = net()
+    given = list(model.parameters())
+    model, optimizer = initialize(model, sgd(model), opt_level="O2")
+    masters = list(amp.master_params(optimizer))
+    assert {m.dtype for m in masters} == {torch.float32}
+    assert [m is p for m, p in zip(masters, given)] == [False, False, True, True, False, False]
+    assert list(model.parameters()) == given
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adamax, torch.optim.Rprop]
+)
+def test_any_optimizer_steps_masters_as_it_steps_fp32(kind):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, bias=False).to(DEVICE)
+    exact = copy.deepcopy(model)
+    exact.weight.data = exact.weight.half().float()
+    model, optimizer = initialize(model, kind(model.parameters(), lr=1e-2), opt_level="O2", loss_scale=1024.0)
+    reference = kind(exact.parameters(), lr=1e-2)
+    for _ in range(3):
+        exact.weight.data = model.weight.detach().float()  # gradients of the same weights
+        masters = list(amp.master_params(optimizer))
+        x = torch.randn(2, 3, device=DEVICE).half().float()
+        for m, o, wrap in ((model, optimizer, True), (exact, reference, False)):
+            o.zero_grad()
+            loss = (m(x) * 0.5).sum()
+            backward(loss, o) if wrap else loss.backward()
+        assert torch.allclose(masters[0].grad, exact.weight.grad, rtol=2e-3, atol=1e-5)
+        exact.weight.data = masters[0].detach().clone()
+        exact.weight.grad = masters[0].grad.clone()
+        optimizer.step()
+        reference.step()
+        assert torch.equal(masters[0], exact.weight)
+        assert torch.equal(model.weight, exact.weight.half())
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)  # as from a checkpoint
+    assert all(v.dtype == torch.float32 for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v))
+
+
+def test_the_optimizers_own_ways_stay():
+    model, optimizer = one("O2")
+    extra = nn.Parameter(torch.ones(1, dtype=torch.float16, device=DEVICE))
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.add_param_group({"params": [extra], "lr": 0.5})
+    assert [p.dtype for p in amp.master_params(optimizer)] == [torch.float32] * 2
+    optimizer.load_state_dict(optimizer.state_dict())
+    backward(model(tensor(2.0)).sum() + extra.sum(), optimizer)
+    optimizer.step()
+    assert calls == ["before"]
+    assert (model.weight.item(), extra.item()) == (0.5, 0.5)
+    optimizer.zero_grad(set_to_none=False)
+    backward(model(tensor(1.0)).sum(), optimizer)
+    model.zero_grad()
+    optimizer.step()
+    assert model.weight.item() == 0.25
+    plain, closing = one("O0")
+    assert closing.step(lambda: plain(tensor(1.0)).sum()).item() == 1.0
+
+
+def test_without_masters_half_parameters_are_stepped_themselves():
+    model, optimizer = one("O3", loss_scale="dynamic")
+    backward(model(tensor(2.0)).sum(), optimizer)
+    assert model.weight.grad.dtype == torch.float16
+    assert model.weight.grad.item() == 2.0
+    optimizer.step()
+    assert model.weight.item() == 0.5
+    optimizer.zero_grad()
+    backward(model(tensor(2.0)).sum() * float("inf"), optimizer)
+    optimizer.step()
+    assert model.weight.item() == 0.5
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 512.0, "unskipped": 0}
+
+
+# -- O1's casts -----------------------------------------------------------------------------------------------------------------------
+
+
+def made(*shape, dtype=torch.float32):
+    return torch.rand(shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda x, h: F.linear(x, x), torch.float16),
+        (lambda x, h: x @ x, torch.float16),
+        (lambda x, h: torch.softmax(h, 0), torch.float32),
+        (lambda x, h: h.sum(), torch.float32),
+        (lambda x, h: h.exp(), torch.float32),
+        (lambda x, h: F.mse_loss(h, h), torch.float32),
+        (lambda x, h: F.layer_norm(h, [3]), torch.float32),
+        (lambda x, h: torch.cat([x, h]), torch.float32),
+        (lambda x, h: h + x, torch.float32),
+        (lambda x, h: F.relu(h), torch.float16),
+        (lambda x, h: F.relu(x), torch.float32),
+    ],
+)
+def test_torchs_functions_cast_from_initialize_on(call, found):
+    x, h = made(3, 3), made(3, 3, dtype=torch.float16)
+    initialize(net())
+    assert call(x, h).dtype == found
+    with amp.disable_casts():
+        assert F.linear(x, x).dtype == torch.float32
+    assert F.linear(x, x).dtype == torch.float16
+    initialize(net(), opt_level="O0")
+    assert F.linear(x, x).dtype == torch.float32
+
+
+def test_binary_cross_entropy_on_half_is_refused():
+    initialize(net())
+    with pytest.raises(RuntimeError, match="binary_cross_entropy"):
+        F.binary_cross_entropy(made(3, dtype=torch.float16), made(3, dtype=torch.float16))
+
+
+def test_functions_of_users_join_the_lists(monkeypatch):
+    def twice(a, b=None):
+        return a if b is None else a + b
+
+    half, wide, promoted = amp.half_function(twice), amp.float_function(twice), amp.promote_function(twice)
+    for name in ("sigmoid", "bmm", "mul"):
+        monkeypatch.setattr(torch, name, getattr(torch, name))  # puts them back
+    amp.register_half_function(torch, "sigmoid")
+    amp.register_float_function(torch, "bmm")
+    amp.register_promote_function(torch, "mul")
+    x, h = made(2, 2), made(2, 2, dtype=torch.float16)
+    assert half(x).dtype == wide(x).dtype == torch.float32  # before initialize
+    initialize(net())
+    assert half(x).dtype == torch.float16
+    assert wide(h).dtype == torch.float32
+    assert (promoted(h, b=h).dtype, promoted(h, b=x).dtype) == (torch.float16, torch.float32)
+    assert torch.sigmoid(x).dtype == torch.float16
+    assert torch.bmm(h[None], h[None]).dtype == torch.float32  # what users say counts more than the list
+    assert torch.mul(h, x).dtype == torch.float32
+    with amp.disable_casts():
+        assert half(x).dtype == torch.float32
+    with pytest.raises(RuntimeError, match="no function named 'nothing' in torch"):
+        amp.register_half_function(torch, "nothing")
+
+
+def test_o1_runs_layers_that_torch_has_in_many_pieces():
+    model = nn.ModuleList([nn.LSTM(4, 4), nn.MultiheadAttention(4, 2), nn.Conv1d(3, 3, 1)]).to(DEVICE)
+    initialize(model)
+    x = made(3, 2, 4)
+    assert model[0](x)[0].dtype == torch.float16
+    assert model[1](x, x, x)[0].dtype == torch.float16
+    assert model[2](x.transpose(0, 1)).dtype == torch.float16
+
+
+def test_optimizers_step_without_casts():
+    seen = []
+
+    class Products(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append((torch.ones(2, 2, device=DEVICE) @ torch.ones(2, 2, device=DEVICE)).dtype)
+            return super().step(closure)
+
+    model = nn.Linear(1, 1).to(DEVICE)
+    model, optimizer = initialize(model, Products(model.parameters(), lr=0.1), max_loss_scale=64.0)
+    backward(model(tensor(1.0)).sum(), optimizer)
+    optimizer.step()
+    assert seen == [torch.float32]
+
+
+# -- names ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_names_that_are_not_here_and_the_native_lines(capsys):
+    with pytest.raises(ImportError, match=r"apex.amp.init is not part of easymp.compat: use amp.initialize"):
+        importlib.import_module("easymp.compat.apex.amp").init  # noqa: B018
+    one("O2")
+    assert 'acc = Accelerator(mixed_precision="O2")' in explain()
+    assert "# Apex → easymp" in capsys.readouterr().out
