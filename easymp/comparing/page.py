@@ -16,7 +16,9 @@ from .table import heads, rows, unit
 from .verdict import is_busy
 from .writing import seconds
 
+LONG = 60  # letters of plans' names, above which a title counts them
 TEMPLATE = Path(__file__).with_name("page.html")
+WORD = 12  # letters of a name that fit a narrow table beside its numbers
 
 
 def page(found: Comparison) -> str:
@@ -31,6 +33,7 @@ def page(found: Comparison) -> str:
         title=title(found),
         command=shlex.join(command(found)),
         when=_when(found),
+        long=max((len(summary.name) for summary in found.summaries), default=0) > WORD,
         found=found,
         verdict=found.verdict,
         heads=heads(found.summaries, found.metrics),
@@ -47,7 +50,8 @@ def page(found: Comparison) -> str:
 
 
 def title(found: Comparison) -> str:
-    return f"{Path(found.task.script).name}: {', '.join(summary.name for summary in found.summaries)}"
+    script, names = Path(found.task.script).name, ", ".join(summary.name for summary in found.summaries)
+    return f"{script}: {names}" if len(names) <= LONG else f"{script} under {len(found.summaries)} plans"
 
 
 def _when(found: Comparison) -> str:

@@ -71,12 +71,12 @@ def plots(found: Comparison) -> list[Plot]:
             lines = read(summaries, metric)
             if lines:
                 title, draw = f"{metric.name} against {where}", _curves(names, lines, metric, axis)
-                made.append(Plot(f"{metric.name}-{where}", title, _said(title, names, lines), draw, note))
+                made.append(Plot(f"{metric.name}-{where}", title, _said(title, names, lines), draw, note, _tall(names, lines)))
     lines = memory(summaries)
     if lines:
         device = any(run.record.device_memory for summary in summaries for run in summary.runs if run.record)
         title = "memory allocated over time" if device else "memory of the process over time"
-        made.append(Plot("memory", title, _said(title, names, lines), _memory(names, lines)))
+        made.append(Plot("memory", title, _said(title, names, lines), _memory(names, lines), height=_tall(names, lines)))
     done = [(index, summary) for index, summary in enumerate(summaries) if summary.speed is not None]
     if done:
         title = f"throughput, {unit(summaries)} a second"
@@ -92,7 +92,7 @@ def write_png(found: Comparison, path: Path) -> bool:
         return False
     with _style("picture"):
         rows = -(-len(made) // 2)
-        figure = _figure(2 * 400, 70 + rows * 270, dpi=150)
+        figure = _figure(2 * 400, 70 + rows * (40 + max(plot.height for plot in made)), dpi=150)
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
         figure.suptitle(textwrap.fill(found.verdict.sentence, 110), fontsize=11, x=0.02, ha="left", color=INK)
         for place, plot in enumerate(made, 1):
@@ -157,13 +157,10 @@ def _draw(axes: Axes, names: Sequence[str], lines: Sequence[Line]) -> None:
             markersize=4,
             label=names[line.plan] if line.main else None,
         )
-    shown = [names[line.plan] for line in lines if line.main]
-    longest = max(map(len, shown), default=1)
-    columns = max(1, min(len(shown), int(46 / (longest + 6))))
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(-0.02, 1.0),
-        ncols=columns,
+        ncols=_columns([names[line.plan] for line in lines if line.main]),
         frameon=False,
         handlelength=2.6,
         columnspacing=1.2,
@@ -171,6 +168,7 @@ def _draw(axes: Axes, names: Sequence[str], lines: Sequence[Line]) -> None:
         borderaxespad=0.1,
     )
     axes.margins(x=0.02)
+    axes.xaxis.set_major_locator(_few_ticks(6))
 
 
 def _bars(done: Sequence[tuple[int, Summary]]) -> Callable[[Axes], None]:
@@ -187,17 +185,28 @@ def _bars(done: Sequence[tuple[int, Summary]]) -> Callable[[Axes], None]:
         axes.set_xlim(0, most * 1.18)
         axes.set_ylim(len(done) - 0.6, -0.85)
         axes.set_yticks([])
-        axes.xaxis.set_major_locator(_few_ticks())
+        axes.xaxis.set_major_locator(_few_ticks(4))
         axes.xaxis.set_major_formatter(lambda value, _: rate(value) if value else "0")
         axes.grid(axis="y", visible=False)
 
     return draw
 
 
-def _few_ticks() -> Any:
+def _few_ticks(most: int) -> Any:
     from matplotlib.ticker import MaxNLocator
 
-    return MaxNLocator(4)
+    return MaxNLocator(most)
+
+
+def _columns(names: Sequence[str]) -> int:
+    """Of a legend, so that it is no wider than a plot."""
+    return max(1, min(len(names), 46 // (max(map(len, names), default=1) + 6)))
+
+
+def _tall(names: Sequence[str], lines: Sequence[Line]) -> float:
+    """Height of a plot with a legend that may have several rows."""
+    shown = [names[line.plan] for line in lines if line.main]
+    return HEIGHT + 15 * (-(-len(shown) // _columns(shown)) - 1)
 
 
 def _said(title: str, names: Sequence[str], lines: Sequence[Line]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..units import size
@@ -42,17 +42,15 @@ def unit(summaries: Sequence[Summary]) -> str:
 def rows(summaries: Sequence[Summary], metrics: Sequence[Metric]) -> list[Row]:
     """A row a plan, with cells for `heads` after the first."""
     base = next((summary for summary in summaries if summary.speed is not None), None)
-    return [
-        Row(summary, tuple(_cells(summary, base, metrics)), tuple(trouble(summary, i) for i in range(len(summary.troubles))))
-        for summary in summaries
-    ]
+    return [Row(summary, tuple(_cells(summary, base, metrics)), tuple(troubles(summary))) for summary in summaries]
 
 
-def trouble(summary: Summary, index: int) -> str:
-    """``"failed (run 2 of 3): why"``."""
-    run = summary.troubles[index]
-    which = f" (run {run.number} of {len(summary.runs)})" if len(summary.runs) > 1 else ""
-    return f"{run.end.status}{which}: {run.end.why}"
+def troubles(summary: Summary) -> Iterator[str]:
+    """``"failed (2 of 3 runs): why"``, once for runs that ended alike."""
+    ends = [(run.end.status, run.end.why) for run in summary.troubles]
+    for status, why in dict.fromkeys(ends):
+        several = f" ({ends.count((status, why))} of {len(summary.runs)} runs)" if len(summary.runs) > 1 else ""
+        yield f"{status}{several}: {why}"
 
 
 def _cells(summary: Summary, base: Summary | None, metrics: Sequence[Metric]) -> list[Cell]:

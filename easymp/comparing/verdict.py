@@ -79,7 +79,7 @@ def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | 
     busy = any(is_busy(run.end.others, cores) for summary in done for run in summary.runs)
     judged = [_judge(base, other, quality, busy) for other in others]
     told, sentence = _sentence(base, judged, quality)
-    rest = tuple(_evidence(base, each) for each in judged if each is not told)
+    rest = tuple(_evidence(base, each, quality) for each in judged if each is not told)
     return Verdict(sentence, rest, tuple(doubts + _counting(base, done)))
 
 
@@ -155,28 +155,43 @@ def _sentence(base: Summary, judged: Sequence[Judged], quality: Metric | None) -
     return each, f"{name} {takes} {ratio(each.ratio)} times as long as {base.name} ({basis}){rest}: stay with {base.name}."
 
 
-def _evidence(base: Summary, each: Judged) -> str:
+def _evidence(base: Summary, each: Judged, quality: Metric | None) -> str:
+    """What the sentence says of its plan, of another one in short."""
     verb = {Shown.YES: "takes", Shown.HINT: "seems to take", Shown.NOT: "no difference is shown: it took"}[each.shown]
-    parts = [f"{verb} {ratio(each.ratio)} of {base.name}'s time ({_basis(base, each.plan)})", each.words]
-    return f"{each.plan.name}: {'; '.join(filter(None, parts))}{_memory(base, each.plan)}."
+    own = _of(_pair(base, each.plan)[1], base, each.plan)
+    reached = each.plan.final(quality) if quality is not None else None
+    result = f"; reaches {quality.name} {quality.text(reached.median)}" if quality is not None and reached is not None else ""
+    return f"{each.plan.name}: {verb} {ratio(each.ratio)} of {base.name}'s time ({own}){result}{_memory(base, each.plan)}."
 
 
 def _basis(base: Summary, other: Summary) -> str:
     """``"median of 3: 12.1 s [11.9 s to 12.4 s] against 19.5 s [19.2 s to 20.1 s]"``; by speeds where runs differ in length."""
-    alike = len(base.counts | other.counts) == 1
-    two, one = (other.seconds, base.seconds) if alike else (other.speed, base.speed)
+    one, two = _pair(base, other)
+    kind = "one run each" if max(one.count, two.count) == 1 else f"median of {min(one.count, two.count)}"
+    return f"{kind}: {_of(two, base, other)} against {_of(one, base, other)}"
+
+
+def _alike(base: Summary, other: Summary) -> bool:
+    """Whether all runs trained on as much."""
+    return len(base.counts | other.counts) == 1
+
+
+def _pair(base: Summary, other: Summary) -> tuple[Spread, Spread]:
+    """Times of both, or speeds."""
+    one, two = (base.seconds, other.seconds) if _alike(base, other) else (base.speed, other.speed)
     assert one is not None
     assert two is not None
-    pair = [_of(number, alike, base) for number in (two, one)]
-    kind = "one run each" if max(one.count, two.count) == 1 else f"median of {min(one.count, two.count)}"
-    return f"{kind}: {pair[0]} against {pair[1]}"
+    return one, two
 
 
-def _of(number: Spread, alike: bool, base: Summary) -> str:
+def _of(number: Spread, base: Summary, other: Summary) -> str:
+    alike = _alike(base, other)
+
     def say(value: float) -> str:
         return seconds(value) if alike else f"{value:,.4g}"
 
-    unit = "" if alike else " samples/s" if all(samples is not None for _, samples in base.counts) else " updates/s"
+    known = all(samples is not None for _, samples in base.counts | other.counts)
+    unit = "" if alike else " samples/s" if known else " updates/s"
     between = f" [{say(number.least)} to {say(number.most)}]" if number.count > 1 else ""
     return f"{say(number.median)}{unit}{between}"
 
