@@ -22,6 +22,7 @@ from .writing import ratio, seconds
 
 ENOUGH = 3  # runs of each plan, from which on their times can show a difference
 TENTH = 0.1  # part by which times must differ to be a hint
+BEYOND = 3.0  # times as long: what other work on the machine does not make of one run
 POINT, TWENTIETH = 0.005, 0.05
 BUSY = 0.1  # part of the machine's processors that others may use before times are doubted
 
@@ -102,7 +103,7 @@ def _judge(base: Summary, other: Summary, quality: Metric | None, busy: bool) ->
     few = min(one.count, two.count) < ENOUGH
     if not apart:
         doubt = "and their runs overlap" if one.count + two.count > 2 else "in equal time"
-    elif few and busy:
+    elif few and busy and 1 / BEYOND < part < BEYOND:
         doubt = "on a busy machine"
     elif few and abs(1 - part) < TENTH:
         doubt = "less than a tenth apart"

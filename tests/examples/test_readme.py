@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from easymp.cli import COMMANDS
-from easymp.settings import NAMES, resolve
+from easymp.settings import NAMES, resolve, resolve_launching
 
 from ..conftest import Ranks
 from .run import ROOT
@@ -50,10 +50,12 @@ def test_every_setting_has_its_row(name: str) -> None:
 
 
 def test_its_easymp_toml_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = blocks("toml")
-    (tmp_path / "easymp.toml").write_text(block)
     monkeypatch.chdir(tmp_path)
-    assert resolve().mixed_precision == "bf16"
+    for block in blocks("toml"):
+        (tmp_path / "easymp.toml").write_text(block)
+        resolve()
+        resolve_launching()
+    assert len(blocks("toml")) > 1
 
 
 def test_every_folder_is_on_the_map() -> None:
