@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import os
 import socket
 import sys
 import time
@@ -65,6 +66,7 @@ class World:
         self.debug = debug
         self.backend: str | None = None
         self.settling: list[Callable[[], None]] = []  # see `settle`
+        self._process = os.getpid()
         self.owned = False  # whether we started the process group, and so end it
         self._store: dist.Store | None = None
         self._watch: Watch | None = None
@@ -154,6 +156,8 @@ class World:
         Whatever wraps a model for the group must be gone before: destroying the group under it can deadlock.
         """
         atexit.unregister(self.close)
+        if self._process != os.getpid():
+            return  # a forked child that ends: the connections are its parent's
         if self._watch is not None:
             self._watch.close()
             self._watch = None

@@ -294,12 +294,81 @@ def one_rank_is_missing():
                 hvd.allreduce(torch.ones(1), name="lonely")
             return str(caught.value)
         time.sleep(2)
-        hvd.allreduce(torch.ones(1), name="lonely")  # late, so that nothing is left
         return ""
 
 
 def test_a_rank_that_does_not_ask_is_reported(ranks):
     assert "rank 1" in ranks(one_rank_is_missing)[0]
+
+
+def one_rank_fails(who):
+    """Rank `who` ends by an error, with an operation in flight, while the others wait for it."""
+    said = []
+    try:
+        with started() as (rank, _):
+            handle = hvd.allreduce_async(torch.ones(1), name=f"of {rank == who}")
+            if rank == who:
+                raise KeyError("what it was")
+            for name in (None, "asked for later"):
+                with pytest.raises(hvd.HorovodInternalError) as caught:
+                    hvd.synchronize(handle) if name is None else hvd.allreduce(torch.ones(1), name=name)
+                said.append(str(caught.value))
+    except KeyError:
+        assert not hvd.is_initialized()
+    return said
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_fails_is_heard_of_at_once(ranks, who):
+    for rank, said in enumerate(ranks(one_rank_fails, who, processes=3, timeout=20)):
+        if rank != who:
+            for name, words in zip(("of False", "asked for later"), said, strict=True):
+                assert words.startswith(f"{name}: rank {who} has left (KeyError: 'what it was')")
+
+
+def forked():
+    """A child that ends leaves nothing: it speaks over its parent's connections."""
+    with started() as (_, size):
+        world = hvd.elastic.running.running().world
+        child = os.fork()
+        if not child:
+            hvd.shutdown()
+            world.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        return hvd.allreduce(torch.ones(1), op=Sum).item() == size and "rank 1" in world.watch.report()
+
+
+def test_a_forked_child_that_ends_is_not_this_rank(ranks):
+    assert ranks(forked) == [True, True]
+
+
+def results():
+    """Results are changed in place, under autograd too, and hold no more memory than their own."""
+    with started() as (_, size):
+        x = torch.ones(2, requires_grad=True)
+        for out in (hvd.allreduce(x), hvd.grouped_allreduce([x, x])[1], hvd.broadcast(x, 0), hvd.reducescatter(x.repeat(size))):
+            out.mul_(2)
+        big, small = (hvd.allreduce_async(torch.ones(n)) for n in (100_000, 1))
+        hvd.synchronize(big)
+        strided = torch.arange(6.0).view(2, 3).t()
+        hvd.allreduce_(strided[::2], op=Sum)
+        with pytest.raises(ValueError, match="reducescatter of a scalar"):
+            hvd.reducescatter(torch.tensor(1.0))
+        with pytest.raises(ValueError, match="view_as_real"):
+            hvd.allreduce(torch.ones(1, dtype=torch.complex64))
+        return (
+            hvd.synchronize(small).untyped_storage().nbytes(),
+            (strided / size).tolist(),
+            hvd.allreduce(torch.tensor(3.0)).item(),
+        )
+
+
+def test_results_are_the_callers_own(on):
+    for held, strided, scalar in on(results):
+        assert held == 4
+        assert strided[0] == [0.0, 3.0] and strided[2] == [2.0, 5.0]
+        assert scalar == 3.0
 
 
 def uneven():
@@ -462,6 +531,86 @@ def test_a_parameter_without_a_gradient_here_takes_part(ranks):
         assert (used, other, rate) == ([-0.5, -0.5], [0.25, 0.25], 0.25)
 
 
+def alike(parameters):
+    mine = torch.cat([p.detach().reshape(-1) for p in parameters])
+    return bool((hvd.allgather(mine[None]) == hvd.broadcast(mine, 0)).all())
+
+
+def around_it():
+    """Schedules made before, states loaded, parameters added, optimizers made anew: what scripts do around it."""
+    with started() as (rank, size):
+        net, more = model(), nn.Linear(2, 1)
+        sgd = torch.optim.SGD(net.parameters(), lr=1.0 + rank, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5)
+        optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters())
+        hvd.broadcast_parameters(net.state_dict(), 0)
+        hvd.broadcast_parameters(more.state_dict(), 0)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        schedule.step()  # of the rates that came from rank 0
+        steps = []
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        optimizer.load_state_dict(optimizer.state_dict())
+        schedule.step()
+        optimizer.add_param_group({"params": more.parameters(), "lr": 0.5})
+        (loss_of(net, slice(rank, rank + 4), 0) + more(torch.ones(1, 2) * rank).sum()).backward()
+        optimizer.step()
+        facts = optimizer.param_groups[0]["lr"], len(steps), alike([*net.parameters(), *more.parameters()])
+        with pytest.raises(ValueError, match="pass the optimizer that it was made of"):
+            hvd.DistributedOptimizer(optimizer)
+        for _ in range(2):  # each one in place of the last
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+            for _ in range(2):
+                loss_of(net, slice(None), 0).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return facts, size
+
+
+def test_schedules_states_and_groups_around_it(ranks):
+    for (rate, steps, same), _ in ranks(around_it):
+        assert (rate, steps, same) == (0.25, 1, True)
+
+
+def by_closure():
+    with started() as (rank, size):
+        net = model()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.LBFGS(net.parameters(), max_iter=5, line_search_fn="strong_wolfe"), net.named_parameters()
+        )
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(net, slice(rank * 12 // size, (rank + 1) * 12 // size), 0)
+            loss.backward()
+            return loss
+
+        first, then = (optimizer.step(closure).item() for _ in range(2))
+        return first, then, [p.tolist() for p in net.parameters()]
+
+
+def test_closures_are_reduced_call_by_call(on):
+    wanted = alone_by_closure()
+    for first, then, found in on(by_closure):
+        assert then < first
+        for a, b in zip(found, wanted):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-2, atol=1e-3)
+
+
+def alone_by_closure():
+    net = model()
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(net, slice(None), 0)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return [p.tolist() for p in net.parameters()]
+
+
 def by_adasum():
     with started() as (rank, _):
         p = nn.Parameter(torch.zeros(2))
@@ -524,9 +673,9 @@ def elastic_run(folder, fail_at):
         @hvd.elastic.run
         def train(state):
             while state.step < 4:
-                if state.step == fail_at and not resets:
-                    hvd.allreduce(torch.ones(rank + 1), name="bad")
                 loss_of(net, slice(None), state.step).backward()
+                if state.step == fail_at and not resets:  # with gradients in flight
+                    hvd.allreduce(torch.ones(rank + 1), name="bad")
                 optimizer.step()
                 optimizer.zero_grad()
                 seen.append(sampler.indices[0] if sampler.indices else None)
@@ -597,6 +746,21 @@ def test_the_table_lets_go_of_what_all_have_asked_for():
     assert (order.request.kind, order.request.root, table.joined) == ("join", 0, [])
     broadcast = {0: Request("c", "broadcast", (1,), "float32", root=0)}
     assert agree(broadcast, 2, [1]).error == "c: broadcast needs every rank, and rank 1 joined: it has no more data"
+
+
+def test_the_table_ends_what_waits_for_a_rank_that_left():
+    a, b, c = (Request(name, "allreduce", (1,), "float32", op="sum") for name in "abc")
+    table = Table(3)
+    table.add(0, [a, b])
+    table.add(1, [a, b, Request("join", "join")])
+    table.add(2, [a, Request("an error", "leave")])
+    done, failed, joined, left = table.complete()
+    assert (done.request.name, done.error) == ("a", "")
+    assert failed.request.name == "b" and "rank 2 has left (an error)" in failed.error
+    assert joined.request.kind == "join" and joined.error
+    assert (left.request.kind, left.request.root) == ("leave", 2)
+    table.add(0, [c])
+    assert [order.request.name for order in table.complete()] == ["c"]
 
 
 def test_records_travel_as_json():

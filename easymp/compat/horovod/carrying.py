@@ -79,18 +79,19 @@ class Carrier:
 
     def _reduce(self, orders: Sequence[Order], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         request = orders[0].request
-        flat = (
-            torch.cat([t.detach().reshape(-1) for t in tensors]) if len(tensors) > 1 else tensors[0].detach().reshape(-1).clone()
-        )
-        flat = self._reduced(flat, request.op, request.prescale, request.postscale)
+        how = request.op, request.prescale, request.postscale
+        if len(tensors) == 1:
+            yield self._reduced(_copy(tensors[0]), *how)
+            return
+        flat = self._reduced(torch.cat([t.detach().reshape(-1) for t in tensors]), *how)
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
             yield part.view(tensor.shape)
 
     def _reduced(self, flat: Tensor, op: str, prescale: float, postscale: float) -> Tensor:
-        """A new 1-dim tensor of the same dtype; averages of integers are rounded toward zero."""
+        """A new tensor of the same dtype; averages of integers are rounded toward zero."""
         dtype = flat.dtype
         if dtype not in MOVABLE:
-            flat = flat.to(torch.float32 if dtype.is_floating_point else torch.int32)
+            flat = flat.to(torch.float32 if dtype.is_floating_point else torch.int64)
         if prescale != 1.0:
             flat = (flat * prescale).to(flat.dtype)
         if op == "adasum":
@@ -114,12 +115,8 @@ class Carrier:
 
     def _scatter(self, order: Order, tensor: Tensor) -> Tensor:
         request = order.request
-        whole = self._reduced(tensor.detach().reshape(-1).clone(), request.op, request.prescale, request.postscale).view(
-            tensor.shape
-        )
-        return whole.tensor_split(self._size)[
-            self._rank
-        ].contiguous()  # earlier ranks have one row more, where it does not divide
+        whole = self._reduced(_copy(tensor), request.op, request.prescale, request.postscale)
+        return _copy(whole.tensor_split(self._size)[self._rank])  # earlier ranks have one row more, where it does not divide
 
     # -- what moves as it is, as bytes --------------------------------------------------------------------------------
 
@@ -134,7 +131,7 @@ class Carrier:
         return torch.cat(parts)
 
     def _broadcast(self, order: Order, tensor: Tensor) -> Tensor:
-        done = tensor.detach().clone(memory_format=torch.contiguous_format)
+        done = _copy(tensor)
         if self._group is not None and done.numel():
             dist.broadcast(done.reshape(-1).view(torch.uint8), order.request.root, group=self._group)
         return done
@@ -157,3 +154,8 @@ class Carrier:
             group=self._group,
         )
         return out
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Contiguous, and no view: what is returned may be changed in place, under autograd too."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -20,12 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import WorldError
+from ...log import get_logger
 from ...world import World
 from .carrying import Carrier, fusable
 from .requests import Order, Request, Table, agree, read_orders, read_requests, written
 
+logger = get_logger(__name__)
+
 FOREVER = timedelta(days=30)
-END = "[]"  # a line that ends a thread
+STALLED = 60.0  # seconds after which waiting is worth a warning
 
 
 class HorovodInternalError(WorldError):
@@ -68,7 +71,7 @@ class Engine:
         self._lock = threading.Lock()
         self._broken = ""
         self._alone = world.size == 1
-        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._carrier = Carrier(None, 0, 1, world.device)
         if self._alone:
@@ -130,25 +133,38 @@ class Engine:
         Raises:
             HorovodInternalError: it failed, or some rank did not ask within the world's timeout.
         """
-        patience = None if pending.request.kind == "join" else self._world.timeout  # a join waits for the others' data to end
-        if not pending.done.wait(patience):
-            watch = self._world.watch
-            raise HorovodInternalError(
-                f"{pending.request.name}: not every rank asked for it within {self._world.timeout:g} s\n{watch.report() if watch else ''}"
-            )
+        if pending.request.kind == "join":
+            pending.done.wait()  # for the others' data to end
+        elif not pending.done.wait(min(STALLED, self._world.timeout)):
+            self._stalled(pending)
         if pending.error:
             raise HorovodInternalError(pending.error)
         if pending.event is not None:
             torch.cuda.current_stream(self._world.device).wait_event(pending.event)
         return pending.result
 
-    def close(self) -> None:
-        """End the threads; on every rank, when nothing is in flight."""
+    def close(self, why: str, patience: float) -> None:
+        """Say to the others that this rank leaves, and end the threads. Operations in flight fail, here and there.
+
+        Args:
+            why: what the others are told.
+            patience: seconds that rank 0 waits for the others to leave.
+        """
         if self._alone:
             return
-        self._requests.put(None)
+        self._requests.put(Request(why, "leave"))
         for thread in self._threads:
-            thread.join(timeout=5)
+            thread.join(patience if thread.name.endswith("table") else 5.0)
+        self._break(f"this rank has left: {why}")
+
+    def _stalled(self, pending: Pending) -> None:
+        name, watch, limit = pending.request.name, self._world.watch, self._world.timeout
+        if limit > STALLED:
+            logger.warning("%s waits for other ranks since %g s\n%s", name, STALLED, watch.report() if watch else "")
+        if limit <= STALLED or not pending.done.wait(limit - STALLED):
+            raise HorovodInternalError(
+                f"{name}: not every rank asked for it within {limit:g} s (EASYMP_TIMEOUT says how long)\n{watch.report() if watch else ''}"
+            )
 
     # -- the threads' side --------------------------------------------------------------------------------------------
 
@@ -158,60 +174,53 @@ class Engine:
             batch = [self._requests.get()]
             while not self._requests.empty():
                 batch.append(self._requests.get())
-            requests = [request for request in batch if request is not None]
-            if requests:
-                self._say(store, written(requests))
-            if len(requests) < len(batch):
-                self._say(store, END)
+            store.set(f"ticket/{store.add('tickets', 1)}", f"{self._world.rank} {written(batch)}")
+            if batch[-1].kind == "leave":
                 return
-
-    def _say(self, store: dist.Store, text: str) -> None:
-        ticket = store.add("tickets", 1)
-        store.set(f"ticket/{ticket}", f"{self._world.rank} {text}")
 
     def _decide(self, store: dist.Store) -> None:
         """Rank 0: from tickets, in the order in which they were drawn, to lines that all ranks follow."""
-        table, line, gone = Table(self._world.size), count(1), 0
+        table, line = Table(self._world.size), count(1)
         for ticket in count(1):
             key = f"ticket/{ticket}"
             store.wait([key], FOREVER)
             rank, _, text = store.get(key).decode().partition(" ")
             store.delete_key(key)
-            if text == END:
-                gone += 1
-                if gone == self._world.size:
-                    store.set(f"order/{next(line)}", END)
-                    return
-                continue
             table.add(int(rank), read_requests(text))
             orders = table.complete()
             if orders:
                 store.set(f"order/{next(line)}", written(orders))
+            if len(table.left) == self._world.size:
+                return
 
     def _follow(self, store: dist.Store) -> None:
         """Carry out what stands there, line by line."""
         if self._world.device.type == "cuda":
             torch.cuda.set_device(self._world.device)
+        here = self._world.size
         for line in count(1):
             key = f"order/{line}"
             store.wait([key], FOREVER)
             text = store.get(key).decode()
-            if store.add(f"read/{line}", 1) == self._world.size:
+            if store.add(f"read/{line}", 1) == here:
                 store.delete_key(key)
                 store.delete_key(f"read/{line}")
-            if text == END:
-                return
-            for batch in fusable(read_orders(text)):
+            orders = read_orders(text)
+            for batch in fusable([order for order in orders if order.request.kind != "leave"]):
                 self._carry(batch)
+            left = [order.request.root for order in orders if order.request.kind == "leave"]
+            here -= len(left)  # who has left reads no further
+            if self._world.rank in left:
+                return
 
     def _carry(self, orders: list[Order]) -> None:
         with self._lock:
             found = [self._pending.get(order.request.name) for order in orders]
         first = orders[0]
-        if first.request.kind == "join":
-            self._end(orders, found, [None])
-        elif first.error:
+        if first.error:
             self._end(orders, found, [None], first.error)
+        elif first.request.kind == "join":
+            self._end(orders, found, [None])
         else:
             self._end(orders, found, self._on_stream(orders, found))
 
@@ -244,8 +253,11 @@ class Engine:
                 continue
             if error:
                 pending.error = error
-            else:
-                pending.result = pending.into if pending.into is not None else pending.finish(output, order)
+            elif pending.into is not None:
+                pending.result = pending.into
+            else:  # what was reduced together is cut apart: a small one shall not hold the memory of all
+                cut = output is not None and output._base is not None
+                pending.result = pending.finish(output.clone() if cut and output is not None else output, order)
             with self._lock:
                 del self._pending[order.request.name]
             pending.done.set()
@@ -254,7 +266,11 @@ class Engine:
         """The ranks no longer talk: whoever waits shall hear of it."""
         watch = self._world.watch
         with self._lock:
-            self._broken = f"the ranks no longer talk ({why}){'' if watch is None else ': another one ended, or failed'}"
+            self._broken = self._broken or f"the ranks no longer talk ({why})"
+            waited = bool(self._pending)
+        report = f"\n{watch.report()}" if waited and watch is not None else ""
+        with self._lock:
+            self._broken += report
             for pending in self._pending.values():
                 pending.error = self._broken
                 pending.done.set()

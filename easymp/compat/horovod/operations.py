@@ -53,6 +53,11 @@ def synchronize(handle: int) -> Any:
     return running().engine.wait(_handles.pop(handle))
 
 
+def forget(handle: int) -> None:
+    """Its result is of no use any more."""
+    _handles.pop(handle, None)
+
+
 def poll(handle: int) -> bool:
     """Whether it has ended, so that `synchronize` will not wait."""
     if handle not in _handles:
@@ -70,6 +75,8 @@ def _submit(pending: Pending) -> int:
 def _ask(kind: str, tensor: Tensor, name: str | None, into: Tensor | None = None, finish: Any = None, **more: Any) -> int:
     if tensor.is_sparse:
         raise SettingError(f"{kind} of a sparse tensor: pass tensor.to_dense(), or sparse_as_dense=True to DistributedOptimizer")
+    if tensor.is_complex():
+        raise SettingError(f"{kind} of {tensor.dtype}: pass torch.view_as_real(tensor)")
     name = name or running().unnamed(kind)
     dtype = str(tensor.dtype).removeprefix("torch.")
     request = Request(name, kind, tuple(tensor.shape), dtype, tensor.device.type, **more)
@@ -162,6 +169,8 @@ def reducescatter_async(tensor: Tensor, name: str | None = None, op: Op = Averag
     """A handle; the result is this rank's part of the reduction along dimension 0; earlier ranks have one row more where it must be."""
     if op not in (Average, Sum):
         raise ValueError(f"reducescatter knows hvd.Average and hvd.Sum, not {op}")
+    if not tensor.ndim:
+        raise ValueError("reducescatter of a scalar: there is no dimension 0 to share out; pass tensor[None]")
     return _ask("reducescatter", tensor, name, op=op.value)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +14,10 @@ from torch import Tensor
 
 from ...errors import RefusedError, SettingError, StepError
 from .compression import Compression
-from .operations import Adasum, Average, Op, Sum, allreduce_async_, synchronize
-from .running import running
+from .engine import HorovodInternalError
+from .operations import Adasum, Average, Op, Sum, allreduce, allreduce_async_, forget, synchronize
+from .running import layer, running
+from .states import load_in_place
 
 
 def DistributedOptimizer(
@@ -32,7 +36,8 @@ def DistributedOptimizer(
 
     Each gradient travels while backward goes on with the next; `step` waits for all of them. The ranks need not have them in the same
     order. A parameter without a gradient on this rank takes part with zeros. To clip: ``optimizer.synchronize()``, clip, and then
-    ``with optimizer.skip_synchronize(): optimizer.step()``.
+    ``with optimizer.skip_synchronize(): optimizer.step()``. In ``step(closure)`` gradients are reduced after each call of the closure, and
+    its loss too, so that the ranks of an LBFGS, say, decide alike.
 
     Args:
         named_parameters: ``model.named_parameters()``; names must be different, and name all parameters of the optimizer.
@@ -40,7 +45,7 @@ def DistributedOptimizer(
         backward_passes_per_step: backward passes whose gradients are summed here before they travel.
         op: Average, Sum, or Adasum: the last one combines what each rank's own step would change.
         gradient_predivide_factor: f divides before the sum over n ranks, n / f after it; with Average only.
-        num_groups, groups: gradients that come together travel together anyway; without effect.
+        num_groups, groups: without effect, for gradients that come together travel together anyway.
         sparse_as_dense: sparse gradients are made dense before they travel; else they are refused.
 
     Raises:
@@ -56,6 +61,15 @@ def DistributedOptimizer(
     if backward_passes_per_step < 1:
         raise SettingError(f"backward_passes_per_step={backward_passes_per_step} is below 1")
     kind = type(optimizer)
+    if issubclass(kind, _Reducing):
+        raise SettingError("DistributedOptimizer of a DistributedOptimizer: pass the optimizer that it was made of")
+    layer.ignore(
+        {
+            f"DistributedOptimizer({name})": "gradients that come together travel together anyway"
+            for name, value in (("num_groups", num_groups), ("groups", groups))
+            if value
+        }
+    )
     made_of = (_Adasum if op is Adasum else _Reducing, kind)
     it: Any = object.__new__(type(kind.__name__, made_of, {"__module__": kind.__module__}))
     # Not by its constructor, which may not take what its defaults hold; groups and state are the same objects, as schedulers expect.
@@ -74,7 +88,7 @@ def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters()."
         )
     names = [name for name, _ in entries]
-    double = sorted({name for name in names if names.count(name) > 1})
+    double = sorted(name for name, times in Counter(names).items() if times > 1)
     if double:
         raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(double)}")
     found = {parameter: name for name, parameter in entries}
@@ -99,10 +113,23 @@ class _Reduction:
         self.flying: dict[Tensor, tuple[int, Tensor, Any]] = {}
         self.synchronized = self.skip = False
         self.active = size > 1
-        if self.active and op is not Adasum:
-            for parameter in names:
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self.arrived)
+        self.hooked: set[Tensor] = set()
+        self.hook()
+
+    def hook(self) -> None:
+        """Hear of the gradients of all parameters; no longer than the optimizer lives, for another one may come after it."""
+        if not self.active or self.op is Adasum:
+            return
+        me = weakref.ref(self)
+
+        def arrived(parameter: Tensor) -> None:
+            if (it := me()) is not None:
+                it.arrived(parameter)
+
+        for parameter in self.names:
+            if parameter.requires_grad and parameter not in self.hooked:
+                self.hooked.add(parameter)
+                weakref.finalize(self, parameter.register_post_accumulate_grad_hook(arrived).remove)
 
     def arrived(self, parameter: Tensor) -> None:
         """A gradient has been added to."""
@@ -135,14 +162,34 @@ class _Reduction:
         for parameter in self.names:
             if parameter.requires_grad and parameter not in self.flying:
                 self.send(parameter)
-        for parameter, (handle, small, ctx) in self.flying.items():
-            synchronize(handle)
-            assert parameter.grad is not None
-            if ctx is not None or small is not parameter.grad:
-                parameter.grad.copy_(self.compression.decompress(small, ctx))
+        try:
+            for parameter, (handle, small, ctx) in self.flying.items():
+                synchronize(handle)
+                assert parameter.grad is not None
+                if ctx is not None or small is not parameter.grad:
+                    parameter.grad.copy_(self.compression.decompress(small, ctx))
+        finally:
+            self.clear()
+        self.synchronized = True
+
+    def clear(self) -> None:
+        """Begin anew."""
+        for handle, _, _ in self.flying.values():
+            forget(handle)
         self.flying.clear()
         self.seen.clear()
-        self.synchronized = True
+        self.synchronized = False
+
+    def land(self) -> None:
+        """Let what travels arrive, for nobody: a step was broken off, and its gradients do not count. Then begin anew."""
+        try:
+            for handle, _, _ in self.flying.values():
+                synchronize(handle)
+        except HorovodInternalError:
+            pass  # the ranks have lost one another: what is loaded now is to mend that
+        for parameter in self.names if self.flying else ():
+            parameter.grad = None
+        self.clear()
 
 
 class _Reducing:
@@ -174,12 +221,34 @@ class _Reducing:
                     stacklevel=2,
                 )
             if closure is not None and it.active:
-                raise StepError(
-                    "step(closure): the closure's gradients come too late to be reduced. Call it before, and step() without"
-                )
+                return super().step(self._reduced(closure))  # type: ignore[misc]
             self.synchronize()
         it.synchronized = False
         return super().step(closure)  # type: ignore[misc]
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch wraps a step that does not say so, and its own class's one calls the hooks
+
+    def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def reduced() -> Any:
+            loss = closure()
+            self.synchronize()
+            self._horovod.synchronized = False
+            return allreduce(loss.detach(), name="closure.loss") if isinstance(loss, Tensor) else loss
+
+        return reduced
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the optimizer's own; the new parameters are reduced, too."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        it, group = self._horovod, len(self.param_groups) - 1  # type: ignore[attr-defined]
+        for i, parameter in enumerate(self.param_groups[group]["params"]):  # type: ignore[attr-defined]
+            it.names[parameter] = f"allreduce.noname.{group}.{i}"
+        it.hook()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own; schedules made before go on, and what was in flight is forgotten."""
+        self._horovod.land()
+        load_in_place(self, state_dict, super().load_state_dict)  # type: ignore[arg-type, misc]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._horovod.flying:
@@ -206,8 +275,12 @@ class _Adasum(_Reducing):
             for p, start in before.items():
                 small, ctx = it.compression.compress(p - start)
                 it.flying[p] = allreduce_async_(small, name=f"adasum.{it.names[p]}", op=Adasum), small, ctx
-            for p, (handle, small, ctx) in it.flying.items():
-                synchronize(handle)
-                p.copy_(before[p] + it.compression.decompress(small, ctx))
-        it.flying.clear()
+            try:
+                for p, (handle, small, ctx) in it.flying.items():
+                    synchronize(handle)
+                    p.copy_(before[p] + it.compression.decompress(small, ctx))
+            finally:
+                it.clear()
         return loss
+
+    step.hooked = True  # type: ignore[attr-defined]

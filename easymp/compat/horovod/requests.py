@@ -19,6 +19,7 @@ ALIKE = {
     "reducescatter": ("shape", "dtype", "op", "device"),
     "barrier": (),
     "join": (),
+    "leave": (),
 }
 ROWS = ("allgather", "alltoall")  # dimension 0 may differ
 
@@ -28,7 +29,7 @@ class Request:
     """One operation of one rank.
 
     Attributes:
-        name: by which the ranks' requests are brought together, whatever their order.
+        name: by which the ranks' requests are brought together, whatever their order; of one that leaves: why.
         shape, dtype, device: of the tensor; `device` is the type.
         op: "sum", "average", "min", "max", "product", "adasum", or "".
         root: of a broadcast.
@@ -74,27 +75,46 @@ class Table:
     Attributes:
         size: ranks.
         joined: those that have no more data, in the order in which they said so.
+        left: those that shut down, and why; from then on nothing can be agreed on.
     """
 
     size: int
     joined: list[int] = field(default_factory=list)
+    left: dict[int, str] = field(default_factory=dict)
+    _leaving: list[int] = field(default_factory=list)
     _waiting: dict[str, dict[int, Request]] = field(default_factory=dict)
 
     def add(self, rank: int, requests: list[Request]) -> None:
         for request in requests:
             if request.kind == "join":
                 self.joined.append(rank)
+            elif request.kind == "leave":
+                self.left[rank] = request.name
+                self._leaving.append(rank)
             else:
                 self._waiting.setdefault(request.name, {})[rank] = request
 
     def complete(self) -> list[Order]:
-        """Operations that every rank has asked for or joined before; they leave the table."""
-        ready = [name for name, asked in self._waiting.items() if len(asked.keys() | set(self.joined)) == self.size]
+        """Operations that every rank has asked for or joined before, or that a rank left; they leave the table. Then who left."""
+        joined = set(self.joined)
+        ready = [name for name, asked in self._waiting.items() if len(asked.keys() | joined) == self.size]
         orders = [agree(self._waiting.pop(name), self.size, self.joined) for name in ready]
         if len(self.joined) == self.size:
             orders.append(Order(Request("join", "join", root=self.joined[-1])))
             self.joined.clear()
+        if self.left:
+            asked = [next(iter(requests.values())) for requests in self._waiting.values()]
+            asked += [Request("join", "join")] * bool(self.joined)
+            orders += [Order(request, error=f"{request.name}: {self._gone()}") for request in asked]
+            self._waiting.clear()
+            self.joined.clear()
+        orders += [Order(Request(self.left[rank], "leave", root=rank)) for rank in self._leaving]
+        self._leaving.clear()
         return orders
+
+    def _gone(self) -> str:
+        said = "; ".join(f"rank {rank} has left ({why})" for rank, why in self.left.items())
+        return f"{said}. A rank that only runs out of data calls hvd.join() first"
 
     def missing(self) -> dict[str, list[int]]:
         """Ranks that operations wait for, by name."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from ...errors import EasympError, RefusedError
+from ...settings import resolve
 from ...world import World, read_ranks
 from ..devices import device_of
 from ..saying import Layer
@@ -22,6 +25,7 @@ mean = acc.mean(value)  # hvd.allreduce(value)
 """
 
 layer = Layer("Horovod")
+PATIENCE = 5.0  # seconds that rank 0 waits for the others before it leaves
 
 
 class NotInitializedError(EasympError, ValueError):
@@ -35,6 +39,7 @@ class Run:
     world: World
     engine: Engine
     numbers: count[int]
+    process: int
 
     def unnamed(self, kind: str) -> str:
         """A name for an operation without one; the same on all ranks that ask in the same order."""
@@ -62,19 +67,24 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
         return
     ranks = read_ranks()
     layer.use("init, DistributedOptimizer, allreduce", NATIVE)
-    world = World(ranks, device_of(ranks))
-    _run = Run(world, Engine(world), count())
+    world = World(ranks, device_of(ranks), resolve().timeout)
+    _run = Run(world, Engine(world), count(), os.getpid())
     atexit.register(shutdown)
 
 
 def shutdown() -> None:
-    """Leave the others; nothing may be in flight. Without `init` it does nothing."""
+    """Leave the others. What is in flight, and what they ask for afterwards, is a HorovodInternalError. Without `init` it does nothing.
+
+    It is also called when the process ends; by an error, too, of which the others hear.
+    """
     global _run
-    if _run is None:
+    if _run is None or _run.process != os.getpid():  # a forked child has no part in it
         return
     run, _run = _run, None
     atexit.unregister(shutdown)
-    run.engine.close()
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    why = "hvd.shutdown(), or the end of its script" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+    run.engine.close(why, PATIENCE if error is None else 0.0)
     run.world.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -65,7 +65,24 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
     for handle in handles:
         synchronize(handle)
     if not root:
-        optimizer.load_state_dict(state)
+        load_in_place(optimizer, state, optimizer.load_state_dict)
+
+
+def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
+    """`load` the state; param groups and state stay the objects that they were.
+
+    torch puts new ones in their place, of which a schedule made before, or a wrapper, would not hear: rates would differ between ranks.
+    """
+    groups, values = optimizer.param_groups, optimizer.state
+    load(state)
+    for group, new in zip(groups, optimizer.param_groups):
+        if group is not new:
+            group.clear()
+            group.update(new)
+    if optimizer.state is not values:
+        values.clear()
+        values.update(optimizer.state)
+    optimizer.param_groups, optimizer.state = groups, values
 
 
 def _mapped(tree: Any, change: Any) -> Any:
