@@ -16,18 +16,11 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 
-def main():
-    parser = arguments(__doc__)
-    # torch.distributed.launch passes the flag, newer launchers set the variable.
-    parser.add_argument("--local_rank", "--local-rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    device, backend = place(args.local_rank)
-    dist.init_process_group(backend, init_method="env://")
+def train(args, device):
     rank, size = dist.get_rank(), dist.get_world_size()
 
     model = Net().to(device)
-    model = DistributedDataParallel(model, device_ids=[args.local_rank] if device.type == "cuda" else None)
+    model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, updates(args.epochs))
 
@@ -54,7 +47,18 @@ def main():
             print(f"epoch {epoch}: test loss {loss / count:.4f}, accuracy {right / count:.2%}")
     if rank == 0:
         report(loss / count, right / count, time.perf_counter() - begin)
-    dist.destroy_process_group()
+
+
+def main():
+    parser = arguments(__doc__)
+    # torch.distributed.launch passes the flag, newer launchers set the variable.
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    device, backend = place(args.local_rank)
+    dist.init_process_group(backend, init_method="env://")
+    train(args, device)
+    dist.destroy_process_group()  # after the model is gone: while it is there torch may wait for ever
 
 
 if __name__ == "__main__":

@@ -29,11 +29,7 @@ def join():
     return rank, size, local_rank, device
 
 
-def main():
-    args = arguments(__doc__).parse_args()
-    torch.manual_seed(0)
-    rank, size, local_rank, device = join()
-
+def train(args, rank, size, local_rank, device):
     model = Net().to(device)
     model = DistributedDataParallel(model, device_ids=[local_rank] if device.type == "cuda" else None)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -62,7 +58,13 @@ def main():
             print(f"epoch {epoch}: test loss {loss / count:.4f}, accuracy {right / count:.2%}")
     if rank == 0:
         report(loss / count, right / count, time.perf_counter() - begin)
-    dist.destroy_process_group()
+
+
+def main():
+    args = arguments(__doc__).parse_args()
+    torch.manual_seed(0)
+    train(args, *join())
+    dist.destroy_process_group()  # after the model is gone: while it is there torch may wait for ever
 
 
 if __name__ == "__main__":

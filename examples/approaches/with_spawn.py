@@ -15,12 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 
-def worker(rank, size, args):
-    torch.manual_seed(0)
-    torch.set_num_threads(max(1, torch.get_num_threads() // size))
-    device, backend = place(rank)
-    dist.init_process_group(backend, init_method=args.dist_url, world_size=size, rank=rank)
-
+def train(rank, size, args, device):
     model = Net().to(device)
     model = DistributedDataParallel(model, device_ids=[rank] if device.type == "cuda" else None)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -49,7 +44,15 @@ def worker(rank, size, args):
             print(f"epoch {epoch}: test loss {loss / count:.4f}, accuracy {right / count:.2%}")
     if rank == 0:
         report(loss / count, right / count, time.perf_counter() - begin)
-    dist.destroy_process_group()
+
+
+def worker(rank, size, args):
+    torch.manual_seed(0)
+    torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    device, backend = place(rank)
+    dist.init_process_group(backend, init_method=args.dist_url, world_size=size, rank=rank)
+    train(rank, size, args, device)
+    dist.destroy_process_group()  # after the model is gone: while it is there torch may wait for ever
 
 
 def main():
