@@ -5,10 +5,7 @@ Names are loaded at first use, so that ``easymp --help`` does not wait for torch
 
 from __future__ import annotations
 
-import gc
-import importlib
-from typing import Any
-
+from .first_use import at_first_use
 from .version import __version__ as __version__
 
 _HOMES = {
@@ -61,29 +58,6 @@ _HOMES = {
     "trackers.own": ("GeneralTracker",),
     "tree": ("concatenate", "find_batch_size", "recursively_apply", "send_to_device"),
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted([*_HOME, "__version__"])
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'easymp' has no attribute {name!r}")
-    value = getattr(_load(f".{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def _load(home: str) -> Any:
-    """A module of ours, with the garbage collector off: what an import makes stays, and a collection would look through all of torch."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return importlib.import_module(home, __name__)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)
+__all__ += ["__version__"]  # the very list that __dir__ gives

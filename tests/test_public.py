@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import easymp
+from easymp import first_use
 
 HOUSE = Path(easymp.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
@@ -51,10 +52,10 @@ def test_what_the_scripts_of_others_import() -> None:
 def test_the_garbage_collector_is_as_it_was_after_an_import(collects: bool) -> None:
     (gc.enable if collects else gc.disable)()
     try:
-        easymp._load(".units")
+        first_use._imported(".units", "easymp")
         assert gc.isenabled() == collects
         with pytest.raises(ModuleNotFoundError):
-            easymp._load(".nothing")
+            first_use._imported(".nothing", "easymp")
         assert gc.isenabled() == collects
     finally:
         gc.enable()

@@ -6,8 +6,7 @@ nothing does not wait for what saves.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from ..first_use import at_first_use
 
 _HOMES = {
     "accelerate_folder": ("AccelerateStates", "read_accelerate"),
@@ -47,18 +46,5 @@ _INNER = {
     "storages": ("open_storage",),
     "training": ("kept_of", "numbered"),
 }
-_HOME = {name: home for homes in (_HOMES, _INNER) for home, names in homes.items() for name in names}
 
-__all__ = sorted(name for names in _HOMES.values() for name in names)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES, _INNER)

@@ -5,8 +5,7 @@ Names are loaded at first use: a run that logs nothing waits for none of this, a
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from ..first_use import at_first_use
 
 # Each tracker by name: its module and class. Adding one is its own file, a line here, and an extra of the package that it needs.
 TRACKERS = {
@@ -17,25 +16,13 @@ TRACKERS = {
 }
 OPTIONS = ("tensorboard", "wandb")  # those whose `log` takes more than values and a step
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-_HOMES = {
+_HOMES = {"own": ("GeneralTracker", "on_main_process")}
+_INNER = {
     "logbook": ("Logbook",),
     "choosing": ("choose", "words_of"),
-    "own": ("GeneralTracker", "on_main_process"),
     "silent": ("SILENT",),
     "rows": ("Row", "checked_step", "checked_values"),
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["TRACKERS", "GeneralTracker", "on_main_process"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES, _INNER)
+__all__ += ["TRACKERS"]  # the very list that __dir__ gives

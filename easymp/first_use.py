@@ -1,0 +1,44 @@
+"""Packages whose names are loaded when they are first asked for: a run pays for what it uses, and ``easymp --help`` for nothing."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Homes = Mapping[str, Sequence[str]]  # file below the package → the names that it has
+
+
+def at_first_use(
+    package: str, namespace: dict[str, Any], public: Homes, inner: Homes | None = None
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's ``__all__``, ``__getattr__`` and ``__dir__``.
+
+    Args:
+        package: its ``__name__``.
+        namespace: its ``globals()``, which keep what was loaded.
+        public: names for everyone.
+        inner: names for other rooms of this house, which ``__all__`` leaves out.
+    """
+    home = {name: file for homes in (public, inner or {}) for file, names in homes.items() for name in names}
+    listed = sorted(name for names in public.values() for name in names)
+
+    def load(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = namespace[name] = getattr(_imported(f".{home[name]}", package), name)
+        return value
+
+    return listed, load, lambda: listed
+
+
+def _imported(file: str, package: str) -> Any:
+    """A module of ours, with the garbage collector off: what an import makes stays, and a collection would look through all of torch."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(file, package)
+    finally:
+        if collects:
+            gc.enable()
