@@ -64,7 +64,9 @@ class Child:
             encoding=encoding,
             timeout=60,
             dimensions=(40, columns),
-            env={**os.environ, "TERM": "dumb" if dumb else "xterm", "CUDA_VISIBLE_DEVICES": ""},
+            # COLUMNS, which the pool of the tests sets, would hide the terminal's own width.
+            env={n: v for n, v in os.environ.items() if n not in ("COLUMNS", "LINES")}
+            | {"TERM": "dumb" if dumb else "xterm", "CUDA_VISIBLE_DEVICES": ""},
         )
 
     def until(self, pattern: str) -> str:
