@@ -17,7 +17,7 @@ UNITS = {f"{letter}{i}b".lower(): base**n for n, letter in enumerate(("", *"kmgt
 def setting(default: Any, help: str, choices: tuple[str, ...] = (), least: float | None = None, most: float | None = None) -> Any:
     """A field of a record of settings: default, one sentence of help, allowed words, smallest and largest number.
 
-    Its type is one of str, int, float, bool and `Size`, or one of them and None; a str without `choices` is any text.
+    Its type is one of str, int, float, bool and `Size`, or one of them and None; a str without `choices` is any text, or a whole number.
     """
     return field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most})
 
@@ -63,9 +63,11 @@ def _number(f: dataclasses.Field[Any], kind: str, value: Any, where: str) -> flo
 
 
 def _word(choices: tuple[str, ...], value: Any, where: str) -> str:
+    if not choices and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)  # nodes = 2
     if not isinstance(value, str):
         one_of = f": one of {', '.join(choices)}" if choices else ""
-        raise SettingError(f"{where}{value!r} is a {type(value).__name__}, but a word is needed{one_of}")
+        raise SettingError(f"{where}{value!r} is of type {type(value).__name__}, but a word is needed{one_of}")
     if not choices:
         return value
     words = {choice.lower(): choice for choice in choices}

@@ -186,7 +186,7 @@ WRONG = [
     ("timeout", float("inf"), "above the largest possible value"),
     ("cpu", "maybe", "neither yes nor no"),
     ("deterministic", 2, "neither yes nor no"),
-    ("mixed_precision", 16, "is a int, but a word is needed"),
+    ("mixed_precision", 16, "is of type int, but a word is needed"),
     ("mixed_precision", "bf61", "did you mean 'bf16'"),
     ("strategy", "dp", "did you mean 'ddp'"),
 ]
@@ -213,7 +213,7 @@ def test_wrong_values_outside_the_script() -> None:
     with pytest.raises(SettingError, match=r"easymp.toml, line 1: strategy = 'ddpp' is not one of .*'ddp'\?"):
         resolve()
     write("strategy = ['ddp']")
-    with pytest.raises(SettingError, match=r"easymp.toml, line 1: strategy = .*list, but a word"):
+    with pytest.raises(SettingError, match=r"easymp.toml, line 1: strategy = .*of type list, but a word"):
         resolve()
     write("cpu = 1")
     with pytest.raises(SettingError, match=r"easymp.toml, line 1: cpu = 1 is neither yes nor no"):
@@ -268,7 +268,9 @@ def test_launching_has_a_table_of_its_own() -> None:
     write("seed = 1\n[launch]\nprocesses = 2\nnodes = '1:4'")
     assert resolve().seed == 1
     assert resolve_launching() == Launching(processes=2, nodes="1:4")
-    assert resolve_launching(processes=3, nodes="2") == Launching(processes=3, nodes="2")
+    write("[launch]\nnodes = 2")
+    assert resolve_launching() == Launching(nodes="2")
+    assert resolve_launching(processes=3, nodes="4") == Launching(processes=3, nodes="4")
     with pytest.raises(SettingError, match="processes=0 is below"):
         resolve_launching(processes=0)
     with pytest.raises(SettingError, match=r"'there\.toml' is no file"):
