@@ -76,6 +76,13 @@ def test_tasks_of_srun_are_ranks(ranks_log):
     assert [int(line.split()[0]) for line in ranks_log if not line.startswith("rank")] == list(range(1, STEPS + 1))
 
 
+def test_a_script_that_asks_slurm_itself(cluster, folder):
+    """examples/approaches/with_slurm.py: ranks by variables, and where to meet by scontrol."""
+    script = f"{ROOT}/examples/approaches/with_slurm.py"
+    told = cluster.run("srun", "-N", "2", "--ntasks-per-node=1", sys.executable, script, "--epochs", "1", cwd=folder)
+    assert told.count("test accuracy  9") == 1
+
+
 def test_a_job_that_is_warned_saves_itself_and_resumes(cluster, folder, ranks_log):
     """`easymp launch --slurm submit`, one task on each of two nodes."""
     log = folder / "job.log"
