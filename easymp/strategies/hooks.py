@@ -57,16 +57,18 @@ def all_reduce(journey: Journey, bucket: dist.GradBucket) -> Future:
     dtype = gradient.dtype
     if journey.dtype is not None and dtype.is_floating_point:
         dtype = torch.promote_types(dtype, torch.float32) if journey.dtype == torch.float32 else journey.dtype
+    wider = torch.promote_types(dtype, gradient.dtype) == dtype  # divided where there is more room
     moved = divided(gradient, torch.empty_like(gradient, dtype=dtype), journey.before) if dtype != gradient.dtype else None
     if moved is None:
-        moved = gradient.div_(journey.before).to(dtype)  # in this order: fp16 has less room
+        moved = gradient.to(dtype).div_(journey.before) if wider else gradient.div_(journey.before).to(dtype)
 
     def arrived(future: Any) -> Tensor:
         (total,) = future.value()
-        if total is not gradient:
-            if divided(total, gradient, journey.after) is not None:
-                return gradient
-            gradient.copy_(total)
+        if total is not gradient and divided(total, gradient, journey.after) is not None:
+            return gradient
+        if wider:
+            return gradient.copy_(total if journey.after == 1 else total.div_(journey.after))
+        gradient.copy_(total)
         return gradient if journey.after == 1 else gradient.div_(journey.after)
 
     return dist.all_reduce(moved, async_op=True).get_future().then(arrived)

@@ -1,7 +1,8 @@
 """Adam and AdamW, as torch has them.
 
 "Adam: A Method for Stochastic Optimization", Kingma and Ba, arXiv:1412.6980; decoupled decay: Loshchilov and Hutter, arXiv:1711.05101;
-amsgrad: Reddi, Kale and Kumar, arXiv:1904.09237.
+amsgrad: Reddi, Kale and Kumar, arXiv:1904.09237. Without the correction of the averages' start where a group says so
+(`bias_correction`, Apex's option; torch has none).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def _hyper(group: Group) -> tuple[float, ...]:
         0.0 if decoupled else decay,
         decay if decoupled else 0.0,
         -1.0 if group["maximize"] else 1.0,
+        float(bool(group.get("bias_correction", True))),
     )
 
 
@@ -63,7 +65,8 @@ def reference(p: Tensor, g: Tensor, states: dict[str, Any], group: Group, step: 
     second = states["exp_avg_sq"]
     if group["amsgrad"]:
         second = torch.maximum(states["max_exp_avg_sq"], second, out=states["max_exp_avg_sq"])
-    p.sub_(group["lr"] / (1 - beta1**step) * states["exp_avg"] / ((second / (1 - beta2**step)).sqrt() + group["eps"]))
+    first, root = (1 - beta1**step, 1 - beta2**step) if group.get("bias_correction", True) else (1.0, 1.0)
+    p.sub_(group["lr"] / first * states["exp_avg"] / ((second / root).sqrt() + group["eps"]))
 
 
 ADAM = Rule(
@@ -72,11 +75,12 @@ ADAM = Rule(
     uses=_uses,
     refuse=_refuse,
     hyper=_hyper,
-    numbers=("beta1", "beta2", "epsilon", "decay", "decoupled", "direction"),
+    numbers=("beta1", "beta2", "epsilon", "decay", "decoupled", "direction", "correct"),
     prepare="""
 sign = direction; l2 = decay; shrink = 1.0 - lr * decoupled; eps = epsilon;
 keep2 = beta2; rest2 = 1.0 - beta2; rest1 = 1.0 - beta1;
-size = lr / (1.0 - pow(beta1, step)); root = 1.0 / sqrt(1.0 - pow(beta2, step));
+size = lr / (correct != 0.0 ? 1.0 - pow(beta1, step) : 1.0);
+root = correct != 0.0 ? 1.0 / sqrt(1.0 - pow(beta2, step)) : 1.0;
 """,
     constants=("sign", "l2", "shrink", "eps", "rest1", "keep2", "rest2", "size", "root"),
     element=_element,

@@ -151,9 +151,9 @@ class Stepping:
     # torch's word for: hooks of a step are called further in; and its schedulers' for: `_opt_called` is told.
     step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears gradients, of masters and of the model."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         self._amp.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

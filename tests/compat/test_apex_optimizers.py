@@ -1,0 +1,232 @@
+"""apex.optimizers, normalization and fp16_utils by Apex's arguments, against formulas in double precision."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import easymp.optim
+from easymp.compat import apex
+from easymp.compat.apex import fp16_utils, normalization
+from easymp.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from easymp.errors import EasympError, EasympWarning
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def adam(p, g, state, step, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, bias_correction=True, adam_w_mode=True):
+    g = g if adam_w_mode else g + weight_decay * p
+    m = state["m"] = betas[0] * state.get("m", 0) + (1 - betas[0]) * g
+    v = state["v"] = betas[1] * state.get("v", 0) + (1 - betas[1]) * g * g
+    one, two = (1 - betas[0] ** step, 1 - betas[1] ** step) if bias_correction else (1, 1)
+    update = (m / one) / ((v / two).sqrt() + eps)
+    return p - lr * (update + weight_decay * p if adam_w_mode else update)
+
+
+def momentum(p, g, state, step, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, wd_after_momentum=False):
+    d = g if wd_after_momentum else g + weight_decay * p
+    if momentum:
+        buffer = state["b"] = momentum * state["b"] + (1 - dampening) * d if "b" in state else d
+        d = d + momentum * buffer if nesterov else buffer
+    return p - lr * (d + weight_decay * p if wd_after_momentum else d)
+
+
+def adagrad(p, g, state, step, lr=1e-2, eps=1e-10, weight_decay=0.0, adagrad_w_mode=False):
+    g = g if adagrad_w_mode else g + weight_decay * p
+    h = state["h"] = state.get("h", 0) + g * g
+    update = g / (h.sqrt() + eps)
+    return p - lr * (update + weight_decay * p if adagrad_w_mode else update)
+
+
+CASES = [
+    (FusedAdam, adam, {}),
+    (FusedAdam, adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    (FusedAdam, adam, {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}),
+    (FusedAdam, adam, {"lr": 1e-2, "weight_decay": 0.1, "bias_correction": False, "betas": (0.8, 0.9)}),
+    (FusedSGD, momentum, {"lr": 0.1}),
+    (FusedSGD, momentum, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+    (FusedSGD, momentum, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (FusedSGD, momentum, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "wd_after_momentum": True}),
+    (FusedAdagrad, adagrad, {}),
+    (FusedAdagrad, adagrad, {"lr": 0.1, "weight_decay": 0.1}),
+    (FusedAdagrad, adagrad, {"lr": 0.1, "weight_decay": 0.1, "adagrad_w_mode": True}),
+]
+
+
+def gradients(shape, steps):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for _ in range(steps)]
+
+
+@pytest.mark.parametrize(("kind", "rule", "how"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_each_follows_its_formula(kind, rule, how, dtype):
+    start = torch.linspace(-1, 1, 12).view(3, 4).to(dtype)
+    p = nn.Parameter(start.to(DEVICE))
+    optimizer, exact, state = kind([p], **how), start.double(), {}
+    for step, g in enumerate(gradients((3, 4), 4), 1):
+        p.grad = g.to(DEVICE, dtype)
+        optimizer.step()
+        exact = rule(exact, g.to(dtype).double(), state, step, **how)
+        if step == 2:
+            optimizer = copy.deepcopy(optimizer)  # options travel along
+            p = optimizer.param_groups[0]["params"][0]
+    assert torch.allclose(p.detach().cpu().double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 5e-3)
+    moments = {name: value.dtype for name, value in optimizer.state[p].items() if value.ndim}
+    assert moments.keys() <= {"exp_avg", "exp_avg_sq", "momentum_buffer", "sum"}
+    assert set(moments.values()) <= {torch.float32}
+
+
+def test_defaults_are_apexs():
+    expected = {
+        FusedAdam: {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "adam_w_mode": True, "weight_decay": 0.0},
+        FusedSGD: {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "wd_after_momentum": False},
+        FusedAdagrad: {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0, "adagrad_w_mode": False},
+        FusedLAMB: {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0, "use_nvlamb": False, "adam_w_mode": True},
+        FusedNovoGrad: {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0, "norm_type": 2, "init_zero": False, "grad_averaging": True},
+    }  # fmt: skip
+    for kind, defaults in expected.items():
+        found = inspect.signature(kind).parameters
+        assert {name: found[name].default for name in defaults} == defaults
+        assert issubclass(kind, torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize(
+    ("apexs", "ours", "how"),
+    [
+        (FusedLAMB, easymp.optim.LAMB, {}),
+        (FusedLAMB, easymp.optim.LAMB, {"use_nvlamb": True, "max_grad_norm": 0.1, "adam_w_mode": False}),
+        (FusedNovoGrad, easymp.optim.NovoGrad, {}),
+        (FusedNovoGrad, easymp.optim.NovoGrad, {"norm_type": 0, "reg_inside_moment": True, "weight_decay": 0.1}),
+    ],
+)
+def test_lamb_and_novograd_are_the_librarys(apexs, ours, how):
+    found = []
+    for kind in (apexs, ours):
+        p = nn.Parameter(torch.ones(3, 4, device=DEVICE))
+        optimizer = kind([p], **how)
+        for g in gradients((3, 4), 3):
+            p.grad = g.to(DEVICE)
+            optimizer.step()
+        found.append(p.detach())
+    assert torch.equal(*found)
+
+
+def test_what_they_refuse_and_say():
+    p = nn.Parameter(torch.ones(3, device=DEVICE))
+    for kind in (FusedAdam, FusedLAMB, FusedNovoGrad):
+        with pytest.raises(RuntimeError, match=f"{kind.__name__} does not support the AMSGrad variant"):
+            kind([p], amsgrad=True)
+    with pytest.raises(EasympError, match=r"capturable=True is not here"):
+        FusedAdam([p], capturable=True)
+    with pytest.raises(ValueError, match="Nesterov momentum requires a momentum"):
+        FusedSGD([p], lr=0.1, nesterov=True)
+    table = nn.Embedding(3, 2, sparse=True)
+    table(torch.tensor([0])).sum().backward()
+    with pytest.raises(RuntimeError, match="FusedAdam does not support sparse gradients"):
+        FusedAdam(table.parameters()).step()
+    for kind, none, how in (
+        (FusedAdam, True, {}),
+        (FusedSGD, False, {"lr": 0.1}),
+        (FusedSGD, True, {"lr": 0.1, "set_grad_none": True}),
+    ):
+        p.grad = torch.ones_like(p)
+        kind([p], **how).zero_grad()
+        assert (p.grad is None) == none
+
+
+# -- normalization ------------------------------------------------------------------------------------------------------------------
+
+
+def test_norms_are_torchs():
+    x, weight, bias = torch.randn(4, 3, 8), torch.randn(8), torch.randn(8)
+    pairs = [
+        (normalization.FusedLayerNorm(8)(x), F.layer_norm(x, [8])),
+        (normalization.FusedLayerNorm(8, elementwise_affine=False)(x), F.layer_norm(x, [8])),
+        (normalization.FusedRMSNorm((3, 8))(x), x / (x.square().mean((1, 2), keepdim=True) + 1e-5).sqrt()),
+        (normalization.fused_layer_norm(x, 8), F.layer_norm(x, [8], eps=1e-6)),
+        (normalization.fused_layer_norm_affine(x, weight, bias, (8,)), F.layer_norm(x, [8], weight, bias, 1e-6)),
+        (normalization.fused_rms_norm(x, 8), F.rms_norm(x, [8], eps=1e-6)),
+        (normalization.fused_rms_norm_affine(x, weight, 8), F.rms_norm(x, [8], weight, 1e-6)),
+        (normalization.manual_rms_norm(x, 8, weight, 1e-6), F.rms_norm(x, [8], weight, 1e-6)),
+    ]
+    for found, expected in pairs:
+        assert torch.allclose(found, expected, atol=1e-5)
+    for kind in (normalization.MixedFusedLayerNorm, normalization.MixedFusedRMSNorm):
+        assert kind(8)(x.half()).dtype == torch.float32
+        assert kind(8).half()(x).dtype == torch.float16
+    assert normalization.mixed_dtype_fused_layer_norm_affine(x.half(), weight, bias, 8).dtype == torch.float32
+    assert normalization.mixed_dtype_fused_rms_norm_affine(x.half(), weight, 8).dtype == torch.float32
+
+
+def test_what_has_no_effect_is_named(monkeypatch):
+    from easymp.compat.apex.saying import layer
+
+    monkeypatch.setattr(layer, "ignored", {})
+    monkeypatch.setattr(layer, "_warned", False)
+    with pytest.warns(EasympWarning, match=r"Apex: without effect here: memory_efficient"):
+        normalization.FusedLayerNorm(8, memory_efficient=True)
+
+
+# -- fp16_utils ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_masters_by_hand(flat):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, bias=False)).half()
+    params, masters = fp16_utils.prep_param_lists(network, flat_master=flat)
+    assert {m.dtype for m in masters} == {torch.float32}
+    assert len(masters) == (1 if flat else 3)
+    optimizer = torch.optim.SGD(masters, lr=0.5)
+    before = [p.detach().float() for p in params]
+    network(torch.ones(2, 4).half()).float().sum().backward()
+    grads = [p.grad.float() for p in params]
+    fp16_utils.model_grads_to_master_grads(params, masters, flat_master=flat)
+    fp16_utils.clip_grad_norm(masters, 1e6)
+    optimizer.step()
+    fp16_utils.master_params_to_model_params(params, masters, flat_master=flat)
+    for p, b, g in zip(params, before, grads):
+        assert torch.allclose(p.float(), b - 0.5 * g, atol=1e-2)
+
+
+def test_networks_in_half():
+    network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False))
+    half = fp16_utils.network_to_half(network)
+    assert half(torch.randn(3, 4)).dtype == torch.float16
+    assert (network[0].weight.dtype, network[1].weight.dtype, network[2].running_var.dtype) == (
+        torch.float16,
+        torch.float32,
+        torch.float16,
+    )
+    assert fp16_utils.FP16Model(nn.Linear(4, 4))(torch.randn(3, 4)).dtype == torch.float16
+    whole = fp16_utils.BN_convert_float(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).half())
+    assert (whole[0].weight.dtype, whole[1].weight.dtype) == (torch.float32, torch.float16)
+    layer = nn.Sequential(nn.Linear(1, 1))
+    fp16_utils.convert_module(layer, torch.float16)
+    assert layer[0].weight.dtype == torch.float32
+    assert fp16_utils.to_python_float(torch.ones(1)) == fp16_utils.to_python_float([1.0]) == 1.0
+
+
+# -- names --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [
+        (apex, "RNN", "use torch.nn.LSTM"),
+        (apex, "contrib", "torch has most of it"),
+        (apex.optimizers, "FusedAdm", "did you mean 'FusedAdam'"),
+        (apex.parallel, "multiproc", "easymp launch --processes N"),
+        (apex.fp16_utils, "FP16_Optimizer", "use amp.initialize"),
+        (apex.normalization, "InstanceNorm3d", "Here are|did you mean"),
+    ],
+)
+def test_absent_names_say_what_to_take(module, name, words):
+    with pytest.raises(ImportError, match=words):
+        getattr(module, name)

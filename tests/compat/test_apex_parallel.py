@@ -1,0 +1,296 @@
+"""apex.parallel on real ranks: gradients by each option, batch-norm over ranks, and amp under both kinds of DDP."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from easymp.compat.apex import amp
+from easymp.compat.apex.amp.casts import casts
+from easymp.compat.apex.amp.state import state
+from easymp.compat.apex.parallel import (
+    LARC,
+    DistributedDataParallel,
+    Reducer,
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+)
+from easymp.errors import RefusedError
+
+from .test_apex_amp import digits
+
+
+@contextmanager
+def joined():
+    """As a script under easymp launch has it."""
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        casts.off()
+        state.__init__()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _as_before_initialize():
+    yield
+    casts.off()
+    state.__init__()
+
+
+def layer(rank, dtype=torch.float32):
+    torch.manual_seed(rank)  # other weights on each rank
+    return nn.Linear(2, 2, bias=False).to(dtype)
+
+
+OPTIONS = {
+    "plain": ({}, torch.float32, 1.5),
+    "sum": ({"gradient_average": False}, torch.float32, 3.0),
+    "predivided": ({"gradient_predivide_factor": 4.0}, torch.float32, 1.5),
+    "predivided sum": ({"gradient_average": False, "gradient_predivide_factor": 4.0}, torch.float32, 0.75),
+    "small buckets": ({"message_size": 1}, torch.float32, 1.5),
+    "delayed": ({"delay_allreduce": True}, torch.float32, 1.5),
+    "half": ({}, torch.float16, 1.5),
+    "half, travels in fp32": ({"allreduce_always_fp32": True}, torch.float16, 1.5),
+    "torch's second argument": ({"message_size": None}, torch.float32, 1.5),
+}
+
+
+def reduced():
+    found = {}
+    with joined() as (rank, _):
+        for name, (how, dtype, _) in OPTIONS.items():
+            model = DistributedDataParallel(layer(rank, dtype), **how)
+            model(torch.full((1, 2), rank + 1.0, dtype=dtype)).sum().backward()
+            found[name] = (model.module.weight.grad.tolist(), model.module.weight.detach().float().tolist())
+        # a sum that is no number in fp16, and a mean that is
+        for wide in (False, True):
+            model = DistributedDataParallel(layer(rank, torch.float16), allreduce_always_fp32=wide)
+            (model(torch.full((1, 2), 1.0, dtype=torch.float16)) * 4e4).sum().backward()
+            found["large", wide] = model.module.weight.grad.isfinite().all().item()
+    return found
+
+
+def test_gradients_by_option(ranks):
+    for found in ranks(reduced):
+        weights = layer(0).weight.detach()
+        for name, (_, dtype, expected) in OPTIONS.items():
+            grad, weight = found[name]
+            assert grad == [[expected] * 2] * 2, name
+            assert torch.equal(torch.tensor(weight), weights.to(dtype).float())
+        assert (found["large", False], found["large", True]) == (False, True)
+
+
+def turned_off_and_on():
+    found = []
+    with joined() as (rank, _):
+        model = DistributedDataParallel(layer(rank))
+        x = torch.full((1, 2), rank + 1.0)
+        model.disable_allreduce()
+        model(x).sum().backward()
+        found.append(model.module.weight.grad[0, 0].item())
+        model(x).sum().backward()
+        found.append(model.module.weight.grad[0, 0].item())
+        loss = model(x).sum()
+        model.enable_allreduce()  # also between forward and backward
+        loss.backward()
+        found.append(model.module.weight.grad[0, 0].item())
+        model.zero_grad()
+        first, second = model(x), model(x)  # one backward through two calls
+        (first + second).sum().backward()
+        found.append(model.module.weight.grad[0, 0].item())
+        unused = DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]), delay_allreduce=True)
+        unused.module.forward = unused.module[0].forward
+        for _ in range(2):
+            unused(x).sum().backward()
+        found.append((unused.module[0].weight.grad[0, 0].item(), unused.module[1].weight.grad))
+        strict = DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]))
+        strict.module.forward = strict.module[0].forward
+        strict(x).sum().backward()
+        with pytest.raises(RuntimeError, match="pass delay_allreduce=True"):
+            strict(x)
+    return found
+
+
+def test_reduction_is_turned_off_and_on_and_waits_for_no_unused_parameter(ranks):
+    found = ranks(turned_off_and_on)
+    for rank, (one, two, three, twice, unused) in enumerate(found):
+        assert (one, two) == (rank + 1.0, 2 * (rank + 1.0))
+        assert three == 3 * 1.5
+        assert twice == 2 * 1.5
+        assert unused == (3.0, None)
+
+
+def by_hand():
+    with joined() as (rank, size):
+        module = nn.Sequential(layer(rank), layer(rank).half())
+        reducer = Reducer(module)
+        module[0](torch.full((1, 2), rank + 1.0)).sum().backward()
+        module[1](torch.full((1, 2), rank + 1.0).half()).sum().backward()
+        reducer.reduce()
+        grads = [torch.full((3,), float(rank)), torch.ones(2)]
+        Reducer(grads).reduce()
+        group = create_syncbn_process_group(size)
+        alone = create_syncbn_process_group(1)
+        with pytest.raises(RuntimeError, match="group_size=5 does not divide the 2 ranks"):
+            create_syncbn_process_group(5)
+        return (
+            [p.grad.float().unique().tolist() for p in module.parameters()],
+            [g.tolist() for g in grads],
+            module[0].weight.detach(),
+            (dist.get_world_size(group), dist.get_world_size(alone), create_syncbn_process_group(0)),
+        )
+
+
+def test_reducer_and_groups(ranks):
+    for grads, given, weight, groups in ranks(by_hand):
+        assert grads == [[1.5], [1.5]]
+        assert given == [[0.5] * 3, [1.0] * 2]
+        assert torch.equal(weight, layer(0).weight)
+        assert groups == (2, 1, None)
+
+
+def samples():
+    torch.manual_seed(0)
+    return torch.randn(6, 3, 4) * 2 + 5, torch.randn(6, 3, 4)
+
+
+def over_ranks():
+    x, z = samples()
+    with joined() as (rank, _):
+        mine = slice(0, 4) if rank == 0 else slice(4, 6)  # unequal batches
+        plain, last = SyncBatchNorm(3), SyncBatchNorm(3, channel_last=True, fuse_relu=True)
+        model = nn.Sequential(
+            nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True), nn.Sequential(nn.BatchNorm1d(3, momentum=None))
+        )
+        converted = convert_syncbn_model(model)
+        inputs = x[mine].clone().requires_grad_()
+        out = plain(inputs)
+        out.square().sum().backward()
+        return (
+            out.detach(),
+            inputs.grad,
+            plain.running_var,
+            last(x[mine].movedim(1, -1), z[mine].movedim(1, -1)).detach(),
+            converted is model,
+            [type(m).__name__ for m in model.modules()],
+            converted(x[mine]).detach(),
+            model[2][0].running_mean,
+        )
+
+
+def test_batch_norm_is_over_all_samples_and_the_converter_leaves_instance_norm(ranks):
+    x, z = samples()
+    plain = nn.BatchNorm1d(3)
+    inputs = x.clone().requires_grad_()
+    out = plain(inputs)
+    out.square().sum().backward()
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True), nn.Sequential(nn.BatchNorm1d(3, momentum=None)))
+    whole = model(x).detach()
+    found = ranks(over_ranks)
+    for place, expected in ((0, out), (1, inputs.grad), (6, whole)):
+        assert torch.allclose(torch.cat([f[place] for f in found]), expected, atol=1e-4)
+    relu = (nn.BatchNorm1d(3)(x) + z).relu().movedim(1, -1)
+    assert torch.allclose(torch.cat([f[3] for f in found]), relu, atol=1e-4)
+    for f in found:
+        assert torch.allclose(f[2], plain.running_var, atol=1e-4)
+        assert torch.allclose(f[7], model[2][0].running_mean, atol=1e-4)
+        assert f[4]
+        assert f[5] == ["Sequential", "SyncBatchNorm", "InstanceNorm1d", "Sequential", "SyncBatchNorm"]
+
+
+def trained(level, kind):
+    """K1 and K2 on two ranks, each with its half of the batches; the accuracy, and the weights."""
+    with joined() as (rank, _):
+        torch.manual_seed(rank)
+        model = convert_syncbn_model(nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)), None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        if kind == "torch":
+            model = nn.parallel.DistributedDataParallel(model)
+        else:
+            model = DistributedDataParallel(model, delay_allreduce=kind == "delayed")
+        x, y = (t.cpu() for t in digits())
+        loss_fn = nn.CrossEntropyLoss()
+        for _ in range(5):
+            for i in range(0, 1500, 100):
+                mine = slice(i + rank * 50, i + 50 + rank * 50)
+                optimizer.zero_grad()
+                loss = loss_fn(model(x[mine]), y[mine])
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            right = (model(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
+        with pytest.raises(RuntimeError, match="Parallel wrappers should only be applied"):
+            amp.initialize(model)
+        return right, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("level", "kind"), [("O1", "apex"), ("O2", "apex"), ("O2", "torch"), ("O1", "delayed")])
+def test_amp_trains_under_both_kinds_of_ddp(ranks, level, kind):
+    (right, mine), (_, others) = ranks(trained, level, kind)
+    assert right > 0.88
+    for name, value in mine.items():
+        assert value.dtype in (torch.float32, torch.int64)
+        assert torch.equal(value, others[name]), name
+
+
+# -- without other ranks --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ({"shared_param": True}, RuntimeError, "pass delay_allreduce=True"),
+        ({"gradient_average_split_factor": 2.0}, RuntimeError, "pass gradient_predivide_factor"),
+        ({"retain_allreduce_buffers": True}, RefusedError, "buckets and communicators are torch's"),
+        ({"gradient_predivide_factor": 0.0}, RuntimeError, "must be a number above 0"),
+        ({"message_size": 0}, RuntimeError, "at least 1 element"),
+    ],
+)
+def test_what_ddp_refuses(how, error, words):
+    with pytest.raises(error, match=words):
+        DistributedDataParallel(layer(0), **how)
+
+
+def larc(order, level, overflow):
+    """The weight after two steps of LARC around SGD, of which the first may overflow."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
+    if order == "before":
+        optimizer = LARC(optimizer)
+    if level is not None:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, max_loss_scale=128.0)
+    if order == "after":
+        optimizer = LARC(optimizer)
+    start = model.weight.detach().clone()
+    for i in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).square().sum() * (float("inf") if overflow and i == 0 else 1.0)
+        if level is None:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        if overflow and i == 0:
+            assert torch.equal(model.weight, start)
+    return copy.deepcopy(model.weight.detach().float())
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_larc_before_and_after_initialize(order, level):
+    exact = larc("before", None, False)
+    assert torch.allclose(larc(order, level, False), exact, atol=2e-3)
+    larc(order, level, True)
