@@ -117,6 +117,25 @@ def test_lamb_and_novograd_are_the_librarys(apexs, ours, how):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize(("apexs", "torchs"), [(FusedAdam, torch.optim.AdamW), (FusedSGD, torch.optim.SGD)])
+def test_states_go_to_torchs_optimizers_and_back(apexs, torchs):
+    p = nn.Parameter(torch.ones(3, device=DEVICE))
+    how = {"momentum": 0.9} if torchs is torch.optim.SGD else {"weight_decay": 0.1}
+    found = []
+    for kinds in ((apexs, torchs, apexs), (torchs, apexs, torchs)):
+        p.data.fill_(1.0)
+        state = None
+        for kind in kinds:
+            optimizer = kind([p], lr=0.1, **how)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            p.grad = torch.linspace(-1, 1, 3, device=DEVICE)
+            optimizer.step()
+            state = optimizer.state_dict()
+        found.append(p.detach().clone())
+    assert torch.allclose(*found, rtol=0, atol=1e-6)
+
+
 def test_what_they_refuse_and_say():
     p = nn.Parameter(torch.ones(3, device=DEVICE))
     for kind in (FusedAdam, FusedLAMB, FusedNovoGrad):
