@@ -331,8 +331,8 @@ def scales(found, window=3, start=256.0):
 
 
 def test_the_golden_sequence():
-    words = "128 64 64 64 128 128 64 64 64 128 128 64 32 16 16 16 32 32 32 64 64 32 16"
-    assert scales("ooggggoggggooogggggggoo"[:23]) == [float(w) for w in words.split()][: len("ooggggoggggooogggggggoo")]
+    values = "128 64 64 64 128 128 64 64 64 128 128 64 32 16 16 16 32 32 32 64 64 32 16"
+    assert scales("ooggggoggggooogggggggoo") == [float(v) for v in values.split()]
 
 
 def test_scales_begin_at_65536_and_have_bounds():
@@ -471,6 +471,28 @@ def test_an_optimizer_that_was_not_given_does_not_step_on_scaled_gradients(level
     second.zero_grad()  # as in a GAN, whose generator's loss goes through the discriminator
     backward(b(a(tensor(1.0)).detach()).sum(), second)
     second.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_two_models_against_each_other(level):
+    """Apex's DCGAN example: three losses, and a generator's loss that goes through the discriminator."""
+    g, d = net(0), net(1)
+    (d, g), (of_d, of_g) = initialize([d, g], [sgd(d), sgd(g)], opt_level=level, num_losses=3, max_loss_scale=64.0)
+    loss_fn, x = nn.CrossEntropyLoss(), torch.randn(6, 4, device=DEVICE)
+    real, made_up = torch.ones(6, dtype=torch.long, device=DEVICE), torch.zeros(6, dtype=torch.long, device=DEVICE)
+    start = [copy.deepcopy(m.state_dict()) for m in (d, g)]
+    for _ in range(3):
+        d.zero_grad()
+        backward(loss_fn(d(x), real), of_d, loss_id=0)
+        fake = g(x).repeat(1, 2)
+        backward(loss_fn(d(fake.detach()), made_up), of_d, loss_id=1)
+        of_d.step()
+        g.zero_grad()
+        backward(loss_fn(d(fake), real), of_g, loss_id=2)
+        of_g.step()
+    for model, before in zip((d, g), start):
+        assert all(not torch.equal(v, before[k]) for k, v in model.state_dict().items() if k.endswith("weight"))
+    assert [entry["unskipped"] for entry in amp.state_dict().values()] == [3, 3, 3]
 
 
 def test_backward_outside_of_scale_loss_is_seen_where_there_are_masters():

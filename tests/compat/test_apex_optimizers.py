@@ -15,6 +15,9 @@ from easymp.compat import apex
 from easymp.compat.apex import fp16_utils, normalization
 from easymp.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from easymp.errors import EasympError, EasympWarning
+from easymp.optim import fusing
+
+from ..cuda.compiled import CompiledLauncher
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -80,6 +83,21 @@ def test_each_follows_its_formula(kind, rule, how, dtype):
     moments = {name: value.dtype for name, value in optimizer.state[p].items() if value.ndim}
     assert moments.keys() <= {"exp_avg", "exp_avg_sq", "momentum_buffer", "sum"}
     assert set(moments.values()) <= {torch.float32}
+
+
+def test_the_kernels_know_of_no_bias_correction(monkeypatch):
+    """Compiled by g++: their arithmetic, without a GPU."""
+    monkeypatch.setattr(fusing, "launcher_for", lambda device: CompiledLauncher())
+    how = {"lr": 1e-2, "weight_decay": 0.1, "bias_correction": False, "betas": (0.8, 0.9)}
+    start = torch.linspace(-1, 1, 12).view(3, 4)
+    p, exact, state = nn.Parameter(start.clone()), start.double(), {}
+    optimizer = FusedAdam([p], **how)
+    for step, g in enumerate(gradients((3, 4), 4), 1):
+        p.grad = g
+        optimizer.step()
+        exact = adam(exact, g.double(), state, step, **how)
+    assert optimizer.engine.name == "CuPy"
+    assert torch.allclose(p.detach().double(), exact, rtol=0, atol=1e-5)
 
 
 def test_defaults_are_apexs():
