@@ -90,6 +90,11 @@ BATCH = {"train_batch_size": 4}
         ({**BATCH, "zero_optimization": {"stage": 4}}, "zero_optimization.stage=4 must lie in 0 … 3"),
         ({**BATCH, "zero_optimization": {"stage": 2, "offload_param": {"device": "nvme"}}}, "nothing is moved to disks"),
         ({**BATCH, "optimizer": {"type": "Adam", "lr": 1}}, "'lr' is no key of optimizer: it has type and params"),
+        ({**BATCH, "fp16": {"enabled": "auto"}}, "fp16.enabled='auto' is for tools that fill it in"),
+        (
+            {**BATCH, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
+            "optimizer.params.lr='auto' is for tools that fill it",
+        ),
         ([], "is a list, and must be a dict"),
         (3, "is a int, and must be a dict"),
     ],
@@ -97,6 +102,18 @@ BATCH = {"train_batch_size": 4}
 def test_what_is_wrong_is_said_before_anything_is_made(config, words):
     with pytest.raises(SettingError, match=words):
         read(config, 2)
+
+
+def test_old_spellings_and_nulls():
+    old = {
+        "zero_optimization": True,
+        "steps_per_print": math.inf,
+        "wall_clock_breakdown": None,
+        "fp16": None,
+        "gradient_clipping": None,
+    }
+    found = read({**BATCH, **old}, 1)
+    assert (found.stage, found.every, found.breakdown, found.half.precision, found.clip) == (1, None, False, "fp32", 1.0)
 
 
 def test_known_keys_without_effect_are_named_once(monkeypatch):
@@ -208,6 +225,58 @@ def test_half_precision_trains_too(ranks, half):
             torch.testing.assert_close(torch.tensor(a), b, rtol=0.1, atol=0.02)
 
 
+class TwoHeads(nn.Module):
+    """One of which another head's loss does not reach; and a layer that nothing reaches."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.a, self.b, self.unused = nn.Linear(8, 16), nn.Linear(16, 2), nn.Linear(16, 2), nn.Linear(16, 2)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.trunk(x))
+        return self.a(hidden), self.b(hidden)
+
+
+def several_backwards(stage, half, steps):
+    """Norms of updates of `steps` micro-batches: one backward a head after one forward; and one after two forwards."""
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": steps, "gradient_clipping": 0}
+    config |= {"zero_optimization": {"stage": stage}, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}, **half}
+    x, _ = data()
+    with started(config, model=TwoHeads()) as engine:
+        rank, norms = engine.global_rank, []
+        for together in (False, True):
+            for i in range(steps):
+                rows = x[8 * i + 4 * rank :][:4]
+                if together:
+                    first, second = engine(rows), engine(rows)
+                    engine.backward(first[0].float().sum())
+                    engine.backward(second[1].float().sum())
+                else:
+                    one, other = engine(rows)
+                    engine.backward(one.float().sum(), retain_graph=True)
+                    engine.backward(other.float().sum())
+                engine.step()
+            norms.append(engine.get_global_grad_norm())
+        return norms
+
+
+HALF = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "half", "steps"), [(0, {}, 1), (0, HALF, 2), (1, {}, 2), (1, HALF, 1), (2, {}, 1), (3, HALF, 2)]
+)
+def test_several_backward_passes_before_a_step(ranks, stage, half, steps):
+    net, (x, _) = TwoHeads(), data()
+    for i in range(steps):
+        one, other = net(x[8 * i : 8 * i + 8])
+        ((one.sum() + other.sum()) / 2 / steps).backward()  # a mean over two ranks
+    wanted = float(nn.utils.clip_grad_norm_(net.parameters(), math.inf))
+    for norms in ranks(several_backwards, stage, half, steps):
+        assert norms == pytest.approx([wanted] * 2, rel=1e-2)
+
+
 def test_inputs_are_cast_and_outputs_keep_the_models_type():
     x, _ = data()
     with started({**BATCH, "fp16": {"enabled": True}}) as engine:
@@ -310,7 +379,8 @@ def test_what_the_engine_says_of_itself():
             {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.0},
         ),
         ({"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}, "Adam", {"weight_decay": 0.1}),
-        ({"type": "AdamW", "params": {"lr": 0.1}}, "AdamW", {"weight_decay": 0.01}),
+        ({"type": "AdamW", "params": {"lr": 0.1, "max_grad_norm": 0.0, "adam_w_mode": True}}, "AdamW", {"weight_decay": 0.0}),
+        ({"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}, "AdamW", {"weight_decay": 0.01}),
         ({"type": "Lamb", "params": {"lr": 0.1}}, "LAMB", {"lr": 0.1}),
         ({"type": "Lion", "params": {"lr": 0.1}}, "Lion", {"lr": 0.1}),
         ({"type": "Adagrad"}, "Adagrad", {}),
@@ -450,6 +520,7 @@ def saved_and_loaded(folder, stage):
         assert engine.save_checkpoint(folder, client_state={"epoch": 3, "note": ["a", 1.5]})
         once, rate = train(engine, range(3, 6)), engine.get_lr()
         engine.save_checkpoint(folder, tag="other", save_latest=False)
+        assert engine.save_checkpoint(folder, tag=0, save_latest=False)
     with started(config) as engine:
         path, client = engine.load_checkpoint(folder)
         facts = os.path.basename(path), client, engine.global_steps
@@ -462,8 +533,11 @@ def saved_and_loaded(folder, stage):
             assert engine.load_checkpoint(os.path.join(folder, "nowhere")) == (None, None)
         with pytest.raises(CheckpointError):
             engine.load_checkpoint(folder, tag="nothing")
-        with pytest.raises(RefusedError, match="of the two one alone"):
-            engine.load_checkpoint(folder, load_optimizer_states=False)
+        _, client = engine.load_checkpoint(folder, load_optimizer_states=False)
+        assert (client["epoch"], engine.global_steps, engine.lr_scheduler.last_epoch) == (3, 3, 3)
+        assert engine.optimizer.state_dict()["state"] == {}
+        engine.load_checkpoint(folder, tag="other", load_lr_scheduler_states=False)
+        assert (engine.global_steps, engine.lr_scheduler.last_epoch) == (6, 3)
         engine.save_16bit_model(os.path.join(folder, "whole"))
     return facts
 
@@ -473,6 +547,7 @@ def test_checkpoints_with_tags_and_latest(ranks, tmp_path, processes, stage):
     said = [saved_and_loaded(str(tmp_path), stage)] if processes == 1 else ranks(saved_and_loaded, str(tmp_path), stage)
     assert said == [("global_step3", {"epoch": 3, "note": ["a", 1.5]}, 3)] * processes
     assert (tmp_path / "latest").read_text() == "global_step3"
+    assert (tmp_path / "0").is_dir()
     assert (tmp_path / "whole" / "model.safetensors").exists()
 
 
@@ -584,6 +659,45 @@ def test_its_own_optimizers_and_contexts():
     assert deepspeed.ops.lamb.FusedLamb([p], lr=0.1).param_groups[0]["lr"] == 0.1
     with deepspeed.zero.GatheredParameters([p]):
         assert p.tolist() == [1.0, 1.0]
+
+
+def test_modules_that_scripts_import():
+    from easymp.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # as scripts write it
+    from easymp.compat.deepspeed.ops.lamb import FusedLamb
+    from easymp.compat.deepspeed.runtime.lr_schedules import WarmupLR
+    from easymp.compat.deepspeed.runtime.utils import see_memory_usage
+    from easymp.compat.deepspeed.utils import RepeatingLoader, log_dist, logger
+
+    p = nn.Parameter(torch.ones(2))
+    made = DeepSpeedCPUAdam([p], lr=0.1)
+    assert made.param_groups[0]["lr"] == 0.1 and not isinstance(made, FusedAdam)
+    assert isinstance(FusedLamb([p], lr=0.1), torch.optim.Optimizer) and WarmupLR is deepspeed.WarmupLR
+    batches = RepeatingLoader([1, 2])
+    assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]
+    log_dist("words", ranks=[0])
+    see_memory_usage("here", force=True)
+    assert logger.name.startswith("easymp")
+    device = deepspeed.get_accelerator()
+    assert torch.empty(0, device=device.device_name()).device.type == device.device_name()
+    assert device.device_count() >= 1 and device.current_device_name() and device.memory_allocated() >= 0
+    device.empty_cache()
+    with pytest.raises(AttributeError):
+        device.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("from easymp.compat.deepspeed import DeepSpeedConfig", r"initialize\(config=…\)"),
+        ("from easymp.compat.deepspeed.utils import safe_get_full_grad", "parameter.full_tensor"),
+        ("from easymp.compat.deepspeed.pipe import PipelineModule", 'strategy="pipeline"'),
+        ("from easymp.compat.deepspeed.zero import register_external_parameter", "leave it out"),
+        ("from easymp.compat.deepspeed.runtime import config", r"initialize\(config=…\)"),
+    ],
+)
+def test_names_that_are_not_here_say_what_is(line, words):
+    with pytest.raises(ImportError, match=words):
+        exec(line, {})
 
 
 def test_json_configurations_of_the_file_form(tmp_path):

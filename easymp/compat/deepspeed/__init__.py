@@ -15,7 +15,8 @@ import torch
 from ...errors import SettingError
 from ...version import __version__
 from ...world import read_ranks
-from . import checkpointing, comm, ops, zero
+from . import checkpointing, comm, ops, runtime, utils, zero
+from .accelerator import get_accelerator
 from .comm import init_distributed
 from .config import read
 from .engine import DeepSpeedEngine
@@ -33,9 +34,12 @@ __all__ = [
     "add_config_arguments",
     "checkpointing",
     "comm",
+    "get_accelerator",
     "init_distributed",
     "initialize",
     "ops",
+    "runtime",
+    "utils",
     "zero",
 ]
 
@@ -107,7 +111,10 @@ __getattr__ = layer.absent(
         "init_inference": "inference is not part of easymp",
         "PipelineModule": 'use Accelerator(strategy="pipeline")',
         "moe": "mixtures of experts are not part of easymp",
-        "runtime": "schedules are deepspeed.WarmupLR and so on",
+        "DeepSpeedConfig": "pass the dict or path to initialize(config=…); engine.config is what was read",
+        "OnDevice": 'use `with torch.device("meta")`',
+        "tp_model_init": 'use Accelerator(strategy="tensor_parallel")',
+        "DeepSpeedTransformerLayer": "use torch.nn.TransformerEncoderLayer",
     },
     lambda: __all__,
 )

@@ -126,6 +126,10 @@ def read(given: Mapping[str, Any] | str | os.PathLike[str], world: int) -> Confi
     if not isinstance(content, Mapping):
         raise SettingError(f"the DeepSpeed configuration is a {type(content).__name__}, and must be a dict, or a file with one")
     content = {OLD.get(key, key): value for key, value in content.items()}
+    if isinstance(content.get("zero_optimization"), bool):  # as it was once written
+        content["zero_optimization"] = {"stage": int(content["zero_optimization"])}
+    if content.get("steps_per_print") == math.inf:
+        content["steps_per_print"] = 0
     _refuse_unknown(content)
     zero = _section(content, "zero_optimization")
     on = [name for name in HALVES if _flag(_section(content, name), f"{name}.enabled", "enabled")]
@@ -206,9 +210,19 @@ def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _flag(section: Mapping[str, Any], name: str, key: str) -> bool:
     value = section.get(key, False)
+    if value is None:
+        return False
+    _refuse_auto(name, value)
     if value not in (True, False) or not isinstance(value, bool):
         raise SettingError(f"{name}={value!r} is neither true nor false")
     return value
+
+
+def _refuse_auto(name: str, value: Any) -> None:
+    if value == "auto":
+        raise SettingError(
+            f"{name}='auto' is for tools that fill it in, such as Hugging Face's Trainer: write a value, or leave it out"
+        )
 
 
 def _number(
@@ -217,6 +231,7 @@ def _number(
     value = section.get(key, default)
     if value is None:
         return default
+    _refuse_auto(name, value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise SettingError(f"{name}={value!r} is no finite number")
     if whole and value != int(value):
@@ -252,6 +267,8 @@ def _typed(content: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]] 
         return None
     if not isinstance(kind, str) or not isinstance(params, Mapping):
         raise SettingError(f"{name} needs a type by name and params as a dict, not {kind!r} and {params!r}")
+    for key, value in params.items():
+        _refuse_auto(f"{name}.params.{key}", value)
     return kind, dict(params)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,9 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ...accelerator import Accelerator
+from ...checkpoint.opening import open_checkpoint
+from ...checkpoint.unpacking import unpack
 from ...checkpoint.weights import load_weights
 from ...errors import EasympWarning, RefusedError, SettingError, StepError
 from ...log import get_logger
+from ...operations import current_world
 from ...records import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
 from ...world import read_ranks
 from . import making
@@ -26,6 +30,7 @@ from .timing import Flops, Watches
 logger = get_logger(__name__)
 
 LATEST = "latest"
+COUNTERS, SCHEDULE = "state/object_0", "state/scheduler_0"  # in a checkpoint
 STRATEGIES = {0: "auto", 1: "zero1", 2: "fsdp", 3: "fsdp"}
 
 
@@ -97,6 +102,11 @@ class DeepSpeedEngine(nn.Module):
         self._micro: AbstractContextManager[None] | None = None
         self._norm: Tensor | None = None
         self._boundary = False
+        self._applied = False
+        # As in DeepSpeed, several backward passes before a step, and parameters without a gradient, are right up to stage 1: gradients are
+        # averaged by `step`, not by DDP's hooks. Sums of low-precision ones are averaged by the Accelerator at the end of a window.
+        summed = config.batch.steps > 1 and any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+        self._late = acc.num_processes > 1 and config.stage < 2 and not summed
         self._watches = Watches(config.breakdown, acc.device)
         self._flops = Flops(config.flops, acc.device) if config.flops is not None else None
 
@@ -109,9 +119,24 @@ class DeepSpeedEngine(nn.Module):
             self._begin()
         with self._watches("forward"):
             if training and self._flops is not None and self.global_steps == self._flops.step:
-                with self._flops.counting(self.module, self._counters.global_samples):
+                with self._flops.counting(self.module, self._counters.global_samples), self._apart():
                     return self._called(*inputs, **kwargs)
-            return self._called(*inputs, **kwargs)
+            with self._apart() if training else nullcontext():
+                return self._called(*inputs, **kwargs)
+
+    def _apart(self) -> AbstractContextManager[None]:
+        """Gradients stay here until `step`, up to stage 1."""
+        return self.accelerator.no_sync(self._called) if self._late else nullcontext()
+
+    def _share(self) -> None:
+        """Average what stayed here over the ranks; a parameter without a gradient takes part with zeros, as in DeepSpeed."""
+        gradients = []
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        current_world().average_(gradients)
 
     def _begin(self) -> None:
         if self._micro is None:
@@ -139,7 +164,9 @@ class DeepSpeedEngine(nn.Module):
         steps = self._config.batch.steps
         if not scale_wrt_gas:
             loss = loss * steps
-        with self._watches("backward"):
+        with self._watches("backward"), self._apart(), warnings.catch_warnings():
+            # Of a further backward after one forward: FSDP, and sums at the end of a window, average its gradients, too.
+            warnings.filterwarnings("ignore", "backward.. on gradients that no rank will average", EasympWarning)
             self.accelerator.backward(loss, retain_graph=retain_graph)
         self._boundary = True
         return loss.detach() / steps
@@ -160,15 +187,19 @@ class DeepSpeedEngine(nn.Module):
         acc, counters = self.accelerator, self._counters
         with self._watches("step"):
             if acc.sync_gradients:
+                if self._late:
+                    self._share()
                 self._norm = acc.clip_grad_norm_(self._called.parameters(), self._config.clip or float("inf"))
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 counters.global_steps += 1
-                if self._config.half.scaled and acc.optimizer_step_was_skipped:
+                self._applied = not (self._config.half.scaled and acc.optimizer_step_was_skipped)
+                if not self._applied:
                     counters.skipped_steps += 1
                 elif self.lr_scheduler is not None:
                     self.lr_scheduler.step(**(lr_kwargs or {}))
             else:
+                self._applied = False
                 self.optimizer.step()  # which waits for the end of the window
                 self.optimizer.zero_grad()
         ended = acc.sync_gradients
@@ -282,6 +313,17 @@ class DeepSpeedEngine(nn.Module):
     def wall_clock_breakdown(self) -> bool:
         return self._config.breakdown
 
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` ended an update, and no overflow skipped it."""
+        return self._applied
+
+    def dynamic_loss_scale(self) -> bool:
+        return bool(self._config.half.scaled and self._config.scale.get("dynamic", True))
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples an update, samples a micro-batch of one rank, micro-batches an update."""
+        return self._config.batch.train, self._config.batch.micro, self._config.batch.steps
+
     def steps_per_print(self) -> int | None:
         return self._config.every
 
@@ -327,7 +369,7 @@ class DeepSpeedEngine(nn.Module):
             raise RefusedError(
                 "exclude_frozen_parameters=True cannot be honoured: a checkpoint is whole, or is none. Leave it out"
             )
-        tag = str(tag or f"global_step{self.global_steps}")
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._counters.client = dict(client_state or {})
         self.accelerator.save_state(os.path.join(os.fspath(save_dir), tag))
         if save_latest and self.global_rank == 0:
@@ -347,9 +389,15 @@ class DeepSpeedEngine(nn.Module):
     ) -> tuple[str | None, Any]:
         """The path that was loaded and its `client_state`; or (None, None) with a warning, where there is no ``latest``.
 
+        Without optimizer states, `client_state` may hold no tensors.
+
+        Args:
+            load_module_only: weights alone, with the optimizer and the counters as they are.
+            load_optimizer_states: False: the weights, the counters, and the schedule unless `load_lr_scheduler_states` is False, too.
+
         Raises:
             CheckpointError: it does not fit or cannot be read; nothing has changed.
-            RefusedError: only a part of what is beside the module is asked for.
+            RefusedError: `custom_load_fn`.
         """
         if custom_load_fn is not None:
             raise RefusedError("custom_load_fn=… is not honoured: load with easymp.load_weights(engine.module, place)")
@@ -364,19 +412,25 @@ class DeepSpeedEngine(nn.Module):
                 )
                 return None, None
         place = os.path.join(os.fspath(load_dir), str(tag))
-        if load_module_only or not (load_optimizer_states or load_lr_scheduler_states):
+        schedule = self.lr_scheduler if load_lr_scheduler_states else None
+        if load_module_only or not load_optimizer_states:
+            states = open_checkpoint(place).manifest.states
+            counters = unpack(states[COUNTERS], _no_tensors)
+            rates = unpack(states[SCHEDULE], _no_tensors) if schedule is not None and SCHEDULE in states else None
             load_weights(self._called, place, strict=load_module_strict)
-            return place, {}
-        if not (load_optimizer_states and load_lr_scheduler_states):
-            raise RefusedError(
-                "load_checkpoint(load_optimizer_states, load_lr_scheduler_states): of the two one alone cannot be loaded. Load both, or "
-                "neither (the module only)"
-            )
+            if not load_module_only:
+                self._counters.load_state_dict(counters)
+                if schedule is not None and rates is not None:
+                    schedule.load_state_dict(rates)
+            return place, counters["client"]
+        kept = copy.deepcopy(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None and schedule is None else None
         self.accelerator.load_state(place, strict=load_module_strict)
+        if kept is not None:
+            self.lr_scheduler.load_state_dict(kept)
         return place, self._counters.client
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors", **others: Any) -> bool:
-        """Whole weights as Hugging Face's tools read them, in the precision that they have."""
+        """Whole weights as Hugging Face's tools read them, in the precision that they have: fp16 under fp16, and else fp32."""
         if save_filename not in ("model.safetensors", "pytorch_model.bin") or others:
             raise RefusedError(f"save_16bit_model writes model.safetensors, not {save_filename!r}: leave the name out")
         self.accelerator.save_model(self._called, save_dir)
@@ -403,6 +457,10 @@ def _accelerator(config: Config) -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(config.batch.steps, sync_with_dataloader=False),
         kwargs_handlers=handlers,
     )
+
+
+def _no_tensors(name: str) -> Any:
+    raise RefusedError(f"{name} is a tensor: without the optimizer's states no tensors of client_state are read. Load all")
 
 
 def _write(path: str, tag: str) -> None:

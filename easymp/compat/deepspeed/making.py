@@ -13,7 +13,7 @@ from ...errors import SettingError, nearest
 from .layer import layer
 from .schedules import SCHEDULES
 
-ADAM = ("adam", "fusedadam", "cpuadam", "deepspeedcpuadam")
+ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
 OURS = {"lamb": optim.LAMB, "fusedlamb": optim.LAMB, "lion": optim.Lion, "fusedlion": optim.Lion, "cpulion": optim.Lion}
 NOT_HERE = {
     "onebitadam": "AdamW",
@@ -24,7 +24,7 @@ NOT_HERE = {
     "musgd": "SGD",
 }
 # Of DeepSpeed's own Adams and Lamb, and what they change here: nothing.
-WITHOUT_EFFECT = ("torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states", "fused", "freeze_step", "cuda_aware")
+WITHOUT_EFFECT = ("bias_correction", "set_grad_none", "fp32_optimizer_states", "fused", "freeze_step", "cuda_aware")
 
 
 def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -39,9 +39,13 @@ def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> t
     if word in NOT_HERE:
         raise SettingError(f"optimizer {kind!r} is not part of easymp.compat: use {NOT_HERE[word]!r}")
     made: Any
+    if word not in OURS and params.pop("max_grad_norm", None):
+        raise SettingError("optimizer.params.max_grad_norm is not the optimizer's: write gradient_clipping beside optimizer")
     if word in ADAM:
-        made = torch.optim.AdamW if params.pop("adam_w_mode", True) else torch.optim.Adam
-        params.setdefault("weight_decay", 0.0)  # of DeepSpeed's classes
+        decoupled = params.pop("adam_w_mode", True) or word == "adamw"
+        made = torch.optim.AdamW if decoupled else torch.optim.Adam
+        if not params.pop("torch_adam", False):
+            params.setdefault("weight_decay", 0.0)  # of DeepSpeed's classes
     else:
         made = OURS.get(word) or known.get(word)
     if made is None or made is torch.optim.Optimizer:

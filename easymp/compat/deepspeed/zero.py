@@ -11,6 +11,16 @@ import torch
 from ...errors import RefusedError
 from .layer import layer
 
+__all__ = ["GatheredParameters", "Init"]
+__getattr__ = layer.absent(
+    "deepspeed.zero",
+    {
+        "register_external_parameter": "leave it out: FSDP gathers the parameters of whole modules",
+        "TiledLinear": "use torch.nn.Linear",
+    },
+    lambda: __all__,
+)
+
 
 @contextmanager
 def Init(*args: Any, **kwargs: Any) -> Iterator[None]:
