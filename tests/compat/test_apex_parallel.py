@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -26,16 +28,23 @@ from easymp.errors import RefusedError
 from .test_apex_amp import digits
 
 
-@contextmanager
-def joined():
-    """As a script under easymp launch has it."""
-    dist.init_process_group("gloo")
-    try:
-        yield dist.get_rank(), dist.get_world_size()
-    finally:
-        casts.off()
-        state.__init__()
-        dist.destroy_process_group()
+def joined(function):
+    """Between init_process_group and its end; what wraps a model is gone by then, for torch may wait forever for it."""
+
+    @functools.wraps(function)
+    def program(*args):
+        dist.init_process_group("gloo")
+        try:
+            result = function(dist.get_rank(), *args)
+            gc.collect()
+            dist.barrier()
+            return result
+        finally:
+            casts.off()
+            state.__init__()
+            dist.destroy_process_group()
+
+    return program
 
 
 @pytest.fixture(autouse=True)
@@ -63,18 +72,18 @@ OPTIONS = {
 }
 
 
-def reduced():
+@joined
+def reduced(rank):
     found = {}
-    with joined() as (rank, _):
-        for name, (how, dtype, _) in OPTIONS.items():
-            model = DistributedDataParallel(layer(rank, dtype), **how)
-            model(torch.full((1, 2), rank + 1.0, dtype=dtype)).sum().backward()
-            found[name] = (model.module.weight.grad.tolist(), model.module.weight.detach().float().tolist())
-        # a sum that is no number in fp16, and a mean that is
-        for wide in (False, True):
-            model = DistributedDataParallel(layer(rank, torch.float16), allreduce_always_fp32=wide)
-            (model(torch.full((1, 2), 1.0, dtype=torch.float16)) * 4e4).sum().backward()
-            found["large", wide] = model.module.weight.grad.isfinite().all().item()
+    for name, (how, dtype, _) in OPTIONS.items():
+        model = DistributedDataParallel(layer(rank, dtype), **how)
+        model(torch.full((1, 2), rank + 1.0, dtype=dtype)).sum().backward()
+        found[name] = (model.module.weight.grad.tolist(), model.module.weight.detach().float().tolist())
+    # a sum that is no number in fp16, and a mean that is
+    for wide in (False, True):
+        model = DistributedDataParallel(layer(rank, torch.float16), allreduce_always_fp32=wide)
+        (model(torch.full((1, 2), 1.0, dtype=torch.float16)) * 4e4).sum().backward()
+        found["large", wide] = model.module.weight.grad.isfinite().all().item()
     return found
 
 
@@ -88,34 +97,37 @@ def test_gradients_by_option(ranks):
         assert (found["large", False], found["large", True]) == (False, True)
 
 
-def turned_off_and_on():
+@joined
+def turned_off_and_on(rank):
     found = []
-    with joined() as (rank, _):
-        model = DistributedDataParallel(layer(rank))
-        x = torch.full((1, 2), rank + 1.0)
-        model.disable_allreduce()
-        model(x).sum().backward()
-        found.append(model.module.weight.grad[0, 0].item())
-        model(x).sum().backward()
-        found.append(model.module.weight.grad[0, 0].item())
-        loss = model(x).sum()
-        model.enable_allreduce()  # also between forward and backward
-        loss.backward()
-        found.append(model.module.weight.grad[0, 0].item())
-        model.zero_grad()
-        first, second = model(x), model(x)  # one backward through two calls
-        (first + second).sum().backward()
-        found.append(model.module.weight.grad[0, 0].item())
-        unused = DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]), delay_allreduce=True)
-        unused.module.forward = unused.module[0].forward
-        for _ in range(2):
-            unused(x).sum().backward()
-        found.append((unused.module[0].weight.grad[0, 0].item(), unused.module[1].weight.grad))
-        strict = DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]))
-        strict.module.forward = strict.module[0].forward
-        strict(x).sum().backward()
-        with pytest.raises(RuntimeError, match="pass delay_allreduce=True"):
-            strict(x)
+    model = DistributedDataParallel(layer(rank))
+    x = torch.full((1, 2), rank + 1.0)
+    model.disable_allreduce()
+    model(x).sum().backward()
+    found.append(model.module.weight.grad[0, 0].item())
+    model(x).sum().backward()
+    found.append(model.module.weight.grad[0, 0].item())
+    loss = model(x).sum()
+    model.enable_allreduce()  # also between forward and backward
+    loss.backward()
+    found.append(model.module.weight.grad[0, 0].item())
+    model.zero_grad()
+    first, second = model(x), model(x)  # one backward through two calls
+    (first + second).sum().backward()
+    found.append(model.module.weight.grad[0, 0].item())
+    unused = DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]), delay_allreduce=True)
+    unused.module.forward = unused.module[0].forward
+    for _ in range(2):
+        unused(x).sum().backward()
+    found.append((unused.module[0].weight.grad[0, 0].item(), unused.module[1].weight.grad))
+    strict = DistributedDataParallel(nn.ModuleList([layer(0), layer(1)]))
+    strict.module.forward = strict.module[0].forward
+    strict(x).sum().backward()
+    with pytest.raises(RuntimeError, match="pass delay_allreduce=True"):
+        strict(x)
+    held = weakref.ref(DistributedDataParallel(layer(0)))
+    gc.collect()
+    assert held() is None  # torch's reducer does not hold what it is for
     return found
 
 
@@ -128,25 +140,26 @@ def test_reduction_is_turned_off_and_on_and_waits_for_no_unused_parameter(ranks)
         assert unused == (3.0, None)
 
 
-def by_hand():
-    with joined() as (rank, size):
-        module = nn.Sequential(layer(rank), layer(rank).half())
-        reducer = Reducer(module)
-        module[0](torch.full((1, 2), rank + 1.0)).sum().backward()
-        module[1](torch.full((1, 2), rank + 1.0).half()).sum().backward()
-        reducer.reduce()
-        grads = [torch.full((3,), float(rank)), torch.ones(2)]
-        Reducer(grads).reduce()
-        group = create_syncbn_process_group(size)
-        alone = create_syncbn_process_group(1)
-        with pytest.raises(RuntimeError, match="group_size=5 does not divide the 2 ranks"):
-            create_syncbn_process_group(5)
-        return (
-            [p.grad.float().unique().tolist() for p in module.parameters()],
-            [g.tolist() for g in grads],
-            module[0].weight.detach(),
-            (dist.get_world_size(group), dist.get_world_size(alone), create_syncbn_process_group(0)),
-        )
+@joined
+def by_hand(rank):
+    size = dist.get_world_size()
+    module = nn.Sequential(layer(rank), layer(rank).half())
+    reducer = Reducer(module)
+    module[0](torch.full((1, 2), rank + 1.0)).sum().backward()
+    module[1](torch.full((1, 2), rank + 1.0).half()).sum().backward()
+    reducer.reduce()
+    grads = [torch.full((3,), float(rank)), torch.ones(2)]
+    Reducer(grads).reduce()
+    group = create_syncbn_process_group(size)
+    alone = create_syncbn_process_group(1)
+    with pytest.raises(RuntimeError, match="group_size=5 does not divide the 2 ranks"):
+        create_syncbn_process_group(5)
+    return (
+        [p.grad.float().unique().tolist() for p in module.parameters()],
+        [g.tolist() for g in grads],
+        module[0].weight.detach(),
+        (dist.get_world_size(group), dist.get_world_size(alone), create_syncbn_process_group(0)),
+    )
 
 
 def test_reducer_and_groups(ranks):
@@ -162,28 +175,26 @@ def samples():
     return torch.randn(6, 3, 4) * 2 + 5, torch.randn(6, 3, 4)
 
 
-def over_ranks():
+@joined
+def over_ranks(rank):
     x, z = samples()
-    with joined() as (rank, _):
-        mine = slice(0, 4) if rank == 0 else slice(4, 6)  # unequal batches
-        plain, last = SyncBatchNorm(3), SyncBatchNorm(3, channel_last=True, fuse_relu=True)
-        model = nn.Sequential(
-            nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True), nn.Sequential(nn.BatchNorm1d(3, momentum=None))
-        )
-        converted = convert_syncbn_model(model)
-        inputs = x[mine].clone().requires_grad_()
-        out = plain(inputs)
-        out.square().sum().backward()
-        return (
-            out.detach(),
-            inputs.grad,
-            plain.running_var,
-            last(x[mine].movedim(1, -1), z[mine].movedim(1, -1)).detach(),
-            converted is model,
-            [type(m).__name__ for m in model.modules()],
-            converted(x[mine]).detach(),
-            model[2][0].running_mean,
-        )
+    mine = slice(0, 4) if rank == 0 else slice(4, 6)  # unequal batches
+    plain, last = SyncBatchNorm(3), SyncBatchNorm(3, channel_last=True, fuse_relu=True)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True), nn.Sequential(nn.BatchNorm1d(3, momentum=None)))
+    converted = convert_syncbn_model(model)
+    inputs = x[mine].clone().requires_grad_()
+    out = plain(inputs)
+    out.square().sum().backward()
+    return (
+        out.detach(),
+        inputs.grad,
+        plain.running_var,
+        last(x[mine].movedim(1, -1), z[mine].movedim(1, -1)).detach(),
+        converted is model,
+        [type(m).__name__ for m in model.modules()],
+        converted(x[mine]).detach(),
+        model[2][0].running_mean,
+    )
 
 
 def test_batch_norm_is_over_all_samples_and_the_converter_leaves_instance_norm(ranks):
@@ -206,33 +217,33 @@ def test_batch_norm_is_over_all_samples_and_the_converter_leaves_instance_norm(r
         assert f[5] == ["Sequential", "SyncBatchNorm", "InstanceNorm1d", "Sequential", "SyncBatchNorm"]
 
 
-def trained(level, kind):
+@joined
+def trained(rank, level, kind):
     """K1 and K2 on two ranks, each with its half of the batches; the accuracy, and the weights."""
-    with joined() as (rank, _):
-        torch.manual_seed(rank)
-        model = convert_syncbn_model(nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)), None)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        if kind == "torch":
-            model = nn.parallel.DistributedDataParallel(model)
-        else:
-            model = DistributedDataParallel(model, delay_allreduce=kind == "delayed")
-        x, y = (t.cpu() for t in digits())
-        loss_fn = nn.CrossEntropyLoss()
-        for _ in range(5):
-            for i in range(0, 1500, 100):
-                mine = slice(i + rank * 50, i + 50 + rank * 50)
-                optimizer.zero_grad()
-                loss = loss_fn(model(x[mine]), y[mine])
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            right = (model(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
-        with pytest.raises(RuntimeError, match="Parallel wrappers should only be applied"):
-            amp.initialize(model)
-        return right, {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(rank)
+    model = convert_syncbn_model(nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if kind == "torch":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        model = DistributedDataParallel(model, delay_allreduce=kind == "delayed")
+    x, y = (t.cpu() for t in digits())
+    loss_fn = nn.CrossEntropyLoss()
+    for _ in range(5):
+        for i in range(0, 1500, 100):
+            mine = slice(i + rank * 50, i + 50 + rank * 50)
+            optimizer.zero_grad()
+            loss = loss_fn(model(x[mine]), y[mine])
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        right = (model(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
+    with pytest.raises(RuntimeError, match="Parallel wrappers should only be applied"):
+        amp.initialize(model)
+    return right, {name: value.clone() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize(("level", "kind"), [("O1", "apex"), ("O2", "apex"), ("O2", "torch"), ("O1", "delayed")])

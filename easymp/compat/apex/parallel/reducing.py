@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ ALL = 2**20  # MB: one bucket
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DistributedDataParallel, with Apex's options. Parameters and buffers take rank 0's values when it is made.
+    """torch's DistributedDataParallel, with Apex's options. Parameters take rank 0's values when it is made; buffers stay each rank's own.
 
     Args:
         module: on this rank's device.
@@ -75,20 +77,23 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         }
         layer.ignore({name: why for name, (given, why) in told.items() if given})
         layer.use("parallel.DistributedDataParallel", NATIVE)
-        super().__init__(
-            module,
-            device_ids=device_ids,
-            output_device=output_device,
-            # Of Apex's programs some call the model twice before a backward: what is in the graph must stay as it is.
-            broadcast_buffers=False,
-            bucket_cap_mb=ALL if delay_allreduce else message_size * BYTES / 2**20,
-            find_unused_parameters=find_unused_parameters or delay_allreduce,
-        )
+        with warnings.catch_warnings():
+            # torch 2.13 has another name, which means something else: buffers would take rank 0's values here, too.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            super().__init__(
+                module,
+                device_ids=device_ids,
+                output_device=output_device,
+                # Of Apex's programs some call the model twice before a backward: what is in the graph must stay as it is.
+                broadcast_buffers=False,
+                bucket_cap_mb=ALL if delay_allreduce else message_size * BYTES / 2**20,
+                find_unused_parameters=find_unused_parameters or delay_allreduce,
+            )
         before = float(gradient_predivide_factor)
         after = dist.get_world_size() / before if gradient_average else 1.0
-        self._journey = Journey(torch.float32 if allreduce_always_fp32 else None, before, after)
-        self._alone = False
-        self.register_comm_hook(self, _travel)
+        # torch's reducer keeps it for good: it must not lead back to this module.
+        self._way = Way(Journey(torch.float32 if allreduce_always_fp32 else None, before, after))
+        self.register_comm_hook(self._way, _travel)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As the module's.
@@ -108,11 +113,19 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def disable_allreduce(self) -> None:
         """From the next backward on, gradients stay this rank's, where they add up."""
-        self._alone = True
+        self._way.alone = True
 
     def enable_allreduce(self) -> None:
         """From the next backward on, gradients are reduced, with what has added up."""
-        self._alone = False
+        self._way.alone = False
+
+
+@dataclass
+class Way:
+    """How gradients travel, and whether they stay."""
+
+    journey: Journey
+    alone: bool = False
 
 
 def _refuse(shared: Any, split: Any, retain: Any, communicators: Any) -> None:
@@ -129,9 +142,9 @@ def _refuse(shared: Any, split: Any, retain: Any, communicators: Any) -> None:
 
 
 # No annotations of torch's own: it compares those of a hook with its types.
-def _travel(ddp, bucket):  # type: ignore[no-untyped-def]
-    if not ddp._alone:
-        return all_reduce(ddp._journey, bucket)
+def _travel(way, bucket):  # type: ignore[no-untyped-def]
+    if not way.alone:
+        return all_reduce(way.journey, bucket)
     stays: Any = torch.futures.Future()
     stays.set_result(bucket.buffer())
     return stays
