@@ -191,6 +191,8 @@ def _optimizer(take: Taking, value: Any) -> str:
     lower = name.lower()
     params = {k: v for k, v in given.items() if v != "auto"}
     classes = {c.lower(): c for c in dir(torch.optim) if isinstance(getattr(torch.optim, c), type)}
+    if lower in (*ADAMS, "adamw") and not params.get("torch_adam"):
+        params.setdefault("weight_decay", 0.0)  # of DeepSpeed's Adams; torch's AdamW has 0.01
     if lower in ADAMS:
         lower = "adamw" if params.pop("adam_w_mode", True) else "adam"
     if lower in OURS:

@@ -90,6 +90,8 @@ def test_a_configuration_of_deepspeed(tmp_path: Path) -> None:
         found, "optimizer"
     )
     assert "accelerator.clip_grad_norm_(model.parameters(), 0.5)" in said(found, "gradient_clipping")
+    plain = read(tmp_path, {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}, "plain.json")
+    assert "AdamW(model.parameters(), lr=0.001, weight_decay=0.0)" in said(plain, "optimizer")  # DeepSpeed's default, not torch's
     assert "4 x 4 on 4 processes" in said(found, "train_batch_size")
     assert "batch_size=4" in said(found, "train_micro_batch_size_per_gpu")
     assert said(found, "zero_optimization.overlap_comm").startswith("no counterpart")

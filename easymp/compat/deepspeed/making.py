@@ -10,11 +10,13 @@ import torch
 
 from ... import optim
 from ...errors import SettingError, nearest
+from ...wizard.deepspeed_file import ADAMS  # the one list of DeepSpeed's names
+from ...wizard.deepspeed_file import OURS as NAMES
 from .layer import layer
 from .schedules import SCHEDULES
 
-ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
-OURS = {"lamb": optim.LAMB, "fusedlamb": optim.LAMB, "lion": optim.Lion, "fusedlion": optim.Lion, "cpulion": optim.Lion}
+ADAM = (*ADAMS, "adamw")
+OURS = {word: getattr(optim, name) for word, name in NAMES.items()}
 NOT_HERE = {
     "onebitadam": "AdamW",
     "zerooneadam": "AdamW",
