@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
+
+from examples.approaches import table
+from examples.approaches.task import Prefetcher
 
 from ..conftest import Ranks
 from .run import ROOT, number, within
@@ -48,3 +54,71 @@ def test_an_epoch_learns(ranks: Ranks, name: str) -> None:
     printed, *silent = ranks(run, *words, "--epochs", "1", processes=processes, env={"EASYMP_PROBE": "0"})
     assert number("test accuracy", printed) > 60
     assert not any(silent)
+
+
+# -- the prefetcher ---------------------------------------------------------------------------------------------------------
+
+
+class Sent:
+    """A tensor that says where it is sent."""
+
+    def __init__(self, number: int, said: list[str]) -> None:
+        self.number, self.said = number, said
+
+    def to(self, device: object, non_blocking: bool) -> Sent:
+        self.said.append(f"copy {self.number}")
+        return self
+
+    def record_stream(self, stream: object) -> None:
+        self.said.append(f"keep {self.number}")
+
+
+def test_a_prefetcher_copies_the_next_batch_before_it_hands_one_out() -> None:
+    said: list[str] = []
+    fake = {"Stream": mock.Mock(), "stream": lambda side: nullcontext(), "current_stream": mock.Mock()}
+    with mock.patch.multiple(torch.cuda, **fake):
+        batches = Prefetcher([[Sent(0, said)], [Sent(1, said)], [Sent(2, said)]], SimpleNamespace(type="cuda"))
+        for (tensor,) in batches:
+            said.append(f"compute {tensor.number}")
+    assert said == [
+        *("copy 0", "copy 1", "keep 0", "compute 0"),
+        *("copy 2", "keep 1", "compute 1", "keep 2", "compute 2"),
+    ]
+
+
+@pytest.mark.gpu
+def test_batches_arrive_on_the_device_as_they_were() -> None:
+    data = [[torch.full((256, 1024), float(i)).pin_memory()] for i in range(20)]
+    arrived = [tensor * 1 for (tensor,) in Prefetcher(data, torch.device("cuda", 0))]
+    assert all(there.is_cuda and torch.equal(there.cpu(), here) for there, (here,) in zip(arrived, data, strict=True))
+
+
+def test_on_a_cpu_a_prefetcher_gives_what_the_loader_gives() -> None:
+    batch = [torch.ones(2)]
+    batches = Prefetcher([batch], torch.device("cpu"))
+    assert [given is batch for given in batches] == [True]
+    assert len(batches) == 1
+
+
+# -- the table --------------------------------------------------------------------------------------------------------------
+
+
+def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings() -> None:
+    assert table.lines_of_code('"""About.\n\nMore."""\n\nimport os  # why\n\n\ndef f():\n    "doc"\n    return """a\nb"""\n') == 4
+
+
+def test_the_table_is_of_these_programs() -> None:
+    assert sorted(approach.name for approach in table.APPROACHES) == PROGRAMS
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in text.splitlines() if line.startswith("| [")]
+    shown = [[f"[{a.title}]({a.program.name})", table.size(a), a.precision] for a in table.APPROACHES]
+    assert rows == shown, "python examples/approaches/table.py writes it"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_reach_the_same_accuracy() -> None:
+    runs = {approach.name: table.run(approach, "--epochs", "10") for approach in table.APPROACHES}
+    accuracies = {name: run.accuracy for name, run in runs.items()}
+    assert min(accuracies.values()) > 98, accuracies
+    assert max(accuracies.values()) - min(accuracies.values()) <= 1, accuracies
