@@ -3,7 +3,7 @@ PYTHON ?= python3
 # The tests compile kernels on any machine, with CuPy and NVRTC of this CUDA; CUDA=cuda12 where torch is built for that one.
 CUDA ?= cuda13
 BIN := .venv/bin
-# Processes that run the fast tests, each a file at a time; a test of several ranks starts its own.
+# Processes that run the tests; a test of several ranks starts its own.
 WORKERS ?= 2
 STAMP := .venv/.installed
 PYTEST := $(BIN)/python -m pytest
@@ -32,7 +32,7 @@ test: setup
 
 # 5 is pytest's word for "none selected".
 test-slow: setup
-	$(PYTEST) -m slow || test $$? -eq 5
+	$(PYTEST) -m slow -n $(WORKERS) --dist worksteal || test $$? -eq 5
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
