@@ -170,8 +170,8 @@ of their users but for the import line, which a comment has as it was; [docs/](.
 - Lines are the program's own, without blank ones, comments and docstrings; behind the `+` those of its configuration.
 - Two processes, of which each has one thread; DataParallel is one process (that drives all GPUs, where there are some). Training is
   the time of all epochs with an evaluation after each. On a model this small that is mostly the cost of starting operations and
-  messages; fp16 is slow on most CPUs, and easymp has torch's fused AdamW, for which the other programs do not
-  ask. What is quick here says little about large models on GPUs, and what other processes do beside it counts, too.
+  messages, and fp16 is slow on most CPUs: what is quick here says little about large models on GPUs. What other processes do
+  meanwhile counts, too: a program of the same code (torch.distributed, spawn, Slurm) differs from run to run by as much as these rows.
 - Peak memory is that of the first process with its libraries on a CPU, and of the device on a GPU.
 - For Slurm the table starts two processes with the variables that srun sets.
 """
