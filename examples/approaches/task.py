@@ -7,12 +7,14 @@ same schedule of learning rates, and counts each test sample once.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -20,7 +22,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from digits import TRAINING, Net, load
 
-__all__ = ["BATCH", "LR", "Net", "Prefetcher", "arguments", "load", "place", "report", "share", "sums", "updates"]
+__all__ = ["BATCH", "LR", "Net", "Prefetcher", "arguments", "leave", "load", "place", "report", "share", "sums", "updates"]
 
 BATCH = 64  # samples in one update, over all processes
 LR = 5e-3  # the highest
@@ -43,6 +45,12 @@ def place(local_rank: int) -> tuple[torch.device, str]:
         return torch.device("cpu"), "gloo"
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank), "nccl"
+
+
+def leave() -> None:
+    """End the process group, once nothing holds a model that was wrapped for it: else torch may wait for ever, or abort at exit."""
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def share(data: TensorDataset, rank: int, size: int) -> Subset:

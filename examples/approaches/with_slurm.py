@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from task import BATCH, LR, Net, Prefetcher, arguments, load, place, report, share, sums, updates
+from task import BATCH, LR, Net, Prefetcher, arguments, leave, load, place, report, share, sums, updates
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -64,7 +64,7 @@ def main():
     args = arguments(__doc__).parse_args()
     torch.manual_seed(0)
     train(args, *join())
-    dist.destroy_process_group()  # after the model is gone: while it is there torch may wait for ever
+    leave()
 
 
 if __name__ == "__main__":

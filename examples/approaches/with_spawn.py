@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from task import BATCH, LR, Net, Prefetcher, arguments, load, place, report, share, sums, updates
+from task import BATCH, LR, Net, Prefetcher, arguments, leave, load, place, report, share, sums, updates
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -52,7 +52,7 @@ def worker(rank, size, args):
     device, backend = place(rank)
     dist.init_process_group(backend, init_method=args.dist_url, world_size=size, rank=rank)
     train(rank, size, args, device)
-    dist.destroy_process_group()  # after the model is gone: while it is there torch may wait for ever
+    leave()
 
 
 def main():
