@@ -53,7 +53,7 @@ PartitionName=tests Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 def missing() -> str:
     """A sentence, where this machine has no Slurm."""
     lacking = [name for name in (*DAEMONS, "sbatch", "srun", "scontrol") if shutil.which(name, path=PATH) is None]
-    return f"needs Slurm and munge (Debian's slurm-wlm and munge): {', '.join(lacking)} not found" if lacking else ""
+    return f"optional packages are not installed: slurm-wlm and munge (Debian's), for {', '.join(lacking)}" if lacking else ""
 
 
 class Cluster:

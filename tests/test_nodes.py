@@ -350,8 +350,9 @@ def test_a_node_that_joins_and_one_that_dies(script, node, tmp_path):
 @pytest.fixture
 def hosts(tmp_path):
     """Two network namespaces with a cable between them: what to write before a command, for each, and the first one's address."""
-    if shutil.which("ip") is None or shutil.which("unshare") is None or os.geteuid() != 0:
-        pytest.skip("needs root, iproute2 and util-linux, for network namespaces")
+    lacking = [package for package, tool in (("iproute2", "ip"), ("util-linux", "unshare")) if shutil.which(tool) is None]
+    if lacking:
+        pytest.skip(f"optional packages are not installed: {' and '.join(lacking)}")
     names, address = [f"easymp-{os.getpid()}-{k}" for k in (0, 1)], "10.77.0.{}"
     lookups = tmp_path / "nsswitch.conf"
     lookups.write_text("hosts: files\n")  # no name server is reached from there
@@ -359,7 +360,9 @@ def hosts(tmp_path):
         for name in names:
             made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
             if made.returncode:
-                pytest.skip(f"this machine gives no network namespaces: {made.stderr.strip()}")
+                pytest.skip(
+                    f"this machine gives this user no network namespaces, its stand-in for two hosts: {made.stderr.strip()}"
+                )
         subprocess.run(
             ["ip", "link", "add", "left", "netns", names[0], "type", "veth", "peer", "right", "netns", names[1]], check=True
         )

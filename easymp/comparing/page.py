@@ -17,7 +17,7 @@ from .verdict import is_busy
 from .writing import seconds
 
 LONG = 60  # letters of plans' names, above which a title counts them
-TEMPLATE = Path(__file__).with_name("page.html")
+TEMPLATE = Path(__file__).with_name("page.html.jinja")
 WORD = 12  # letters of a name that fit a narrow table beside its numbers
 
 

@@ -30,7 +30,7 @@ FISH = "source {file}; complete -C '{line}'"
 def ask(shell: str, line: str, folder, capsys) -> list[str]:
     """What `shell` offers for the last word of `line`."""
     if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
+        pytest.skip(f"an optional package is not installed: the shell {shell}")
     assert cli.main(["completion", shell]) == 0
     file = folder / f"easymp.{shell}"
     file.write_text(capsys.readouterr().out)

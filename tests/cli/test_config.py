@@ -17,7 +17,7 @@ from easymp import env
 from easymp.cli import main
 from easymp.settings import Launching, resolve, resolve_launching
 
-pexpect = pytest.importorskip("pexpect", reason="real terminals need pexpect (a package of the extra 'test')")
+pexpect = pytest.importorskip("pexpect", reason="an optional package is not installed: pexpect (of the extra 'test')")
 
 PROMPT = r"\]: "
 FILE = Path("easymp.toml")

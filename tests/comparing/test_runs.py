@@ -124,7 +124,7 @@ def browser(tmp_path: Path) -> Iterator[Any]:
     """Chromium without a window; skipped where Debian's packages `chromium` and `chromium-driver` are not installed."""
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
-        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
+        pytest.skip("optional packages are not installed: chromium and chromium-driver (apt-get install them)")
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()

@@ -18,7 +18,9 @@ MISSING = [package for package in ("mlflow", "sqlalchemy", "alembic") if find_sp
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)} (the extra 'mlflow')"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"optional packages are not installed: {' and '.join(MISSING)} (the extra 'mlflow')"
+    ),
 ]
 
 

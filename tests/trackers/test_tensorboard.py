@@ -16,7 +16,7 @@ from ..conftest import Ranks
 from .runs import KILLED, SAVED, UPDATES, train
 
 pytestmark = pytest.mark.skipif(
-    find_spec("tensorboard") is None, reason="needs the package tensorboard (the extra 'tensorboard')"
+    find_spec("tensorboard") is None, reason="an optional package is not installed: tensorboard (the extra 'tensorboard')"
 )
 
 

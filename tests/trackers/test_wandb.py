@@ -21,7 +21,9 @@ from easymp.trackers.wandb import WandB
 from ..conftest import Ranks
 from .runs import SAVED, UPDATES, train
 
-needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="needs the package wandb (the extra 'wandb')")
+needs_wandb = pytest.mark.skipif(
+    find_spec("wandb") is None, reason="an optional package is not installed: wandb (the extra 'wandb')"
+)
 
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
 OPTIONS = {"wandb": {"settings": {"x_disable_stats": True}}}

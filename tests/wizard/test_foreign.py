@@ -262,7 +262,7 @@ def test_without_pyyaml_it_is_said_what_to_install(tmp_path: Path, monkeypatch: 
 def test_every_key_that_accelerate_writes_is_known() -> None:
     spec = importlib.util.find_spec("accelerate")
     if spec is None or spec.origin is None:
-        pytest.skip("Accelerate is not installed")
+        pytest.skip("an optional package is not installed: accelerate (the extra 'bench')")
     commands = Path(spec.origin).parent / "commands"
     tree = ast.parse((commands / "config" / "config_args.py").read_text())
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
