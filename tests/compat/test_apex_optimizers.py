@@ -159,8 +159,9 @@ def test_what_they_refuse_and_say():
     for kind in (FusedAdam, FusedLAMB, FusedNovoGrad):
         with pytest.raises(RuntimeError, match=f"{kind.__name__} does not support the AMSGrad variant"):
             kind([p], amsgrad=True)
-    with pytest.raises(EasympError, match=r"capturable=True is not here"):
-        FusedAdam([p], capturable=True)
+    for option in ("capturable", "master_weights"):
+        with pytest.raises(EasympError, match=rf"{option}=True is not here: leave it out of FusedAdam"):
+            FusedAdam([p], **{option: True})
     with pytest.raises(ValueError, match="Nesterov momentum requires a momentum"):
         FusedSGD([p], lr=0.1, nesterov=True)
     table = nn.Embedding(3, 2, sparse=True)
@@ -208,6 +209,8 @@ def test_what_has_no_effect_is_named(monkeypatch):
     monkeypatch.setattr(layer, "_warned", False)
     with pytest.warns(EasympWarning, match=r"Apex: without effect here: memory_efficient"):
         normalization.FusedLayerNorm(8, memory_efficient=True)
+    FusedSGD([nn.Parameter(torch.ones(3))], lr=0.1, materialize_master_grads=False)
+    assert layer.ignored.keys() == {"memory_efficient", "materialize_master_grads"}
 
 
 # -- fp16_utils ---------------------------------------------------------------------------------------------------------------------
@@ -261,7 +264,7 @@ def test_networks_in_half():
         (apex.optimizers, "FusedAdm", "did you mean 'FusedAdam'"),
         (apex.parallel, "multiproc", "easymp launch --processes N"),
         (apex.fp16_utils, "FP16_Optimizer", "use amp.initialize"),
-        (apex.normalization, "InstanceNorm3d", "Here are|did you mean"),
+        (apex.normalization, "InstanceNorm3d", "Here are FusedLayerNorm, "),
     ],
 )
 def test_absent_names_say_what_to_take(module, name, words):

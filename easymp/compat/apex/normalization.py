@@ -1,4 +1,4 @@
-"""``apex.normalization``: layer-norm and RMS-norm, which torch has fused itself.
+"""``apex.normalization``: layer-norm and RMS-norm, which torch has itself.
 
 ``memory_efficient`` has no effect: torch keeps the input for backward, not the output.
 """

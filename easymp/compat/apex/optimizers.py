@@ -7,7 +7,7 @@ optimizers of ``apex.contrib``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,7 +73,8 @@ class _Apexs(FusedOptimizer):
         for option, given in others.items():
             if given:
                 raise ApexError(
-                    f"{option}=True is not here: steps need none of it, and amp.initialize(opt_level='O2') makes fp32 masters"
+                    f"{option}=True is not here: leave it out of {type(self).__name__}(…); "
+                    "fp32 masters are made by amp.initialize(opt_level='O2')"
                 )
         layer.use(f"optimizers.{type(self).__name__}", NATIVE.format(name=name))
         self._none = set_grad_none
@@ -96,7 +97,7 @@ class _DecayBeside(_Apexs):
         return {**super().__getstate__(), "_beside": self._beside}
 
     @contextmanager
-    def _decayed(self) -> Any:
+    def _decayed(self) -> Iterator[None]:
         decays = [group["weight_decay"] for group in self.param_groups]
         for group, decay in zip(self.param_groups, decays):
             moved = [p for p in group["params"] if p.grad is not None]

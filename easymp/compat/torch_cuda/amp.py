@@ -1,8 +1,8 @@
 """``torch.cuda.amp`` on any device: autocast, GradScaler, custom_fwd and custom_bwd by torch's signatures.
 
 torch's own turn themselves off, in a warning, on a machine without CUDA; these work on the accelerator that is here, and on the CPU
-where there is none (in real fp16 unless a dtype is given, which CPUs without fp16 instructions compute slowly). The scaler is the
-library's own, with torch's rule. Not here: internals of torch's GradScaler (``_per_optimizer_states``, ``_found_inf_per_device``).
+where there is none (in real fp16 unless a dtype is given). The scaler is the library's own, with torch's rule. Not here:
+internals of torch's GradScaler (``_per_optimizer_states``, ``_found_inf_per_device``).
 """
 
 from __future__ import annotations
