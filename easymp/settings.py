@@ -186,7 +186,7 @@ def _overrides() -> Iterator[tuple[str, Any]]:
         name, equals, value = pair.partition("=")
         if name not in NAMES or not equals:
             raise SettingError(
-                f"{OVERRIDE} holds {pair!r}, but takes setting=value{nearest(name, NAMES)}. Known: {', '.join(NAMES)}"
+                f"{OVERRIDE} holds {pair!r}, but takes setting=value{nearest(name, NAMES) or '.'} Known: {', '.join(NAMES)}"
             )
         yield name, checked(NAMES[name], value, f"{OVERRIDE}: {name}=")
 

@@ -142,5 +142,5 @@ class Tracking:
         known = self._tracker_names
         if name.lower() not in known:
             raise SettingError(
-                f"{where}: {name!r} is no tracker of this run{nearest(name, known)}. It has: {', '.join(known) or 'none'}"
+                f"{where}: {name!r} is no tracker of this run{nearest(name, known) or '.'} It has: {', '.join(known) or 'none'}"
             )

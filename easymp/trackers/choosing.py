@@ -47,17 +47,18 @@ def choose(words: str, where: str, own: Mapping[str, Any]) -> list[str]:
     for name in (word.strip().lower() for word in words.split(",") if word.strip()):
         names += [n for n in TRACKERS if _lacks(n) is None] if name == ALL else [name] if name != NONE else []
     known = [*TRACKERS, *own, ALL, NONE]
+    said = where if where.startswith("log_with=") else f"log_with={words!r} ({where})"
     for name in names:
         if name in own:
             continue
         if name not in TRACKERS:
             raise SettingError(
-                f"log_with={words!r} ({where}): {name!r} is no tracker{nearest(name, known)}. Known: {', '.join(known)}; or pass an "
+                f"{said}: {name!r} is no tracker{nearest(name, known) or '.'} Known: {', '.join(known)}; or pass an "
                 "object of your own with name, start(run, config), log(values, step) and finish()"
             )
         if (package := _lacks(name)) is not None:
             raise SettingError(
-                f"log_with={words!r} ({where}): {name} needs the package {package}, which is not installed: pip install 'easymp[{name}]'"
+                f"{said}: {name} needs the package {package}, which is not installed: pip install 'easymp[{name}]'"
             )
     return list(dict.fromkeys(names))
 

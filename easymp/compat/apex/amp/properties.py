@@ -53,8 +53,8 @@ def properties(level: str, given: dict[str, Any]) -> Properties:
     """
     if level not in LEVELS:
         raise ApexError(
-            f"Unexpected optimization level {level!r}{nearest(level, LEVELS)}. Options are 'O0', 'O1', 'O2', 'O3'. Note that in `O0`, "
-            "`O1`, etc., the prefix O is the letter O, not the number zero"
+            f"Unexpected optimization level {level!r}{nearest(level, LEVELS) or '.'} Options are 'O0', 'O1', 'O2', 'O3'. Note "
+            "that in `O0`, `O1`, etc., the prefix O is the letter O, not the number zero"
         )
     start = LEVELS[level]
     changed = {name: _read(name, value) for name, value in given.items() if value is not None}
