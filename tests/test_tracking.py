@@ -328,4 +328,4 @@ def test_a_file_that_is_not_there_any_more(tmp_path: Path, caplog: pytest.LogCap
             acc.log({"x": 1})
             acc.save_state()
         (tmp_path / "log.jsonl").unlink()
-    assert "is not the file of the run that is resumed: its rows go to a new one" in caplog.text
+    assert "is not the file of the run that is resumed: its rows go to a new one ([Errno 2] No such file" in caplog.text

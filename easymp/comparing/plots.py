@@ -219,7 +219,7 @@ def _said(title: str, names: Sequence[str], lines: Sequence[Line]) -> str:
 
 @contextmanager
 def _style(salt: str) -> Any:
-    # At first use: half a second, and an optional package.
+    # At first use: an optional package.
     import matplotlib
 
     style = {

@@ -1,7 +1,7 @@
 """Marks of phases in a trace, while a profile is open.
 
 Methods of our own objects that a training step goes through are shadowed: their instances get a function that marks and calls the
-method. So a run without a profile pays nothing for them. A model is marked at the place at which torch.compile puts what it compiled,
+method. So a run without a profile has none of them. A model is marked at the place at which torch.compile puts what it compiled,
 around all hooks; when the profile is closed everything is as it was.
 """
 

@@ -1,6 +1,6 @@
 """What one cycle of the profiler recorded, as far as the table needs it: plain records, read from kineto's events.
 
-Read from the raw events and not from torch's FunctionEvents, whose tree takes several times as long to build.
+Read from the raw events and not from torch's FunctionEvents: the table needs no tree of them.
 """
 
 from __future__ import annotations

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from .. import env
+from ..log import get_logger
 from ..settings import RECORD
 from ..state import Run
 from ..trackers.rows import Row
 from .machine import facts
 from .sampler import Sampler
+
+logger = get_logger(__name__)
 
 
 class Recorder:
@@ -76,8 +79,12 @@ class Recorder:
             try:
                 self._marks[1].synchronize()
                 seconds = self._marks[0].elapsed_time(self._marks[1]) / 1000
-            except RuntimeError:  # the device has failed, which ends the run
-                pass
+            except RuntimeError as error:  # the device has failed, which ends the run
+                logger.warning(
+                    "the record's seconds are by the host's clock, for the device's cannot be read: %s",
+                    error,
+                    main_process_only=False,
+                )
         self._write(
             "end", plan=self._run.plan.as_dict(), seconds=seconds, last=self._last, peak=self._memory.peak, **self._counted()
         )

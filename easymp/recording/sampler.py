@@ -10,7 +10,7 @@ import torch
 
 EVERY = 0.05  # seconds between two looks, at first
 MANY = 2000  # looks after which they come half as often, so that a run of days does not fill the disk
-FAMILY = 1.0  # seconds between two looks for children, which takes as long as a hundred looks
+FAMILY = 1.0  # seconds between two looks for children, which go through all processes of the machine
 
 
 class Sampler(threading.Thread):

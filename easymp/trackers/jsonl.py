@@ -66,16 +66,16 @@ class JsonLines:
 
     def _go_on(self, position: Mapping[str, Any]) -> list[Any] | None:
         """Opens the file of the run that the checkpoint is of, and cuts it; what its starts were. None where it is not here."""
-        path = self._folder / position["file"]
+        path, why = self._folder / position["file"], ""
         try:
             about = json.loads(_about(path).read_text(encoding="utf-8"))
             file = open(path, "r+b", buffering=0)  # noqa: SIM115
-        except (OSError, ValueError):
-            about, file = {}, None
+        except (OSError, ValueError) as error:
+            about, file, why = {}, None, f" ({error})"
         if file is None or about.get("id") != position["id"]:
             if file is not None:
                 file.close()
-            logger.warning("%s is not the file of the run that is resumed: its rows go to a new one", path)
+            logger.warning("%s is not the file of the run that is resumed: its rows go to a new one%s", path, why)
             return None
         self._leave()
         self._cut(path, file, position["bytes"])

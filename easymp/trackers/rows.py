@@ -63,7 +63,7 @@ def checked_values(values: Any) -> dict[str, Any]:
 def _flat(values: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if not isinstance(key, str):
-            raise SettingError(f"log() got {key!r} as a name: names are words")
+            raise SettingError(f"log() got {key!r} as a name: names are words, such as 'loss'. Use one")
         name = f"{above}{key}"
         if type(value) in PLAIN:
             yield name, value
@@ -97,7 +97,10 @@ def _tensor(name: str, value: Tensor) -> Tensor:
             f"{name}.mean()"
         )
     if value.is_complex() or value.is_meta:
-        raise SettingError(f"log({{{name!r}: ...}}) got a tensor of {value.dtype} on {value.device}: it has no real value")
+        raise SettingError(
+            f"log({{{name!r}: ...}}) got a tensor of {value.dtype} on {value.device}: it has no real value. Log a real "
+            "number in its place, or leave it out"
+        )
     if any(not placement.is_replicate() for placement in getattr(value, "placements", ())):
         raise SettingError(
             f"log({{{name!r}: ...}}) got a DTensor of which each rank has a part: call {name}.full_tensor() first, on all ranks"
