@@ -64,7 +64,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         return ACTIONS[args.action](args)
-    except BrokenPipeError:
+    except BrokenPipeError:  # an OSError, and no error of a checkpoint's
         raise
     except OSError as error:
         raise CheckpointError(str(error)) from error

@@ -1,7 +1,7 @@
-"""Two minutes of truth: train something small on this machine, and compare what comes out with what must come out.
+"""Train something small on this machine, and compare what comes out with what must come out.
 
 The plan's precision and strategy run a training under every rank; collectives, the speed between ranks, each precision against fp32,
-a checkpoint's way out and back, and the kernels where there are any. It takes seconds where all is well.
+a checkpoint's way out and back, and the kernels where there are any.
 
 examples:
   easymp test                  one process an accelerator; two without any

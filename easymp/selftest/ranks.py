@@ -15,7 +15,7 @@ ROUNDS = 5
 
 
 def collectives(acc: Accelerator) -> str:
-    """Sum, mean, gather, broadcast and objects, of numbers that each rank knows for all."""
+    """Sum and gather, of numbers that each rank knows for all."""
     rank, ranks = acc.process_index, acc.num_processes
     mine = torch.full((3,), float(rank + 1), device=acc.device)
     total = acc.reduce(mine, "sum")

@@ -40,10 +40,7 @@ class Tried:
 
 
 def try_out(processes: int) -> Tried:
-    """Run all checks on `processes` ranks of this machine: seconds where all is well, at most half a minute more for each that hangs.
-
-    What a rank that dies prints goes to stderr.
-    """
+    """Run all checks on `processes` ranks of this machine. What a rank that dies prints goes to stderr."""
     with tempfile.TemporaryDirectory(prefix="easymp-test-") as name:
         folder = Path(name)
         code = launch_script("easymp.selftest", [name], processes, module=True)

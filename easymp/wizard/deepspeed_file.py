@@ -23,6 +23,7 @@ LOG = "in the script: accelerator.log(values, step), which writes JSON lines, or
 OURS = {"lamb": "LAMB", "fusedlamb": "LAMB", "lion": "Lion", "fusedlion": "Lion", "cpulion": "Lion"}
 ADAMS = ("adam", "fusedadam", "cpuadam", "deepspeedcpuadam")  # AdamW, unless they are told otherwise
 MOST_POWER = 127
+CYCLES = ("OneCycle", "LRRangeTest")  # easymp.compat.deepspeed has them, with DeepSpeed's arguments
 # The factor of update i; `optimizer` is made with the largest learning rate. DeepSpeed's warm-up follows the logarithm by default.
 RISE = {"log": "math.log(i + 1) / math.log({warm})", "linear": "i / {warm}"}
 FALL = {
@@ -226,14 +227,11 @@ def _scheduler(take: Taking, value: Any) -> str:
         low = params.get("warmup_min_lr")
         without = f"; no counterpart: warmup_min_lr={low}, it begins at 0" if low not in (None, 0, 0.0, "auto") else ""
         return f"in the script: torch.optim.lr_scheduler.LambdaLR(optimizer, {factor}){with_lr}{without}"
-    if name == "OneCycle":
-        return "in the script: torch.optim.lr_scheduler.OneCycleLR, whose arguments are others"
-    if name == "LRRangeTest":
-        return "no counterpart: raise the rate by torch.optim.lr_scheduler.LambdaLR, a factor an update"
-    if isinstance(getattr(room, name, None), type):
+    if name in CYCLES or isinstance(getattr(room, name, None), type):
         told = "".join(f", {k}={v!r}" for k, v in params.items() if v != "auto")
-        return f"in the script: torch.optim.lr_scheduler.{name}(optimizer{told})"
-    return f"no counterpart: {name}{nearest(name, [*FALL, *(n for n in dir(room) if n[0].isupper())])}"
+        home = "easymp.compat.deepspeed" if name in CYCLES else "torch.optim.lr_scheduler"
+        return f"in the script: {home}.{name}(optimizer{told})"
+    return f"no counterpart: {name}{nearest(name, [*FALL, *CYCLES, *(n for n in dir(room) if n[0].isupper())])}"
 
 
 def _or(value: Any, name: str) -> Any:
@@ -333,11 +331,7 @@ DEEPSPEED: Rules = {
         "loss_scale_window": _of_fp16(lambda take, value: take.scale(growth_interval=take.number(value, 1, True))),
         "hysteresis": _of_fp16(lambda take, value: take.scale(hysteresis=take.number(value, 1, True))),
         "consecutive_hysteresis": _of_fp16(
-            lambda take, value: (
-                "no counterpart: a good step does not refill the hysteresis"
-                if take.yes(value)
-                else "nothing to take: as by default"
-            )
+            lambda take, value: take.scale(refill_each_step=True) if take.yes(value) else "nothing to take: as by default"
         ),
         "min_loss_scale": _of_fp16(_least),
         "fp16_master_weights_and_grads": when_on("no counterpart: masters are fp32"),
@@ -392,7 +386,7 @@ DEEPSPEED: Rules = {
     "wandb": _tracker,
     **dict.fromkeys(("comet", "csv_monitor", "monitor_config"), when_on(LOG)),
     **dict.fromkeys(("aio", "nebula"), when_on(DISK)),
-    "elasticity": when_on("in the launch: --max-restarts, and --nodes least:most"),
+    "elasticity": when_on("in the launch: --max-restarts, and --nodes MIN:MAX"),
     "autotuning": when_on("in the shell: `easymp estimate` for memory"),
     **dict.fromkeys(
         (

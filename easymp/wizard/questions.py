@@ -17,8 +17,8 @@ from .places import unusable
 
 # A few words each, for who has to choose.
 PRECISION = {
-    AUTO: "the fastest that is safe here",
-    "fp32": "exact, and the slowest",
+    AUTO: "decided by the hardware",
+    "fp32": "exact",
     "tf32": "fp32 whose products keep 10 bits of mantissa",
     "bf16": "half the bits with fp32's range: no loss scale",
     "fp16": "half the bits with more digits and less range: the loss is scaled",
@@ -31,7 +31,7 @@ PRECISION = {
 STRATEGY = {
     AUTO: "one process alone, several with ddp, or fsdp where a model does not fit",
     "single": "one process alone",
-    "data_parallel": "one process drives all GPUs; ddp is faster",
+    "data_parallel": "one process drives all GPUs; torch advises ddp in its place",
     "ddp": "each process holds the whole model",
     "zero1": "as ddp, with a part of the optimizer's states each",
     "fsdp": "each process holds a part of everything: the least memory",

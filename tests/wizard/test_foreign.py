@@ -203,6 +203,16 @@ def test_what_is_taken(tmp_path: Path, given: dict[str, Any], taken: dict[str, A
             "scheduler",
             "math.log(i + 1) / math.log(9) if i < 9",
         ),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}},
+            "scheduler",
+            "easymp.compat.deepspeed.OneCycle(optimizer, cycle_min_lr=0.1, cycle_max_lr=0.2)",
+        ),
+        (
+            {"fp16": {"enabled": True, "consecutive_hysteresis": True}},
+            "fp16.consecutive_hysteresis",
+            "GradScalerKwargs(refill_each_step=True)",
+        ),
         ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, "train_batch_size", "= 64 / (4 x processes)"),
         ({"bf16": {"enabled": True}}, "(no gradient_clipping)", "clips at 1.0"),
         ({"flops_profiler": {"enabled": False, "profile_step": 1}}, "flops_profiler", "off"),
