@@ -55,8 +55,9 @@ def read_task() -> tuple[Task | None, str]:
             "or unset SLURM_PROCID to train in one process"
         )
     if not 0 <= rank < size:
+        counted = "SLURM_NTASKS" if tasks is None else "SLURM_STEP_NUM_TASKS"
         raise WorldError(
-            f"SLURM_PROCID={rank} does not lie in 0 … {size - 1}, as it must for SLURM_NTASKS={size}: start with srun, which sets both"
+            f"SLURM_PROCID={rank} does not lie in 0 … {size - 1}, as it must for {counted}={size}: start with srun, which sets both"
         )
     if size == 1:
         return None, "Slurm's srun started one task"
@@ -70,18 +71,16 @@ def _local_size(local: int, size: int) -> int:
     """How many tasks this node has."""
     text, node = _step("TASKS_PER_NODE"), env.integer("SLURM_NODEID", 0)
     if text is not None:
+        said = f"SLURM_{'STEP_' * bool(env.read('SLURM_STEP_TASKS_PER_NODE'))}TASKS_PER_NODE={text!r}"
         counts = []
         for part in text.split(","):
             match = COUNT.fullmatch(part)
             if match is None:
-                raise WorldError(
-                    f"SLURM_TASKS_PER_NODE={text!r} is no list of counts such as '4(x2),3': start with srun, which sets it"
-                )
+                raise WorldError(f"{said} is no list of counts such as '4(x2),3': start with srun, which sets it")
             counts += [int(match[1])] * int(match[2] or 1)
         if not 0 <= node < len(counts) or local >= counts[node]:
             raise WorldError(
-                f"SLURM_NODEID={node} and SLURM_LOCALID={local} do not lie in SLURM_TASKS_PER_NODE={text!r}: start with srun, "
-                "which sets all three"
+                f"SLURM_NODEID={node} and SLURM_LOCALID={local} do not lie in {said}: start with srun, which sets all three"
             )
         return counts[node]
     nodes = _nodelist()

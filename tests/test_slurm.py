@@ -1,4 +1,4 @@
-"""What is read from Slurm's variables. They are those of Slurm 22.05; the tests with a real one are in tests/launcher."""
+"""What is read from Slurm's variables. They are those of Slurm 22.05; the tests with a real one are in test_slurm_real.py."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def test_a_launcher_s_own_variables_go_before_slurm_s(slurm, monkeypatch):
     ("changes", "words"),
     [
         ({"SLURM_NTASKS": None}, "SLURM_PROCID=5 is in the environment but SLURM_NTASKS is not"),
-        ({"SLURM_NTASKS": 5}, "SLURM_PROCID=5 does not lie in 0 … 4"),
+        ({"SLURM_NTASKS": 5}, "SLURM_PROCID=5 does not lie in 0 … 4, as it must for SLURM_NTASKS=5"),
+        ({"SLURM_STEP_NUM_TASKS": 5}, "SLURM_PROCID=5 does not lie in 0 … 4, as it must for SLURM_STEP_NUM_TASKS=5"),
         ({"SLURM_LOCALID": None}, "SLURM_PROCID=5 is in the environment but SLURM_LOCALID is not"),
         ({"SLURM_JOB_NODELIST": None}, "SLURM_JOB_NODELIST is not, whose first host the tasks meet at: .* or export MASTER_ADDR"),
         ({"SLURM_JOB_NODELIST": "n[1"}, r"'n\[1' is no list of hosts"),
@@ -122,6 +123,7 @@ def test_a_launcher_s_own_variables_go_before_slurm_s(slurm, monkeypatch):
         ({"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID='12_3' is no number, and the port"),
         ({"SLURM_TASKS_PER_NODE": "4(x"}, r"SLURM_TASKS_PER_NODE='4\(x' is no list of counts"),
         ({"SLURM_TASKS_PER_NODE": "4"}, "SLURM_NODEID=1 and SLURM_LOCALID=1 do not lie in SLURM_TASKS_PER_NODE='4'"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "4(x2)"}, "do not lie in SLURM_STEP_TASKS_PER_NODE='4'"),
         ({"SLURM_TASKS_PER_NODE": "7,1"}, "SLURM_NODEID=1 and SLURM_LOCALID=1 do not lie in SLURM_TASKS_PER_NODE='7,1'"),
     ],
 )

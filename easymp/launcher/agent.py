@@ -74,6 +74,7 @@ def run(
         RanksFailed: a worker failed, and no restart is left; on several nodes, a worker of any node.
         Interrupted: SIGINT, SIGTERM or their like came; the workers got it too, and `grace` seconds. A second one kills them at once.
         WorldError, SettingError: the nodes did not come together.
+        RefusedError: `grace` is below 0, or this torch cannot give it.
     """
     with warnings.catch_warnings():
         # torch says so on import where numpy is not installed; here nothing needs it.

@@ -2,7 +2,7 @@
 
 A rank with an NVIDIA GPU gets the node that its GPU hangs on, as NVML and sysfs tell. Ranks on CPUs are spread evenly, or not at all: a
 rank with fewer cores than the others would hold them all up. Only cores that this process may use itself are given away, and where the
-GPUs' nodes are not known nothing is: a wrong node costs more than none.
+GPUs' nodes are not known nothing is.
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ def notebook_launcher(
 
     Raises:
         RefusedError: CUDA is initialised in this process already, a process group is running, or an option has no counterpart here.
+        SettingError: an impossible number of processes or nodes, or no possible port or address.
         WorldError: the nodes did not meet, or a rank failed; the message ends with the first failing rank's own traceback.
         KeyboardInterrupt: the run was interrupted; the processes are gone. (SystemExit for SIGTERM.)
     """
@@ -97,7 +98,7 @@ def _fork(
     function: Callable[..., Any],
     args: Sequence[Any],
     processes: int,
-    place: agent.Place,
+    place: Place,
     max_restarts: int,
     monitor_interval: float,
     variables: dict[str, str | None],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 
 from .failure import CAUSE, RESTART, Failure, blame, by_blame
 
@@ -22,7 +22,7 @@ class Report:
     """
 
     node: str
-    failures: tuple[Failure, ...] = field(default=())
+    failures: tuple[Failure, ...] = ()
     signal: int | None = None
     saved: bool = False
     main: bool = False

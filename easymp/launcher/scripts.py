@@ -53,6 +53,7 @@ def launch_script(
 
     Raises:
         SettingError: no such script, or an impossible number of processes.
+        RefusedError: `grace` is below 0, or this torch cannot give it.
         WorldError: the nodes did not meet, or a port is taken.
     """
     processes = checked(processes)

@@ -99,7 +99,7 @@ def asked(text: str) -> Asked:
     action = words.pop(0) if words and not words[0].startswith("-") else "print"
     if action not in ACTIONS or "\n" in text:
         raise SettingError(
-            f"--slurm {text!r}: it takes print or submit, and then options of sbatch, as in 'submit --time=2:00:00'"
+            f"--slurm {text!r}: it takes print or submit, and then options of sbatch, in one line, as in 'submit --time=2:00:00'"
         )
     options: list[str] = []
     for word in words:

@@ -17,9 +17,8 @@ from ..cuda.step import EMA
 from ..shards import local
 from .masters import LOW
 
-Holder = Callable[
-    [Tensor], "tuple[Tensor, Any]"
-]  # a parameter → what is really stepped of it, and the mapping that its state is in
+# A parameter → what is really stepped of it, and the mapping that its state is in.
+Holder = Callable[[Tensor], tuple[Tensor, Any]]
 
 
 class Averages:
@@ -41,9 +40,8 @@ class Averages:
         # The state of a parameter that has none is torch's to begin.
         new = {id(p): start(p) for _, p, states in there if EMA not in states.get(p, {})}
         result = step()
-        held = [
-            (p, states) for parameter, p, states in there if parameter.grad is not None
-        ]  # a closure may give some no gradient
+        # A closure may give some no gradient.
+        held = [(p, states) for parameter, p, states in there if parameter.grad is not None]
         for p, states in held:
             if id(p) in new:
                 states[p][EMA] = new[id(p)]

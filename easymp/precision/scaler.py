@@ -135,9 +135,8 @@ class Scaler:
         self.agree = True
         self.sharers = 0
         self._world = world
-        self._state: Tensor | None = (
-            None  # int32 [3] on the device of the first loss, as `Scale` has it; the next three are views of it
-        )
+        # int32 [3] on the device of the first loss, as `Scale` has it; the next three are views of it.
+        self._state: Tensor | None = None
         self._scale: Tensor | None = None  # float32, 0-dim
         self._good: Tensor | None = None
         self._patience: Tensor | None = None

@@ -35,7 +35,7 @@ def larc(rule: Rule, trust: Trust) -> Rule:
     """`rule`, on gradients scaled a tensor.
 
     Raises:
-        ValueError: a rule that has a survey of its own.
+        SettingError: a rule that has a survey of its own.
     """
     if rule.survey is not None:
         raise SettingError(f"LARC scales gradients by the norms of tensors, and so does {rule.name}: take one of them")
