@@ -158,6 +158,11 @@ def test_states_go_both_ways():
     back.load_state_dict(ours.state_dict())
     assert steps(ours, [True, True, False]) == steps(back, [True, True, False]) == steps(theirs, [True, True, False])
     assert GradScaler(enabled=False).state_dict() == {}
+    broken = {name: value for name, value in theirs.state_dict().items() if name != "scale"}
+    fresh = GradScaler()
+    with pytest.raises(SettingError, match="this state has no scale: pass what state_dict"):
+        fresh.load_state_dict(broken | {"growth_factor": 9.0})
+    assert fresh.get_growth_factor() == 2.0
 
 
 def test_the_numbers_can_be_set():
@@ -215,6 +220,8 @@ def test_one_overflow_skips_that_optimizer_only():
 def test_names_that_are_not_here_and_the_native_lines(capsys):
     with pytest.raises(ImportError, match=r"torch.cuda.amp.autocst is not part of easymp.compat, did you mean 'autocast'\?"):
         importlib.import_module("easymp.compat.torch_cuda.amp").autocst  # noqa: B018
+    with pytest.raises(ImportError, match=r"torch.cuda.Stream is not part of easymp.compat: all but amp is torch's own"):
+        importlib.import_module("easymp.compat.torch_cuda").Stream  # noqa: B018
     GradScaler()
     assert 'acc = Accelerator(mixed_precision="fp16")' in explain()
     assert "# torch.cuda.amp → easymp" in capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from . import amp
 from .amp import layer
 
@@ -9,6 +11,6 @@ __all__ = ["amp"]
 
 __getattr__ = layer.absent(
     "torch.cuda",
-    {},
-    lambda: ["amp; all else of torch.cuda needs no change of the import line"],
+    {name: "all but amp is torch's own: import it from torch.cuda" for name in dir(torch.cuda) if name != "amp"},
+    lambda: __all__,
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...errors import SettingError
 from ...precision import LossScale, Scaler
 from ..saying import Layer
 
@@ -106,8 +107,17 @@ class GradScaler(Scaler):
         return {name: value for name, value in super().state_dict().items() if name != "hysteresis"}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Scale, counters and, unlike the library's own scaler, the rule, as torch's does."""
+        """Scale, counters and, unlike the library's own scaler, the rule, as torch's does.
+
+        Raises:
+            SettingError: a key is missing; nothing has changed.
+        """
         if self.enabled and state_dict:
+            absent = [name for name in self.state_dict() if name not in state_dict]
+            if absent:
+                raise SettingError(
+                    f"this state has no {', '.join(absent)}: pass what state_dict() of a GradScaler returned, torch's or this one's"
+                )
             self._rule(**{name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")})
         super().load_state_dict(state_dict)
 
