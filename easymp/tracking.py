@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import trackers
-from .errors import SettingError, StepError, nearest
+from .errors import SettingError, StepError, TrackerError, nearest
 from .preparing import Preparation
 from .records import ProjectConfiguration
 from .settings import Settings
@@ -116,12 +116,17 @@ class Tracking:
 
         Raises:
             SettingError: there is none of this name.
+            TrackerError: it could not start, or an earlier call said so.
         """
         self._check_name(name, "get_tracker")
         self._check_place()
         if self._run.world.rank != 0:
             return trackers.SILENT
-        tracker = self._logbook.trackers[name.lower()]
+        tracker = self._logbook.trackers.get(name.lower())
+        if tracker is None:
+            raise TrackerError(
+                f"get_tracker: {name!r} could not start, as an earlier error said: mend what it names, or leave it out"
+            )
         return getattr(tracker, "tracker", tracker) if unwrap else tracker  # one of the script's own may have nothing below it
 
     def _check_place(self) -> None:
@@ -140,7 +145,7 @@ class Tracking:
 
     def _check_name(self, name: str, where: str) -> None:
         known = self._tracker_names
-        if name.lower() not in known:
+        if not isinstance(name, str) or name.lower() not in known:
             raise SettingError(
-                f"{where}: {name!r} is no tracker of this run{nearest(name, known) or '.'} It has: {', '.join(known) or 'none'}"
+                f"{where}: {name!r} is no tracker of this run{nearest(str(name), known) or '.'} It has: {', '.join(known) or 'none'}"
             )

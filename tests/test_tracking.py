@@ -128,6 +128,7 @@ def test_rows_do_not_wait_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         (lambda acc: acc.log({"x": 1}, log_kwargs={"jsonl": {}}), SettingError, "jsonl takes nothing beside values and step"),
         (lambda acc: acc.get_tracker("jsnl"), SettingError, "'jsnl' is no tracker of this run, did you mean 'jsonl'"),
+        (lambda acc: acc.get_tracker(3), SettingError, "get_tracker: 3 is no tracker of this run. It has: jsonl"),
         (lambda acc: acc.init_trackers("../x"), SettingError, "pass a name, of which files"),
         (lambda acc: acc.init_trackers("x", init_kwargs={"tensorboard": {}}), SettingError, "init_kwargs: 'tensorboard'"),
         (lambda acc: (acc.log({"x": 1}), acc.init_trackers("x")), StepError, "Call it first"),
@@ -183,6 +184,8 @@ def test_one_that_cannot_start_keeps_no_checkpoint_from_being_saved(tmp_path: Pa
     acc.save_state()
     with pytest.raises(TrackerError, match="no login"):
         acc.log({"x": 2})  # said where the training goes on
+    with pytest.raises(TrackerError, match="get_tracker: 'kept' could not start, as an earlier error said"):
+        acc.get_tracker("kept")
     acc.end_training()
     assert [row["x"] for row in rows(tmp_path)] == [1, 2]
 

@@ -120,9 +120,10 @@ def _seconds(one: _Training, zero: float) -> float | None:
 
 
 def _samples(one: _Training) -> int | None:
+    """Read between the first update and the last; None where none were: several updates of one batch, say."""
     last = one.last("end" if "end" in one.lines else "memory", "samples")
     first = one.last("first", "samples")
-    return None if last is None or first is None else int(last) - int(first)
+    return None if last is None or first is None else int(last) - int(first) or None
 
 
 def _curves(one: _Training, zero: float) -> dict[str, list[Point]]:

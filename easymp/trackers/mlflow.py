@@ -100,7 +100,7 @@ class MLflow:
             for key, value in ((allowed(key), value) for key, value in row.values.items()):
                 if isinstance(value, str):
                     tags[key] = RunTag(key, value)
-                elif row.step > self._known.get(key, -1):
+                elif key not in self._known or row.step > self._known[key]:
                     metrics.append(Metric(key, float(value), int(row.time * 1000), row.step))
         for begin in range(0, len(metrics), METRICS_AT_ONCE):
             self._client.log_batch(self.run.info.run_id, metrics=metrics[begin : begin + METRICS_AT_ONCE])

@@ -89,6 +89,24 @@ def test_of_several_accelerators_the_longest_training_counts(tmp_path: Path, mon
     assert (record.updates, record.trainings) == (6, 3)
 
 
+def test_several_updates_of_one_batch_have_no_number_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A speed of nothing would divide by zero in the comparison of runs."""
+    monkeypatch.setenv("EASYMP_RECORD", str(tmp_path))
+    with Accelerator(cpu=True, log_with="none") as acc:
+        model = torch.nn.Linear(1, 1)
+        loader = torch.utils.data.DataLoader(torch.ones(4, 1), batch_size=2)
+        model, optimizer, loader = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        for batch in loader:
+            for _ in range(3):
+                acc.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            break
+    record = read(tmp_path)
+    assert record is not None
+    assert (record.updates, record.samples) == (2, None)
+
+
 def test_a_loop_without_a_prepared_loader_has_updates_and_no_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EASYMP_RECORD", str(tmp_path))
     with Accelerator(cpu=True, log_with="none") as acc:
