@@ -149,12 +149,12 @@ def _words(text: str) -> list[str]:
 
 
 def _whole(word: str, what: str) -> int:
-    if not word.isdigit() or int(word) < 1:
+    if not word.isdecimal() or int(word) < 1:
         raise SettingError(f"{what} {word!r} is not a whole number of at least 1")
     return int(word)
 
 
 def _optimizer(word: str) -> str | int:
-    if word.isdigit():
+    if word.isdecimal():
         return int(word)
     return next((name for name in STATES if name.endswith(f" {word.lower()}")), word)  # "momentum" is SGD's

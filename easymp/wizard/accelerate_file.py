@@ -18,6 +18,7 @@ ELSEWHERE = ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", 
 ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 KINDS = ("NO", *DEVICES, *ELSEWHERE, *ENGINES)
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # 1 to 5, where a number stands
+BY_NUMBER = {str(number): word for number, word in enumerate(SHARDING, 1)}
 TPU = "no counterpart: a setting of TPUs, which easymp does not know"
 MEGATRON = "no counterpart: an option of Megatron-LM's own models"
 ALONE = "one process, for which nothing is spread: strategy stays auto"
@@ -39,8 +40,8 @@ def sharding(fsdp: Mapping[str, Any]) -> str:
         word = str(fsdp.get(key, "")).upper()
         if word in SHARDING:
             return word
-        if word.isdigit() and 1 <= int(word) <= len(SHARDING):
-            return SHARDING[int(word) - 1]
+        if word in BY_NUMBER:
+            return BY_NUMBER[word]
     return SHARDING[0]
 
 
@@ -181,7 +182,7 @@ def _sharded(take: Taking, value: Any) -> str:
     word = sharding({"fsdp_sharding_strategy": value})
     if isinstance(value, bool):
         return "nothing to take: as by default" if value else take.option(reshard_after_forward=False)
-    if word != str(value).upper() and not str(value).isdigit():
+    if word != str(value).upper() and str(value) not in BY_NUMBER:
         raise take.wrong(value, f"is not one of {', '.join(SHARDING)}{nearest(str(value), SHARDING)}")
     kept = f"; {take.option(reshard_after_forward=False)}" if word in (SHARDING[1], SHARDING[4]) else ""
     return f"strategy {take.spread or 'auto'}{kept}"

@@ -229,6 +229,11 @@ def test_what_is_said(tmp_path: Path, given: dict[str, Any], line: str, words: s
         ("a.yaml", "distributed_type: MULTI_GPUS\n", "line 1: distributed_type = MULTI_GPUS is not one of"),
         ("a.yaml", "debug: true\nmixed_precision: bf61\n", "line 2: mixed_precision = 'bf61' is not one of"),
         ("a.yaml", "debug: true\nuse_cpu: no\ndebug: false\n", "line 3: the key 'debug' stands there before, on line 1"),
+        (
+            "a.yaml",
+            "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 7\n",
+            "line 3: fsdp_config.fsdp_sharding_strategy = 7",
+        ),
         ("a.yaml", "debug: [1\n", "is not valid YAML"),
         ("a.yaml", "a: &x [*x]\ndebug: *x\n", "inside one another without end"),
         ("a.yaml", "- 1\n", "holds a list"),

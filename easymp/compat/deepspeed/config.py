@@ -49,6 +49,8 @@ HONOURED: dict[str, tuple[str, ...] | None] = {
     "data_types": None,
 }
 OLD = {"bfloat16": "bf16"}
+MONITORS = ("tensorboard", "wandb", "csv_monitor")
+LOGGED = "log by engine.accelerator: EASYMP_LOG_WITH=tensorboard, wandb or jsonl, and accelerator.log"
 FLOPS = ("enabled", "profile_step", "module_depth", "top_modules", "detailed", "output_file", "recompute_fwd_factor")
 PROFILED = ("module_depth", "top_modules", "detailed", "recompute_fwd_factor")  # of the flops profiler, without effect
 
@@ -192,7 +194,7 @@ def _ignored(content: Mapping[str, Any]) -> dict[str, str]:
             )
             found.update({f"{key}.{name}": "the strategy and torch decide it" for name in names})
         elif value not in OFF and not (isinstance(value, Mapping) and value.get("enabled") is False):
-            found[key] = "easymp has no such part, or does it by itself"
+            found[key] = LOGGED if key in MONITORS else "easymp has no such part, or does it by itself"
     return found
 
 
