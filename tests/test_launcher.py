@@ -229,6 +229,11 @@ def test_bad_requests(script):
         Place(nodes=2, node_rank=2, port=1)
 
 
+def test_restarts_below_zero_are_refused_on_one_process_too():
+    with pytest.raises(SettingError, match="max_restarts=-1 is below 0"):
+        notebook_launcher(int, num_processes=1, max_restarts=-1)
+
+
 # -- which failure is the cause ----------------------------------------------------------------------------------------
 
 OWN = Failure(0, 1, "ValueError", "x", "", 10.0)

@@ -20,7 +20,8 @@ import pytest
 
 from easymp import env
 from easymp.cli import main
-from easymp.launcher import agent, knocking
+from easymp.errors import SettingError
+from easymp.launcher import agent, knocking, place
 
 from .pool import free_port
 
@@ -398,3 +399,13 @@ def test_two_hosts_find_out_who_is_the_main_one_and_train_over_the_cable(script,
     for code, said in ends(*(node(*words, main=main, before=host) for host in reversed(before))):
         assert code == 0, said
     assert [(tmp_path / f"x{rank}").read_text() for rank in (0, 1)] == [f"3.0 {main} left", f"3.0 {main} right"]
+
+
+def test_a_port_that_this_user_may_not_open_is_no_other_programs(monkeypatch):
+    class Guarded(socket.socket):
+        def bind(self, address):
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(place.socket, "socket", Guarded)
+    with pytest.raises(SettingError, match="port 80 may not be opened by this user .*: take one above 1023"):
+        place.listening(80)

@@ -65,7 +65,10 @@ def record(path: str | None, rank: int, error: BaseException, code: int, hide: T
         kind, message = type(error).__name__, str(error)
         text = "".join(traceback.format_exception(type(error), error, hide))
     failure = Failure(rank, code, kind, message, text, time.time())
-    Path(path).with_name(FILE).write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    place = Path(path).with_name(FILE)
+    fresh = place.with_suffix(".tmp")  # whole or not there: this rank may be killed while it writes
+    fresh.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    fresh.replace(place)
 
 
 def collect(directory: Path, codes: Mapping[int, int], first_rank: int = 0) -> list[Failure]:

@@ -78,6 +78,8 @@ def notebook_launcher(
     if rdzv_endpoint:
         master_addr, port = read_address(rdzv_endpoint)
     place = Place(num_nodes, node_rank, master_addr, port, wait=float(next(iter((rdzv_conf or {}).values()), WAIT)))
+    if max_restarts < 0:
+        raise SettingError(f"max_restarts={max_restarts} is below 0: use 0 for no restart")
     variables = {} if mixed_precision is None else {"EASYMP_MIXED_PRECISION": mixed_precision}
     if processes == 1 and num_nodes == 1:
         with env.override(**variables):

@@ -147,11 +147,17 @@ def interface(address: str) -> str | None:
 
 
 def listening(port: int) -> bool:
-    """Whether somebody on this machine listens at the port already."""
+    """Whether somebody on this machine listens at the port already.
+
+    Raises:
+        SettingError: this user may not.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections do not count
         try:
             probe.bind(("", port))
+        except PermissionError as error:
+            raise SettingError(f"port {port} may not be opened by this user ({error}): take one above 1023") from error
         except OSError:
             return True
     return False
