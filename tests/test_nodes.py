@@ -407,5 +407,5 @@ def test_a_port_that_this_user_may_not_open_is_no_other_programs(monkeypatch):
             raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(place.socket, "socket", Guarded)
-    with pytest.raises(SettingError, match="port 80 may not be opened by this user .*: take one above 1023"):
+    with pytest.raises(SettingError, match=r"port 80 may not be opened by this user .*: take one above 1023"):
         place.listening(80)

@@ -7,6 +7,7 @@ steps than the checkpoint's; the files keep it. Another run of that name gets a 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class TensorBoard:
         if position is not None and (self._folder / position["folder"]).is_dir():
             self.logging_dir, self._last = self._folder / position["folder"], position["step"]
             purge = 0 if self._last is None else self._last + 1
+            _await_next_second(self.logging_dir)
         else:
             self.logging_dir, self._last = fresh_folder(self._folder / run), None
         self.writer = SummaryWriter(**{"log_dir": str(self.logging_dir), "purge_step": purge, **self._options})
@@ -85,3 +87,10 @@ class TensorBoard:
         if self.writer is not None:
             self.writer.close()
             self.writer = None
+
+
+def _await_next_second(folder: Path) -> None:
+    """Until a new file there comes after all others: files are read by their names, which begin with the second, and then the process."""
+    newest = max((path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")), default="")
+    while newest == f"{int(time.time()):010d}":
+        time.sleep(0.02)

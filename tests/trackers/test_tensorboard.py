@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,19 @@ def test_one_that_is_asked_for_before_the_run_is_resumed(tmp_path: Path) -> None
             acc.log({"x": value}, step=int(value))
             acc.save_state()
     assert scalars(tmp_path / "log", "x") == [(1, 1.0), (2, 2.0)] and not (tmp_path / "log-2").exists()
+
+
+def test_a_run_that_goes_on_within_a_second_comes_after_what_there_was(tmp_path: Path) -> None:
+    """Its process may have a smaller number than the one before, which would be read after it."""
+    for number in ("999999", "1"):
+        with Accelerator(cpu=True, project_dir=tmp_path, log_with="tensorboard") as acc:
+            acc.resume()
+            acc.log({"x": float(number)}, step=len(number))
+            acc.save_state()
+        (file,) = [path for path in (tmp_path / "log").iterdir() if str(os.getpid()) in path.name]
+        file.rename(file.with_name(file.name.replace(str(os.getpid()), number)))
+    names = sorted(path.name for path in (tmp_path / "log").iterdir())
+    assert [name.split(".")[-2] for name in names] == ["999999", "1"]
 
 
 def test_another_run_of_that_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
