@@ -17,6 +17,7 @@ from io import BytesIO
 from itertools import islice
 from typing import Any, TypeVar
 
+from ..apart import keep_apart
 from ..errors import CheckpointError
 from . import calls
 from .checksums import blocks, check, check_size, crc32
@@ -30,6 +31,8 @@ from .storage import Claim, Part, Tick, components, nothing
 T = TypeVar("T")
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "cos", "memory"}
 """Protocols where a folder is no more than how names begin, and one call stores a small file at once."""
+CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "google", "requests", "urllib3")
+"""Packages through which those of fsspec reach a store, and that draw how long to wait before they try again."""
 MOST_PARTS = 9_000  # of one upload; S3 takes 10,000
 PIECE = 2**20
 AT_ONCE = 3  # blocks that are asked for together, and lie in memory until they are checked
@@ -64,6 +67,7 @@ class RemoteStorage:
             raise CheckpointError(
                 f"{place}: {error}. Install the package that fsspec needs for it (pip install 'easymp[s3]' for s3://)"
             ) from None
+        keep_apart((type(self._fs).__module__.partition(".")[0], *CLIENTS))
         kinds = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self._folders = not kinds & OBJECT_STORES
 

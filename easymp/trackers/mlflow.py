@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import env
+from ..apart import keep_apart
 from ..log import get_logger
 from .config import concise
 from .ending import failing
@@ -57,6 +58,7 @@ class MLflow:
             self._before = env.put({URI: f"sqlite:///{(self._folder / 'mlflow.db').absolute().as_posix()}"})
         self._client = mlflow.MlflowClient(env.read(URI))
         found = self._client.get_experiment_by_name(experiment)
+        keep_apart(("mlflow", "requests", "urllib3"))  # a run's name is drawn, and how long to wait for a server
         place = (self._folder / "mlartifacts").absolute().as_uri() if local else None
         number = found.experiment_id if found is not None else self._client.create_experiment(experiment, place)
         if position is not None:

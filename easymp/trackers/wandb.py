@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..apart import keep_apart
 from ..log import get_logger
 from .ending import failing
 from .rows import Row
@@ -37,6 +38,7 @@ class WandB:
     def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         import wandb
 
+        keep_apart(("wandb", "requests", "urllib3"))  # how long to wait for a server is drawn
         if self.run is not None:
             if position is not None and self.run.id == position["id"]:
                 return  # an earlier checkpoint of this very run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,19 @@ def with_a_file(folder: str, uri: str | None) -> str | None:
         assert acc.get_tracker("mlflow", unwrap=True).info.run_name == "mine"
         mlflow.log_text("text", "note.txt")
     return os.environ.get("MLFLOW_TRACKING_URI")
+
+
+def drawn_by_it(folder: str) -> bool:
+    """Whether MLflow, which draws a run's name, left Python's stream where it was."""
+    with Accelerator(cpu=True, project_dir=folder, log_with="mlflow") as acc:
+        before = random.getstate()
+        acc.init_trackers("run")
+        assert acc.get_tracker("mlflow", unwrap=True).info.run_name
+        return random.getstate() == before
+
+
+def test_a_name_is_not_drawn_from_the_training_s_stream(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(drawn_by_it, str(tmp_path), processes=1, env={"MLFLOW_TRACKING_URI": None}) == [True]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
