@@ -8,7 +8,6 @@ Parameters and their gradients stay fp32, so the optimizer and checkpoints know 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +25,6 @@ MULTIPLE = 16  # what torch._scaled_mm wants the inner and the last dimension to
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-@dataclass(frozen=True, eq=False)
 class FP8(BF16):
     """bf16 autocast, with `Float8Linear` in the place of each `nn.Linear` whose two sizes are multiples of 16.
 

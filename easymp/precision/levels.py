@@ -13,8 +13,7 @@ says otherwise.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -30,14 +29,12 @@ from .fp16 import FP16
 from .fp32 import FP32
 
 
-@dataclass(frozen=True, eq=False)
 class O0(FP32):
     """fp32 under Apex's name."""
 
     name: ClassVar[str] = "O0"
 
 
-@dataclass(frozen=True, eq=False)
 class O1(FP16):
     """fp16 by Apex's lists: torch's autocast on accelerators, whose lists they are; on CPUs, whose list is another, a function mode."""
 
@@ -54,8 +51,7 @@ class O1(FP16):
         return super().casting(device, options)
 
 
-@dataclass(frozen=True, eq=False)
-class O2:
+class O2(FP32):
     """An fp16 model whose optimizer steps fp32 masters.
 
     In place: parameters and buffers become fp16, but for batch-norm layers with parameters of their own.
@@ -67,11 +63,8 @@ class O2:
     reduce: ClassVar[torch.dtype] = torch.float16
     scaled: ClassVar[bool] = True
     masters: ClassVar[bool] = True
-    swaps: ClassVar[bool] = False
     tf32: ClassVar[bool] = True
     keeps_batch_norm: ClassVar[bool] = True
-
-    options: AutocastKwargs = AutocastKwargs()
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:
@@ -81,20 +74,13 @@ class O2:
     def output(self) -> torch.dtype | None:
         return self.options.output_dtype
 
-    def decide(self, model: nn.Module) -> None:
-        pass
-
     def convert(self, model: nn.Module) -> nn.Module:
         return cast_model(model, self.param, self.keeps_batch_norm)
 
     def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
         return HalfModel(model, self.options)
 
-    def casting(self, device: torch.device, options: AutocastKwargs) -> AbstractContextManager[Any]:
-        return nullcontext()
 
-
-@dataclass(frozen=True, eq=False)
 class O3(O2):
     """An fp16 model, and nothing else: the gradients that vanish, vanish."""
 
