@@ -543,6 +543,7 @@ def test_refusals(monkeypatch):
     for option in (
         {"rdzv_backend": "etcd"},
         {"rdzv_conf": {"rank": 1}},
+        {"rdzv_conf": {"timeout": 10, "join_timeout": 20}},
         {"rdzv_id": "7"},
         {"log_line_prefix_template": "[${rank}]"},
     ):

@@ -190,6 +190,8 @@ def _refuse(cpu: bool) -> None:
 def _no_counterpart(backend: str, conf: Mapping[str, Any] | None, run: str, prefix: str | None) -> None:
     if backend not in ("static", "c10d"):
         raise RefusedError(f"rdzv_backend={backend!r} is not there: nodes meet at node 0, leave it away")
+    if len(set((conf or {}).values())) > 1:
+        raise RefusedError(f"rdzv_conf={dict(conf or {})!r} has two timeouts, and there is one wait: leave one of them out")
     if unknown := [name for name in conf or {} if name not in ("timeout", "join_timeout")]:
         raise RefusedError(f"rdzv_conf has {unknown[0]!r}, which has no counterpart here: 'timeout' is all that it may have")
     if run != "none":

@@ -8,7 +8,9 @@ import socket
 from dataclasses import dataclass
 
 from ..errors import SettingError
+from ..log import get_logger
 
+logger = get_logger(__name__)
 PORT = 29500  # torchrun's
 WAIT = 600.0  # seconds
 LOOPBACK = "127.0.0.1"
@@ -88,7 +90,8 @@ def place(
             )
         port = port or main_port or PORT
     elif not is_here(address):
-        address = LOOPBACK  # a project file's, in a run on one machine
+        logger.warning("one node meets nobody: main_address=%r is not this machine, and not used (more: --nodes)", main_address)
+        address = LOOPBACK
     return Place(least, node_rank, address, port or main_port, None if most == least else most, wait)
 
 

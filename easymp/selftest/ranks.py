@@ -7,6 +7,7 @@ import time
 import torch
 
 from ..accelerator import Accelerator
+from ..operations import broadcast, gather_object
 from ..units import size
 from .findings import LeftOut, Wrong
 
@@ -15,7 +16,7 @@ ROUNDS = 5
 
 
 def collectives(acc: Accelerator) -> str:
-    """Sum and gather, of numbers that each rank knows for all."""
+    """Sum, gather and broadcast of numbers, and gather of objects, all of which each rank knows for all."""
     rank, ranks = acc.process_index, acc.num_processes
     mine = torch.full((3,), float(rank + 1), device=acc.device)
     total = acc.reduce(mine, "sum")
@@ -25,6 +26,12 @@ def collectives(acc: Accelerator) -> str:
     gathered = acc.gather(torch.tensor([rank], device=acc.device)).tolist()
     if gathered != list(range(ranks)):
         raise Wrong(f"the ranks' numbers were gathered as {gathered}, not {list(range(ranks))}")
+    sent = [broadcast(torch.tensor([rank], device=acc.device), from_process=root).item() for root in range(ranks)]
+    if sent != list(range(ranks)):
+        raise Wrong(f"the ranks' numbers were broadcast as {sent}, not {list(range(ranks))}")
+    objects = gather_object([f"rank {rank}"])
+    if objects != [f"rank {i}" for i in range(ranks)]:
+        raise Wrong(f"the ranks' names were gathered as {objects}")
     acc.wait_for_everyone()
     devices = acc.gather(torch.tensor([acc.device.index or 0], device=acc.device)).tolist()
     kind = acc.device.type

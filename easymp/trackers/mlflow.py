@@ -77,7 +77,11 @@ class MLflow:
         from mlflow.entities import Param
 
         there = self._client.get_run(self.run.info.run_id).data.params
-        said = {allowed(key): str(value)[:LONGEST] for key, value in concise(config).items()}
+        whole = {allowed(key): str(value) for key, value in concise(config).items()}
+        long = [key for key, value in whole.items() if len(value) > LONGEST]
+        if long:
+            logger.warning("MLflow takes %d characters of a parameter, and these are cut: %s", LONGEST, ", ".join(long))
+        said = {key: value[:LONGEST] for key, value in whole.items()}
         changed = [key for key, value in said.items() if there.get(key, value) != value]
         if changed:
             logger.warning("MLflow keeps what these parameters of the run were first: %s", ", ".join(changed))

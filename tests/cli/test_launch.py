@@ -50,6 +50,15 @@ def test_words(launched, words, args, options):
     assert launched == [(args, plain | options)]
 
 
+def test_one_node_has_no_use_for_another_s_address_and_says_so(launched, caplog):
+    assert main(["launch", "--main-address", "192.0.2.1", "t.py"]) == 9
+    assert launched[0][1]["place"] == Place()
+    assert "main_address='192.0.2.1' is not this machine, and not used" in caplog.text
+    caplog.clear()
+    assert main(["launch", "--main-address", "localhost:7777", "t.py"]) == 9
+    assert launched[1][1]["place"].port == 7777 and not caplog.text
+
+
 @pytest.mark.parametrize(
     ("words", "why", "way"),
     [

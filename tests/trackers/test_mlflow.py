@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import random
 from importlib.util import find_spec
@@ -41,11 +43,16 @@ def with_a_file(folder: str, uri: str | None) -> str | None:
     """A run to which the script adds a file by MLflow's own function; what is in the environment afterwards."""
     import mlflow
 
+    heard = io.StringIO()
+    listening = logging.StreamHandler(heard)
+    logging.getLogger("easymp").addHandler(listening)
     with Accelerator(cpu=True, project_dir=folder, log_with="mlflow") as acc:
         acc.init_trackers("run", {"long": "x" * 9999}, init_kwargs={"mlflow": {"run_name": "mine", "nested_run": False}})
         acc.log({"a, b": 1.0, "many": {f"{n}": n for n in range(250)}})
         assert acc.get_tracker("mlflow", unwrap=True).info.run_name == "mine"
+        assert "these are cut: long" in heard.getvalue()
         mlflow.log_text("text", "note.txt")
+    logging.getLogger("easymp").removeHandler(listening)
     return os.environ.get("MLFLOW_TRACKING_URI")
 
 
