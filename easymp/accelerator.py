@@ -192,8 +192,6 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         self._sync_each_batch = plugin.sync_each_batch
         self._clock = StepClock(plan.accumulation.value, plugin.sync_with_dataloader)
         device = torch.device(plan.device.value)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         self._undo = ExitStack()
         self._world = World(plan.ranks, device, asked.timeout, asked.debug)
         try:

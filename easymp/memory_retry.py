@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import EasympError, SettingError
+from .errors import SettingError
 from .log import get_logger
 from .state import accelerators, current_world
 from .world import World
 
 logger = get_logger(__name__)
 
-SIGNS = ("out of memory", "can't allocate memory", "not enough memory")
+SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")  # the last: cuBLAS's and cuDNN's
 AS_LONG_AS_IT_TAKES = timedelta(days=7)  # the others may have a whole training to finish
 
 
@@ -120,7 +120,7 @@ def _attempt(world: World, function: Callable[..., Any], args: tuple[Any, ...], 
     before = [model for accelerator in accelerators() for model in accelerator._prepared.models]
     try:
         result, outcome = function(*args, **kwargs), "done"
-    except (RuntimeError, MemoryError, EasympError) as error:
+    except Exception as error:  # whatever it is, the others wait to hear of it
         if out_of_memory(error):
             outcome = "out of memory"
         elif notes is not None and notes.someone_ran_out():

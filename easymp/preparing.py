@@ -23,6 +23,7 @@ from .log import get_logger
 from .precision import Scaler
 from .prepared import Route, make_view
 from .protocols import Choice, Manner, Precision, Strategy
+from .rebind import follow
 from .records import DataLoaderConfiguration
 from .rng import diverge
 from .state import Run
@@ -224,6 +225,7 @@ class Preparation:
                 f"ema_decay was given to {kind} and to the Accelerator, which would keep one average twice: give it to one"
             )
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        follow(optimizer)
         masters = optim.Masters(optimizer, self.masters) if self._precision.masters else None
         why_not: str | None = None
         fused = self._run.plan.settings.fused

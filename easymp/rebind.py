@@ -1,4 +1,4 @@
-"""Point optimizers at parameters that took others' places, by name.
+"""Point optimizers at parameters that took others' places, by name; and let what they remember follow parameters to another device.
 
 Names are taken before anything is replaced (`names_of`), since wrapping may add prefixes, and ids of what is gone mean nothing.
 """
@@ -6,6 +6,7 @@ Names are taken before anything is replaced (`names_of`), since wrapping may add
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,3 +46,27 @@ def rebind(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], names:
                     if parameter in optimizer.state:  # an empty entry, that looking it up has made
                         optimizer.state[new] = optimizer.state.pop(parameter)
                     held[i] = new
+
+
+def follow(optimizer: torch.optim.Optimizer) -> None:
+    """Put what `optimizer` remembers of each parameter where that one is now: it may have stepped, or loaded a state, before it moved.
+
+    Counters stay on the CPU where torch's plain step wants them: as in torch's own `load_state_dict`, unless it is fused or capturable.
+    """
+    for group in optimizer.param_groups:
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]:
+            if parameter not in optimizer.state:
+                continue
+            state = optimizer.state[parameter]
+            for key, value in state.items():
+                if key != "step" or on_device:
+                    state[key] = _at(value, parameter.device)
+
+
+def _at(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)  # itself, where it is there
+    if type(value) in (list, tuple):
+        return type(value)(_at(item, device) for item in value)
+    return {key: _at(item, device) for key, item in value.items()} if type(value) is dict else value

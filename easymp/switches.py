@@ -19,8 +19,7 @@ def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
             CUBLAS_WORKSPACE_CONFIG), and cuDNN may not choose by timing.
     """
     if tf32:
-        undo(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        undo(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        _remember(undo)
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     if deterministic:
@@ -30,3 +29,21 @@ def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
         undo(env.put, env.put({"CUBLAS_WORKSPACE_CONFIG": env.read("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}))
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+
+def _remember(undo: Callable[..., Any]) -> None:
+    """Tell `undo` how TF32 is switched now.
+
+    torch 2.9 and newer have switches of another kind (``fp32_precision``), which the older ones set, too; but once somebody has used the
+    newer ones, to read an older one is an error where it cannot say the same.
+    """
+    backends: Any = torch.backends
+    try:
+        undo(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    except RuntimeError:
+        undo(setattr, backends.cuda.matmul, "fp32_precision", backends.cuda.matmul.fp32_precision)
+    try:
+        undo(setattr, backends.cudnn, "allow_tf32", backends.cudnn.allow_tf32)
+    except RuntimeError:
+        for operation in (backends.cudnn.conv, backends.cudnn.rnn):
+            undo(setattr, operation, "fp32_precision", operation.fp32_precision)

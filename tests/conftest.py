@@ -18,7 +18,8 @@ import torch
 from .pool import Failure, Pool, RanksFailed, explain, leaked_threads, names_from_the_hosts_file_only
 
 # Written by libraries at import or first use, and by pytest itself.
-FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "MPL", "TF_", "GRPC_")
+FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "MPL", "TF_", "GRPC_", "CUDA_MODULE_LOADING")
+DRIVERS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")  # what a GPU's driver keeps open once it is in use
 FOLDER = Path("/proc/self/fd")
 SPARE_DESCRIPTORS = 40  # pipes of the pool's workers, libraries loaded by a test
 
@@ -178,7 +179,7 @@ def _unclosed(before: dict[int, str]) -> Iterator[str]:
     known = set(before.values())
     deadline = time.monotonic() + 1.0
     while True:
-        new = {number: target for number, target in _descriptors().items() if target not in known}
+        new = {n: target for n, target in _descriptors().items() if target not in known and not target.startswith(DRIVERS)}
         files = sorted(t for t in new.values() if t.startswith("/") and not t.startswith(("/dev/", "/proc/", "/memfd:")))
         plugged = any(target.startswith("socket:") for target in new.values())  # looking for the peer of each takes long
         sockets = [c for c in psutil.Process().net_connections("inet") if c.fd in new] if plugged else []

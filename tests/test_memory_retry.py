@@ -32,6 +32,25 @@ def test_the_batch_is_halved_until_it_fits() -> None:
     assert tried == [16, 8, 4, 4]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "HIP out of memory. Tried to allocate 2.00 GiB",
+    ],
+)
+def test_libraries_say_it_in_words_of_their_own(words: str) -> None:
+    @find_executable_batch_size(starting_batch_size=2)
+    def train(batch_size: int) -> int:
+        if batch_size > 1:
+            raise RuntimeError(words)
+        return batch_size
+
+    assert train() == 1
+
+
 def test_the_global_batch_can_stay_by_more_micro_batches() -> None:
     tried = []
 
@@ -137,6 +156,32 @@ def test_a_model_prepared_by_an_outer_accelerator_does_not_hold_the_others_up(ra
     for tried, seconds in ranks(one_rank_runs_out_in_accelerates_idiom, timeout=100):
         assert tried == [8, 4, 2]
         assert seconds < 30, "two attempts that end at the timeout take 120"
+
+
+def one_rank_runs_out_and_the_other_finds_no_group() -> list[int]:
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> None:
+        with Accelerator(mixed_precision="no") as acc:
+            tried.append(batch_size)
+            if batch_size > 2:
+                if acc.process_index == 1:
+                    out_of_memory()
+                try:
+                    acc.reduce(torch.tensor(1.0))
+                except RuntimeError:  # as torch says it where the group was aborted, on a GPU, and not cut off
+                    raise ValueError("Default process group has not been initialized") from None
+
+    outer = Accelerator(mixed_precision="no")
+    train()
+    outer.close()
+    current_world().close()
+    return tried
+
+
+def test_whatever_follows_from_another_ranks_lack_of_memory_is_tried_again(ranks) -> None:
+    assert ranks(one_rank_runs_out_and_the_other_finds_no_group) == [[4, 2]] * 2
 
 
 def test_what_was_prepared_before_stays() -> None:

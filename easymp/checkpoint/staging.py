@@ -85,13 +85,14 @@ def _move(task: tuple[memoryview, memoryview]) -> None:
 
 
 def _copy(into: Tensor, tensor: Tensor) -> None:
-    """The bytes of `tensor`, row-major, in the row of bytes `into`."""
+    """The bytes of `tensor`, row-major, in the row of bytes `into`; of CUDA's, once its stream has come so far."""
     if not tensor.numel():
         return
+    later = tensor.is_cuda  # of no other device is there an event to wait for
     if into.storage_offset() % tensor.itemsize == 0:
-        into.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+        into.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=later)
     else:
-        into.copy_(tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8), non_blocking=True)
+        into.copy_(tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8), non_blocking=later)
 
 
 def _padded(size: int) -> int:

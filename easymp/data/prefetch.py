@@ -2,7 +2,9 @@
 
 On CUDA the next batch is copied on a side stream while the step computes: CPU memory is pinned first (by the DataLoader's own
 thread where it has workers, else here), the copy of batch k+1 is queued before batch k is handed out, and the compute stream
-waits for batch k's own copy only. Elsewhere a batch is moved when its turn comes, and on the CPU nothing is done at all.
+waits for batch k's own copy only. So plain tensors travel; what else there is in a batch (sparse tensors, tensors of a class of
+their own, packed sequences) moves when its turn comes, for only its own `to` knows what it holds. Elsewhere that is how all of a
+batch is moved, and on the CPU nothing is done.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def _ahead(feed: Feed, device: torch.device) -> Feed:
     def copy(batch: Any) -> tuple[Any, torch.cuda.Event]:
         # A data set may have made CUDA tensors itself, on the compute stream: nothing to wait for on the side one.
         with torch.cuda.stream(side):
-            there = tree.send_to_device(tree.map_leaves(_pin, batch), device, non_blocking=True)
+            there = tree.map_leaves(lambda leaf: _pin(leaf).to(device, non_blocking=True) if _plain(leaf) else leaf, batch)
             return there, side.record_event()
 
     held: tuple[Any, torch.cuda.Event, Note] | None = None
@@ -52,15 +54,23 @@ def _ahead(feed: Feed, device: torch.device) -> Feed:
         yield _arrived(held[0], held[1], device), held[2]
 
 
-def _pin(leaf: Any) -> Any:
-    return leaf.pin_memory() if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and not leaf.is_pinned() else leaf
+def _plain(leaf: Any) -> bool:
+    """Whether all its memory is one that can be pinned, and told who uses it."""
+    return type(leaf) is Tensor and leaf.layout is torch.strided
+
+
+def _pin(leaf: Tensor) -> Tensor:
+    return leaf.pin_memory() if leaf.device.type == "cpu" and not leaf.is_pinned() else leaf
 
 
 def _arrived(batch: Any, copied: torch.cuda.Event, device: torch.device) -> Any:
     compute = torch.cuda.current_stream(device)
     compute.wait_event(copied)
+    others = False
     for leaf in tree.leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.is_cuda:
+        if not _plain(leaf):
+            others |= hasattr(leaf, "to")
+        elif leaf.is_cuda:
             # The memory was allocated for the side stream: it may not be reused before the compute stream is done with it.
             leaf.record_stream(compute)
-    return batch
+    return tree.send_to_device(batch, device, non_blocking=True) if others else batch

@@ -161,7 +161,7 @@ class Scaler:
     def _scaled(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor):
             raise StepError(f"scale() takes tensors, not {type(loss).__name__}: pass the loss before .item() or float()")
-        return loss * self._on(loss.device).to(loss.device, non_blocking=True)
+        return loss * _to(self._on(loss.device), loss.device)
 
     def _on(self, device: torch.device) -> Tensor:
         if self._scale is None:
@@ -223,12 +223,12 @@ class Scaler:
             launcher = cuda.launcher_with(device, [cuda.UNSCALE[dtype], cuda.TOTAL]) if dtype in cuda.UNSCALE else None
             if launcher is not None:
                 unscaler = self._unscalers.setdefault((device, dtype), cuda.Gradients(launcher))
-                bad, grads = unscaler.unscale(grads, scale.to(device, non_blocking=True))
+                bad, grads = unscaler.unscale(grads, _to(scale, device))
                 torch.maximum(here, bad, out=here)
             if grads:
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, here, inverse.to(device, non_blocking=True))
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, here, _to(inverse, device))
             if here is not found:
-                found = torch.maximum(found, here.to(found.device, non_blocking=True))
+                found = torch.maximum(found, _to(here, found.device))
         return found
 
     def agreed(self, found: Tensor, here: bool) -> Tensor:
@@ -459,6 +459,11 @@ class Scaler:
         self._rounds.clear()
         if device is not None:
             self._on(device)
+
+
+def _to(number: Tensor, device: torch.device) -> Tensor:
+    """There, without a wait where a device reads it: the host would read before it has come."""
+    return number.to(device, non_blocking=device.type != "cpu")
 
 
 def _times(scale: Tensor, factor: float) -> Tensor:

@@ -180,7 +180,7 @@ class Profile(torch.profiler.profile):
             super().prepare_trace()
 
     def start_trace(self) -> None:
-        if self.use_device == "cuda":
+        if self.use_device == "cuda" and torch.cuda.is_initialized():  # else this process computes on the CPU, and shall go on so
             torch.cuda.synchronize()  # what was launched before belongs to no step
             self._base = torch.cuda.memory_allocated()
         super().start_trace()

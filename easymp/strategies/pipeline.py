@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..errors import PrepareError, RefusedError, SettingError, StepError
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
+from ..rebind import follow
 from ..world import World
 from .cuts import Cuts, balance, candidates, choose, survey
 from .materialising import LEFT
@@ -191,11 +192,10 @@ class Pipeline:
                             shared.append(Shared(tensor, len(users), groups[users]))
         LEFT.add(model)
         for optimizer in self._optimizers:
-            for parameter, state in list(optimizer.state.items()):
+            for parameter in list(optimizer.state):
                 if isinstance(parameter, Tensor) and parameter.is_meta:
                     del optimizer.state[parameter]
-                elif manner.place and id(parameter) in self._homes:
-                    state.update({k: v.to(parameter.device) for k, v in state.items() if isinstance(v, Tensor) and v.ndim})
+            follow(optimizer)
         for module in candidates(model, cuts.begins).values():
             mine = [*module.parameters(), *module.buffers()]
             if mine and not any(t.is_meta for t in mine):

@@ -82,12 +82,12 @@ class Wires:
 
     def tell(self, item: Any, step: int) -> None:
         with self._world.explained(f"sending to rank {self._world.rank + step}"):
-            dist.send_object_list([item], self._world.rank + step, device=self._world.device)
+            dist.send_object_list([item], self._world.rank + step)
 
     def hear(self, step: int) -> Any:
         items: list[Any] = [None]
         with self._world.explained(f"receiving from rank {self._world.rank + step}"):
-            dist.recv_object_list(items, self._world.rank + step, device=self._world.device)
+            dist.recv_object_list(items, self._world.rank + step)
         return items[0]
 
     def share(self, tensor: Tensor, source: int) -> None:

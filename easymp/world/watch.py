@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 FOREVER = timedelta(days=30)
+ABORT = "abort "  # what a rank that breaks off says, and the number of its group
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 PATIENCE = timedelta(seconds=3)
 # Lines of these say nothing about where a user's script is: ours, Python's own, and installed packages (within the latter).
 NOT_THE_USERS = (str(Path(__file__).parent.parent), str(Path(threading.__file__).parent))
@@ -41,13 +43,16 @@ PEER_SIGNS = (
 class Watch:
     """One rank's listener. `close` ends it.
 
+    Args:
+        abort: called in the listener's thread when another rank breaks off, with the number of the group that it leaves.
+
     Attributes:
         heard: called in the listener's thread when another rank wants to agree on something (`call`); what it returns is this rank's
             answer, and None is none.
     """
 
-    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, rank: int, size: int, store: dist.Store, abort: Callable[[int], None] = lambda group: None) -> None:
+        self._rank, self._size, self._abort = rank, size, abort
         # A clone has a connection of its own, so the sleeper blocks nobody.
         # Counted in the store: worlds come and go on all ranks alike, but processes need not have lived equally long.
         number = store.add(f"easymp/watches/{rank}", 1)
@@ -68,8 +73,8 @@ class Watch:
                 asker = self._store.get(key).decode()
                 if asker == "close":
                     return
-                if asker == "abort":
-                    dist.distributed_c10d._abort_process_group()
+                if asker.startswith(ABORT):
+                    self._abort(int(asker.removeprefix(ABORT)))
                     continue
                 if asker == "call":
                     if (answer := self.heard()) is not None:
@@ -107,11 +112,11 @@ class Watch:
             lines.append("  the other ranks cannot be asked: rank 0, which holds the store, has ended or was killed")
         return "\n".join(lines)
 
-    def abort_others(self) -> None:
-        """Let every other rank abort its collectives: kernels that wait on the device end with an error."""
+    def abort_others(self, group: int) -> None:
+        """Let every other rank abort the collectives of this group: kernels that wait on the device end with an error."""
         for rank in range(self._size):
             if rank != self._rank:
-                self._send(rank, "abort")
+                self._send(rank, f"{ABORT}{group}")
 
     def call(self, answer: int) -> None:
         """Give this rank's answer, and have the others' listeners give theirs."""
@@ -145,14 +150,17 @@ class Watch:
 
 
 def last_collective() -> str:
-    """The newest entry of torch's flight recorder, in words."""
-    try:
-        entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]
-    except (AttributeError, RuntimeError, KeyError, ValueError):
-        return "last collective unknown"
+    """The newest entry of torch's flight recorders, in words: there is one for gloo, and one for NCCL."""
+    entries = []
+    for name in RECORDERS:
+        dump = getattr(torch._C._distributed_c10d, name, None)  # a torch without CUDA has the first alone
+        try:
+            entries += json.loads(dump()).get("entries", ())[-1:] if dump is not None else ()
+        except (RuntimeError, ValueError):
+            return "last collective unknown"
     if not entries:
         return "no collective yet"
-    entry = entries[-1]
+    entry = max(entries, key=lambda entry: entry.get("time_created_ns", 0))
     name = str(entry.get("profiling_name", "?")).split(":")[-1]
     return (
         f"last collective #{entry.get('collective_seq_id', '?')} {name}{entry.get('input_sizes', '')} ({entry.get('state', '?')})"

@@ -13,6 +13,7 @@ import importlib
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ MOVABLE = {
 
 
 BUCKET = 2**24  # elements averaged at a time: 64 MiB of fp32
+# A group that is bound to its device connects at once, and parts of it (those of a mesh of two dimensions) are split from it. Before
+# 2.10 torch splits no group of two backends: 2.8 stops with an assertion, and in 2.9 gloo's parts meet under one name.
+BINDS = torch.__version__ >= (2, 10)
 FAREWELL = 10.0  # seconds to wait for the others before leaving
 
 
@@ -52,7 +56,7 @@ class World:
 
     Args:
         ranks: who this process is.
-        device: where its tensors live.
+        device: where its tensors live; becomes this process's current one, so that nothing of it ends up on the first.
         timeout: seconds that a collective may wait for the other ranks.
         debug: compare shapes and dtypes over the ranks before each collective.
     """
@@ -62,6 +66,8 @@ class World:
         self.rank, self.size = ranks.rank, ranks.size
         self.local_rank, self.local_size = ranks.local_rank, ranks.local_size
         self.device = device
+        if device.index is not None:
+            torch.get_device_module(device).set_device(device)
         self.timeout = timeout
         self.debug = debug
         self.backend: str | None = None
@@ -70,6 +76,8 @@ class World:
         self.owned = False  # whether we started the process group, and so end it
         self._store: dist.Store | None = None
         self._watch: Watch | None = None
+        self._number = 0  # of the group that runs, the same on all ranks
+        self._ending = threading.Lock()
         if ranks.announced:
             self._join()
 
@@ -84,13 +92,13 @@ class World:
         self.backend = dist.get_backend()
         self._store = dist.distributed_c10d._get_default_store()
         if self.size > 1:
-            self._watch = Watch(self.rank, self.size, self._store)
+            self._watch = Watch(self.rank, self.size, self._store, self._abort)
         atexit.register(self.close)  # a thread that sleeps in the store must not outlive the interpreter
 
     def _connect(self, store: dist.Store) -> None:
         # Each group has a place of its own in the store. Counted there and not here: a process that was started later than the
         # others, or lived through other worlds, would count differently.
-        number = store.add(f"groups/{self.rank}", 1)
+        number = self._number = store.add(f"groups/{self.rank}", 1)
         # Its functions have the default group of the moment as default arguments: imported later (the first DDP does), it would
         # keep this group's connections open for good, and ranks that wait for this one would not hear that it left.
         importlib.import_module("torch.distributed.nn.functional")
@@ -101,7 +109,7 @@ class World:
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timedelta(seconds=self.timeout),
-                device_id=self.device if self.device.type == "cuda" else None,
+                device_id=self.device if self.device.type == "cuda" and BINDS else None,
             )
 
     def _sign_in(self, limit: timedelta) -> dist.Store:
@@ -209,14 +217,23 @@ class World:
     def break_off(self) -> None:
         """Cut this rank's connections, so that ranks that wait for it in a collective get an error now. Then `restart`."""
         if self._watch is not None and self.device.type != "cpu":
-            self._watch.abort_others()  # their kernels wait on the device, where a closed socket is not seen
-        if dist.is_initialized():
-            dist.destroy_process_group()
+            self._watch.abort_others(self._number)  # their kernels wait on the device, where a closed socket is not seen
+        self._abort(self._number)
+
+    def _abort(self, number: int) -> None:
+        """End group `number`, if it still runs: on this rank's own account, or in the listener's thread on another's."""
+        with self._ending:
+            if number != self._number or not dist.is_initialized():
+                return
+            if self.device.type == "cuda":
+                # Destroying it would wait for what is under way, which others have broken off or never come to.
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
 
     def restart(self) -> None:
         """Begin again over fresh connections, on all ranks together, after one of them broke off."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self._abort(self._number)
         forget_meshes()
         assert self._store is not None
         self._connect(self._store)
@@ -341,10 +358,13 @@ class World:
         return items
 
     def broadcast_objects(self, items: list[Any], source: int = 0) -> list[Any]:
-        """Rank `source`'s list on every rank; the given list is filled in place and returned. Lengths must agree."""
+        """Rank `source`'s list on every rank; the given list is filled in place and returned. Lengths must agree.
+
+        It goes from host to host where the group has a backend for that: by way of a device it would wait for all that runs there.
+        """
         if self.size > 1:
             with self.explained("broadcast of objects"):
-                dist.broadcast_object_list(items, source, device=self.device)
+                dist.broadcast_object_list(items, source)
         return items
 
     def send(self, tensor: Tensor, target: int) -> None:

@@ -89,3 +89,14 @@ def test_a_copy_from_a_gpu_is_of_the_moment_of_the_call():
         assert bytes(content) == right
         parts = kept
     assert b"".join(contents(plan, parts)) == right
+
+
+def test_nothing_but_cuda_is_copied_behind_the_callers_back(monkeypatch):
+    """There is no event to wait for elsewhere (Apple's, Intel's)."""
+    waits, copy = [], torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda into, source, non_blocking: (waits.append(non_blocking), copy(into, source))[1]
+    )
+    plan, parts = planned()
+    Image().take([plan], parts)
+    assert waits and not any(waits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from torch import nn
 
 import easymp.compat.horovod as hvd
 from easymp.compat.horovod.adasum import adasum, pair
+from easymp.compat.horovod.engine import Engine, Pending
 from easymp.compat.horovod.requests import Order, Request, Table, agree, read_orders, read_requests, written
+from easymp.world import Ranks, World
 
 Average, Sum, Min, Max, Product, Adasum = hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product, hvd.Adasum
 
@@ -780,3 +782,38 @@ def test_names_that_are_not_here():
     assert not hvd.mpi_built()
     assert hvd.gloo_built()
     assert isinstance(hvd.nccl_built(), bool)
+
+
+def test_what_is_handed_out_of_a_gpu_is_made_before_its_event(monkeypatch):
+    """Reduced together and cut apart, each result is a copy: on the stream of the reduction, not after it on another one."""
+    log: list[str] = []
+
+    class Stream:
+        def wait_event(self, event):
+            log.append(f"wait {event}")
+
+    class Event:
+        def record(self, stream):
+            log.append("record")
+
+    class Carrier:
+        def carry(self, orders, tensors):
+            log.append("carry")
+            return list(torch.arange(6.0).split(2))
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: (log.append("clone"), clone(tensor))[1])
+    into = torch.zeros(2)
+    found = [Pending(Request(name, "allreduce"), torch.zeros(2), there) for name, there in (("a", None), ("b", into))]
+    for pending in found:
+        pending.ready = pending.request.name
+    engine = Engine(World(Ranks(), torch.device("cpu")))
+    engine._carrier = Carrier()
+    outputs = engine._on_stream([], [*found, None])
+    assert log == ["wait a", "wait b", "carry", "clone", "record"]
+    assert outputs[0]._base is None and outputs[0].tolist() == [0.0, 1.0] and into.tolist() == [2.0, 3.0]
+    assert [pending.event for pending in found] == [found[0].event] * 2

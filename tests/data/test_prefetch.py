@@ -55,21 +55,26 @@ class Compute:
         self.log.append(f"wait {event}")
 
 
-@pytest.mark.parametrize("n", [0, 1, 3])
-def test_the_next_copy_is_queued_before_a_batch_is_handed_out(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What streams are asked for, of a device that is the CPU."""
+    said: list[str] = []
 
     @contextmanager
     def on(stream: Side) -> Iterator[None]:
         assert isinstance(stream, Side)
         yield
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Side(log))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Side(said))
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Compute(log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Compute(said))
     monkeypatch.setattr(prefetch, "_pin", lambda leaf: leaf)
-    monkeypatch.setattr(prefetch.tree, "send_to_device", lambda batch, device, non_blocking: batch)
-    for batch, note in moved(feed(n, log), CUDA, True):
+    return said
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_the_next_copy_is_queued_before_a_batch_is_handed_out(n: int, log: list[str]) -> None:
+    for batch, note in prefetch._ahead(feed(n, log), torch.device("cpu")):
         assert batch["x"][0] == note.end
         log.append(f"step {note.end}{' last' if note.last else ''}")
     expected = {
@@ -81,6 +86,36 @@ def test_the_next_copy_is_queued_before_a_batch_is_handed_out(n: int, monkeypatc
         ],
     }  # fmt: skip
     assert log == expected[n]
+
+
+class Graph:
+    """Something that moves itself; nobody knows which memory it holds."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> str:
+        self.log.append(f"{self.name} moves to {device}")
+        return f"{self.name} there"
+
+
+def test_what_is_no_plain_tensor_moves_when_its_turn_comes(log: list[str]) -> None:
+    meta = torch.device("meta")
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    sparse = torch.eye(3).to_sparse()
+
+    def batches() -> Iterator[tuple[Any, Note]]:
+        for k in range(2):
+            yield (torch.ones(2), Graph(log, f"graph {k}"), [packed, sparse]), Note(0, k, 0, 2, k == 1)
+
+    arrived = []
+    for batch, note in prefetch._ahead(batches(), meta):
+        log.append(f"step {note.end}")
+        arrived.append(batch)
+    turns = [f"wait {k} | graph {k} moves to meta | step {k}".split(" | ") for k in range(2)]
+    assert log == ["copy 0", "copy 1", *turns[0], *turns[1]]
+    for k, (plain, graph, (words, rest)) in enumerate(arrived):
+        assert (plain.device, graph, words.data.device, rest.device) == (meta, f"graph {k} there", meta, meta)
 
 
 @pytest.mark.parametrize(("device", "workers", "pinned"), [("cpu", 1, False), ("cuda", 1, True), ("cuda", 0, False)])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from easymp.errors import SettingError, StepError
 from easymp.precision import LossScale, Scaler
-from easymp.precision.scaler import takes_found_inf
+from easymp.precision.scaler import _to, takes_found_inf
 from easymp.world import Ranks, World, read_ranks
 
 from ..conftest import Ranks as Processes
@@ -592,3 +592,16 @@ def test_a_world_of_one_is_no_world() -> None:
     fill(optimizer, 4.0)
     scaler.step(optimizer)
     assert not scaler.skipped(optimizer)
+
+
+@pytest.mark.parametrize(("device", "later"), [("cpu", False), ("cuda:0", True), ("xpu", True)])
+def test_the_host_waits_for_what_it_reads(device: str, later: bool) -> None:
+    """Of shards in the host's memory under a scale on the device: torch hands out memory that is still to be filled."""
+    asked = []
+
+    class Number:
+        def to(self, device: torch.device, non_blocking: bool) -> None:
+            asked.append((device, non_blocking))
+
+    _to(Number(), torch.device(device))  # type: ignore[arg-type]
+    assert asked == [(torch.device(device), later)]

@@ -341,3 +341,14 @@ def test_a_project_behind_a_url_needs_a_folder() -> None:
     with Accelerator(cpu=True, mixed_precision="no", project_dir="memory://runs") as acc:
         with pytest.raises(SettingError, match="traces are local files, and project_dir='memory://runs' is a URL"):
             acc.profile().start()
+
+
+def test_a_run_on_the_cpu_wakes_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although torch would record one that is here."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("initialises CUDA"))
+    with Accelerator(cpu=True, mixed_precision="no", project_dir=tmp_path) as acc:
+        profile = acc.profile()
+        profile.use_device = "cuda"
+        with profile:
+            torch.ones(2) + 1
+    assert profile.breakdown.steps

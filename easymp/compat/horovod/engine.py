@@ -140,7 +140,11 @@ class Engine:
         if pending.error:
             raise HorovodInternalError(pending.error)
         if pending.event is not None:
-            torch.cuda.current_stream(self._world.device).wait_event(pending.event)
+            here = torch.cuda.current_stream(self._world.device)
+            here.wait_event(pending.event)
+            for part in pending.result if isinstance(pending.result, tuple) else (pending.result,):
+                if isinstance(part, Tensor) and part.is_cuda:
+                    part.record_stream(here)  # it was allocated for another stream, which may not have it back before
         return pending.result
 
     def close(self, why: str, patience: float) -> None:
@@ -228,15 +232,12 @@ class Engine:
         tensors = [pending.tensor if pending is not None else None for pending in found]
         here = [pending for pending in found if pending is not None]
         if not any(pending.ready is not None for pending in here):
-            outputs = self._carrier.carry(orders, tensors)
-            _into(found, outputs)
-            return outputs
+            return _into(found, self._carrier.carry(orders, tensors))
         stream = torch.cuda.Stream(self._world.device)
         with torch.cuda.stream(stream):
             for pending in here:
                 stream.wait_event(pending.ready)
-            outputs = self._carrier.carry(orders, tensors)
-            _into(found, outputs)
+            outputs = _into(found, self._carrier.carry(orders, tensors))
             event = torch.cuda.Event()
             event.record(stream)
         for pending, output in zip(found, outputs):
@@ -255,9 +256,8 @@ class Engine:
                 pending.error = error
             elif pending.into is not None:
                 pending.result = pending.into
-            else:  # what was reduced together is cut apart: a small one shall not hold the memory of all
-                cut = output is not None and output._base is not None
-                pending.result = pending.finish(output.clone() if cut and output is not None else output, order)
+            else:
+                pending.result = pending.finish(output, order)
             with self._lock:
                 del self._pending[order.request.name]
             pending.done.set()
@@ -277,9 +277,17 @@ class Engine:
             self._pending.clear()
 
 
-def _into(found: list[Pending | None], outputs: list[Tensor | None]) -> None:
-    """What is done in place goes where it belongs."""
+def _into(found: list[Pending | None], outputs: list[Tensor | None]) -> list[Tensor | None]:
+    """What is done in place goes where it belongs; of all else, what is handed out.
+
+    What was reduced together is cut apart: a small one shall not hold the memory of all.
+    """
+    given: list[Tensor | None] = []
     with torch.no_grad():
         for pending, output in zip(found, outputs):
-            if pending is not None and pending.into is not None and output is not None:
+            if pending is not None and output is not None and pending.into is not None:
                 pending.into.detach().copy_(output)
+            elif pending is not None and output is not None and output._base is not None:
+                output = output.clone()
+            given.append(output)
+    return given
