@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from .pool import free_port
+
 DAEMONS = ("munged", "slurmctld", "slurmd")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
 CONFIG = """\
@@ -69,7 +71,7 @@ class Cluster:
         (folder / "key").write_bytes(os.urandom(128))
         (folder / "key").chmod(0o400)
         host = socket.gethostname().split(".")[0]
-        text = CONFIG.format(folder=folder, host=host, user=getpass.getuser(), ports=_free_ports(3))
+        text = CONFIG.format(folder=folder, host=host, user=getpass.getuser(), ports=[free_port() for _ in range(3)])
         (folder / "slurm.conf").write_text(text)
         files = {"key-file": "key", "socket": "munge", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "seed"}
         # --force: the folder may be read by its owner only, of which munged would warn and stop.
@@ -145,13 +147,3 @@ class Cluster:
             self._daemons.append(
                 subprocess.Popen([program, *words], env=self.variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             )
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports

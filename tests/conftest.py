@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -11,11 +12,24 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 import torch
 
-from .pool import Failure, Pool, RanksFailed, explain, leaked_threads, names_from_the_hosts_file_only
+from .pool import PATIENCE, Failure, Pool, RanksFailed, explain, leaked_threads, names_from_the_hosts_file_only
+
+# No time limits, which a busy machine passes, and in each run the same examples: what fails, fails for a change of the code.
+# `pytest --hypothesis-profile=default` looks for others.
+hypothesis.settings.register_profile(
+    "same",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("same")
 
 # Written by libraries at import or first use, and by pytest itself.
 FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "MPL", "TF_", "GRPC_", "CUDA_MODULE_LOADING")
@@ -26,6 +40,10 @@ SPARE_DESCRIPTORS = 40  # pipes of the pool's workers, libraries loaded by a tes
 
 def pytest_configure() -> None:
     names_from_the_hosts_file_only()
+    # A shell that runs tests in the background has them ignore these, and so would what they start.
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what tests start imports byte code, as from an installed package
     torch.set_num_threads(1)  # beside the workers, two threads on models of this size take several times as long
 
@@ -177,7 +195,7 @@ def _descriptors() -> dict[int, str]:
 
 def _unclosed(before: dict[int, str]) -> Iterator[str]:
     known = set(before.values())
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + PATIENCE
     while True:
         new = {n: target for n, target in _descriptors().items() if target not in known and not target.startswith(DRIVERS)}
         files = sorted(t for t in new.values() if t.startswith("/") and not t.startswith(("/dev/", "/proc/", "/memfd:")))

@@ -40,7 +40,8 @@ PRELOAD = [
 
 GRACE = 3.0  # seconds that the other ranks have to answer once one has failed
 HEAD_START = 0.01  # seconds for rank 0 to open its store: a rank that knocks too early waits about 0.5 s to knock again
-THREAD_GRACE = 1.0  # seconds that a thread told to end has to do so
+PATIENCE = 10.0  # seconds that a thread told to end, or a file told to close, has to do so: a busy machine takes some
+READY = b"ready"  # what a worker says when it has begun
 HARMLESS_THREADS = (
     "tqdm_monitor",
     "fsspecIO",
@@ -91,6 +92,7 @@ def _work(pipe: Connection, log: str, directory: str) -> None:
     gc.collect()
     gc.freeze()  # the collection after each call looks at that call's objects only
     os.chdir(directory)
+    pipe.send_bytes(READY)
     while True:
         try:
             rank, task, env = pickle.loads(pipe.recv_bytes())
@@ -177,7 +179,7 @@ def _left_behind(before: set[threading.Thread]) -> str:
 
 def leaked_threads(before: set[threading.Thread], only: Callable[[threading.Thread], bool] = lambda thread: True) -> list[str]:
     """Names of threads that were not there `before`, after a moment to end; torch's own worker threads do not count."""
-    deadline = time.monotonic() + THREAD_GRACE
+    deadline = time.monotonic() + PATIENCE
     while True:
         new = [
             t.name
@@ -203,6 +205,10 @@ class Worker:
         theirs.close()
         self.read = 0  # how much of the log belongs to earlier calls
 
+    def begun(self) -> None:
+        """Wait until it takes work: what a call may take is counted from then on, for all ranks alike."""
+        assert self.pipe.recv_bytes() == READY
+
     def send(self, message: bytes) -> None:
         self.read = self.log.stat().st_size if self.log.exists() else 0
         self.pipe.send_bytes(message)
@@ -217,13 +223,17 @@ class Worker:
 
     def stacks(self) -> str:
         """Where each thread of the worker is, now."""
-        before = len(self.output())
+        before, said = len(self.output()), ""
         try:
             os.kill(self.process.pid, signal.SIGUSR1)
         except ProcessLookupError:
             return ""
-        time.sleep(0.1)
-        return self.output()[before:]
+        for _ in range(50):  # until nothing more comes
+            time.sleep(0.1)
+            last, said = said, self.output()[before:]
+            if said and said == last:
+                break
+        return said
 
     def kill(self) -> None:
         self.process.kill()
@@ -256,14 +266,16 @@ class Pool:
         """`function(*args)` on ranks 0 to `processes` - 1. `patient`: one rank's failure does not cut the others short."""
         check_sendable(function)
         task = pickle.dumps((function, args))
-        for rank in range(processes):
-            if rank not in self._workers:
-                self._workers[rank] = Worker(self._context, Path(self._directory.name), self._number)
-                self._number += 1
+        new = [rank for rank in range(processes) if rank not in self._workers]
+        for rank in new:
+            self._workers[rank] = Worker(self._context, Path(self._directory.name), self._number)
+            self._number += 1
+        for rank in new:
+            self._workers[rank].begun()
         workers = [self._workers[rank] for rank in range(processes)]
         outcomes: dict[int, Outcome] = {}
+        held, port = hold_port()
         try:
-            port = free_port()
             for rank, worker in enumerate(workers):
                 if rank == 1:
                     time.sleep(HEAD_START)
@@ -274,6 +286,7 @@ class Pool:
                 worker.send(pickle.dumps((rank, task, {**launch, **(env or {})})))
             self._collect(workers, outcomes, time.monotonic() + timeout, timeout, patient)
         finally:
+            held.close()
             for rank, worker in enumerate(workers):
                 if rank not in outcomes or not outcomes[rank].reusable:
                     worker.kill()
@@ -331,17 +344,31 @@ def check_sendable(function: Callable[..., Any]) -> None:
         raise TypeError(f"{name} is defined inside a function: move it to the module's top level, workers find it by name")
 
 
-def free_port() -> int:
-    """A port nobody listens on, from below the range that the system hands to outgoing connections."""
+def hold_port() -> tuple[socket.socket, int]:
+    """What keeps a port that nobody had, and its number, from below the range that the system hands out.
+
+    Who opens it with SO_REUSEADDR, as torch's store does, may listen there meanwhile; elsewhere than on Linux nobody could.
+    """
     source = random.SystemRandom()  # tests seed the global generator, and several sessions may run at once
     while True:
-        port = source.randrange(15000, 32000)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+        held, port = socket.socket(socket.AF_INET, socket.SOCK_STREAM), source.randrange(15000, 32000)
+        try:
+            held.bind(("", port))
+        except OSError:
+            held.close()
+            continue
+        if sys.platform == "linux":
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        else:
+            held.close()
+        return held, port
+
+
+def free_port() -> int:
+    """A port that nobody has, for those who cannot hold it."""
+    held, port = hold_port()
+    held.close()
+    return port
 
 
 def in_order_of_blame(outcomes: list[Outcome]) -> list[Outcome]:

@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from . import pool
 from .pool import Failure, Outcome, RanksFailed, explain, in_order_of_blame
 
 
@@ -35,10 +37,14 @@ def draw() -> list[float]:
     return [torch.rand(1).item(), random.random(), float(numpy.random.rand())]
 
 
-def fail_on_one(late: float) -> None:
+def fail_on_one(begun: Path) -> None:
+    """On rank 1, and then on rank 0."""
     if os.environ["RANK"] == "1":
+        begun.touch()
         raise ZeroDivisionError("only rank 1")
-    time.sleep(late)
+    while not begun.exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
     raise ValueError("a consequence\nof two lines")
 
 
@@ -62,6 +68,7 @@ def leave_group() -> None:
 
 
 def leave_thread() -> None:
+    pool.PATIENCE = 0.2  # this process ends with the test
     threading.Thread(target=time.sleep, args=(100,), name="easymp-stray", daemon=True).start()
 
 
@@ -108,9 +115,9 @@ def test_what_a_call_changed_is_put_back(ranks):
         assert (stray, directory, dtype, threads) == (None, os.getcwd(), torch.float32, 1)
 
 
-def test_first_failure_by_time_is_shown_with_its_own_traceback(ranks):
+def test_first_failure_by_time_is_shown_with_its_own_traceback(ranks, tmp_path):
     with pytest.raises(RanksFailed) as caught:
-        ranks(fail_on_one, 0.3)
+        ranks(fail_on_one, tmp_path / "begun")
     text = str(caught.value)
     assert text.startswith("rank 1 of 2 failed first: ZeroDivisionError: only rank 1\n  rank 0: ValueError: a consequence\n")
     assert "in fail_on_one" in text
@@ -118,8 +125,8 @@ def test_first_failure_by_time_is_shown_with_its_own_traceback(ranks):
     assert ranks(summed, 0) == [(0, 1.0), (1, 1.0)]  # and the pool goes on
 
 
-def test_expected_failures_come_back_a_rank(ranks):
-    assert ranks.fails(fail_on_one, 0.0) == [
+def test_expected_failures_come_back_a_rank(ranks, tmp_path):
+    assert ranks.fails(fail_on_one, tmp_path / "begun") == [
         ("ValueError", "a consequence\nof two lines"),
         ("ZeroDivisionError", "only rank 1"),
     ]
@@ -129,10 +136,10 @@ def test_expected_failures_come_back_a_rank(ranks):
 
 def test_a_rank_that_hangs_is_named_with_its_place(ranks):
     with pytest.raises(RanksFailed) as caught:
-        ranks(stuck_on_zero, timeout=0.5)
+        ranks(stuck_on_zero, timeout=1)
     assert "rank 0 of 2 failed first: Timeout" in str(caught.value)
     assert "in stuck_on_zero" in str(caught.value)
-    assert ranks.fails(stuck_on_zero, timeout=0.3) == [("Timeout", "still running, 0.3 s allowed"), "fine"]
+    assert ranks.fails(stuck_on_zero, timeout=1.5) == [("Timeout", "still running, 1.5 s allowed"), "fine"]
 
 
 def test_a_dead_rank_is_reported_as_such(ranks):

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -327,7 +327,7 @@ def test_every_setting_says_what_it_is() -> None:
 places = st.sampled_from(["argument", "object", "environment", "file"])
 
 
-@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(max_examples=60, deadline=None)
 @given(st.dictionaries(places, st.integers(1, 9)))
 def test_precedence_whatever_is_given_where(given_in: dict[str, int]) -> None:
     name = "gradient_accumulation_steps"

@@ -16,7 +16,7 @@ LAUNCH = (sys.executable, "-m", "easymp", "launch")
 VARIABLES = {"PYTHONPATH": ROOT, "EASYMP_CPU": "1", "EASYMP_PROBE": "0", "OMP_NUM_THREADS": "1"}
 STEPS = 40
 TRAIN = f"""
-import os, sys, time, torch
+import os, signal, sys, time, torch
 from torch.utils.data import DataLoader, TensorDataset
 from easymp import Accelerator, ProjectConfiguration
 
@@ -26,7 +26,9 @@ model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True, num_workers=1)
 model, optimizer, loader = acc.prepare(model, optimizer, loader)
-acc.resume()
+heard = []
+signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+resumed = acc.resume()
 log = open(sys.argv[1] + ".log", "a")
 log.write(f"rank {{acc.process_index}} of {{acc.num_processes}}\\n")
 for _ in acc.epochs(1):
@@ -39,7 +41,8 @@ for _ in acc.epochs(1):
         if acc.is_main_process:
             log.write(f"{{optimizer.updates}} {{loss!r}}\\n")
             log.flush()
-        time.sleep(float(sys.argv[2]))
+        while sys.argv[2] == "wait" and not resumed and optimizer.updates == 15 and not heard:
+            time.sleep(0.05)
 acc.end_training()
 """
 
@@ -67,7 +70,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def ranks_log(cluster, folder) -> list[str]:
     """What the training writes as two tasks of one node, without a launcher."""
-    cluster.run("srun", "-N", "1", "-n", "2", sys.executable, "train.py", "plain", "0", cwd=folder)
+    cluster.run("srun", "-N", "1", "-n", "2", sys.executable, "train.py", "plain", "go on", cwd=folder)
     return (folder / "plain.log").read_text().splitlines()
 
 
@@ -87,16 +90,15 @@ def test_a_job_that_is_warned_saves_itself_and_resumes(cluster, folder, ranks_lo
     """`easymp launch --slurm submit`, one task on each of two nodes."""
     log = folder / "job.log"
     asked = "submit --nodes=2 --time=10 --partition=tests"
-    said = cluster.run(*LAUNCH, "--slurm", asked, "--processes", "1", "train.py", "job", "0.05", cwd=folder)
+    said = cluster.run(*LAUNCH, "--slurm", asked, "--processes", "1", "train.py", "job", "wait", cwd=folder)
     job = said.split()[-1]
 
     def state(word: str) -> bool:
         return f"JobState={word}" in cluster.run("scontrol", "show", "job", job)
 
     cluster.until(lambda: log.exists() and len(log.read_text().splitlines()) > 10, "ten steps are done")
-    cluster.run(
-        "scancel", "--signal=USR1", job
-    )  # what --signal has Slurm do when the time is up: to all tasks, not to the script
+    # What --signal has Slurm do when the time is up: to all tasks, not to the script. They wait for it.
+    cluster.run("scancel", "--signal=USR1", job)
     cluster.until(lambda: state("PENDING"), "the job is in the queue again")
     time.sleep(2)  # Slurm would give it two minutes' rest, lest a node takes the new start for the old one; it counts in seconds
     cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now")

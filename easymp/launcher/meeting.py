@@ -101,16 +101,25 @@ class Meeting:
         except rendezvous.RendezvousTimeoutError:
             raise WorldError(self._too_few()) from None
         except (rendezvous.RendezvousClosedError, rendezvous.RendezvousGracefulExitError):
-            raise Ended([report for report in self._others() if self._final(report)]) from None
+            raise self._ended() from None
         except (rendezvous.RendezvousError, RuntimeError) as error:
             if isinstance(error, (SettingError, WorldError)):
                 raise
-            raise WorldError(f"the main node at {self._place.endpoint} is gone, and with it this run ({error})") from error
+            raise self._gone(error) from error
         self._round, self._others_wait = self._round + 1, False
         if self._round > 1:
             why = f"a rank failed; restart {self._restarts}" if failed else "the workers start again"
             say(f"{why}, on {len(order)} node{'s' * (len(order) > 1)}: {', '.join(listed)}")
         return rendezvous.RendezvousInfo(found.store, rank, len(order), meet)
+
+    def _ended(self) -> Ended | WorldError:
+        try:
+            return Ended([report for report in self._others() if self._final(report)])
+        except RuntimeError as error:  # the main node closed the run and did not wait for this one
+            return self._gone(error)
+
+    def _gone(self, error: Exception) -> WorldError:
+        return WorldError(f"the main node at {self._place.endpoint} is gone, and with it this run ({error})")
 
     def _in_order(self, found: Any) -> tuple[list[int], list[str]]:
         """Torch's numbers of the nodes in the order of ours, and their names: the main node, then by node rank, then as torch has them."""

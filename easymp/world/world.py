@@ -102,15 +102,25 @@ class World:
         # Its functions have the default group of the moment as default arguments: imported later (the first DDP does), it would
         # keep this group's connections open for good, and ranks that wait for this one would not hear that it left.
         importlib.import_module("torch.distributed.nn.functional")
+        own = dist.PrefixStore(f"group/{number}", store)
         with env.override(TORCH_FR_BUFFER_SIZE=env.read("TORCH_FR_BUFFER_SIZE", "64")):
             dist.init_process_group(
                 {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(self.device.type, "gloo"),
-                store=dist.PrefixStore(f"group/{number}", store),
+                store=own,
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timedelta(seconds=self.timeout),
                 device_id=self.device if self.device.type == "cuda" and BINDS else None,
             )
+        # Connected here may not be connected there: a rank that failed at once would be, to the others, a connection that failed.
+        try:
+            own.set(f"connected/{self.rank}", "")
+            own.wait([f"connected/{rank}" for rank in range(self.size)], timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            raise WorldError(
+                f"rank {self.rank} of {self.size} is connected, and not all others were within {self.timeout:g} s "
+                f"({str(error).splitlines()[0]}): what they printed says why"
+            ) from error
 
     def _sign_in(self, limit: timedelta) -> dist.Store:
         """The store all ranks share, once all of them have signed in."""

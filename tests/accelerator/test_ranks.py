@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from easymp import (
 )
 from easymp import operations as ops
 
+from ..world.hurry import hurry
 from .models import data, make, train
 
 
@@ -395,12 +399,21 @@ def test_accelerators_one_after_another(ranks) -> None:
 
 # -- when ranks disagree or do not come --------------------------------------------------------------------------------
 
-SOON = [InitProcessGroupKwargs(timeout=5)]
 AT_ONCE = [InitProcessGroupKwargs(timeout=3)]  # where it is waited out
 
 
+@contextmanager
+def given_up(path: Path) -> Iterator[Accelerator]:
+    """For programs in which rank 0 waits in vain and rank 1 until it has given up: where it is looked for, it is."""
+    try:
+        with Accelerator(mixed_precision="no") as acc:
+            yield acc
+    finally:
+        path.touch()
+
+
 def different_models() -> None:
-    with Accelerator(mixed_precision="no", kwargs_handlers=SOON) as acc:
+    with Accelerator(mixed_precision="no") as acc:
         acc.prepare(nn.Linear(4, 2 + acc.process_index))
 
 
@@ -413,7 +426,7 @@ def test_ranks_that_prepare_different_models(ranks) -> None:
 def different_plans() -> None:
     import os
 
-    with Accelerator(mixed_precision="no" if os.environ["RANK"] == "0" else "bf16", kwargs_handlers=SOON) as acc:
+    with Accelerator(mixed_precision="no" if os.environ["RANK"] == "0" else "bf16") as acc:
         acc.prepare(make())
 
 
@@ -436,16 +449,18 @@ def test_debug_names_the_rank_with_another_shape(ranks) -> None:
         )
 
 
-def a_hang() -> None:
-    with Accelerator(mixed_precision="no", kwargs_handlers=AT_ONCE) as acc:
+def a_hang(path: Path) -> None:
+    with given_up(path) as acc:
         if acc.process_index == 1:
-            time.sleep(6)
+            while not path.exists():
+                time.sleep(0.05)
             return
+        hurry(acc._run.world, 2)
         acc.gather(torch.ones(2))
 
 
-def test_a_hang_says_where_each_rank_is(ranks) -> None:
-    failure = ranks.fails(a_hang, timeout=40)[0]
+def test_a_hang_says_where_each_rank_is(ranks, tmp_path: Path) -> None:
+    failure = ranks.fails(a_hang, tmp_path / "given up", timeout=40)[0]
     assert failure.type == "WorldError"
     assert "rank 0 gave up in gather" in failure.message
     assert "rank 1: " in failure.message
@@ -453,18 +468,21 @@ def test_a_hang_says_where_each_rank_is(ranks) -> None:
     assert "in a_hang" in failure.message.split("rank 1: ")[1]
 
 
-def a_hang_in_backward() -> None:
-    with Accelerator(mixed_precision="no", kwargs_handlers=AT_ONCE) as acc:
+def a_hang_in_backward(path: Path) -> None:
+    with given_up(path) as acc:
         model = acc.prepare(make())
+        loss = model(torch.ones(1, 4)).sum()
+        acc.wait_for_everyone()
         if acc.process_index == 1:
-            model(torch.ones(1, 4))
-            time.sleep(6)
+            while not path.exists():
+                time.sleep(0.05)
             return
-        acc.backward(model(torch.ones(1, 4)).sum())
+        hurry(acc._run.world, 2)
+        acc.backward(loss)
 
 
-def test_a_hang_in_backward_says_so_too(ranks) -> None:
-    failure = ranks.fails(a_hang_in_backward, timeout=40)[0]
+def test_a_hang_in_backward_says_so_too(ranks, tmp_path: Path) -> None:
+    failure = ranks.fails(a_hang_in_backward, tmp_path / "given up", timeout=40)[0]
     assert failure.type == "WorldError"
     assert "rank 0 gave up in backward" in failure.message
     assert "in a_hang_in_backward" in failure.message

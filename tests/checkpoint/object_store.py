@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 
 import fsspec
 import pytest
+
+# At a port of the system's own choice, which is said: one that was looked for before could be somebody else's by now.
+SERVE = """
+import logging, sys
+from moto.server import ThreadedMotoServer
+logging.disable()
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture(scope="session")
@@ -18,25 +27,14 @@ def _s3_server() -> Iterator[str]:
     """The address of an S3 server on this machine, with a bucket named "bucket". A process of its own: it keeps files open."""
     pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT")).close()
-                break
-            except OSError:
-                assert server.poll() is None and time.monotonic() < deadline, "the S3 server does not start"
-                time.sleep(0.05)
-        yield address
-    finally:
-        server.kill()
-        server.wait()
+    with subprocess.Popen([sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = f"http://127.0.0.1:{int(server.stdout.readline())}"
+            urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT")).close()
+            yield address
+        finally:
+            server.kill()
 
 
 @pytest.fixture

@@ -48,9 +48,9 @@ def test_a_signal_saves_on_all_ranks_and_the_next_run_goes_on(
         assert case.strategy == "local_sgd" or all(torch.equal(w, one["weights"][name]) for name, w in other["weights"].items())
 
 
-def again_later(folder: str, signals: list[tuple[int, float]]) -> None:
-    """Sends itself signals, each after some seconds, in a body that never ends."""
-    preemption.AGAIN = 1.0  # this process ends with the test
+def again_later(folder: str, again: float, signals: list[tuple[int, float]]) -> None:
+    """Sends itself signals, each after some seconds, in a body that never ends; two within `again` are one."""
+    preemption.AGAIN = again  # this process ends with the test
     acc = Accelerator(project_dir=folder, save_on_signal=True)
     for number, pause in signals:
         time.sleep(pause)
@@ -60,9 +60,9 @@ def again_later(folder: str, signals: list[tuple[int, float]]) -> None:
 
 
 def test_one_signal_twice_at_once_is_one_and_another_later_ends_it(ranks: Ranks, tmp_path: Path) -> None:
-    (outcome,) = ranks.fails(again_later, str(tmp_path), [(TERM, 0), (TERM, 0.1), (USR1, 0)], processes=1)
+    (outcome,) = ranks.fails(again_later, str(tmp_path), 1000.0, [(TERM, 0), (TERM, 0.1), (USR1, 0)], processes=1)
     assert outcome.message == "the body went on"
-    (outcome,) = ranks.fails(again_later, str(tmp_path), [(TERM, 0), (TERM, 1.1)], processes=1)
+    (outcome,) = ranks.fails(again_later, str(tmp_path), 0.1, [(TERM, 0), (TERM, 0.2)], processes=1)
     assert outcome.type == "SIGTERM"
 
 

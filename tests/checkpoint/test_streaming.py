@@ -10,7 +10,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easymp.checkpoint import slabs, streaming
@@ -55,7 +55,7 @@ def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(o, o + n) for o, n in zip(*box))]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_every_element_arrives(tmp_path: Path, case: Any) -> None:
     shape, dtype, stored_cuts, wanted_cuts, count, room, converted, known = case

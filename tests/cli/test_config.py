@@ -52,7 +52,9 @@ class Starter:
 
     def close(self) -> None:
         for child in self._all:
-            child.process.close(force=True)
+            if child.process.isalive():
+                child.process.kill(signal.SIGKILL)
+            child.wait()
 
 
 class Child:
@@ -80,10 +82,16 @@ class Child:
             self.until(PROMPT)
             self.process.sendline(word)
 
+    def wait(self) -> None:
+        """Until it is gone, which takes a busy machine longer than pexpect's own `close` has patience for."""
+        if not self.process.closed:
+            self.process.wait()
+            self.process.close()
+
     def end(self) -> int:
         """To its end; the exit code, with 128 + n for signal n."""
         self.until(pexpect.EOF)
-        self.process.close()
+        self.wait()
         return self.process.exitstatus if self.process.signalstatus is None else 128 + self.process.signalstatus
 
 

@@ -288,19 +288,21 @@ def test_what_does_not_fit_is_an_error_on_all_ranks_and_the_others_go_on(ranks):
     assert "pass tensor.to_dense()" in zero[12]
 
 
-def one_rank_is_missing():
+def one_rank_is_missing(reported):
     with started() as (rank, _):
         hvd.elastic.running.running().world.timeout = 1.0
         if rank == 0:
             with pytest.raises(hvd.HorovodInternalError, match="lonely: not every rank asked for it within 1 s") as caught:
                 hvd.allreduce(torch.ones(1), name="lonely")
+            reported.touch()
             return str(caught.value)
-        time.sleep(2)
+        while not reported.exists():
+            time.sleep(0.05)
         return ""
 
 
-def test_a_rank_that_does_not_ask_is_reported(ranks):
-    assert "rank 1" in ranks(one_rank_is_missing)[0]
+def test_a_rank_that_does_not_ask_is_reported(ranks, tmp_path):
+    assert "rank 1" in ranks(one_rank_is_missing, tmp_path / "reported")[0]
 
 
 def one_rank_fails(who):

@@ -43,17 +43,38 @@ def test_two_processes_and_accumulation_train_the_same_model(ranks: Ranks) -> No
     assert loss == pytest.approx(scores(alone)[1], abs=1e-5)
 
 
+# The example, whose ranks wait for the signal once they have saved themselves.
+WAITING = f"""
+import signal, time
+from easymp import Accelerator
+
+heard = []
+signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+save = Accelerator.save_state
+
+def save_state(self, *args, **options):
+    place = save(self, *args, **options)
+    while not heard:
+        time.sleep(0.02)
+    return place
+
+Accelerator.save_state = save_state
+exec(compile(open({str(ROOT / SCRIPT)!r}).read(), "digits.py", "exec"))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_that_is_preempted_ends_as_one_that_is_not(tmp_path: Path) -> None:
     """By the launcher, to which the signal goes."""
     folder = str(tmp_path / "run")
     flags = ("--processes", "2", *FP32, "--epochs", "4", "--folder", folder)
-    command = [sys.executable, str(ROOT / SCRIPT), *flags]
+    (tmp_path / "waiting.py").write_text(WAITING)
+    command = [sys.executable, str(tmp_path / "waiting.py"), *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not list(Path(folder).glob("checkpoints/step-*/COMMIT")):
-        time.sleep(0.01)
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 75, said

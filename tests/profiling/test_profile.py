@@ -66,7 +66,7 @@ def test_three_steps_after_two_without_a_word(script: Script) -> None:
     assert isinstance(prof, torch.profiler.profile)
     assert names(prof) == {"ProfilerStep*": 3, "data wait": 3, "forward": 3, "backward": 3, "optimizer": 9}
     assert len(prof.breakdown.steps) == 3
-    assert prof.breakdown.total == pytest.approx(sum(prof.breakdown.steps), rel=0.2)
+    assert prof.breakdown.total >= 0.99 * sum(prof.breakdown.steps)  # and what a busy machine puts between them
     assert set(prof.breakdown.time) == {"data wait", "forward", "loss", "backward", "optimizer", "other"}
     assert set(prof.breakdown.peak) == set(prof.breakdown.time)
     text = prof.summary()
@@ -245,11 +245,13 @@ def test_what_is_prepared_inside_is_marked_from_the_next_step_on(tmp_path: Path)
 
 
 class Slow(Dataset):
+    """Slower than the rest of a step on a busy machine."""
+
     def __len__(self) -> int:
-        return 16
+        return 12
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.01)
+        time.sleep(0.05)
         return torch.ones(8)
 
 
@@ -258,7 +260,7 @@ def test_a_loader_that_makes_the_step_wait_is_named(script: Script) -> None:
     with script.acc.profile() as prof:
         for x in loader:
             script.step(x)
-    assert prof.breakdown.each("data wait") >= 20e6
+    assert prof.breakdown.each("data wait") >= 90e6
     assert "of the step is data wait." in prof.summary()
     assert re.search(r"The loader makes the step wait [0-9.]+ ms: num_workers=2 or more", prof.summary())
 

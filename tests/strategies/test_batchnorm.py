@@ -345,7 +345,7 @@ def test_ranks_must_agree(ranks: Any) -> None:
 
 
 def killed() -> None:
-    with Accelerator(mixed_precision="no", convert_sync_batchnorm=True, timeout=5) as acc:
+    with Accelerator(mixed_precision="no", convert_sync_batchnorm=True) as acc:
         model = acc.prepare(make("conv"))
         if acc.process_index == 1:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -19,6 +19,7 @@ from easymp.errors import PrepareError, RefusedError, SettingError, StepError
 from easymp.strategies import STRATEGIES
 from easymp.strategies.blocks import find_blocks
 
+from ..world.hurry import hurry
 from .models import Tied, make, train, whole
 from .ways import PAIRS
 
@@ -405,17 +406,23 @@ def test_refusals_have_sentences(ranks) -> None:
         assert "parameter '0.weight' is sharded already" in said["again"]
 
 
-def a_rank_that_stays_away() -> None:
-    with Accelerator(mixed_precision="no", strategy="fsdp", timeout=3) as acc:
+def a_rank_that_stays_away(given_up: Path) -> None:
+    with Accelerator(mixed_precision="no", strategy="fsdp") as acc:
         model = acc.prepare(make("mlp"))
+        acc.wait_for_everyone()
         if acc.process_index == 1:
-            time.sleep(6)
+            while not given_up.exists():
+                time.sleep(0.05)
             return
-        model(torch.ones(2, 12))
+        hurry(acc._run.world, 2)
+        try:
+            model(torch.ones(2, 12))
+        finally:
+            given_up.touch()
 
 
-def test_a_rank_that_does_not_come_to_forward_is_named(ranks) -> None:
-    failure = ranks.fails(a_rank_that_stays_away, timeout=40)[0]
+def test_a_rank_that_does_not_come_to_forward_is_named(ranks, tmp_path: Path) -> None:
+    failure = ranks.fails(a_rank_that_stays_away, tmp_path / "given up", timeout=40)[0]
     assert failure.type == "WorldError"
     assert "rank 0 gave up in forward" in failure.message
     assert "in a_rank_that_stays_away" in failure.message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -594,23 +595,28 @@ def test_refusals_have_sentences(ranks) -> None:
 # -- when a rank is gone -----------------------------------------------------------------------------------------------
 
 
-def gone(how: str) -> None:
-    with Accelerator(mixed_precision="no", strategy="pipeline", timeout=4) as acc:
+def gone(how: str, given_up: Path) -> None:
+    with Accelerator(mixed_precision="no", strategy="pipeline", timeout=6) as acc:
         model = acc.prepare(make("mlp"))
         x = torch.ones(4, 12)
         acc.backward(model(x).sum())
         loss = model(x).sum()
+        acc.wait_for_everyone()
         if acc.process_index == 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(7)
+            while not given_up.exists():
+                time.sleep(0.05)
             return
-        acc.backward(loss)
+        try:
+            acc.backward(loss)
+        finally:
+            given_up.touch()
 
 
 @pytest.mark.parametrize("how", ["killed", "away"])
-def test_a_rank_that_is_gone_is_named(ranks, how: str) -> None:
-    failure = ranks.fails(gone, how, timeout=40)[0]
+def test_a_rank_that_is_gone_is_named(ranks, tmp_path: Path, how: str) -> None:
+    failure = ranks.fails(gone, how, tmp_path / "given up", timeout=40)[0]
     assert failure.type == "WorldError"
     assert "rank 0 gave up in receiving from rank 1" in failure.message
     assert ("rank 1: no answer" if how == "killed" else "in gone") in failure.message

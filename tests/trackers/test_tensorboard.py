@@ -83,8 +83,9 @@ def test_a_run_that_goes_on_within_a_second_comes_after_what_there_was(tmp_path:
             acc.resume()
             acc.log({"x": float(number)}, step=len(number))
             acc.save_state()
-        (file,) = [path for path in (tmp_path / "log").iterdir() if str(os.getpid()) in path.name]
-        file.rename(file.with_name(file.name.replace(str(os.getpid()), number)))
+        own = f".{os.getpid()}."  # between dots: a time may have these digits, too
+        (file,) = [path for path in (tmp_path / "log").iterdir() if own in path.name]
+        file.rename(file.with_name(file.name.replace(own, f".{number}.")))
     names = sorted(path.name for path in (tmp_path / "log").iterdir())
     assert [name.split(".")[-2] for name in names] == ["999999", "1"]
 

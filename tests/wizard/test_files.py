@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -62,7 +62,7 @@ def kept(values: dict[str, object]) -> dict[str, object]:
     return {name: checked(KNOWN[name], value, "") for name, value in values.items() if value is not None}
 
 
-@hypothesis_settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(max_examples=25, deadline=None)
 @given(VALUES, WHYS)
 def test_a_new_file_reads_as_its_values(values: dict[str, object], whys: dict[str, str]) -> None:
     text = compose(values, whys)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easymp.errors import SettingError
@@ -307,11 +307,7 @@ VALUES = (
 
 
 @pytest.mark.parametrize("rules", [ACCELERATE, DEEPSPEED], ids=["accelerate", "deepspeed"])
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_values_are_taken_or_refused_and_no_line_is_lost(tmp_path: Path, rules: Any, data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.sampled_from(leaves(rules)), min_size=1, max_size=6, unique=True))

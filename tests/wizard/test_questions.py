@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -328,7 +328,7 @@ ANSWERS = st.fixed_dictionaries(
 )
 
 
-@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(max_examples=60, deadline=None)
 @given(st.sampled_from([*MACHINES]), ANSWERS, st.booleans())
 def test_the_file_reads_as_what_was_answered(name: str, answers: dict[str, str], everything: bool) -> None:
     Path("easymp.toml").unlink(missing_ok=True)

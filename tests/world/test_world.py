@@ -20,6 +20,8 @@ from easymp.world import Ranks, World, read_ranks
 from easymp.world.watch import Watch, last_collective
 from easymp.world.world import odd_one_out
 
+from .hurry import hurry
+
 CPU = torch.device("cpu")
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
@@ -164,6 +166,29 @@ def test_a_world_can_be_left_and_joined_again(ranks):
     assert ranks(again_and_again) == [False, False]
 
 
+def slow_to_connect(path):
+    """Whether rank 1, which takes its time to connect, has joined when this rank has."""
+    real = dist.init_process_group
+
+    def slow(*args, **options):
+        real(*args, **options)
+        if os.environ["RANK"] == "1":
+            time.sleep(0.3)
+            path.touch()
+
+    dist.init_process_group = slow
+    try:
+        with joined():
+            return path.exists()
+    finally:
+        dist.init_process_group = real
+
+
+def test_who_has_joined_finds_the_others_joined(ranks, tmp_path):
+    """Else what fails at once on one rank would be a connection that failed on another."""
+    assert ranks(slow_to_connect, tmp_path / "connected") == [True, True]
+
+
 def adopt():
     dist.init_process_group("gloo")
     world = World(read_ranks(), CPU)
@@ -178,49 +203,64 @@ def test_a_running_group_is_adopted_and_left_running(ranks):
     assert ranks(adopt) == [(2.0, False, True, "the process group")] * 2
 
 
-def leave_in_time():
+@contextmanager
+def patient(seconds):
+    """Leaving waits so long for the others."""
+    before, easymp.world.world.FAREWELL = easymp.world.world.FAREWELL, seconds
+    try:
+        yield
+    finally:
+        easymp.world.world.FAREWELL = before
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
+def leave_in_time(directory):
+    """Whether the other rank was about to leave when this one had left."""
     world = World(read_ranks(), CPU)
     if world.rank == 1:
-        time.sleep(0.5)
-    start = time.monotonic()
-    world.close()
-    return time.monotonic() - start
+        time.sleep(0.3)
+    (directory / f"leaves {world.rank}").touch()
+    with patient(1000.0):  # nobody waits that long
+        world.close()
+    return (directory / f"leaves {1 - world.rank}").exists()
 
 
-def test_leaving_waits_for_the_others(ranks):
-    first, second = ranks(leave_in_time)
-    assert first > 0.3
-    assert second < 0.3
+def test_leaving_waits_for_the_others_and_no_longer(ranks, tmp_path):
+    assert ranks(leave_in_time, tmp_path) == [True, True]
 
 
 def leave_long_before(late, directory):
     """What this rank's close took, and what torch printed meanwhile."""
     world = World(read_ranks(), CPU)
     world.barrier()
-    patience, easymp.world.world.FAREWELL = easymp.world.world.FAREWELL, 0.3
-    before, said = os.dup(2), f"{directory}/{world.rank}"
-    with open(said, "w") as file:
+    before, said = os.dup(2), directory / str(world.rank)
+    with said.open("w") as file:
         os.dup2(file.fileno(), 2)
     try:
         if world.rank == late:
-            time.sleep(1)
+            wait_for(directory / f"left {1 - late}")
         start = time.monotonic()
-        world.close()
+        with patient(1000.0 if world.rank == late else 0.3):
+            world.close()
         took = time.monotonic() - start
-        time.sleep(0.1 if world.rank == late else 1)  # as a process that has more to do than to train
+        (directory / f"left {world.rank}").touch()
+        wait_for(directory / f"left {1 - world.rank}")  # as a process that has more to do than to train
     finally:
         os.dup2(before, 2)
         os.close(before)
-        easymp.world.world.FAREWELL = patience
-    with open(said) as file:
-        return took, file.read()
+    return took, said.read_text()
 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_works_on_alone_is_left_in_peace(ranks, tmp_path, late):
-    found = ranks(leave_long_before, late, str(tmp_path))
+    found = ranks(leave_long_before, late, tmp_path)
     assert found[1 - late][0] > 0.2
-    assert found[late][0] < found[1 - late][0] + 0.2
     assert [said for _, said in found] == ["", ""]
 
 
@@ -229,7 +269,8 @@ def fail_and_leave():
     if world.rank == 1:
         sys.last_value = ValueError("as the interpreter does")
         try:
-            world.close()
+            with patient(1000.0):
+                world.close()
         finally:
             del sys.last_value
         return "gone"
@@ -240,11 +281,9 @@ def fail_and_leave():
 
 
 def test_a_failing_rank_leaves_at_once_and_the_others_hear_of_it(ranks):
-    start = time.monotonic()
     failure, gone = ranks.fails(fail_and_leave)
     assert gone == "gone"
     assert failure.type == "WorldError"
-    assert time.monotonic() - start < 15
 
 
 def missing_rank(size):
@@ -283,21 +322,36 @@ def test_nobody_listens_at_the_address(ranks):
 # -- when a rank is elsewhere ------------------------------------------------------------------------------------------
 
 
-def late_here():
-    time.sleep(3)
+def late_here(path):
+    """Until the other rank has given up; not in `wait_for`, as it is here that this rank is to be found."""
+    deadline = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
-def one_is_late(timeout):
-    with joined(timeout=timeout) as world:
+@contextmanager
+def given_up(path):
+    """Rank 0 waits for a second, and rank 1 until it has given up: where it is looked for, it is."""
+    try:
+        with joined() as world:
+            world.barrier()
+            yield world
+    finally:
+        path.touch()
+
+
+def one_is_late(path):
+    with given_up(path) as world:
         if world.rank == 1:
-            late_here()
+            late_here(path)
             return "woke up"
+        hurry(world, 1.0)
         world.reduce(torch.ones(3))
 
 
 @pytest.mark.timeout(60)
-def test_a_timeout_says_where_the_late_rank_is(ranks):
-    failure, _ = ranks.fails(one_is_late, 1.0)
+def test_a_timeout_says_where_the_late_rank_is(ranks, tmp_path):
+    failure, _ = ranks.fails(one_is_late, tmp_path / "given up")
     assert failure.type == "WorldError"
     assert failure.message.startswith("rank 0 gave up in reduce (sum): ")
     # The recorder is on from a process's first group on, if it was a World's; a worker of the pool may have had others, or collectives.
@@ -306,26 +360,27 @@ def test_a_timeout_says_where_the_late_rank_is(ranks):
     assert "in late_here" in failure.message
 
 
-def one_is_late_in_a_group():
-    with joined(timeout=1.0) as world:
+def one_is_late_in_a_group(path):
+    with given_up(path) as world:
         group = dist.new_group()
-        world.hurry_groups()
+        world.barrier()
         if world.rank == 1:
-            late_here()
+            late_here(path)
             return
+        hurry(world, 1.0)
         with world.explained("a group's reduce"):
             dist.all_reduce(torch.ones(3), group=group)
 
 
 @pytest.mark.timeout(60)
-def test_groups_made_later_have_the_worlds_timeout(ranks):
-    failure, _ = ranks.fails(one_is_late_in_a_group)
+def test_groups_made_later_have_the_worlds_timeout(ranks, tmp_path):
+    failure, _ = ranks.fails(one_is_late_in_a_group, tmp_path / "given up")
     assert "rank 0 gave up in a group's reduce" in failure.message
     assert "in late_here" in failure.message
 
 
 def one_dies():
-    with joined(timeout=5.0) as world:
+    with joined() as world:
         world.barrier()
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -339,23 +394,24 @@ def test_a_dead_rank_is_called_so(ranks):
     assert "rank 1: no answer: it has ended, was killed, or is stopped" in survivor.message
 
 
-def barrier_alone():
-    with joined(timeout=1.0) as world:
+def barrier_alone(path):
+    with given_up(path) as world:
         if world.rank == 1:
-            time.sleep(2.5)
+            late_here(path)
             return
+        hurry(world, 1.0)
         world.barrier()
 
 
-def test_a_barrier_names_the_missing_rank(ranks):
-    failure, _ = ranks.fails(barrier_alone)
+def test_a_barrier_names_the_missing_rank(ranks, tmp_path):
+    failure, _ = ranks.fails(barrier_alone, tmp_path / "given up")
     assert failure.type == "WorldError"
     assert "gave up in barrier" in failure.message
     assert "rank 1" in failure.message
 
 
 def shapes(debug):
-    with joined(debug=debug, timeout=10.0) as world:
+    with joined(debug=debug) as world:
         world.gather(torch.ones(3 if world.rank == 1 else 2))
 
 
@@ -413,7 +469,7 @@ def wrapped():
 @pytest.mark.slow
 def test_leaving_after_ddp_never_hangs(ranks):
     for _ in range(40):
-        assert ranks(wrapped, timeout=20) == [[1.0] * 4] * 2
+        assert ranks(wrapped) == [[1.0] * 4] * 2
 
 
 def captured():
