@@ -45,10 +45,24 @@ class StepClock:
         between: called where the body of a training loop has come to its end, if anyone wants to know.
         stepped: called after each update of a prepared optimizer with the number of its updates, if anyone wants to know.
         timing: told what loaders wait for, while a profile is open.
+        resuming: ids of loaders whose next pass is the rest of one, of which a state was loaded.
+        went_on: whether one of them has gone on since.
     """
 
     __slots__ = (
-        *("_reading", "accumulation", "backwards", "between", "end_with_loader", "inside", "micro", "stepped", "sync", "timing"),
+        *(
+            "_beside",
+            "_reading",
+            "accumulation",
+            "backwards",
+            "between",
+            "end_with_loader",
+            "inside",
+            "micro",
+            "resuming",
+            "stepped",
+        ),
+        *("sync", "timing", "went_on"),
     )
 
     def __init__(self, accumulation: int = 1, end_with_loader: bool = True) -> None:
@@ -57,6 +71,8 @@ class StepClock:
         self.between: Callable[[], None] | None = None
         self.stepped: Callable[[int], None] | None = None
         self.timing: Timing | None = None
+        self.resuming: set[int] = set()
+        self.went_on = False
         self.reset()
 
     def reset(self) -> None:
@@ -65,33 +81,52 @@ class StepClock:
         self.backwards = 0
         self.sync = True
         self.inside = False
-        self._reading: list[Any] = []
+        self._reading: list[Any] = []  # loops inside of loops
+        self._beside: list[Any] = []  # iterators that the script holds, and asks when it likes
 
     def tick(self) -> bool:
         """Begin a micro-step; returns whether it ends its window."""
         self.micro = 1 if self.sync else self.micro + 1
         self.backwards = 0
-        reading = self._reading
-        self.sync = self.micro >= self.accumulation or bool(self.end_with_loader and reading and reading[-1].last)
+        reading = self.reading
+        self.sync = self.micro >= self.accumulation or bool(self.end_with_loader and reading is not None and reading.last)
         return self.sync
 
     def enter(self, loader: Reading) -> None:
         """`loader` begins to be read: the innermost loop is the one that counts."""
         self._reading.append(loader)
 
+    def asks(self, loader: Reading) -> None:
+        """`loader` is asked for a batch: what began after it and is still open is no loop in its body, but read beside it."""
+        nest = self._reading
+        if any(one is loader for one in nest):
+            while nest[-1] is not loader:
+                self._beside.append(nest.pop())
+
+    def hold(self) -> None:
+        """A round of the outermost loop begins: no loop is open, so what is being read is held by the script."""
+        self._beside[:0] = self._reading
+        self._reading.clear()
+
     def leave(self, loader: Reading) -> None:
         """`loader` is read no more, whether exhausted or left early."""
-        for i in range(len(self._reading) - 1, -1, -1):
-            if self._reading[i] is loader:
-                del self._reading[i]
-                return
+        for there in (self._reading, self._beside):
+            for i in range(len(there) - 1, -1, -1):
+                if there[i] is loader:
+                    del there[i]
+                    return
 
     @property
     def outermost(self) -> Any | None:
-        """The loader of the outermost running loop."""
-        return self._reading[0] if self._reading else None
+        """The loader of the outermost running loop, or of an iterator where there is none."""
+        return (self._reading or self._beside or [None])[0]
 
     @property
     def reading(self) -> Any | None:
+        """The loader of the innermost running loop, or of an iterator where there is none."""
+        return (self._reading or self._beside or [None])[-1]
+
+    @property
+    def enclosing(self) -> Any | None:
         """The loader of the innermost running loop."""
         return self._reading[-1] if self._reading else None

@@ -9,6 +9,9 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -30,6 +33,40 @@ def seed_all(seed: int) -> None:
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def seed_host(seed: int) -> None:
+    """Seed Python, NumPy (where it is loaded) and torch on the CPU, and leave accelerators alone. Takes some microseconds."""
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+def host_states() -> list[Any]:
+    """Where the streams of `seed_host` stand."""
+    numpy = sys.modules.get("numpy")
+    drawn = None if numpy is None else numpy.random.get_state()
+    return [random.getstate(), drawn, torch.default_generator.get_state()]
+
+
+def put_host_states(states: list[Any]) -> None:
+    """Let them go on from there."""
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+    torch.default_generator.set_state(states[2])
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Whatever is seeded and drawn on the CPU inside, the outside does not see."""
+    states = host_states()
+    try:
+        yield
+    finally:
+        put_host_states(states)
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:

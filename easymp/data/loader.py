@@ -32,7 +32,7 @@ class PreparedLoader:
         position: samples of this epoch that all ranks have been given so far.
         last: whether the batch being worked on is this rank's last.
         local_size: samples in the current batch on this rank; None where that is not knowable.
-        finished: passes that have ended and did not run inside another loader's, since `replay`.
+        finished: passes that began and ended since `replay`, and did not run inside another loader's.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class PreparedLoader:
         self._loads = 0  # how often a state was loaded
         self._inner = False  # whether the running pass began inside another loader's
         self.finished = 0
+        self._round = self._begun = 0  # calls of `replay`, and how many there were when the running pass began
         self._empty = 0  # passes to come that have nothing in them
         self._told = [getattr(part, "epoch", None) for part in self._parts()]
 
@@ -151,7 +152,26 @@ class PreparedLoader:
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        return self.read(0)
+        if not (self._resume and self.position):
+            return self.read(0)
+        rest = self._rest(self._loads)
+        next(rest)  # to the place from which it hears that nobody wants it
+        return rest
+
+    def _rest(self, loads: int) -> Iterator[Any]:
+        """What is left of a pass. Dropped unread it was left early, as by ``zip``, whose first loader has no more; unless what the loop
+        comes to before is done already, so that no loader has gone on yet.
+        """
+        begun, clock = False, self._clock
+        try:
+            yield
+            begun = True
+            yield from self.read(0)
+        finally:
+            if not begun and self._resume and self._loads == loads and (clock.went_on or clock.resuming <= {id(self)}):
+                self._begin(0)
+                self._inner, self._over = True, False
+                self._end()
 
     def read(self, skip: int) -> Iterator[Any]:
         """One pass without its first `skip` batches."""
@@ -159,7 +179,7 @@ class PreparedLoader:
             self._empty -= 1
             return
         clock, loads = self._clock, self._loads
-        outside = clock.reading
+        outside = clock.enclosing
         me, skip = self._begin(skip)
         self._inner = outside is not None and outside is not self
         source = self._source
@@ -179,6 +199,8 @@ class PreparedLoader:
                 yield batch
                 if self._loads != loads:
                     return  # another state has been loaded: the next pass goes on there
+                if clock.enclosing is not self:
+                    clock.asks(self)
                 if clock.between is not None and clock.outermost is self and not self.uneven:
                     clock.between()
                 if clock.timing is not None:
@@ -197,6 +219,9 @@ class PreparedLoader:
         for part, told in zip(self._parts(), self._told):
             if part is not self.dataset and (now := getattr(part, "epoch", None)) != told and isinstance(now, int):
                 self.set_epoch(now)  # the user told the sampler, as scripts for DistributedSampler do
+        if id(self) in self._clock.resuming:
+            self._clock.resuming.remove(id(self))
+            self._clock.went_on = True
         if not self._resume:
             self.position = 0
         elif skip:  # counted from the epoch's start by a script that knows how many batches it has done
@@ -206,12 +231,12 @@ class PreparedLoader:
                 skip = 0
         self._resume = False
         self._tell()
-        self._pass = object()
+        self._pass, self._begun = object(), self._round
         return self._pass, skip
 
     def _end(self) -> None:
         self._pass = None
-        self.finished += not self._inner
+        self.finished += not self._inner and self._begun == self._round
         self.epoch = self.epoch + 1 if self._next_epoch is None else self._next_epoch
         self._next_epoch = None
         self.position = self._surplus = 0
@@ -226,11 +251,13 @@ class PreparedLoader:
             return
         if epoch != self.epoch:
             self.epoch, self.position, self._resume, self._over = epoch, 0, False, False
+            self._clock.resuming.discard(id(self))
         self._tell()
 
     def replay(self, finished: int) -> None:
         """An epoch of the run begins in which this loader has `finished` passes already: they come once more, with nothing in them."""
         self.finished = self._empty = finished
+        self._round += 1
 
     def _parts(self) -> list[Any]:
         """The user's own objects that shuffle by epoch themselves."""
@@ -285,6 +312,10 @@ class PreparedLoader:
         self.epoch, self.position, self._over = state["epoch"], state["position"], bool(state.get("over"))
         self._resume = True
         self._loads += 1
+        self._clock.went_on = False
+        self._clock.resuming.discard(id(self))
+        if self.position:
+            self._clock.resuming.add(id(self))
         self._tell()
 
 

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import BatchError
+from ..rng import mix, seed_host
 from ..world.world import World
-from .order import agree, draw, generators, length, mix, own_seed, size_of
+from .drawing import Seeded, aside
+from .order import agree, draw, generators, length, own_seed, size_of
 from .shard import Cut, Share, flagged, halves, parts, rounds, shares
 from .source import Note, rebuild
 
@@ -44,6 +46,7 @@ class MapSource:
         ranks: the data ranks whose shares are read here: this process's own, or all of them where it reads for all.
         whole: None, or "deal" where `sampler` yields batches that go to the ranks whole, "split" where each is cut in parts.
         seeded: draw by f(seed, epoch); else rank 0 draws from its own random state for all.
+        ahead: this process loads a batch before the step of the one before it.
     """
 
     def __init__(
@@ -59,16 +62,17 @@ class MapSource:
         seeded: bool = True,
         pin_memory: bool = False,
         alone: bool = False,
+        ahead: bool = False,
     ) -> None:
         self.seed = seed
         self.cut = cut
         self._sampler, self._ranks, self._whole = sampler, ranks, whole
-        self._world, self._seeded, self._alone = world, seeded, alone
+        self._world, self._seeded, self._alone, self._ahead = world, seeded, alone, ahead
         self._ready = given.batch_sampler is None  # the data set's items are batches already
         self._in_order = getattr(given, "in_order", True) or len(ranks) > 1  # rounds are put together from shares in order
         self._checked = False
         self._drawn: int | None = None  # the seed of the order being read, where it is not f(seed, epoch)
-        self._redraw: int | None = None  # … to be used once more, after a resume
+        self._redraw: dict[int, int] = {}  # … by epoch, to be used once more, after a resume
         self._upcoming = Rounds()
         how = {"batch_size": None, "sampler": self._upcoming} if self._ready else {"batch_sampler": self._upcoming}
         self.loader = rebuild(given, given.dataset, pin_memory, in_order=self._in_order, **how)
@@ -85,12 +89,23 @@ class MapSource:
 
     def read(self, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, Note]]:
         notes: deque[Note] = deque()
-        upcoming = islice(self._shares(epoch, start), skip * len(self._ranks), None)
-        self._upcoming.upcoming = self._indices(upcoming, notes, self._overtaken(start))
+        upcoming = islice(self._shares(self._order(epoch), start), skip * len(self._ranks), None)
+        indices = self._indices(upcoming, notes, self._overtaken(start))
+        elsewhere = self._ahead or self.loader.num_workers > 0
+        self._upcoming.upcoming = self._seeds(indices, notes, epoch) if elsewhere else indices
         self.loader.generator.manual_seed(mix(self.seed, "workers", epoch, start, self._ranks[0]))  # type: ignore[union-attr]
         take = notes.popleft
-        for batch in self.loader:
+        for batch in aside(self.loader) if self._ahead else self.loader:
             yield batch, take()
+
+    def _seeds(self, indices: Iterator[Any], notes: deque[Note], epoch: int) -> Iterator[Any]:
+        """`indices`, after each of which the streams begin anew, where the batch is loaded."""
+        for items in indices:
+            note = notes[-1]
+            seed = mix(self.seed, "batch", epoch, note.rank, note.end)
+            if self._ahead:
+                seed_host(seed)
+            yield items if self._ahead else Seeded(items, seed)
 
     def _overtaken(self, start: int) -> bool:
         """Whether a round with repeats may come out in any place: with in_order=False batches overtake each other."""
@@ -112,9 +127,8 @@ class MapSource:
                     notes.append(Note(rank, end, -1 if unknown else surplus, len(items) if self._in_order else None, last))
                     yield items
 
-    def _shares(self, epoch: int, start: int) -> Iterator[Share]:
+    def _shares(self, order: Any, start: int) -> Iterator[Share]:
         cut, ranks = self.cut, self._ranks
-        order = self._order(epoch)
         if self._whole == "split":
             for round_, part in halves(order, cut.ranks, even=cut.even, start=start):
                 yield from parts(round_, part, ranks)
@@ -140,7 +154,7 @@ class MapSource:
                 self._checked = True
             return order
         # Rank 0's own random state decides, by a seed, so that a resume can draw the same order again.
-        seed, self._redraw = self._redraw, None
+        seed = self._redraw.pop(epoch, None)
         if seed is None:
             seed = own_seed(self._sampler) if self._world.rank == 0 else 0
             if not self._alone:
@@ -173,7 +187,9 @@ class MapSource:
 
     def load(self, state: dict[str, Any]) -> None:
         self.seed = state["seed"]
-        self._drawn = self._redraw = state.get("drawn") if state["position"] else None
+        self._drawn = state.get("drawn") if state["position"] else None
+        # A pass of which nothing is left draws no order, and the next one its own.
+        self._redraw = {} if self._drawn is None or state.get("over") else {state["epoch"]: self._drawn}
         if not self._seeded:
             for generator, drawing in zip(generators(self._sampler), state.get("drawing", ())):
                 generator.set_state(drawing)

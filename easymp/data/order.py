@@ -7,8 +7,6 @@ its own ones seeded for the moment and put back afterwards.
 from __future__ import annotations
 
 import ctypes
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -18,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from ..errors import BatchError
-from ..rng import mix
+from ..rng import host_states, mix, put_host_states, seed_host
 
 
 def size_of(thing: Any) -> int | None:
@@ -105,10 +103,8 @@ class Randomness:
         if self._inside is not None:
             self._put(self._inside)
             return
-        random.seed(self._seed)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(self._seed % 2**32)
-        for generator in (torch.default_generator, *self._generators):
+        seed_host(self._seed)
+        for generator in self._generators:
             generator.manual_seed(self._seed)
 
     def __exit__(self, *error: object) -> None:
@@ -116,15 +112,11 @@ class Randomness:
         self._put(self._outside)
 
     def _states(self) -> list[Any]:
-        numpy = sys.modules.get("numpy")
-        states: list[Any] = [random.getstate(), numpy.random.get_state() if numpy is not None else None]
-        return states + [g.get_state() for g in (torch.default_generator, *self._generators)]
+        return [host_states(), *(g.get_state() for g in self._generators)]
 
     def _put(self, states: list[Any]) -> None:
-        random.setstate(states[0])
-        if states[1] is not None:
-            sys.modules["numpy"].random.set_state(states[1])
-        for generator, state in zip((torch.default_generator, *self._generators), states[2:]):
+        put_host_states(states[0])
+        for generator, state in zip(self._generators, states[1:]):
             generator.set_state(state)
 
 

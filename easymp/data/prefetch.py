@@ -21,11 +21,16 @@ from .source import Note
 Feed = Iterator[tuple[Any, Note]]
 
 
+def reads_ahead(device: torch.device, non_blocking: bool) -> bool:
+    """Whether `moved` has read the next batch when it hands one out."""
+    return device.type == "cuda" and non_blocking
+
+
 def moved(feed: Feed, device: torch.device, non_blocking: bool) -> Feed:
     """`feed` with its batches on `device`; the very same iterator where there is nothing to do."""
     if device.type == "cpu":
         return feed
-    if device.type == "cuda" and non_blocking:
+    if reads_ahead(device, non_blocking):
         return _ahead(feed, device)
     return _in_turn(feed, device, non_blocking)
 

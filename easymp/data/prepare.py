@@ -16,6 +16,7 @@ from .dispatch import Dispatched
 from .loader import PreparedLoader
 from .mapped import MapSource
 from .order import size_of
+from .prefetch import reads_ahead
 from .shard import Cut
 from .skip import SkippedLoader
 from .source import Source
@@ -64,7 +65,9 @@ def prepare_loader(
     else:
         dealt = ("split" if config.split_batches else "deal") if whole else None
         seeded = config.use_seedable_sampler
-        source = MapSource(loader, sampler, cut, ranks, world, whole=dealt, seeded=seeded, alone=dispatch, **settings)
+        ahead = not loader.num_workers and (dispatch or (placed is not None and reads_ahead(placed, config.non_blocking)))
+        how = {"whole": dealt, "seeded": seeded, "alone": dispatch, "ahead": ahead}
+        source = MapSource(loader, sampler, cut, ranks, world, **how, **settings)
     if dispatch:
         source = Dispatched(source, world, data_rank)
     _warn_if_nothing_is_left(source, cut, data_rank)

@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from .. import tree
 from ..errors import BatchError
-from .order import mix, size_of
+from ..rng import mix
+from .drawing import aside, every
+from .order import size_of
 from .shard import Cut, flagged, rounds
 from .source import Note, rebuild
 
@@ -32,6 +34,7 @@ class Piece(NamedTuple):
     surplus: int
     worker: int  # -1: nothing but a turn passed on
     state: Any  # of the data set, where it has one
+    ended: bool = False  # the stream was read to its end, so that `state` is one to begin anew with
 
 
 class Mark(NamedTuple):
@@ -40,6 +43,7 @@ class Mark(NamedTuple):
     worker: int
     end: int
     state: Any
+    ended: bool = False
 
 
 class Cutter(IterableDataset[Any]):
@@ -49,7 +53,8 @@ class Cutter(IterableDataset[Any]):
     """
 
     def __init__(self, dataset: Any, cut: Cut, ranks: Sequence[int], ready: bool, epoch: torch.Tensor | None) -> None:
-        self.__dict__.update(dataset=dataset, _cut=cut, _ranks=ranks, _ready=ready, _epoch=epoch, _marks={}, _lead=0)
+        self.__dict__.update(dataset=dataset, _cut=cut, _ranks=ranks, _ready=ready, _epoch=epoch)
+        self.__dict__.update(_marks={}, _lead=0, _seeds=(0, 0))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "dataset" not in self.__dict__:
@@ -62,31 +67,42 @@ class Cutter(IterableDataset[Any]):
         else:
             setattr(self.dataset, name, value)
 
-    def begin(self, cut: Cut, marks: dict[int, Mark], lead: int) -> None:
+    def begin(self, cut: Cut, marks: dict[int, Mark], lead: int, seed: int, epoch: int) -> None:
         """Let each worker's next stream be cut so and begin at its mark, and the `lead`-th worker come first."""
-        self.__dict__.update(_cut=cut, _marks=marks, _lead=lead)
+        self.__dict__.update(_cut=cut, _marks=marks, _lead=lead, _seeds=(seed, epoch))
 
     def __iter__(self) -> Iterator[Piece]:
         info = get_worker_info()
         worker = 0 if info is None else info.id
-        if self._epoch is not None and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(int(self._epoch))  # persistent workers hold copies that the main process cannot tell
+        seed, epoch = self._seeds
+        if self._epoch is not None:
+            epoch = int(self._epoch)  # persistent workers hold copies that the main process cannot tell
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)
         if worker < self._lead:
             yield Piece([], [], 0, 0, -1, None)  # rounds come from the workers in turn, and it was another's
         cut, mark = self._cut, self._marks.get(worker, Mark(worker, 0, None))
+        if mark.ended:
+            return
         stateful = callable(getattr(self.dataset, "state_dict", None))
         at = 0
         if mark.state is not None:
             self.dataset.load_state_dict(mark.state)
             at = mark.end
+        weigh = rows if self._ready else None
+        length = cut.ranks if self._ready else cut.whole
+
+        def draws(place: int) -> int:  # alike on all ranks: what shuffles itself is cut alike
+            return mix(seed, "stream", epoch, worker, place)
+
         cutting = rounds(
-            self.dataset,
-            cut.ranks if self._ready else cut.whole,
+            every(1 if self._ready else length, self.dataset, draws, at, weigh),
+            length,
             complete=cut.completes,
             drop_last=cut.drop_last,
             start=mark.end,
             at=at,
-            weigh=rows if self._ready else None,
+            weigh=weigh,
         )
         slices = [slice(rank * cut.batch, (rank + 1) * cut.batch) for rank in self._ranks]
         for round_ in cutting:
@@ -98,7 +114,8 @@ class Cutter(IterableDataset[Any]):
                 batches = [batch for part in slices if (batch := round_.items[part])]
                 sizes = [len(batch) for batch in batches]
             if batches:
-                yield Piece(batches, sizes, round_.end, round_.surplus, worker, state)
+                ended = len(round_.items) < length or round_.surplus != 0
+                yield Piece(batches, sizes, round_.end, round_.surplus, worker, state, ended)
 
 
 class Collate:
@@ -122,7 +139,15 @@ def rows(batch: Any) -> int | None:
 class StreamSource:
     """Reads an iterable data set. Arguments as MapSource's."""
 
-    def __init__(self, given: DataLoader[Any], cut: Cut, ranks: Sequence[int], *, seed: int, pin_memory: bool = False) -> None:
+    def __init__(
+        self,
+        given: DataLoader[Any],
+        cut: Cut,
+        ranks: Sequence[int],
+        *,
+        seed: int,
+        pin_memory: bool = False,
+    ) -> None:
         self.seed = seed
         self.cut, self._ranks, self._ready = cut, ranks, given.batch_size is None
         persistent = given.persistent_workers
@@ -133,7 +158,8 @@ class StreamSource:
         self._streams = max(1, given.num_workers)
         self._marks: dict[int, Mark] = {}  # where each worker's stream stood after the batch being worked on
         self._turn = 0  # whose batch comes next
-        self._told = (cut, False)  # what living workers hold: how to cut, and whether they were made to begin at marks
+        # What living workers hold: how to cut, a seed, and whether they were made to begin at marks.
+        self._told = (cut, seed, False)
 
     def batches(self, rank: int) -> int | None:
         total = self.samples()
@@ -149,22 +175,24 @@ class StreamSource:
             self._marks, self._turn = {}, 0
         elif not self._marks:
             self._marks = {0: Mark(0, start, None)}
-        self._dataset.begin(self.cut, dict(self._marks), self._turn)
+        self._dataset.begin(self.cut, dict(self._marks), self._turn, self.seed, epoch)
         if self._epoch is not None:
             self._epoch.fill_(epoch)
-            if self._marks or self._told != (self.cut, False):
+            if self._marks or self._told != (self.cut, self.seed, False):
                 self.loader._iterator = None  # living workers cannot be told how to cut and where to begin: new ones can
-            self._told = (self.cut, bool(self._marks))
+            self._told = (self.cut, self.seed, bool(self._marks))
         self.loader.generator.manual_seed(mix(self.seed, "workers", epoch, start, self._ranks[0]))  # type: ignore[union-attr]
         # With in_order=False the ranks' batches are of different rounds: which rows of a gather repeat is not known.
         unknown = not getattr(self.loader, "in_order", True) and self.cut.completes and not self.cut.drop_last
         ends = {worker: mark.end for worker, mark in self._marks.items()}
         total = sum(ends.values())
-        pieces = (piece for piece in self.loader if piece.worker >= 0)
+        # Without workers the training's streams are here, and a stream is read one batch ahead, or from its beginning again.
+        reader = self.loader if self.loader.num_workers else aside(self.loader)
+        pieces = (piece for piece in reader if piece.worker >= 0)
         for number, (piece, last) in enumerate(flagged(pieces)):
             total += piece.end - ends.get(piece.worker, 0)
             ends[piece.worker] = piece.end
-            mark = Mark(piece.worker, piece.end, piece.state)
+            mark = Mark(piece.worker, piece.end, piece.state, piece.ended)
             if number < skip:
                 self.passed(mark)
                 continue
@@ -186,6 +214,8 @@ class StreamSource:
             state["samples"] = n
         if any(m is not None and m.state is not None for m in marks):
             state["data sets"] = [None if m is None else m.state for m in marks]
+        if any(m is not None and m.ended for m in marks):
+            state["ended"] = [m is not None and m.ended for m in marks]
         return state
 
     def load(self, state: dict[str, Any]) -> None:
@@ -197,5 +227,7 @@ class StreamSource:
                 f"iterable data set resumes with as many workers as before; make the DataLoader with num_workers={len(ends)}"
             )
         states = state.get("data sets", [None] * len(ends))
-        self._marks = {w: Mark(w, end, own) for w, (end, own) in enumerate(zip(ends, states)) if end or own is not None}
+        ended = state.get("ended", [False] * len(ends))
+        marks = [Mark(w, *mark) for w, mark in enumerate(zip(ends, states, ended))]
+        self._marks = {mark.worker: mark for mark in marks if mark.end or mark.state is not None}
         self._turn = state.get("turn", 0)

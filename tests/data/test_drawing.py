@@ -1,0 +1,122 @@
+"""What data sets and collate functions draw: replayed by a run that goes on, in workers, in streams, and where a batch is read ahead."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from easymp.data import prepare
+
+from .loaders import Numbers, Stream, prepared
+
+Draw = tuple[int, float, float, float]
+
+
+def drawn(i: int) -> Draw:
+    return i, random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+
+class Augmented(Numbers):
+    def __getitem__(self, i: int) -> Any:
+        return drawn(i)
+
+
+class Shuffled(IterableDataset[Any]):
+    """An order of its own, by the global stream."""
+
+    def __iter__(self) -> Iterator[Draw]:
+        info = get_worker_info()
+        order = list(range(22))
+        random.shuffle(order)
+        yield from map(drawn, order if info is None else order[info.id :: info.num_workers])
+
+
+class Placed(Stream):
+    """One that says where it is, and begins anew at its end."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[Draw]:
+        info = get_worker_info()
+        mine = range(self.n) if info is None else range(info.id, self.n, info.num_workers)
+        while self.at < len(mine):
+            self.at += 1
+            yield drawn(mine[self.at - 1])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def collate(items: list[Draw]) -> list[Any]:
+    return [*items, random.random()]
+
+
+def everything(loader: Any, times: int) -> list[list[Any]]:
+    return [[batch for batch in loader] for _ in range(times)]  # noqa: C416  list() would ask for a length
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("data", [lambda: Augmented(22), Shuffled, lambda: Placed(22)], ids=["map", "shuffled", "placed"])
+def test_draws_are_replayed_in_the_pass_that_goes_on_and_after_it(data: Any, workers: dict[str, Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr(prepare, "reads_ahead", lambda device, non_blocking: True)  # as to a GPU
+
+    def make() -> Any:
+        return prepared(DataLoader(data(), 4, collate_fn=collate, **workers))
+
+    straight = everything(make(), 3)
+    loader = make()
+    everything(loader, 1)
+    states = [json.loads(json.dumps(loader.state_dict())) for _ in loader]
+    for stop in (1, 5):
+        random.seed(stop)  # whatever the training has drawn
+        torch.manual_seed(stop)
+        resumed = make()
+        resumed.load_state_dict(states[stop - 1])
+        assert everything(resumed, 2) == [straight[1][stop:], straight[2]]
+
+
+def test_another_number_of_workers_draws_the_same() -> None:
+    one, two = (DataLoader(Augmented(9), 2, collate_fn=list, num_workers=workers) for workers in (1, 2))
+    assert everything(prepared(one), 2) == everything(prepared(two), 2)
+
+
+def test_ranks_draw_for_themselves_and_shuffle_a_stream_alike() -> None:
+    first, second = (passes_of(DataLoader(Augmented(8), 2, collate_fn=list, num_workers=1), rank) for rank in (0, 1))
+    assert not {x for _, x, *_ in first} & {x for _, x, *_ in second}
+    for workers in (0, 1):
+        ranks = [passes_of(DataLoader(Shuffled(), 2, collate_fn=list, num_workers=workers), rank) for rank in (0, 1)]
+        assert {i for rank in ranks for i, *_ in rank} == set(range(22))
+
+
+def passes_of(loader: Any, rank: int) -> list[Draw]:
+    random.seed(rank)  # the ranks' own streams differ
+    return [item for batch in prepared(loader, rank, 2) for item in batch]
+
+
+def test_without_workers_a_map_style_data_set_draws_from_the_trainings_streams() -> None:
+    random.seed(1)
+    loader = prepared(DataLoader(Augmented(4), 2, collate_fn=list))
+    values = [x for batch in loader for _, x, *_ in batch]
+    random.seed(1)
+    assert values == [random.random() for _ in range(4)]
+
+
+def test_a_stream_leaves_the_trainings_streams_alone() -> None:
+    random.seed(1)
+    torch.manual_seed(1)
+    everything(prepared(DataLoader(Shuffled(), 4, collate_fn=collate)), 1)
+    after = random.random(), torch.rand(())
+    random.seed(1)
+    torch.manual_seed(1)
+    assert after == (random.random(), torch.rand(()))
