@@ -13,7 +13,7 @@ from ..shards import local, parts
 from .kernel import Kernel, Launcher
 from .measure import CONCLUDE, RESULT, TOTAL, squares, unscaled
 from .streams import TYPES
-from .table import Row, Table, dense, lay_out, places, plain
+from .table import Row, Table, capturing, dense, lay_out, places, plain
 
 OverRanks = Callable[[Tensor], None]  # adds up a float64 tensor [2] over the ranks, in place; a collective
 
@@ -46,6 +46,7 @@ class Gradients:
     def __init__(self, launcher: Launcher, copies: Callable[[Any], int] = lambda owner: 1) -> None:
         self._launcher, self._copies = launcher, copies
         self._laid = _Laid()
+        self._captured: list[_Laid] = []  # what graphs point at
 
     def takes(self, gradient: Tensor) -> bool:
         """Whether these kernels read it: a strided tensor on this device, of a dtype that they know."""
@@ -91,6 +92,8 @@ class Gradients:
         if laid.table is not None and laid.partials is not None:
             count, partials = laid.table.starts[-1], laid.partials.data_ptr()
             rows, chunks = laid.table.rows.data_ptr(), laid.table.chunks.data_ptr()
+            if capturing(device):
+                self._captured.append(laid)
             for dtype, first, last in zip(laid.dtypes, laid.table.starts, laid.table.starts[1:]):
                 if last > first:
                     launch(make(dtype), last - first, [rows, chunks + 8 * first, partials + 16 * first, at])

@@ -3,7 +3,8 @@
 The loss scale moves in it, too, where it is lent to the step.
 
 `1.f - 0.999f` is off by 1.3e-5, so numbers become floats only here. lr may be a tensor of the device, and the counters are the
-optimizer's own, so a captured step goes on counting when it is replayed.
+optimizer's own, so a captured step goes on counting when it is replayed. Numbers of a group that are no tensors are, in a graph, those
+of the capture.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from .rounding import Rounding
 from .rules.rule import Group, Rule, Survey
 from .scale import Scale
 from .streams import TYPES
-from .table import Row, Table, addresses, alike, dense, lay_out, places, plain, upload
+from .table import Row, Table, addresses, alike, capturing, dense, lay_out, places, plain, upload
 from .update import roles_of, survey_of, update
 
 EMA = "ema"  # key of the average in an optimizer's state
@@ -127,6 +127,7 @@ class FusedStep:
         self._kernels: dict[Any, Kernel] = {}
         self._before: list[tuple[dict[str, Any], str, Any]] = []  # what the state had where a new layout has put something
         self._counters: dict[Tensor, Tensor] = {}  # of steps, where the rule's states have none
+        self._captured: list[Any] = []  # what graphs point at
 
     @property
     def rest(self) -> list[Tensor]:
@@ -190,6 +191,8 @@ class FusedStep:
             raise StepError(
                 f"a step stopped in its midst, and some of the parameters have moved: {error}. Load a checkpoint"
             ) from error
+        if capturing(self._launcher.device):
+            self._captured += [layout, self._groups]
         del held  # until all that reads them is in the stream
 
     def _survey(self, survey: Survey, parameters: Sequence[Tensor], times: int, skip: int) -> None:

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import StepError
+
+# Pinned memory that a capture has taken is its graph's, and not handed on (its CachingHostAllocator.h).
+GRAPHS_KEEP_PINNED = torch.__version__ >= (2, 11)
 CHUNK = 16384  # elements that one block takes
 HEAD = (
     5  # words of a row before its addresses: elements, whether all addresses are multiples of 16, `copies`, `number` and `first`
@@ -77,13 +81,27 @@ def lay_out(kinds: Sequence[Sequence[Row]], device: torch.device) -> Table:
 
 
 def upload(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`numbers` as a tensor on `device`, without a wait for it. Quickest for an array of that type."""
+    """`numbers` as a tensor on `device`, without a wait for it. Quickest for an array of that type.
+
+    Raises:
+        StepError: in a capture, of a torch that gives what a replay will read to others.
+    """
+    if not GRAPHS_KEEP_PINNED and capturing(device):
+        raise StepError(
+            f"tensors lie elsewhere in this capture of a CUDA graph than in the step before, and torch {torch.__version__} does not keep "
+            "what its replays would copy: leave gradients where they are (zero_grad(set_to_none=False)), or use torch 2.11 or newer"
+        )
     here = (
         torch.frombuffer(numbers, dtype=dtype) if isinstance(numbers, array) and numbers else torch.tensor(numbers, dtype=dtype)
     )
     if device.type == "cuda":
         here = here.pin_memory()  # torch keeps it until the copy is done
     return here.to(device, non_blocking=True)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is launched on `device` now goes into a CUDA graph, whose replays find tables where they were."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def place(tensor: Tensor) -> tuple[Any, ...]:

@@ -288,10 +288,53 @@ def test_a_graph_replays_the_step(launcher):
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+def test_a_graph_of_backward_and_step(launcher):
+    """As torch's notes on CUDA graphs have it: gradients are made in the capture, and so are their tables. A step outside, on other
+    gradients and with another lr, takes nothing from the graph."""
+    runs = []
+    for captured in (False, True):
+        held = parameters(F32, "cuda")
+        optimizer = torch.optim.AdamW(held, lr=1e-2)
+        step, batch = FusedStep(optimizer, RULES[torch.optim.AdamW], launcher), torch.ones((), device="cuda")
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+        def once(held=held, step=step, batch=batch):
+            torch.stack([(p * batch).square().sum() for p in held]).sum().backward()
+            result = step.measure(1.0)
+            step.step(result[1], result[2])
+
+        def outside(lr, once=once, optimizer=optimizer, side=side):
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = lr
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                once()
+            torch.cuda.current_stream().wait_stream(side)
+
+        for turn in range(9):
+            batch.fill_(1.0 + turn / 8)
+            if turn == 3 and captured:
+                optimizer.zero_grad()
+                with torch.cuda.graph(graph):
+                    once()
+            if turn < 3 or not captured or turn == 6:
+                outside(1e-1 if turn == 6 else 1e-2)
+            else:
+                graph.replay()
+        torch.cuda.synchronize()
+        runs.append([*held, *(v for p in held for v in optimizer.state[p].values())])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
 def test_the_current_stream_is_taken_at_each_launch(launcher):
     held, step = warm(launcher)
-    reference, other = copy.deepcopy([p.detach() for p in held]), torch.cuda.Stream()
+    other = torch.cuda.Stream()
     give(held, 1, F32)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        step.step()  # its tables are made on this stream: memory of the driver's may come with a wait for what runs
+    torch.cuda.synchronize()
+    reference = copy.deepcopy([p.detach() for p in held])
     torch.cuda.synchronize()
     with torch.cuda.stream(other):
         torch.cuda._sleep(1_000_000_000)  # half a second

@@ -9,10 +9,12 @@ import torch
 
 from easymp.cuda import gradients
 from easymp.cuda import step as steps
+from easymp.cuda import table as tables
 from easymp.cuda.rules import ADAM
 from easymp.cuda.step import FusedStep
 from easymp.cuda.streams import Role, stream
 from easymp.cuda.table import CHUNK, HEAD, WORDS, Row, alike, dense, lay_out
+from easymp.errors import StepError
 
 from .compiled import CompiledLauncher
 
@@ -105,6 +107,39 @@ def test_it_keeps_nothing_alive():
     run.mine.zero_grad()
     run.mine.state.clear()
     assert not any(r() is not None for r in (*gradients, *states))
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_tables_of_a_captured_step_stay(monkeypatch, captured):
+    """A graph that was captured goes on reading them when a step outside of it has made others."""
+    run = Run()
+    run()
+    held = [run.step._groups, run.step._layout.table.rows, run.step._layout.constants, run.step._gradients._laid.table.rows]
+    tables = [weakref.ref(t) for t in held]
+    del held
+    for module in (steps, gradients):
+        monkeypatch.setattr(module, "capturing", lambda device: captured)
+    run()
+    for module in (steps, gradients):
+        monkeypatch.setattr(module, "capturing", lambda device: False)
+    for p in run.ours:
+        p.grad = None
+    for optimizer in (run.mine, run.reference):
+        optimizer.param_groups[0]["lr"] = 0.5
+    run()
+    assert [r() is not None for r in tables] == [captured] * 4
+
+
+def test_a_torch_that_does_not_keep_what_replays_copy(monkeypatch):
+    run = Run()
+    run()
+    monkeypatch.setattr(tables, "GRAPHS_KEEP_PINNED", False)
+    monkeypatch.setattr(tables, "capturing", lambda device: True)
+    run()  # where it was
+    for p in run.ours:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(StepError, match=r"zero_grad\(set_to_none=False\)"):
+        run.step.measure()
 
 
 def test_another_tensor_at_the_same_address_is_seen():
