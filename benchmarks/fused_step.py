@@ -59,7 +59,6 @@ from torch.autograd import DeviceType, profiler
 from easymp.cuda.availability import Unavailable, launcher_for
 from easymp.cuda.kernel import THREADS, Launcher
 from easymp.cuda.table import CHUNK
-from easymp.errors import EasympError
 from easymp.optim import torch_engine
 
 COPY = "torch's copy_"
@@ -82,10 +81,7 @@ TITLES = {
 }
 CHUNKS, BLOCKS = (4096, 8192, 16384, 32768, 65536), (128, 256, 512, 1024)
 
-FAILURES = (
-    RuntimeError,
-    EasympError,
-)  # of one contender on this machine (out of memory, among them), which leave the others theirs
+FAILURES = Exception  # of one contender on this machine, out of memory or out of order: it is told, and leaves the others theirs
 
 Times = dict[str, dict[str, Any]]  # contender → "ms" and "host" (µs), a figure a round, and "word"
 

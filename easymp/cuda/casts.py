@@ -16,7 +16,7 @@ from torch import Tensor
 from .kernel import Kernel, Launcher
 from .ready import launcher_with
 from .streams import TYPES, Role, flat, start_flat, stream
-from .table import Row, Table, alike, dense, lay_out, place, plain
+from .table import Row, Table, alike, capturing, dense, lay_out, place, plain
 
 
 @cache
@@ -61,6 +61,7 @@ class Adder:
 
     def __init__(self) -> None:
         self._laid: dict[torch.device, tuple[list[Any], list[Kernel], Table]] = {}
+        self._captured: list[Table] = []  # what graphs point at
 
     def __call__(self, sources: Sequence[Tensor], totals: Sequence[Tensor], fresh: Sequence[bool]) -> None:
         """Each total += its source, or = where `fresh`; by kernels in one launch a dtype and kind.
@@ -94,6 +95,8 @@ class Adder:
                 kinds.setdefault(kernel, []).append(Row((source, total)))
             laid = self._laid[launcher.device] = places, list(kinds), lay_out(list(kinds.values()), launcher.device)
         _, kernels, table = laid
+        if capturing(launcher.device):
+            self._captured.append(table)
         rows, chunks = table.rows.data_ptr(), table.chunks.data_ptr()
         for kernel, begin, end in zip(kernels, table.starts, table.starts[1:]):
             if end > begin:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -192,7 +193,7 @@ def test_gradients_that_changed_after_clipping_are_an_error():
 
 def test_which_way_and_why():
     assert ours.AdamW(made()).engine.name == "torch fused"
-    assert "CUDA" in ours.AdamW(made()).engine.reason
+    assert re.search("CUDA|NVIDIA", ours.AdamW(made()).engine.reason)  # by how torch was built
     assert ours.Lion(made()).engine.name == "torch"
     assert "no rule for RMSprop" in ours.LARC(torch.optim.RMSprop(made())).engine.reason
     with pytest.raises(RefusedError, match="norms of tensors already"):
