@@ -59,5 +59,23 @@ _HOMES = {
     "tree": ("concatenate", "find_batch_size", "recursively_apply", "send_to_device"),
 }
 
-__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)
+# Names of Accelerate that are no part of this face; scripts ask for them here when only their import line has changed.
+_ACCELERATES = (
+    *(
+        "AORecipeKwargs",
+        "DeepSpeedPlugin",
+        "DummyOptim",
+        "DummyScheduler",
+        "DynamoBackend",
+        "FP8RecipeKwargs",
+        "MegatronLMPlugin",
+    ),
+    *("FullyShardedDataParallelPlugin", "ParallelismConfig", "TERecipeKwargs", "TorchDynamoPlugin", "TorchTensorParallelPlugin"),
+    *("cpu_offload", "disk_offload", "dispatch_model", "infer_auto_device_map", "init_empty_weights", "init_on_device"),
+    *("load_checkpoint_and_dispatch", "load_checkpoint_in_model", "synchronize_rng_states", "wait_for_everyone"),
+    *("extract_model_from_parallel", "is_torch_version", "patch_environment"),
+)
+_ELSEWHERE = dict.fromkeys(_ACCELERATES, "scripts for Accelerate find it, or what to write instead, in easymp.compat.accelerate")
+
+__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES, elsewhere=_ELSEWHERE)
 __all__ += ["__version__"]  # the very list that __dir__ gives

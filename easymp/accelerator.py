@@ -193,7 +193,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         self._clock = StepClock(plan.accumulation.value, plugin.sync_with_dataloader)
         device = torch.device(plan.device.value)
         self._undo = ExitStack()
-        self._world = World(plan.ranks, device, asked.timeout, asked.debug)
+        self._world = World(plan.ranks, device, asked.timeout, asked.debug, group.backend if group else None)
         try:
             strategy = spread(self._world, options)  # type: ignore[call-arg]
         except EasympError:  # options that do not fit this world
@@ -211,7 +211,10 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         wishes = Wishes(
             device_placement, self._loading, step_scheduler_with_optimizer, steps, given, initialize, recompute, compiled
         )
-        self._prepared = Preparation(self._run, strategy, self._precision, self._scaler, wishes)
+        me = weakref.ref(self)
+        self._prepared = Preparation(
+            *(self._run, strategy, self._precision, self._scaler, wishes), no_sync=lambda model: me().no_sync(model)
+        )
         self._items = optim.ItemWindow(self._world)
         self._profiling: ProfileKwargs | None = handlers.get(ProfileKwargs)
         self._foreign: ForeignSteps | None = None
@@ -228,7 +231,6 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         if recorder is not None:
             self._logbook.attached[recorder.name] = recorder
             self._undo.callback(recorder.finish)
-        me = weakref.ref(self)
         leave = atexit.register(lambda: (it := me()) and it.close())
         self._undo.callback(atexit.unregister, leave)
 
@@ -315,6 +317,14 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
     def use_seedable_sampler(self) -> bool:
         return self._loading.use_seedable_sampler
 
+    @property
+    def non_blocking(self) -> bool:
+        return self._loading.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        return self._loading.use_stateful_dataloader
+
     launch = staticmethod(launcher.launch)
 
     # -- prepare ------------------------------------------------------------------------------------------------------
@@ -333,7 +343,13 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         done = self._prepared.prepare(objects, device_placement)
         return done[0] if len(done) == 1 else tuple(done)
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None) -> nn.Module:
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+        """As `prepare`. A model without trainable parameters is not wrapped for gradients, so `evaluation_mode` asks for that."""
+        if evaluation_mode and any(p.requires_grad for p in model.parameters()):
+            raise RefusedError(
+                f"evaluation_mode=True, but this {type(model).__name__} has trainable parameters: call requires_grad_(False) on it first, "
+                "or leave evaluation_mode out"
+            )
         return self.prepare(model, device_placement=[device_placement])
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:

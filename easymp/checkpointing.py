@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import checkpoint
 from .epochs import Epochs
-from .errors import CheckpointError, EasympError, RefusedError, SettingError, StepError
+from .errors import CheckpointError, EasympError, RefusedError, SettingError, StepError, WorldError
 from .kept import LeftOut, Owed, RunState, Skipped, Tracked, drawing_devices
 from .log import get_logger
 from .precision import Scaler
@@ -135,6 +135,11 @@ class Checkpointing(Registering):
         self._check_settled()
         self._logbook.settle()  # before the save begins: trackers may take long to start
         world = self._run.world
+        try:
+            world.barrier()
+        except WorldError as error:
+            error.add_note("save_state() is for all ranks: take it out of `if accelerator.is_main_process:`")
+            raise
         world.settle()
         self._settle_saves()  # one at a time, and hooks write for one, too
         step = max((o.updates for o in self._prepared.optimizers), default=0)

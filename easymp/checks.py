@@ -16,7 +16,10 @@ from .settings import NAMES
 ELSEWHERE = {
     "rng_types": "there is nothing to synchronise: data order is f(seed, epoch) on every rank. Leave it out",
     "dynamo_plugin": "pass compile=CompileOptions(...)",
-    "split_batches": "pass dataloader_config=DataLoaderConfiguration(split_batches=...)",
+    **{
+        name: f"pass dataloader_config=DataLoaderConfiguration({name}=...)"
+        for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+    },
     "deepspeed_plugin": "pass strategy='zero1' (ZeRO-1) or 'fsdp' (ZeRO-2 and 3), and strategy_options",
     "deepspeed_plugins": "pass strategy='zero1' (ZeRO-1) or 'fsdp' (ZeRO-2 and 3), and strategy_options",
     "fsdp_plugin": "pass strategy='fsdp' and strategy_options=FSDPOptions(...)",

@@ -39,7 +39,7 @@ class StepClock:
         accumulation: micro-steps in a full window.
         micro: micro-steps begun in the current window.
         sync: whether the current micro-step ends its window, so that gradients are reduced and optimizers step.
-        backwards: backward passes in the current micro-step.
+        backwards: backward passes in the current micro-step; without `accumulate`, in the run.
         inside: whether an `accumulate` block is open.
         end_with_loader: whether the last batch of the loader being read ends the window early.
         between: called where the body of a training loop has come to its end, if anyone wants to know.
@@ -51,6 +51,7 @@ class StepClock:
 
     __slots__ = (
         *(
+            "_at_end",
             "_beside",
             "_reading",
             "accumulation",
@@ -83,6 +84,7 @@ class StepClock:
         self.inside = False
         self._reading: list[Any] = []  # loops inside of loops
         self._beside: list[Any] = []  # iterators that the script holds, and asks when it likes
+        self._at_end = False
 
     def tick(self) -> bool:
         """Begin a micro-step; returns whether it ends its window."""
@@ -95,6 +97,7 @@ class StepClock:
     def enter(self, loader: Reading) -> None:
         """`loader` begins to be read: the innermost loop is the one that counts."""
         self._reading.append(loader)
+        self._at_end = False
 
     def asks(self, loader: Reading) -> None:
         """`loader` is asked for a batch: what began after it and is still open is no loop in its body, but read beside it."""
@@ -114,7 +117,14 @@ class StepClock:
             for i in range(len(there) - 1, -1, -1):
                 if there[i] is loader:
                     del there[i]
+                    self._at_end = loader.last
                     return
+
+    @property
+    def last(self) -> bool:
+        """Whether the last batch of the loader being read, or read before, has been handed out, and ends a window."""
+        loader = self.reading
+        return self.end_with_loader and (self._at_end if loader is None else loader.last)
 
     @property
     def outermost(self) -> Any | None:

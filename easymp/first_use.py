@@ -11,7 +11,11 @@ Homes = Mapping[str, Sequence[str]]  # file below the package → the names that
 
 
 def at_first_use(
-    package: str, namespace: dict[str, Any], public: Homes, inner: Homes | None = None
+    package: str,
+    namespace: dict[str, Any],
+    public: Homes,
+    inner: Homes | None = None,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """A package's ``__all__``, ``__getattr__`` and ``__dir__``.
 
@@ -20,11 +24,15 @@ def at_first_use(
         namespace: its ``globals()``, which keep what was loaded.
         public: names for everyone.
         inner: names for other rooms of this house, which ``__all__`` leaves out.
+        elsewhere: names that are looked for here, and where they are: an ImportError, for Python replaces the words of others in
+            ``from … import``.
     """
     home = {name: file for homes in (public, inner or {}) for file, names in homes.items() for name in names}
     listed = sorted(name for names in public.values() for name in names)
 
     def load(name: str) -> Any:
+        if elsewhere and name in elsewhere:
+            raise ImportError(f"{package} has no {name!r}: {elsewhere[name]}")
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = namespace[name] = getattr(_imported(f".{home[name]}", package), name)

@@ -93,7 +93,8 @@ class Collectives(Processes):
         """As `gather`, for results of the current batch: samples that only complete the last round are dropped.
 
         Call it inside the loop over a prepared loader. Objects that are no tensors (``use_gather_object=True``, or no tensor
-        in the tree) are gathered as lists with one item a sample.
+        in the tree) are gathered as lists with one item a sample. Where the current batch is shorter than the others, a tensor
+        of the loader's `batch_size` rows (``loss.repeat(batch_size)``: a loss that weighs as much as its samples) is cut to it.
 
         Raises:
             BatchError: outside a loop, or dimension 0 is not the batch.
@@ -105,6 +106,9 @@ class Collectives(Processes):
                 "each batch inside the loop, or use gather() for anything else"
             )
         objects = use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data))
+        short, usual = loader.local_size, loader.batch_size
+        if not objects and short is not None and usual is not None and short < usual:
+            input_data = recursively_apply(lambda t: t[:short] if t.ndim and t.shape[0] == usual else t, input_data)
         for leaf in [input_data] if objects else leaves(input_data):
             check_batch(leaf, loader.local_size)
         if objects:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import MemberDescriptorType
 from typing import Any
 
@@ -27,26 +28,34 @@ class Route:
         module: what the strategy made of it.
         called: whether it has been called since the last reduced backward.
         local: whether its gradients stay with this rank, however it is called.
+        no_sync: inside what it gives, they do for a while.
     """
 
-    __slots__ = ("called", "local", "module", "original")
+    __slots__ = ("called", "local", "module", "no_sync", "original")
 
-    def __init__(self, original: nn.Module, module: nn.Module) -> None:
+    def __init__(
+        self, original: nn.Module, module: nn.Module, no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
         self.original = original
         self.module = module
+        self.no_sync = no_sync
         self.called = False
         self.local = isinstance(module, Alone)
 
 
 def make_view(
-    original: nn.Module, module: nn.Module, explain: Callable[[RuntimeError, str], None] = lambda error, what: None
+    original: nn.Module,
+    module: nn.Module,
+    explain: Callable[[RuntimeError, str], None] = lambda error, what: None,
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[nn.Module, Route]:
     """The module a user calls in place of `original`; `original` itself where `module` is no other.
 
     Args:
         explain: told of an error in a call, which may hold collectives; raises one that says more, if it can.
+        no_sync: what the view's `no_sync` is, where its class has none: scripts for DistributedDataParallel call that of its wrapper.
     """
-    route = Route(original, module)
+    route = Route(original, module, no_sync)
     if module is original:
         return original, route
     kind = next(c for c in type(original).__mro__ if c is not _View and "_easymp_route" not in vars(c))  # also of a view
@@ -77,6 +86,16 @@ class _View:
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            if name == "module":  # as the wrapper of DistributedDataParallel has it
+                return self._easymp_route.original
+            if name == "no_sync":
+                return self._easymp_route.no_sync
+            raise
 
     def __copy__(self) -> nn.Module:
         return copy.copy(self._easymp_route.original)

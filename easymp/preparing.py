@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,16 @@ class Preparation:
         converted: batch-norms that became synchronised ones, and the classes they had.
     """
 
-    def __init__(self, run: Run, strategy: Strategy, precision: Precision, scaler: Scaler, wishes: Wishes) -> None:
+    def __init__(
+        self,
+        run: Run,
+        strategy: Strategy,
+        precision: Precision,
+        scaler: Scaler,
+        wishes: Wishes,
+        no_sync: Callable[[nn.Module], AbstractContextManager[Any]],
+    ) -> None:
+        self._no_sync = no_sync
         self._run, self._precision, self._scaler, self._wishes = run, precision, scaler, wishes
         self.strategy = strategy
         self._fitting = Fitting(run, precision, free=not wishes.strategy_options)
@@ -195,7 +205,7 @@ class Preparation:
             manner = replace(manner, compile=self._compiling.whole)
         wrapped = self.strategy.wrap(model, plain, manner)
         self._run.world.hurry_groups()
-        view, route = make_view(model, wrapped, self._run.world.blame)
+        view, route = make_view(model, wrapped, self._run.world.blame, lambda: self._no_sync(model))
         self.models.append(Prepared(view, route))
         self.owner.update((id(p), name) for name, p in model.named_parameters())
         if self.strategy.sums and self.sums.watch(model):

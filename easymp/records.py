@@ -99,7 +99,8 @@ class GradientAccumulationPlugin:
 
     Attributes:
         num_steps: micro-steps in a window.
-        adjust_scheduler: accepted as True only: prepared schedulers always count optimizer updates, not micro-steps.
+        adjust_scheduler: accepted, and without a difference: prepared schedulers count optimizer updates, not micro-steps, and so do
+            Accelerate's with either value.
         sync_with_dataloader: the last batch of a loader ends the window early.
         sync_each_batch: reduce gradients at every micro-step: more communication, less memory under sharding.
     """
@@ -112,11 +113,6 @@ class GradientAccumulationPlugin:
     def __post_init__(self) -> None:
         if isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1:
             raise SettingError(f"num_steps={self.num_steps!r} is not a whole number of at least 1")
-        if not self.adjust_scheduler:
-            raise SettingError(
-                "adjust_scheduler=False cannot be honoured: a prepared scheduler counts optimizer updates. Leave the scheduler "
-                "out of prepare() to step it yourself"
-            )
 
 
 @dataclass(frozen=True)
@@ -317,10 +313,23 @@ class InitProcessGroupKwargs:
     """Options of the process group.
 
     Attributes:
+        backend: accepted where it is what the device takes in any case: "gloo" on CPUs, "nccl" on NVIDIA and AMD, "xccl" on Intel.
+        init_method: accepted as "env://" only: where ranks meet is the launcher's.
         timeout: how long a collective may wait for the other ranks (a timedelta or seconds); 2 minutes.
     """
 
+    backend: str | None = None
+    init_method: str | None = None
     timeout: timedelta | float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.init_method not in (None, "env://"):
+            raise SettingError(
+                f"init_method={self.init_method!r} is not honoured: ranks meet where the launcher says (MASTER_ADDR and MASTER_PORT). "
+                "Leave it out"
+            )
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float, timedelta)) or self.seconds <= 0:
+            raise SettingError(f"timeout={self.timeout!r} is neither a timedelta nor a number of seconds above 0")
 
     @property
     def seconds(self) -> float:

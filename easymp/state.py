@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from .clock import StepClock
-from .errors import StepError
+from .errors import RefusedError, StepError
 from .hardware import detect
 from .plan import Plan, make_plan
 from .processes import Processes
+from .records import InitProcessGroupKwargs
 from .settings import resolve
 from .strategies import STRATEGIES
 from .world import World, read_ranks
@@ -52,20 +53,50 @@ def accelerators() -> list[Any]:
     return [there for run in _open if (there := run.accelerator()) is not None]
 
 
-def current_world() -> World:
+def is_open() -> bool:
+    """Whether there is an Accelerator, or a PartialState without one."""
+    return bool(_open)
+
+
+def current_world(cpu: bool | None = None, backend: str | None = None, timeout: float | None = None) -> World:
     """The newest open run's world; where none is open, one is joined by the environment's launch variables."""
     if not _open:
-        plan = make_plan(resolve(), detect(), read_ranks())
-        world = World(plan.ranks, torch.device(plan.device.value), plan.settings.timeout, plan.settings.debug)
+        plan = make_plan(resolve(cpu=cpu, timeout=timeout), detect(), read_ranks())
+        settings = plan.settings
+        world = World(plan.ranks, torch.device(plan.device.value), settings.timeout, settings.debug, backend)
         register(Run(world, plan, StepClock()))
     return _open[-1].world
 
 
 class PartialState(Processes):
-    """Who this process is. Made without an Accelerator, it joins the world by itself."""
+    """Who this process is. Made without an Accelerator, it joins the world by itself.
 
-    def __init__(self) -> None:
-        self._world = current_world()
+    Args:
+        cpu: the CPU, although there is an accelerator.
+        options: of `InitProcessGroupKwargs`, where no run is open yet.
+
+    Raises:
+        RefusedError: a run is open that has decided otherwise.
+    """
+
+    def __init__(self, cpu: bool | None = None, **options: Any) -> None:
+        group = InitProcessGroupKwargs(**options)
+        if _open and options:
+            raise RefusedError(
+                f"PartialState({', '.join(options)}=…) in a run that is open: its process group is there. Make this PartialState before "
+                "the Accelerator, or pass InitProcessGroupKwargs to that one"
+            )
+        self._world = current_world(cpu, group.backend, group.seconds if "timeout" in options else None)
+        if cpu and self.device.type != "cpu":
+            raise RefusedError(
+                f"PartialState(cpu=True) in a run that is open on {self.device}: make it first, or pass cpu=True to the Accelerator"
+            )
+
+    def destroy_process_group(self) -> None:
+        """Leave the world, where a PartialState without an Accelerator joined it; an Accelerator's ends with `end_training`."""
+        for run in [run for run in _open if run.world is self._world and run.accelerator() is None]:
+            unregister(run)
+            run.world.close()
 
 
 class AcceleratorState(Processes):
@@ -92,6 +123,11 @@ class AcceleratorState(Processes):
         name = self.plan.precision.value
         return "no" if name == "fp32" else name
 
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None, for scripts that ask: what DeepSpeed shards is strategy "zero1" or "fsdp" here."""
+        return None
+
 
 class GradientState:
     """Where the open run is in its accumulation window.
@@ -110,6 +146,11 @@ class GradientState:
     @property
     def num_steps(self) -> int:
         return self._clock.accumulation
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """True: prepared schedulers count optimizer updates."""
+        return True
 
     @property
     def sync_with_dataloader(self) -> bool:

@@ -60,7 +60,19 @@ def test_outputs_are_fp32_by_default() -> None:
 
 @pytest.mark.parametrize("timeout", [90, 90.0, timedelta(minutes=1, seconds=30)])
 def test_a_timeout_in_seconds_or_as_a_timedelta(timeout: float | timedelta) -> None:
-    assert InitProcessGroupKwargs(timeout).seconds == 90.0
+    assert InitProcessGroupKwargs(timeout=timeout).seconds == 90.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"timeout": 0}, "timeout=0 is neither a timedelta nor a number of seconds above 0"),
+        ({"init_method": "file://x"}, "MASTER_ADDR"),
+    ],
+)
+def test_what_a_process_group_does_not_take(options: dict[str, object], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        InitProcessGroupKwargs(**options)
 
 
 def test_two_minutes() -> None:
@@ -71,8 +83,3 @@ def test_two_minutes() -> None:
 def test_accumulation_is_a_whole_number(steps: object) -> None:
     with pytest.raises(SettingError, match="is not a whole number of at least 1"):
         GradientAccumulationPlugin(steps)
-
-
-def test_a_scheduler_that_counts_micro_steps_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"adjust_scheduler=False cannot be honoured.*Leave the scheduler out"):
-        GradientAccumulationPlugin(4, adjust_scheduler=False)

@@ -64,6 +64,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._by_itself: RemovableHandle | None = None  # hears of a step of the wrapped optimizer while there is a factor
         self.away = False
         self.updates = 0  # steps that ended a window, skipped ones included
+        self._seen = 0  # backward passes before the last step of accumulation by hand
         self._spent = False  # whether the gradients have been stepped on, and not cleared since
         self._waiting = False  # whether the last call was a step that waits for the end of the window
         self._told = False  # of averages that were dropped
@@ -74,17 +75,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """One update at the end of a window, skipped if a gradient overflowed; nothing on other micro-steps.
 
         Raises:
-            StepError: with accumulation, outside an `accumulate` block.
+            StepError: with accumulation, outside an `accumulate` block and before as many backward passes as a window has.
         """
         clock = self._clock
         if clock.accumulation != 1:
             if not clock.inside:
-                raise StepError(
-                    f"optimizer.step() outside `with accelerator.accumulate(model):` while gradient_accumulation_steps="
-                    f"{clock.accumulation}: it would step each micro-batch with a fraction of the gradient. Put forward, backward, "
-                    "step and zero_grad inside the block, or set gradient_accumulation_steps=1"
-                )
-            if not clock.sync:
+                self._end_window_by_hand()
+            elif not clock.sync:
                 self._waiting = True
                 return None
         if self.away:
@@ -97,6 +94,17 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if clock.stepped is not None:
             clock.stepped(self.updates)
         return result
+
+    def _end_window_by_hand(self) -> None:
+        """A script that counts micro-batches itself steps after as many as a window has, or with the last batch of its loader."""
+        clock = self._clock
+        done, self._seen = clock.backwards - self._seen, clock.backwards
+        if done < clock.accumulation and not (done and clock.last):
+            raise StepError(
+                f"optimizer.step() outside `with accelerator.accumulate(model):`, {done} of gradient_accumulation_steps="
+                f"{clock.accumulation} backward passes after the last step: it would step with a fraction of the gradient. Put forward, "
+                "backward, step and zero_grad inside the block, or set gradient_accumulation_steps=1"
+            )
 
     def _step(self, *given: Any) -> Any:
         scaler = self._scaler
@@ -305,7 +313,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return f"Prepared({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("optimizer", "_clock", "_scaler", "_spent", "_waiting", "_masters", "_sums")
+        names = ("optimizer", "_clock", "_scaler", "_seen", "_spent", "_waiting", "_masters", "_sums")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

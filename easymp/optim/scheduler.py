@@ -43,8 +43,18 @@ class PreparedScheduler:
                 self.each_update = since == 1 and not args and not kwargs
             if not self._updated():
                 return
-        for _ in range(self._steps if self._with_optimizer else 1):
+        if not self._with_optimizer or self._steps == 1:
             self.scheduler.step(*args, **kwargs)
+            return
+        for _ in range(self._steps):
+            if not self._at_horizon():
+                self.scheduler.step(*args, **kwargs)
+
+    def _at_horizon(self) -> bool:
+        """Whether torch would refuse a further step (OneCycleLR). Ranks are given whole rounds of batches: counted a process, they come to
+        more steps than the loader had batches before it was shared out."""
+        total = getattr(self.scheduler, "total_steps", None)
+        return total is not None and self.scheduler.last_epoch >= total
 
     def _updated(self) -> bool:
         since = self.behind

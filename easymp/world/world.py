@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import env
-from ..errors import WorldError
+from ..errors import RefusedError, WorldError
 from .meshes import forget_meshes
 from .ranks import Ranks
 from .watch import Watch
@@ -48,6 +48,7 @@ BUCKET = 2**24  # elements averaged at a time: 64 MiB of fp32
 # A group that is bound to its device connects at once, and parts of it (those of a mesh of two dimensions) are split from it. Before
 # 2.10 torch splits no group of two backends: 2.8 stops with an assertion, and in 2.9 gloo's parts meet under one name.
 BINDS = torch.__version__ >= (2, 10)
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}  # "gloo" elsewhere
 FAREWELL = 10.0  # seconds to wait for the others before leaving
 
 
@@ -59,9 +60,18 @@ class World:
         device: where its tensors live; becomes this process's current one, so that nothing of it ends up on the first.
         timeout: seconds that a collective may wait for the other ranks.
         debug: compare shapes and dtypes over the ranks before each collective.
+        backend: what the caller expects; None expects nothing.
+
+    Raises:
+        RefusedError: the device has another backend.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, timeout: float = 120.0, debug: bool = False) -> None:
+    def __init__(
+        self, ranks: Ranks, device: torch.device, timeout: float = 120.0, debug: bool = False, backend: str | None = None
+    ) -> None:
+        there = BACKENDS.get(device.type, "gloo")
+        if backend is not None and backend not in (there, there.rpartition(":")[2]):
+            raise RefusedError(f"backend={backend!r} on {device.type}: collectives there are {there!r}. Leave it out")
         self.ranks = ranks
         self.rank, self.size = ranks.rank, ranks.size
         self.local_rank, self.local_size = ranks.local_rank, ranks.local_size
@@ -73,6 +83,7 @@ class World:
         self.backend: str | None = None
         self.settling: list[Callable[[], None]] = []  # see `settle`
         self._process = os.getpid()
+        self._left = False
         self.owned = False  # whether we started the process group, and so end it
         self._store: dist.Store | None = None
         self._watch: Watch | None = None
@@ -105,7 +116,7 @@ class World:
         own = dist.PrefixStore(f"group/{number}", store)
         with env.override(TORCH_FR_BUFFER_SIZE=env.read("TORCH_FR_BUFFER_SIZE", "64")):
             dist.init_process_group(
-                {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(self.device.type, "gloo"),
+                BACKENDS.get(self.device.type, "gloo"),
                 store=own,
                 rank=self.rank,
                 world_size=self.size,
@@ -186,6 +197,7 @@ class World:
             self._say_farewell(0.0 if failing else min(self.timeout, FAREWELL))
             dist.destroy_process_group()
             forget_meshes()
+            self._left = True
         self.owned = False
 
     def _say_farewell(self, seconds: float) -> None:
@@ -400,7 +412,13 @@ class World:
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
-        """Turns a backend's bare timeout inside the block into a WorldError that says where each rank is."""
+        """Turns a backend's bare timeout inside the block into a WorldError that says where each rank is.
+
+        Raises:
+            WorldError: also where this process has left the world.
+        """
+        if self._left:
+            raise WorldError(f"{what} after end_training(): this process has left the others. Call end_training() last")
         try:
             yield
         except RuntimeError as error:

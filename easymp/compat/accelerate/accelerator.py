@@ -1,0 +1,137 @@
+"""The Accelerator with the arguments, their order and the defaults of Accelerate.
+
+Where a default decides what is trained, it is Accelerate's: fp32 unless a precision is asked for, schedulers that step once a process
+(scripts count their horizon so), and nothing logged without `log_with`. Settings of the environment and of easymp.toml go before them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ... import accelerator
+from ...errors import SettingError
+from ...processes import DistributedType
+from ...protocols import Source
+from ...records import DataLoaderConfiguration, GradientAccumulationPlugin, LoggerType, ProjectConfiguration
+from ...settings import resolve
+from ...world import read_ranks
+from .layer import layer
+from .plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+
+NATIVE = 'acc = Accelerator(mixed_precision="no", scheduler_steps_per_process=True, log_with="none")'
+
+
+class Accelerator(accelerator.Accelerator):
+    """`easymp.Accelerator` for scripts of Accelerate; see there. `others` are easymp's further arguments.
+
+    Raises:
+        SettingError: a wrong name or value.
+        RefusedError: something that was asked for cannot run here, or has another place.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: Any = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[Any] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        **others: Any,
+    ) -> None:
+        loading = dataloader_config or DataLoaderConfiguration()
+        if split_batches is not None:
+            loading = dataclasses.replace(loading, split_batches=split_batches)
+        if rng_types is not None:
+            layer.ignore({"rng_types": "the order of data is the same on all ranks by itself"})
+        if dynamo_plugin is not None:
+            if dynamo_backend is not None:
+                raise SettingError("both dynamo_plugin and dynamo_backend ask for torch.compile: pass one of them")
+            others["compile"] = dynamo_plugin.compiling()
+        if fsdp_plugin is not None and read_ranks().size > 1:
+            others["strategy"] = fsdp_plugin.strategy
+            others["strategy_options"] = fsdp_plugin.options
+            others["activation_checkpointing"] = fsdp_plugin.activation_checkpointing
+        asked = resolve()
+        others.setdefault("scheduler_steps_per_process", not loading.split_batches)
+        layer.use("Accelerator()", NATIVE)
+        super().__init__(
+            device_placement=device_placement,
+            mixed_precision=_or(mixed_precision, "no", asked.source("mixed_precision")[0]),
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            dataloader_config=loading,
+            deepspeed_plugin=deepspeed_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            log_with=_or(log_with, "none", asked.source("log_with")[0]),
+            project_dir=project_dir,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            kwargs_handlers=kwargs_handlers or (),
+            dynamo_backend=dynamo_backend,
+            **others,
+        )
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+        """The user's own module; it carries no wrapper for fp32 outputs, so there is none to keep or take off."""
+        return super().unwrap_model(model, keep_torch_compile=keep_torch_compile)
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Any] | None = None) -> None:
+        """As `easymp.Accelerator.init_trackers`; options of trackers that this run does not have wait for one that has."""
+        super().init_trackers(project_name, config, self._for_this_run(init_kwargs))
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None) -> None:
+        """As `easymp.Accelerator.log`; options of trackers that this run does not have wait for one that has."""
+        super().log(values, step, self._for_this_run(log_kwargs))
+
+    def _for_this_run(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
+        known = {word.value for word in LoggerType} - set(self._tracker_names)
+        return {name: given for name, given in (options or {}).items() if str(name).lower() not in known}
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scaler under fp16, else None."""
+        return super().scaler if self._scaler.enabled else None
+
+    @property
+    def multi_device(self) -> bool:
+        return self.use_distributed
+
+    @property
+    def is_fsdp2(self) -> bool:
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: no run here is DeepSpeed's."""
+        return None
+
+    @property
+    def fp8_backend(self) -> None:
+        """None: fp8 is torch's own."""
+        return None
+
+
+def _or(given: Any, default: str, source: Source) -> Any:
+    """`default` where neither the script nor the environment nor a file says another."""
+    return default if given is None and source is Source.DEFAULT else given

@@ -1,0 +1,151 @@
+"""Options that scripts give to the Accelerator as plugins, put into the words of easymp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from ...errors import RefusedError, SettingError, nearest
+from ...strategies.compiling import CompileOptions
+from ...strategies.fsdp import FSDPOptions
+from ...strategies.hsdp import HSDPOptions
+from .layer import layer
+
+# Words of torch's FSDP1, with strategy, its record of options, and `reshard_after_forward`; numbers are 1, 2 … in this order.
+SHARDING: dict[str, tuple[str, type[FSDPOptions] | None, bool]] = {
+    "FULL_SHARD": ("fsdp", FSDPOptions, True),
+    "SHARD_GRAD_OP": ("fsdp", FSDPOptions, False),
+    "NO_SHARD": ("ddp", None, True),
+    "HYBRID_SHARD": ("hsdp", HSDPOptions, True),
+    "HYBRID_SHARD_ZERO2": ("hsdp", HSDPOptions, False),
+}
+# Options of the plugin that make no difference here, each with the reason.
+WITHOUT_EFFECT = {
+    "fsdp_version": "strategy fsdp is FSDP2",
+    "backward_prefetch": "FSDP2 gathers the next block ahead by itself",
+    "forward_prefetch": "FSDP2 gathers the next block ahead by itself",
+    "limit_all_gathers": "FSDP2 does so by itself",
+    "use_orig_params": "parameters keep their names always",
+    "sync_module_states": "all ranks begin with the values of rank 0",
+    "state_dict_type": "save_state writes shards, save_model whole weights",
+    "state_dict_config": "save_state writes shards, save_model whole weights",
+    "optim_state_dict_config": "save_state writes shards",
+    "cpu_ram_efficient_loading": "build the model under torch.device('meta') for that",
+}
+REFUSED = {
+    "mixed_precision_policy": "types are Accelerator(mixed_precision=...)'s, and parameters stay fp32",
+    "ignored_modules": "name them: FSDPOptions(ignore=('*.router',)) in strategy_options",
+    "param_init_fn": "pass Accelerator(initialize=function)",
+    "activation_checkpointing_offload": "what is kept of activations stays on the device",
+}
+
+
+class FullyShardedDataParallelPlugin:
+    """Strategy "fsdp" (or "hsdp", "ddp") in Accelerate's words; a single process trains alone, as there.
+
+    Attributes:
+        strategy, options: what it comes to.
+        activation_checkpointing: as the Accelerator's.
+
+    Raises:
+        SettingError: an option that the plugin does not have, or a wrong value.
+        RefusedError: an option that has another place here, or none.
+    """
+
+    def __init__(
+        self,
+        sharding_strategy: Any = None,
+        reshard_after_forward: Any = None,
+        cpu_offload: Any = None,
+        auto_wrap_policy: Any = None,
+        transformer_cls_names_to_wrap: Sequence[str] | None = None,
+        min_num_params: int | None = None,
+        activation_checkpointing: bool = False,
+        **others: Any,
+    ) -> None:
+        for name, value in others.items():
+            if name in REFUSED and value not in (None, False):
+                raise RefusedError(f"FullyShardedDataParallelPlugin({name}=…) is not honoured: {REFUSED[name]}")
+            if name not in REFUSED and name not in WITHOUT_EFFECT:
+                known = (
+                    *REFUSED,
+                    *WITHOUT_EFFECT,
+                    "sharding_strategy",
+                    "reshard_after_forward",
+                    "auto_wrap_policy",
+                    "cpu_offload",
+                )
+                raise SettingError(f"FullyShardedDataParallelPlugin has no {name!r}{nearest(name, known)}")
+        layer.ignore(
+            {name: WITHOUT_EFFECT[name] for name, value in others.items() if name in WITHOUT_EFFECT and value is not None}
+        )
+        self.strategy, kind, reshard = _sharding(sharding_strategy, reshard_after_forward)
+        wrap = _wrapped(auto_wrap_policy, transformer_cls_names_to_wrap, min_num_params)
+        offload = getattr(cpu_offload, "offload_params", cpu_offload)  # FSDP1's and FSDP2's records, or a bool
+        host = bool(offload) if isinstance(offload, (bool, type(None))) else type(offload).__name__ == "CPUOffloadPolicy"
+        self.options = None if kind is None else kind(reshard_after_forward=reshard, wrap=wrap, cpu_offload=host)
+        self.activation_checkpointing = activation_checkpointing
+        words = "" if kind is None or self.options == kind() else f", strategy_options={self.options!r}"
+        words += ", activation_checkpointing=True" if activation_checkpointing else ""
+        layer.use("FullyShardedDataParallelPlugin(…)", f"acc = Accelerator(strategy={self.strategy!r}{words})")
+
+
+def _sharding(word: Any, reshard: Any) -> tuple[str, type[FSDPOptions] | None, bool]:
+    if word is None and isinstance(reshard, bool):
+        return "fsdp", FSDPOptions, reshard
+    given = word if word is not None else "FULL_SHARD" if reshard is None else reshard
+    name = str(getattr(given, "name", given)).upper()
+    if name.isdigit() and 0 < int(name) <= len(SHARDING):
+        name = list(SHARDING)[int(name) - 1]
+    if name not in SHARDING:
+        raise SettingError(f"sharding_strategy={given!r} is not one of {', '.join(SHARDING)}{nearest(name, SHARDING)}")
+    return SHARDING[name]
+
+
+def _wrapped(policy: Any, classes: Sequence[str] | None, smallest: int | None) -> str | tuple[str, ...] | int:
+    word = str(policy).lower() if isinstance(policy, str) else None
+    if policy is not None and word not in ("transformer_based_wrap", "size_based_wrap"):
+        raise RefusedError(
+            f"auto_wrap_policy={policy!r} is not honoured: fsdp gathers the repeated blocks that it finds, the classes of "
+            "transformer_cls_names_to_wrap, or modules of min_num_params"
+        )
+    if classes:
+        return (classes,) if isinstance(classes, str) else tuple(classes)
+    return smallest or "blocks"
+
+
+class DynamoBackend(StrEnum):
+    """Backends of torch.compile, by the names that scripts pass; one that torch does not have is refused by the Accelerator."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    TVM = "TVM"
+
+
+@dataclass
+class TorchDynamoPlugin:
+    """torch.compile in Accelerate's words; `use_regional_compilation` is ``what="blocks"``."""
+
+    backend: Any = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def compiling(self) -> CompileOptions | bool:
+        """What `Accelerator(compile=…)` takes."""
+        backend = str(self.backend or DynamoBackend.NO)
+        if self.disable or backend.upper() == DynamoBackend.NO:
+            return False
+        what = "blocks" if self.use_regional_compilation else "model"
+        mode = None if self.mode == "default" else self.mode
+        return CompileOptions(what, backend.lower(), mode, bool(self.fullgraph), self.dynamic, self.options)

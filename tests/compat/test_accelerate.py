@@ -1,0 +1,272 @@
+"""Scripts written for Accelerate: their imports, its defaults, and skeletons of its examples, on one process and on real ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import easymp
+from easymp.compat import accelerate, explain
+from easymp.compat.accelerate import Accelerator, PartialState
+from easymp.compat.accelerate.logging import get_logger
+from easymp.compat.accelerate.utils import (
+    DistributedType,
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+    TorchDynamoPlugin,
+    patch_environment,
+    str_to_bool,
+)
+from easymp.errors import EasympWarning, RefusedError, SettingError, StepError, WorldError
+from easymp.strategies.compiling import CompileOptions
+from easymp.strategies.fsdp import FSDPOptions
+from easymp.strategies.hsdp import HSDPOptions
+
+from ..conftest import Ranks
+
+# -- names ---------------------------------------------------------------------------------------------------------------
+
+SCRIPTS = """
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from accelerate import DDPCommunicationHookType, DistributedDataParallelKwargs, InitProcessGroupKwargs, ProfileKwargs
+from accelerate import debug_launcher, notebook_launcher, skip_first_batches
+from accelerate.data_loader import DataLoaderShard
+from accelerate.launchers import notebook_launcher
+from accelerate.local_sgd import LocalSGD
+from accelerate.logging import MultiProcessAdapter, get_logger
+from accelerate.memory_utils import find_executable_batch_size
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
+from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.utils import AutocastKwargs, DeepSpeedPlugin, DummyOptim, DummyScheduler, GradScalerKwargs, KwargsHandler, LoggerType
+from accelerate.utils import GradientAccumulationPlugin, MegatronLMDummyScheduler, PrecisionType, ProjectConfiguration, RNGType
+from accelerate.utils import broadcast, concatenate, gather_object, is_deepspeed_available, is_torch_version, is_wandb_available
+from accelerate.utils import release_memory, send_to_device, set_seed, tqdm, wait_for_everyone
+from accelerate.utils.dataclasses import DistributedType
+from accelerate.utils.imports import is_bf16_available
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate.utils.operations import broadcast_object_list, recursively_apply
+from accelerate.utils.other import extract_model_from_parallel, is_compiled_module
+from accelerate.utils.random import set_seed
+from accelerate.utils.tqdm import tqdm
+"""
+
+
+def test_what_scripts_import() -> None:
+    for line in SCRIPTS.strip().splitlines():
+        exec(line.replace("from accelerate", "from easymp.compat.accelerate"), {})
+    for module in (accelerate, accelerate.utils, accelerate.utils.imports):
+        assert [name for name in module.__all__ if getattr(module, name, None) is None] == []
+    assert accelerate.__version__ == "1.15.0"
+    available = accelerate.utils
+    assert not available.is_deepspeed_available() and not available.is_npu_available() and available.is_pytest_available()
+    assert available.is_torch_version(">=", "2.8") and not available.compare_versions("2.10.0+cpu", "<", "2.9")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("from easymp.compat.accelerate import init_empty_weights", r"accelerate\.init_empty_weights is not part.*torch\.device"),
+        ("from easymp.compat.accelerate import Acelerator", "did you mean 'Accelerator'"),
+        ("from easymp.compat.accelerate.utils import infer_auto_device_map", r"strategy='fsdp'"),
+        ("from easymp.compat.accelerate.utils import synchronize_rng_states", r"set_seed\(seed\) seeds all ranks alike"),
+        ("from easymp.compat.accelerate.utils.other import save", r"accelerator\.save"),
+        ("from easymp import FullyShardedDataParallelPlugin", "easymp has no 'FullySharded.*in easymp.compat.accelerate"),
+    ],
+)
+def test_absent_names_say_what_to_write(line: str, words: str) -> None:
+    with pytest.raises(ImportError, match=words):
+        exec(line)
+
+
+@pytest.mark.parametrize("name", ["DeepSpeedPlugin", "DummyOptim", "MegatronLMPlugin", "ParallelismConfig", "TERecipeKwargs"])
+def test_stand_ins_are_refused_when_they_are_made(name: str) -> None:
+    kind = getattr(accelerate.utils, name)
+    assert not isinstance(torch.optim.SGD, kind)
+    with pytest.raises(RefusedError, match=f"{name} is not part of easymp: "):
+        kind(zero_stage=2)
+
+
+def test_variables() -> None:
+    with patch_environment(easymp_words="yes"):
+        assert accelerate.utils.parse_flag_from_env("EASYMP_WORDS") and os.environ["EASYMP_WORDS"] == "yes"
+    assert (str_to_bool("on"), str_to_bool("False"), accelerate.utils.get_int_from_env(["EASYMP_WORDS"], 3)) == (1, 0, 3)
+    with pytest.raises(ValueError, match="'perhaps' is neither yes nor no"):
+        str_to_bool("perhaps")
+
+
+# -- the Accelerator -----------------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_accelerates_unless_a_setting_says_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Accelerator(True, None, None, 2, True) as acc:
+        assert (acc.mixed_precision, acc.gradient_accumulation_steps, acc.scaler, acc.device.type) == ("no", 2, None, "cpu")
+        assert acc.state.deepspeed_plugin is acc.deepspeed_plugin is None and acc.distributed_type == DistributedType.NO
+        acc.init_trackers("run", {"lr": 0.1}, init_kwargs={"wandb": {"name": "x"}})
+        acc.log({"loss": 1.0}, step=1)
+        assert acc.trackers == [] and accelerate.state.is_initialized()
+        with pytest.raises(SettingError, match="'wand' is no tracker"):
+            acc.log({"loss": 1.0}, log_kwargs={"wand": {}})
+        model = nn.Linear(2, 2)
+        assert acc.unwrap_model(acc.prepare(model), keep_fp32_wrapper=True) is model
+    assert list(tmp_path.iterdir()) == []
+    assert "scheduler_steps_per_process=True" in explain()
+    with easymp.Accelerator(cpu=True) as acc, pytest.raises(RefusedError, match="trainable parameters"):
+        acc.prepare_model(nn.Linear(1, 1), evaluation_mode=True)
+    monkeypatch.setenv("EASYMP_MIXED_PRECISION", "bf16")
+    with Accelerator(split_batches=True) as acc:
+        assert acc.mixed_precision == "bf16" and acc.split_batches
+    with pytest.raises(RefusedError, match=r"megatron_lm_plugin=1.* is not honoured: pass strategy='tensor_parallel'"):
+        Accelerator(megatron_lm_plugin=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "strategy", "options"),
+    [
+        ({}, "fsdp", FSDPOptions()),
+        (
+            {"sharding_strategy": "SHARD_GRAD_OP", "min_num_params": 100},
+            "fsdp",
+            FSDPOptions(reshard_after_forward=False, wrap=100),
+        ),
+        (
+            {"reshard_after_forward": False, "cpu_offload": True},
+            "fsdp",
+            FSDPOptions(reshard_after_forward=False, cpu_offload=True),
+        ),
+        ({"sharding_strategy": "4", "transformer_cls_names_to_wrap": ["Block"]}, "hsdp", HSDPOptions(wrap=("Block",))),
+        ({"sharding_strategy": SimpleNamespace(name="NO_SHARD")}, "ddp", None),
+    ],
+)
+def test_a_plugin_for_fsdp(given: dict[str, Any], strategy: str, options: Any) -> None:
+    plugin = FullyShardedDataParallelPlugin(**given)
+    assert (plugin.strategy, plugin.options) == (strategy, options)
+    with Accelerator(cpu=True, fsdp_plugin=plugin) as acc:  # one process trains alone, as in Accelerate
+        assert acc.plan.strategy.value == "single"
+
+
+def test_what_a_plugin_cannot_have() -> None:
+    for given, error, words in (
+        ({"auto_wrap_policy": len}, RefusedError, "min_num_params"),
+        ({"ignored_modules": [nn.Linear(1, 1)]}, RefusedError, "FSDPOptions"),
+        ({"sharding_strategy": "FULL"}, SettingError, "did you mean 'FULL_SHARD'"),
+        ({"shard_strategy": "FULL"}, SettingError, "did you mean 'sharding_strategy'"),
+    ):
+        with pytest.raises(error, match=words):
+            FullyShardedDataParallelPlugin(**given)
+    with pytest.warns(EasympWarning, match="backward_prefetch"):
+        FullyShardedDataParallelPlugin(backward_prefetch="BACKWARD_PRE")
+
+
+def test_a_plugin_for_compiling() -> None:
+    assert TorchDynamoPlugin().compiling() is TorchDynamoPlugin(DynamoBackend.INDUCTOR, disable=True).compiling() is False
+    plugin = TorchDynamoPlugin(DynamoBackend.AOT_EAGER, mode="default", dynamic=True, use_regional_compilation=True)
+    assert plugin.compiling() == CompileOptions("blocks", "aot_eager", dynamic=True)
+
+
+def test_a_state_without_an_accelerator() -> None:
+    with pytest.raises(RefusedError, match="backend='nccl' on cpu: collectives there are 'gloo'"):
+        PartialState(cpu=True, backend="nccl")
+    state = PartialState(cpu=True, timeout=60)
+    assert (state.num_processes, state.device.type, state.is_main_process) == (1, "cpu", True)
+    with pytest.raises(RefusedError, match="in a run that is open"):
+        PartialState(timeout=60)
+    state.destroy_process_group()
+    assert not accelerate.state.is_initialized()
+
+
+# -- skeletons of scripts ------------------------------------------------------------------------------------------------
+
+X = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X, (X.sum(1) > 0).long())
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def counted_by_hand(steps: int, batch: int) -> tuple[list[float], list[float], int]:
+    """Accelerate's example of token-weighted losses: batches fetched ahead, `no_sync` of the model, steps outside of `accumulate`."""
+    with Accelerator(cpu=True, gradient_accumulation_steps=steps) as acc:
+        model, losses = Net(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        schedule.total_steps = 7  # as OneCycleLR has, which refuses the eighth
+        model, optimizer, schedule, loader = acc.prepare(model, optimizer, schedule, DataLoader(DATA, batch_size=batch))
+        for _ in range(2):
+            batches = iter(loader)
+            for _ in range(-(-len(loader) // steps)):
+                ahead = [b for _, b in zip(range(steps), batches)]  # also after the last one has been asked for
+                count = acc.gather(torch.tensor([sum(len(x) for x, _ in ahead)])).sum().item()
+                for i, (x, y) in enumerate(ahead):
+                    quiet = model.no_sync if i < len(ahead) - 1 and acc.num_processes > 1 else contextlib.nullcontext
+                    with quiet():
+                        loss = nn.functional.cross_entropy(model(x), y, reduction="sum") / count
+                        acc.backward(loss * steps * acc.num_processes)
+                acc.clip_grad_norm_(model.parameters(), 10.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                losses.append(acc.gather(loss.detach()).sum().item())
+        module = model.module if hasattr(model, "module") else model
+        assert type(module) is Net
+        next(iter(loader))
+        acc.backward(model(X[:8]).sum())
+        with pytest.raises(StepError, match="1 of gradient_accumulation_steps=4 backward passes"):
+            optimizer.step()
+        return [p.sum().item() for p in module.parameters()], losses, schedule.last_epoch
+
+
+def test_windows_that_a_script_counts_itself(ranks: Ranks) -> None:
+    (two, losses, steps), (other, _, _) = ranks(counted_by_hand, 4, 4)
+    one, _, _ = counted_by_hand(4, 8)  # as many samples an update
+    assert two == other == pytest.approx(one, abs=1e-5)
+    assert len(losses) == 4 and steps == 7  # one step a process and update, and not beyond the schedule's end
+
+
+def evaluated() -> tuple[int, float, str]:
+    """run_clm_no_trainer's evaluation, and what its end may look like."""
+    acc = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs("gloo", timeout=60)])
+    (loader,) = (acc.prepare(DataLoader(TensorDataset(torch.arange(21.0)), batch_size=4)),)
+    losses = [acc.gather_for_metrics(x.mean().repeat(4)) for (x,) in loader]
+    logger = get_logger("easymp.tests.accelerate")
+    logger.info("%s", acc.state, main_process_only=False, in_order=True)
+    acc.end_training()
+    with (
+        pytest.raises(WorldError, match=r"barrier after end_training\(\)") if acc.num_processes > 1 else contextlib.nullcontext()
+    ):
+        acc.wait_for_everyone()
+    return len(torch.cat(losses)), torch.cat(losses).mean().item(), logger.logger.name
+
+
+def test_a_repeated_loss_weighs_as_much_as_its_samples(ranks: Ranks) -> None:
+    assert evaluated()[:2] == (21, 10.0)
+    assert {n for n, _, _ in ranks(evaluated)} == {21}
+
+
+def sharded() -> tuple[str, str, int]:
+    """fsdp_with_peak_mem_tracking's plugin."""
+    logging.disable(logging.WARNING)
+    with Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()) as acc:
+        model = Net()
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        acc.backward(model(X[:4]).sum())
+        optimizer.step()
+        return acc.distributed_type.value, acc.plan.strategy.value, len(acc.get_state_dict(model))
+
+
+def test_a_plugin_for_fsdp_on_two_ranks(ranks: Ranks) -> None:
+    assert ranks(sharded) == [("FSDP", "fsdp", 4), ("FSDP", "fsdp", 0)]
