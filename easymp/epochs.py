@@ -42,7 +42,8 @@ class Epochs:
                 self._epoch += 1
                 for loader in self._loaders:
                     loader.replay(0)
-                if self._clock.between is not None:
+                # A pass that is open here is one that the script goes on with, or leaves: its next batch tells.
+                if self._clock.between is not None and not any(loader.position for loader in self._loaders):
                     self._clock.between()
         finally:
             if self._loop == mine:

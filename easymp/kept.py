@@ -111,7 +111,14 @@ class RunState:
             "precision": None if self._undecided() else self._precision.name,
             "iteration": self._project.iteration,
             "processes": self._run.world.size,
+            "arithmetic": self._arithmetic(),
         }
+
+    def _arithmetic(self) -> list[str]:
+        """What decides in which order numbers are summed, beside what the plan says."""
+        threads = torch.get_num_threads()
+        words = [f"torch {torch.__version__}"]
+        return words if self._run.world.device.type != "cpu" else [*words, f"{threads} thread{'s' if threads > 1 else ''}"]
 
     def _undecided(self) -> bool:
         return isinstance(self._precision, Measured) and self._precision.choice is None
@@ -121,6 +128,13 @@ class RunState:
         saved, precision = state["precision"], self._precision
         if saved is not None and not (self._undecided() and precision.follow(saved)) and precision.name != saved:
             logger.warning("the checkpoint was saved in precision %s, and this run goes on in %s", saved, precision.name)
+        then, now, world = state.get("arithmetic"), self._arithmetic(), self._run.world
+        if then is not None and then != now and state["processes"] == world.size and world.rank == 0:
+            logger.warning(
+                "the checkpoint was saved with %s, and this run has %s: it goes on, but its last bits may differ from those of a run "
+                "that was not interrupted",
+                *(" and ".join(what) for what in (then, now)),
+            )
         here = self._run.clock.accumulation
         if here != state["accumulation"]:
             logger.warning(

@@ -49,7 +49,8 @@ class ModelState:
                     continue
                 first[id(value)] = name
             tree[name] = value
-        into.add(self._name, tree)
+        # A BatchNorm's statistics are each rank's own until a forward shares rank 0's.
+        into.add(self._name, tree, alike={id(p) for p in self._module.parameters()})
 
     def _own(self) -> set[int]:
         return {id(t) for t in [*self._module.parameters(), *self._module.buffers()]}

@@ -19,12 +19,16 @@ from .manifest import Piece, Stored
 
 
 class Brought(NamedTuple):
-    """A box of a tensor that a rank has."""
+    """A box of a tensor that a rank has.
+
+    `differs`: other ranks' values of it may be others, and the first rank's count: buffers, such as the statistics of a BatchNorm.
+    """
 
     name: str
     dtype: torch.dtype
     shape: Shape
     box: Box
+    differs: bool = False
 
     @property
     def bytes(self) -> int:
@@ -64,15 +68,18 @@ def key(name: str, box: Box, shape: Shape) -> str:
 def divide(brought: Sequence[Sequence[Brought]]) -> Division:
     """The plan for what each rank brought.
 
-    What several ranks have is written by the one with the least to write, largest first.
+    What several ranks have is written by the one with the least to write, largest first; or by the first of them, where they may differ.
 
     Raises:
         CheckpointError: ranks that disagree on a tensor, or have only parts of it.
     """
     kinds: dict[str, tuple[torch.dtype, Shape]] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
+    led: set[str] = set()
     for rank, items in enumerate(brought):
-        for name, dtype, shape, box in items:
+        for name, dtype, shape, box, differs in items:
+            if differs:
+                led.add(name)
             known = kinds.setdefault(name, (dtype, shape))
             if known != (dtype, shape):
                 raise CheckpointError(
@@ -90,7 +97,7 @@ def divide(brought: Sequence[Sequence[Brought]]) -> Division:
     writer: dict[tuple[str, Box], int] = {}
     order = sorted(holders, key=lambda at: -at[1].count * kinds[at[0]][0].itemsize)
     for at in order:
-        rank = min(holders[at], key=lambda r: load[r])
+        rank = holders[at][0] if at[0] in led else min(holders[at], key=lambda r: load[r])
         writer[at] = rank
         load[rank] += at[1].count * kinds[at[0]][0].itemsize
     contents: dict[tuple[str, int], list[tuple[str, Box]]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
@@ -42,8 +42,12 @@ class Snapshot:
         self.states: dict[str, Any] = {}
         self.aliases: dict[str, str] = {}
 
-    def add(self, name: str, value: Any, own: bool = False) -> None:
-        """Keep the tree `value` under `name`; `own` of this rank, whatever the others bring."""
+    def add(self, name: str, value: Any, own: bool = False, alike: Collection[int] | None = None) -> None:
+        """Keep the tree `value` under `name`; `own` of this rank, whatever the others bring.
+
+        Args:
+            alike: ids of tensors that have the same values on all ranks that have them; None for all. Of others the first rank's are kept.
+        """
         tensors: dict[str, Tensor] = {}
         name = f"ranks/{self.rank:05d}/{name}" if own else name
         self.states[name] = pack(value, name, tensors)
@@ -55,7 +59,7 @@ class Snapshot:
             parts = place.parts if prod(place.shape) else [(whole(place.shape), tensor.new_empty(place.shape, device="cpu"))]
             for box, part in parts:
                 self.parts[path, box] = part
-                self.brought.append(Brought(path, tensor.dtype, place.shape, box))
+                self.brought.append(Brought(path, tensor.dtype, place.shape, box, alike is not None and id(tensor) not in alike))
 
 
 class FullName(str):

@@ -80,6 +80,7 @@ class Case:
         validate: a second pass in each epoch, over another loader.
         async_: whether saves go on in the background.
         store: how fsspec reaches S3.
+        norm: a BatchNorm, whose statistics each rank takes of its own batches.
     """
 
     strategy: str = "auto"
@@ -95,6 +96,7 @@ class Case:
     adam: bool = True
     async_: bool = False
     store: Mapping[str, Any] = field(default_factory=dict)
+    norm: bool = False
 
 
 def loader_of(case: Case) -> DataLoader[Any]:
@@ -155,7 +157,10 @@ def _train(folder: str, case: Case, step_done: Callable[[], None]) -> dict[str, 
         gradient_accumulation_steps=case.accumulation,
         dataloader_config=DataLoaderConfiguration(split_batches=True, **case.loading),
     )
-    model: Any = nn.Sequential(nn.Linear(12, 33), nn.Tanh(), nn.Dropout(0.2), nn.Linear(33, 16), nn.Tanh(), nn.Linear(16, 5))
+    norm = [nn.BatchNorm1d(33)] if case.norm else []
+    model: Any = nn.Sequential(
+        nn.Linear(12, 33), *norm, nn.Tanh(), nn.Dropout(0.2), nn.Linear(33, 16), nn.Tanh(), nn.Linear(16, 5)
+    )
     optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01) if case.adam else torch.optim.SGD(model.parameters(), 0.05, 0.9)
     schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 15)
     plateau: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
@@ -189,6 +194,7 @@ def _train(folder: str, case: Case, step_done: Callable[[], None]) -> dict[str, 
         "seen": seen,
         "tested": tested,
         "weights": {name: p.detach().clone() for name, p in full(model)},
+        "statistics": [buffer.clone() for buffer in model.buffers()],
         "lr": schedule.get_last_lr(),
         "updates": optimizer.updates,
         "drawn": (torch.rand(2), random.random()),

@@ -28,6 +28,7 @@ ROWS: dict[str, tuple[Case, int, int, int, int]] = {
     "fsdp, in a save": (Case("fsdp"), 2, 2, 0, 19),
     "zero1, in bf16": (Case("zero1", precision="bf16", accumulation=2), 2, 2, 4, 0),
     "local_sgd": (Case("local_sgd", {"every": 3}), 2, 2, 7, 0),
+    "statistics of batches": (Case("ddp", norm=True), 2, 2, 5, 0),
     "a stream with a state": (Case("ddp", data="remembered"), 2, 2, 8, 0),
     "persistent workers": (Case(**PERSISTENT), 1, 1, 8, 0),
     "two processes, then one": (Case(), 2, 1, 8, 0),
@@ -59,6 +60,10 @@ SLOW: dict[str, tuple[Case, int, int, int, int]] = {
     "a stream, two processes, then one": (Case(data="stream"), 2, 1, 8, 0),
     "a stream, in workers": (Case(data="remembered", **PERSISTENT), 1, 1, 8, 0),
     "dispatched": (Case("ddp", loading={"dispatch_batches": True}), 2, 2, 8, 0),
+    **{
+        f"statistics of batches, {strategy}": (Case(strategy, norm=True), 2, 2, 7, 0)
+        for strategy in ("zero1", "fsdp", "local_sgd")
+    },
     "the sampler's own random state": (Case("ddp", loading={"use_seedable_sampler": False}), 2, 2, 7, 0),
 }
 
@@ -89,6 +94,7 @@ def went_on(straight: list[Any], again: list[Any], exactly: bool) -> None:
         assert (other["updates"], other["lr"]) == (one["updates"], one["lr"])
         if exactly:
             assert all(torch.equal(weights, one["weights"][name]) for name, weights in other["weights"].items())
+            assert all(torch.equal(buffer, known) for buffer, known in zip(other["statistics"], one["statistics"]))
             assert other["drawn"][1] == one["drawn"][1] and torch.equal(other["drawn"][0], one["drawn"][0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,19 @@ def test_not_within_a_window(tmp_path: Path) -> None:
             run.acc.backward(run.model(torch.randn(4, 12)).sum())
             with pytest.raises(StepError, match="micro-step 1 of 2"):
                 run.acc.save_state()
+
+
+def test_other_arithmetic_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Run(tmp_path) as run:
+        run.acc.save_state()
+        run.acc.resume()
+        assert "last bits" not in caplog.text
+        now = torch.get_num_threads()
+        monkeypatch.setattr(torch, "get_num_threads", lambda: now + 1)
+        run.acc.resume()
+    assert re.search(
+        rf"saved with torch \S+ and {now} threads?, and this run has torch \S+ and {now + 1} threads: .* last bits", caplog.text
+    )
 
 
 def test_gradients_that_wait_for_a_step_are_not_lost_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
