@@ -85,7 +85,7 @@ class Cluster:
     def stop(self) -> None:
         """End jobs and daemons; nothing of them is left, or the test fails."""
         self.run("scancel", "--full", "--user", getpass.getuser(), check=False)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while self.run("squeue", "-h", check=False).strip() and time.monotonic() < deadline:
             time.sleep(0.1)
         for daemon in reversed(self._daemons):
@@ -116,7 +116,7 @@ class Cluster:
     def run(self, *words: str, check: bool = True, cwd: str | Path | None = None, **variables: str) -> str:
         """A command of Slurm's, or any other that talks to this cluster; its output."""
         done = self.popen(words, cwd, variables)
-        out, err = done.communicate(timeout=100)
+        out, err = done.communicate(timeout=250)
         assert not check or done.returncode == 0, f"{words[0]} ended with {done.returncode}\n{out}\n{err}"
         return out
 
@@ -128,7 +128,7 @@ class Cluster:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
-    def until(self, true: Callable[[], bool], what: str, seconds: float = 100) -> None:
+    def until(self, true: Callable[[], bool], what: str, seconds: float = 250) -> None:
         """Wait; the test fails with the daemons' last words where it does not come."""
         deadline = time.monotonic() + seconds
         while not true():

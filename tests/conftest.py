@@ -34,6 +34,8 @@ hypothesis.settings.load_profile("same")
 # Written by libraries at import or first use, and by pytest itself.
 FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "MPL", "TF_", "GRPC_", "CUDA_MODULE_LOADING")
 DRIVERS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")  # what a GPU's driver keeps open once it is in use
+BOUND = 100.0  # seconds, of 120 that a test has: against what hangs, and far from what takes long on a busy machine
+SLOW = 300  # seconds of a slow test that says none
 FOLDER = Path("/proc/self/fd")
 SPARE_DESCRIPTORS = 40  # pipes of the pool's workers, libraries loaded by a test
 
@@ -58,7 +60,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests run when asked for by ``-m``; GPU tests where there is a GPU."""
+    """Slow tests run when asked for by ``-m``, and have more time; GPU tests where there is a GPU."""
+    for item in items:
+        if "slow" in item.keywords and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW))
     if not config.option.markexpr:
         slow = [item for item in items if "slow" in item.keywords]
         if slow:
@@ -90,7 +95,7 @@ class Ranks:
         function: Callable[..., Any],
         *args: Any,
         processes: int = 2,
-        timeout: float = 60,
+        timeout: float = BOUND,
         env: Mapping[str, str | None] | None = None,
     ) -> list[Any]:
         """Each rank's return value. RANK, WORLD_SIZE and so on are set, and `env`; a rank that fails, fails the test."""
@@ -105,7 +110,7 @@ class Ranks:
         function: Callable[..., Any],
         *args: Any,
         processes: int = 2,
-        timeout: float = 60,
+        timeout: float = BOUND,
         env: Mapping[str, str | None] | None = None,
     ) -> list[Any]:
         """A value, or a `Failure` (type, message), a rank; ranks run to their own end or to the timeout.
@@ -128,7 +133,7 @@ def _pool() -> Iterator[Pool]:
 
 @pytest.fixture
 def ranks(_pool: Pool) -> Ranks:
-    """``ranks(function, *args, processes=2, timeout=60, env=None)``: a list of return values, one a rank."""
+    """``ranks(function, *args, processes=2, timeout=100, env=None)``: a list of return values, one a rank."""
     return Ranks(_pool)
 
 

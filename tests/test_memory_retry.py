@@ -217,6 +217,6 @@ def one_rank_fails() -> None:
 
 
 def test_another_rank_s_error_is_no_lack_of_memory(ranks) -> None:
-    zero, one = ranks.fails(one_rank_fails, timeout=30)
+    zero, one = ranks.fails(one_rank_fails)
     assert one.type == "ValueError"
     assert zero.type == "WorldError"

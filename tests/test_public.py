@@ -86,7 +86,7 @@ OPTIONAL = (
 def loaded_by(statement: str) -> set[str]:
     """Modules in a fresh interpreter after `statement`."""
     code = f"{statement}\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=HOUSE.parent)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100, cwd=HOUSE.parent)
     return set(json.loads(done.stdout))
 
 

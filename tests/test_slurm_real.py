@@ -46,7 +46,7 @@ for _ in acc.epochs(1):
 acc.end_training()
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(bool(missing()), reason=missing())]
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +126,6 @@ def test_the_cause_of_a_failure_on_another_node_is_said_and_its_code_is_kept(clu
         "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('the cause')\ntime.sleep(60)\n"
     )
     process = cluster.popen(["srun", "-N", "2", "--ntasks-per-node=1", *LAUNCH, "fail.py"], folder)
-    err = process.communicate(timeout=60)[1]
+    err = process.communicate(timeout=250)[1]
     assert process.returncode == 1
     assert "rank 1 of 2 failed first: exit code 1\nthe cause\n" in err

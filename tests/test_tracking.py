@@ -232,7 +232,7 @@ def test_only_the_main_process_writes(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def wrong(folder: str, how: str) -> None:
-    with Accelerator(cpu=True, project_dir=folder, timeout=50, log_with=Kept(start=OSError("no login"))) as acc:
+    with Accelerator(cpu=True, project_dir=folder, timeout=1000, log_with=Kept(start=OSError("no login"))) as acc:
         acc.log({"x": 1 if how == "start" else [1]})
         if how == "start":
             acc.trackers  # noqa: B018
@@ -243,7 +243,7 @@ def wrong(folder: str, how: str) -> None:
     ("how", "main", "other"), [("start", "TrackerError", "WorldError"), ("value", "SettingError", "SettingError")]
 )
 def test_an_error_leaves_no_rank_waiting(ranks: Ranks, tmp_path: Path, how: str, main: str, other: str) -> None:
-    ended = ranks.fails(wrong, str(tmp_path), how, timeout=20)
+    ended = ranks.fails(wrong, str(tmp_path), how, timeout=60)  # less than they would wait
     assert [failure.type for failure in ended] == [main, other]
 
 

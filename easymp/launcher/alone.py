@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 from ..errors import WorldError
 from .failure import say
-from .place import Place, listening
+from .place import Place, hold, listening
 from .reports import Report
 
 
@@ -26,6 +27,7 @@ class Alone:
         self._store = dist.HashStore()
         self._round = 0
         refuse_taken(place)
+        self._kept = socket.socket()  # from the first round on what keeps the ranks' port for them
 
     def next_rendezvous(self) -> Any:
         """A round in which the ranks meet; from the second on because one failed."""
@@ -35,8 +37,11 @@ class Alone:
         if self._round:
             say(f"a rank failed; restart {self._round}")
         self._round += 1
-        store = dist.PrefixStore(str(self._round), self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self._place.address, self._place.port))
+        store, port = dist.PrefixStore(str(self._round), self._store), self._place.port
+        if port is None:  # another one each time: what a killed rank has forked may have the last one open for some seconds
+            self._kept.close()
+            self._kept, port = hold()
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self._place.address, port))
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -55,7 +60,7 @@ class Alone:
         return []
 
     def close(self, over: bool) -> None:
-        """Nothing is open."""
+        self._kept.close()
 
 
 def refuse_taken(place: Place) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import SettingError, WorldError
 from .failure import say
 from .knocking import OVER, RUN, open_store
-from .place import Place, is_here, own_address
+from .place import Place, hold, is_here, own_address
 from .reports import Report
 
 LAST_CALL = 10  # seconds for more nodes, once there are enough
@@ -57,6 +57,7 @@ class Meeting:
         self._round, self._restarts, self._size = 0, 0, 0  # nodes, once they have met
         self._looked, self._others_wait, self._lost = 0.0, False, False
         self._told = 0  # our report's number
+        self._kept = socket.socket()  # from the first round on what keeps the ranks' port for them, should rank 0 be here
 
     # -- coming together ---------------------------------------------------------------------------------------------
 
@@ -97,7 +98,10 @@ class Meeting:
             order, listed = self._in_order(found)
             rank = order.index(found.rank)
             store = dist.PrefixStore("ordered", found.store)
-            meet = rendezvous.RendezvousStoreInfo.build(rank, store, self._place.address if self._main else self._own)
+            self._kept.close()
+            self._kept, port = hold()  # another one each time, as `Alone` has
+            address = self._place.address if self._main else self._own
+            meet = rendezvous.RendezvousStoreInfo.build(rank, store, address, port)
         except rendezvous.RendezvousTimeoutError:
             raise WorldError(self._too_few()) from None
         except (rendezvous.RendezvousClosedError, rendezvous.RendezvousGracefulExitError):
@@ -203,6 +207,7 @@ class Meeting:
 
     def close(self, over: bool) -> None:
         """Leave; `over`: nobody may join any more. The main node stays until the others have left, too, and read what was told."""
+        self._kept.close()
         try:
             if over or self._main or not self._place.elastic:
                 self._torchs.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+import sys
 from dataclasses import dataclass
 
 from ..errors import SettingError
@@ -164,3 +165,19 @@ def listening(port: int) -> bool:
         except OSError:
             return True
     return False
+
+
+def hold() -> tuple[socket.socket, int]:
+    """A free port, and what keeps it, until it is closed, from whoever asks the system for one.
+
+    Ranks open theirs when they have imported torch, which takes seconds. Who names the port and sets SO_REUSEADDR, as torch's store does,
+    may listen there meanwhile; elsewhere than on Linux nobody might, and the port is not kept.
+    """
+    kept = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    kept.bind(("", 0))
+    port = kept.getsockname()[1]
+    if sys.platform == "linux":
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    else:
+        kept.close()
+    return kept, port

@@ -209,7 +209,7 @@ def uneven(precision: str) -> tuple[int, float]:
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_uneven_inputs_are_joined(ranks, precision: str) -> None:
-    (n0, sum0), (n1, sum1) = ranks(uneven, precision, timeout=40)
+    (n0, sum0), (n1, sum1) = ranks(uneven, precision)
     assert (n0, n1) == (3, 2)
     assert sum0 == sum1
 
@@ -460,7 +460,7 @@ def a_hang(path: Path) -> None:
 
 
 def test_a_hang_says_where_each_rank_is(ranks, tmp_path: Path) -> None:
-    failure = ranks.fails(a_hang, tmp_path / "given up", timeout=40)[0]
+    failure = ranks.fails(a_hang, tmp_path / "given up")[0]
     assert failure.type == "WorldError"
     assert "rank 0 gave up in gather" in failure.message
     assert "rank 1: " in failure.message
@@ -482,7 +482,7 @@ def a_hang_in_backward(path: Path) -> None:
 
 
 def test_a_hang_in_backward_says_so_too(ranks, tmp_path: Path) -> None:
-    failure = ranks.fails(a_hang_in_backward, tmp_path / "given up", timeout=40)[0]
+    failure = ranks.fails(a_hang_in_backward, tmp_path / "given up")[0]
     assert failure.type == "WorldError"
     assert "rank 0 gave up in backward" in failure.message
     assert "in a_hang_in_backward" in failure.message

@@ -54,7 +54,7 @@ def holder(tmp_path):
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(markers, "BEAT", 0.05)
-    monkeypatch.setattr(markers, "PATIENCE", 0.4)
+    monkeypatch.setattr(markers, "PATIENCE", 30.0)  # who lives is seen to do so, however busy the machine
 
 
 def take(storage, kind):
@@ -96,7 +96,8 @@ def test_a_marker_of_a_killed_process_is_known_at_once(tmp_path, holder):
     claim.release()
 
 
-def test_a_marker_of_another_machine_is_dead_when_it_stops_changing(tmp_path, quick):
+def test_a_marker_of_another_machine_is_dead_when_it_stops_changing(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(markers, "PATIENCE", 0.4)
     storage = LocalStorage(tmp_path)
     storage.replace(lock_of("best"), b'{"host":"elsewhere","pid":1,"folder":"best.save-2"}')
     claim = take(storage, "marker")

@@ -120,7 +120,7 @@ def test_killed_and_started_again_by_torchrun(ranks: Ranks, tmp_path: Path) -> N
     straight, folder = ranks(train, str(tmp_path / "straight"), Case("ddp"), processes=2), tmp_path / "killed"
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     command = [sys.executable, "-m", *launch, "-m", "tests.checkpoint.runs", str(folder)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "exitcode: -9" in done.stderr
     went_on(straight, [torch.load(folder / f"{rank}.pt") for rank in (0, 1)], exactly=True)

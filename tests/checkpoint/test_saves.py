@@ -241,7 +241,7 @@ def test_the_end_of_the_process_waits(tmp_path, end):
         [sys.executable, "-c", ENDS, str(tmp_path), end],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == (end == "error"), done.stderr

@@ -41,7 +41,7 @@ def ask(shell: str, line: str, folder, capsys) -> list[str]:
         [shell, *(["--norc"] if shell == "bash" else ["-f"] if shell == "zsh" else ["-N"]), "-c", script],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
         cwd=folder,
         env={"PATH": "/usr/bin:/bin", "HOME": str(folder)},
     )

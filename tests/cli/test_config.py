@@ -64,7 +64,7 @@ class Child:
             sys.executable,
             ["-m", "easymp", "config", *words],
             encoding=encoding,
-            timeout=60,
+            timeout=100,
             dimensions=(40, columns),
             # COLUMNS, which the pool of the tests sets, would hide the terminal's own width.
             env={n: v for n, v in os.environ.items() if n not in ("COLUMNS", "LINES")}
@@ -236,7 +236,7 @@ def test_text_of_another_encoding_is_a_wrong_answer(terminal: Starter) -> None:
 @pytest.mark.slow
 def test_a_closed_standard_input() -> None:
     done = subprocess.run(
-        ["sh", "-c", f"'{sys.executable}' -m easymp config <&-"], capture_output=True, text=True, timeout=60, check=False
+        ["sh", "-c", f"'{sys.executable}' -m easymp config <&-"], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 2
     assert "standard input is no terminal" in done.stderr

@@ -223,7 +223,7 @@ def out_of_order():
             handles[name] = hvd.allreduce_async_(torch.full((3,), float(name[1:])), name=name, op=Sum)
             time.sleep(0.001 * rank)
         first = handles[mine[0]]
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not hvd.poll(first) and time.monotonic() < deadline:
             time.sleep(0.005)
         assert hvd.poll(first)
@@ -324,7 +324,7 @@ def one_rank_fails(who):
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_fails_is_heard_of_at_once(ranks, who):
-    for rank, said in enumerate(ranks(one_rank_fails, who, processes=3, timeout=20)):
+    for rank, said in enumerate(ranks(one_rank_fails, who, processes=3)):
         if rank != who:
             for name, words in zip(("of False", "asked for later"), said, strict=True):
                 assert words.startswith(f"{name}: rank {who} has left (KeyError: 'what it was')")

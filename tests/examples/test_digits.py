@@ -76,7 +76,7 @@ def test_a_run_that_is_preempted_ends_as_one_that_is_not(tmp_path: Path) -> None
     while process.poll() is None and not list(Path(folder).glob("checkpoints/step-*/COMMIT")):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=120)[1]
+    said = process.communicate(timeout=250)[1]
     assert process.returncode == 75, said
     assert said.endswith("stopped by SIGTERM (signal 15); the ranks saved their state and can be started again\n")
     again = run(SCRIPT, *flags)

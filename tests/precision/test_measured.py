@@ -303,5 +303,5 @@ def fail_on_both() -> None:
 
 
 def test_a_wrong_batch_is_an_error_on_every_rank_and_no_hang(ranks: Processes) -> None:
-    for failure in ranks.fails(fail_on_both, timeout=15):
+    for failure in ranks.fails(fail_on_both):
         assert "shapes cannot be multiplied" in failure.message

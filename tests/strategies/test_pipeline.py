@@ -616,7 +616,7 @@ def gone(how: str, given_up: Path) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "away"])
 def test_a_rank_that_is_gone_is_named(ranks, tmp_path: Path, how: str) -> None:
-    failure = ranks.fails(gone, how, tmp_path / "given up", timeout=40)[0]
+    failure = ranks.fails(gone, how, tmp_path / "given up")[0]
     assert failure.type == "WorldError"
     assert "rank 0 gave up in receiving from rank 1" in failure.message
     assert ("rank 1: no answer" if how == "killed" else "in gone") in failure.message

@@ -144,7 +144,7 @@ def test_rows_of_a_script_that_ends_without_end_training(tmp_path: Path) -> None
         "    acc.log({'x': step}, step=step)\n"
         "raise SystemError('at the end')\n"
     )
-    done = subprocess.run([sys.executable, str(script)], env=env.merged(OFFLINE), capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], env=env.merged(OFFLINE), capture_output=True, text=True, timeout=100)
     assert "SystemError: at the end" in done.stderr
     (run,) = runs(tmp_path)
     assert [step for step, _ in run.rows] == [0, 1, 2] and run.code == 1
