@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import checkpoint
 from .epochs import Epochs
 from .errors import CheckpointError, EasympError, RefusedError, SettingError, StepError, WorldError
-from .kept import LeftOut, Owed, RunState, Skipped, Tracked, drawing_devices
+from .kept import Carried, LeftOut, Owed, RunState, Skipped, Tracked, drawing_devices
 from .log import get_logger
 from .precision import Scaler
 from .preparing import Preparation
@@ -92,6 +92,8 @@ class Checkpointing(Registering):
         yield checkpoint.ObjectState("steps", Skipped(self._scaler, prepared.optimizers))
         yield checkpoint.ObjectState("run", RunState(run, self._precision, self._project))
         yield checkpoint.ObjectState("epochs", self._epochs)
+        for i, carried in enumerate(carried for carried in run.world.carried if carried.alive):
+            yield Carried(i, carried, run.world)
         yield Owed(prepared.schedulers)
         yield Tracked(self._logbook)
         spread, world = prepared.strategy, run.world

@@ -11,6 +11,7 @@ from .log import get_logger
 from .precision import Measured, Scaler
 from .records import ProjectConfiguration
 from .state import Run
+from .world import World
 
 if TYPE_CHECKING:
     from .checkpoint.snapshot import Reading, Snapshot
@@ -59,6 +60,27 @@ class Owed:
                     scheduler.step()
 
         return put
+
+
+class Carried:
+    """What compressed gradients leave behind on each rank (PowerSGD). Where a checkpoint has none for these ranks it begins anew."""
+
+    def __init__(self, number: int, carried: Any, world: World) -> None:
+        self._name, self._carried, self._world = f"state/carried_{number}", carried, world
+
+    def bring(self, into: Snapshot) -> None:
+        into.add(self._name, self._carried.state_dict(), own=True)
+
+    def take(self, source: Reading) -> Callable[[], None]:
+        if source.manifest.world_size != self._world.size or source.named(self._name, own=True) not in source:
+            if self._world.rank == 0:
+                logger.warning(
+                    "PowerSGD begins anew, with gradients that travel whole: the checkpoint has no state of it for %d ranks",
+                    self._world.size,
+                )
+            return lambda: None
+        state = source.state(self._name, own=True)
+        return lambda: self._carried.load_state_dict(state)
 
 
 class Tracked:

@@ -17,7 +17,7 @@ from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..records import DistributedDataParallelKwargs
 from ..world import World
 from .compiling import passed_over
-from .hooks import make_hook
+from .hooks import Carried, make_hook
 
 # Options that torch takes as they are.
 TORCHS = ("dim", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
@@ -79,6 +79,8 @@ class DDP:
             hook = make_hook(self._options, self._world.size)
             if hook is not None:
                 module.register_comm_hook(*hook)
+                if self._options.low_rank:
+                    self._world.carried.append(Carried(hook[0], module))
         manner.compile(module)
         return module
 

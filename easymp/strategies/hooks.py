@@ -9,6 +9,7 @@ with an assertion at its first compressed step.
 # No annotations from __future__ here: torch compares those of a hook with its own types.
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,9 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # PowerSGD divides columns by their length. Those of a gradient of zeros (a parameter not in use yet) would be NaN, and stay so, since
 # it goes on from what it sent before. fp16 has nothing between 0 and 6e-8.
 EPSILON = {"fp16": 1e-6, "bf16": 1e-8, "no": 1e-8}
+
+# By the words of a checkpoint, what PowerSGDState keeps of each bucket.
+REMEMBERED = {"errors": "error_dict", "p": "p_memory_dict", "q": "q_memory_dict"}
 
 Future = torch.futures.Future[Tensor]
 
@@ -93,6 +97,34 @@ class Load:
 
     def is_last(self) -> bool:
         return self._bucket.is_last()
+
+
+class Carried:
+    """What PowerSGD carries over from one step to the next on this rank: what the last journey left out, the matrices, and the count.
+
+    Args:
+        state: torch's, which the hook has.
+        module: the DistributedDataParallel that it belongs to.
+    """
+
+    def __init__(self, state: Any, module: Any) -> None:
+        self._state, self._module = state, weakref.ref(module)
+
+    @property
+    def alive(self) -> bool:
+        return self._module() is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        dicts = {name: dict(getattr(self._state, own)) for name, own in REMEMBERED.items()}
+        return {"step": self._state.iter, "drawn": self._state.rng.get_state(), **dicts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        module = self._module()
+        device = next(module.parameters()).device if module is not None else None
+        self._state.iter = state["step"]
+        self._state.rng.set_state(state["drawn"])
+        for name, own in REMEMBERED.items():
+            setattr(self._state, own, {int(bucket): tensor.to(device) for bucket, tensor in state[name].items()})
 
 
 def _power_sgd(options: DistributedDataParallelKwargs) -> tuple[Any, Callable[[Any, Any], Future]]:

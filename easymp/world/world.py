@@ -82,6 +82,7 @@ class World:
         self.debug = debug
         self.backend: str | None = None
         self.settling: list[Callable[[], None]] = []  # see `settle`
+        self.carried: list[Any] = []  # what a journey of gradients leaves on this rank for the next, with a state_dict
         self._process = os.getpid()
         self._left = False
         self.owned = False  # whether we started the process group, and so end it

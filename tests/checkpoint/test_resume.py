@@ -19,6 +19,7 @@ from ..conftest import Ranks
 from .runs import Case, train
 
 PERSISTENT = {"workers": 2}
+POWER = {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 2}}
 # case, processes before, processes after, killed after updates, killed at the n-th beginning or end of a write of a rank
 ROWS: dict[str, tuple[Case, int, int, int, int]] = {
     "one process, in a save": (Case(accumulation=2), 1, 1, 0, 30),
@@ -29,6 +30,7 @@ ROWS: dict[str, tuple[Case, int, int, int, int]] = {
     "zero1, in bf16": (Case("zero1", precision="bf16", accumulation=2), 2, 2, 4, 0),
     "local_sgd": (Case("local_sgd", {"every": 3}), 2, 2, 7, 0),
     "statistics of batches": (Case("ddp", norm=True), 2, 2, 5, 0),
+    "ddp, with PowerSGD": (Case("ddp", POWER), 2, 2, 6, 0),
     "a stream with a state": (Case("ddp", data="remembered"), 2, 2, 8, 0),
     "persistent workers": (Case(**PERSISTENT), 1, 1, 8, 0),
     "two processes, then one": (Case(), 2, 1, 8, 0),
