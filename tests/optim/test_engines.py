@@ -62,6 +62,7 @@ def updates(
     bad: tuple[int, int] | None = None,
     accumulation: int = 1,
     model_kind: str = "idle",
+    cpu: bool = True,
 ) -> dict[str, Any]:
     """Six updates, `fused` or with gradients changed in memory: parameters, norms, skipped steps, scale, what the optimizer remembers.
 
@@ -70,7 +71,7 @@ def updates(
     """
     with Accelerator(
         mixed_precision=precision,
-        cpu=True,
+        cpu=cpu,
         strategy=strategy,
         strategy_options=options,
         fused=fused,
@@ -90,7 +91,7 @@ def updates(
                 if bad == (step, acc.process_index):
                     x = x * 1e30
                 with acc.accumulate(model):
-                    acc.backward(model(x).square().mean())
+                    acc.backward(model(x.to(acc.device)).square().mean())
                     norm = acc.clip_grad_norm_(model.parameters(), clip) if clip else None
                     left.append(optimizer.factor is not None)
                     moved.update(p for g in optimizer.param_groups for p in g["params"] if p.grad is not None)
@@ -106,6 +107,7 @@ def updates(
             "skipped": skipped,
             "scale": acc.scaler.get_scale(),
             "left": any(left),
+            "engine": optimizer.engine.name,
         }
 
 

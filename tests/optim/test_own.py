@@ -21,15 +21,15 @@ from tests.cuda.compiled import CompiledLauncher
 SHAPES = [(7,), (33, 5), (0,), (1,), (2, 9001)]
 
 
-def made(dtype=torch.float32):
+def made(dtype=torch.float32, device="cpu"):
     torch.manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(s).to(dtype)) for s in SHAPES]
+    return [torch.nn.Parameter(torch.randn(s).to(device, dtype)) for s in SHAPES]
 
 
 def give(parameters, turn, scale=1.0):
     generator = torch.Generator().manual_seed(turn)
     for p in parameters:
-        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p)
 
 
 @pytest.fixture
@@ -66,14 +66,15 @@ KINDS = [
 ]
 
 
-def run(kind, options, turns=4):
+def run(kind, options, turns=4, device="cpu"):
     """A run with a loss scale, an overflow first and later, and clipping."""
-    parameters = made()
+    parameters = made(device=device)
     optimizer = kind(parameters, **options)
     for turn in range(turns):
         for overflow in (turn != 2, False):
             give(parameters, turn, 1024.0)
-            optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(float(overflow))
+            scale, found = torch.tensor([1024.0, float(overflow)], device=device).unbind()
+            optimizer.grad_scale, optimizer.found_inf = scale, found
             if overflow:
                 parameters[0].grad[0] = math.nan
             optimizer.step()
