@@ -2,6 +2,7 @@
 
 | written for | import line here |
 |---|---|
+| ``from accelerate import Accelerator`` | ``from easymp.compat.accelerate import Accelerator`` |
 | ``from apex import amp`` | ``from easymp.compat.apex import amp`` |
 | ``from torch.cuda.amp import autocast, GradScaler`` | ``from easymp.compat.torch_cuda.amp import autocast, GradScaler`` |
 | ``import deepspeed`` | ``from easymp.compat import deepspeed`` |

@@ -237,6 +237,22 @@ def test_windows_that_a_script_counts_itself(ranks: Ranks) -> None:
     assert len(losses) == 4 and steps == 7  # one step a process and update, and not beyond the schedule's end
 
 
+def saved_alone() -> list[str]:
+    """What diffusers' examples do: the others go on to their next collective."""
+    acc = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=1)])
+    try:
+        acc.save_state("alone") if acc.is_main_process else acc.gather(torch.ones(1))
+    except WorldError as error:
+        return list(getattr(error, "__notes__", []))
+    finally:
+        acc.end_training()
+    return []
+
+
+def test_a_checkpoint_that_one_rank_saves_says_who_calls_it(ranks: Ranks) -> None:
+    assert ranks(saved_alone) == [["save_state() is for all ranks: take it out of `if accelerator.is_main_process:`"], []]
+
+
 def evaluated() -> tuple[int, float, str]:
     """run_clm_no_trainer's evaluation, and what its end may look like."""
     acc = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs("gloo", timeout=60)])
