@@ -325,7 +325,10 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
     def use_stateful_dataloader(self) -> bool:
         return self._loading.use_stateful_dataloader
 
-    launch = staticmethod(launcher.launch)
+    @staticmethod
+    def launch(processes: int | None = None) -> None:
+        """`easymp.launch`: the same script again on several processes."""
+        launcher.launch(processes)
 
     # -- prepare ------------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,13 @@
-"""Packages whose names are loaded when they are first asked for: a run pays for what it uses, and ``easymp --help`` for nothing."""
+"""Names that are loaded when they are first asked for: a run pays for what it uses, and ``easymp --help`` for nothing."""
 
 from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 Homes = Mapping[str, Sequence[str]]  # file below the package → the names that it has
 
@@ -39,6 +41,29 @@ def at_first_use(
         return value
 
     return listed, load, lambda: listed
+
+
+class Registry(Mapping[str, T]):
+    """What a package offers by name, such as its strategies: adding one is a file and a line.
+
+    Args:
+        package: its ``__name__``.
+        homes: name → the file below the package, and what it is called there.
+    """
+
+    def __init__(self, package: str, homes: Mapping[str, tuple[str, str]]) -> None:
+        self._package, self._homes = package, homes
+
+    def __getitem__(self, name: str) -> T:
+        file, kind = self._homes[name]
+        found: T = getattr(_imported(f".{file}", self._package), kind)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        return len(self._homes)
 
 
 def _imported(file: str, package: str) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from .strategies.local_sgd import Alone
+from .strategies.alone import Alone
 
 
 class Route:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -42,16 +41,14 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
-class Prepared:
+class Prepared(NamedTuple):
     """A prepared model: what the user holds, and how it is called."""
 
     view: nn.Module
     route: Route
 
 
-@dataclass(frozen=True, eq=False)
-class Wishes:
+class Wishes(NamedTuple):
     """What the constructor was told about preparing.
 
     Attributes:
@@ -202,7 +199,7 @@ class Preparation:
             materialise(model, self._run.world.device if place else torch.device("cpu"), self._wishes.initialize)
         manner = Manner(self._precision, place, self._wishes.initialize)
         if self._compiling:
-            manner = replace(manner, compile=self._compiling.whole)
+            manner = manner._replace(compile=self._compiling.whole)
         wrapped = self.strategy.wrap(model, plain, manner)
         self._run.world.hurry_groups()
         view, route = make_view(model, wrapped, self._run.world.blame, lambda: self._no_sync(model))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import argparse
@@ -37,8 +37,7 @@ class Choice(Generic[T]):
     source: Source
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Why something cannot be done here, in one sentence, and the way out, in another."""
 
     reason: str
@@ -48,8 +47,7 @@ class Refusal:
         return f"{self.reason}; {self.remedy}"
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """What a strategy or precision is asked about: the machine and the world, both frozen records.
 
     `device` is the type training will run on (``"cpu"``, ``"cuda"`` …), `hardware` an `easymp.hardware.Hardware`.
@@ -60,8 +58,7 @@ class Facts:
     world_size: int
 
 
-@dataclass(frozen=True)
-class Manner:
+class Manner(NamedTuple):
     """What a strategy does to any model, beside spreading it.
 
     Attributes:
@@ -102,8 +99,7 @@ def pieces(count: int) -> Cut:
     return cut
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """What one rank holds of a model in training, in elements; `easymp.memory` makes bytes of it.
 
     Attributes:
@@ -124,8 +120,7 @@ class Layout:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Counting:
+class Counting(NamedTuple):
     """How Σ g² over all gradients comes about on the ranks, each element counted once.
 
     Attributes:

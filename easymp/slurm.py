@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import env
 from .errors import WorldError
@@ -21,8 +21,7 @@ FIRST_PORT = 15000
 COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # "4(x2)": two nodes with four tasks each
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """This process among the tasks that srun started, two or more."""
 
     rank: int

@@ -87,7 +87,7 @@ def test_task(slurm, changes, task):
 def test_no_task(slurm, changes, why):
     slurm(**changes)
     assert read_task() == (None, why)
-    assert read_ranks() == Ranks(alone=f"no launcher announced others: {why}" if why else Ranks.alone)
+    assert read_ranks() == Ranks(alone=f"no launcher announced others: {why}" if why else Ranks().alone)
 
 
 def test_a_shell_at_a_terminal_is_no_task(slurm, monkeypatch):

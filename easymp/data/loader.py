@@ -9,7 +9,6 @@ epoch's start. Saved between two passes, it says that the next epoch begins.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +87,7 @@ class PreparedLoader:
 
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
-        self._source.cut = replace(self._source.cut, even=even)
+        self._source.cut = self._source.cut._replace(even=even)
 
     @property
     def uneven(self) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -81,7 +80,7 @@ class MapSource:
         total = length(self._sampler)
         if total is None or self._whole == "split":
             return total
-        return (replace(self.cut, batch=1) if self._whole else self.cut).batches(total, rank)
+        return (self.cut._replace(batch=1) if self._whole else self.cut).batches(total, rank)
 
     def samples(self) -> int | None:
         """Samples in an epoch, where that is known without drawing it."""

@@ -13,13 +13,11 @@ rows from its end leaves each sample once); or dealt as it is, so that some rank
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """How an epoch's order is cut.
 
     Attributes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -165,7 +164,7 @@ class StreamSource:
         total = self.samples()
         if total is None:
             return None
-        return (replace(self.cut, batch=1) if self._ready else self.cut).batches(total, rank)
+        return (self.cut._replace(batch=1) if self._ready else self.cut).batches(total, rank)
 
     def samples(self) -> int | None:
         return size_of(self._dataset.dataset)

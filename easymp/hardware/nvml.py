@@ -6,9 +6,8 @@ not answer (no driver, a Jetson or other board without it), `read` returns None,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from .visible import Card, by_uuid, visible
 
@@ -19,8 +18,7 @@ P2P_OK = 0
 MIG_ENABLED = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """What NVML says."""
 
     cards: tuple[Card, ...]  # visible ones

@@ -6,12 +6,10 @@ Rules from the CUDA C++ Programming Guide, "CUDA Environment Variables", and the
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
+class Card(NamedTuple):
     """A card, or an instance of one that is divided (Multi-Instance GPU)."""
 
     handle: Any  # NVML's

@@ -2,10 +2,13 @@
 
 `scripts` run in processes of their own; `functions`, which few programs need, is imported where it is used.
 
-Nothing here imports torch until something is launched: the worker's entry comes through this package too, and the user's
-script is to be the first to import torch, as under plain python.
+Names are loaded at first use: a rank that somebody has launched does not wait for what launches. Nothing here imports torch until
+something is launched: the worker's entry comes through this package too, and the user's script is to be the first to import torch,
+as under plain python.
 """
 
-from .scripts import launch, launch_script
+from __future__ import annotations
 
-__all__ = ["launch", "launch_script"]
+from ..first_use import at_first_use
+
+__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), {"scripts": ("launch", "launch_script")})

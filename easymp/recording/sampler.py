@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import psutil
 import torch
 
 EVERY = 0.05  # seconds between two looks, at first
@@ -28,6 +27,9 @@ class Sampler(threading.Thread):
         self._over = threading.Event()
         module = None if device.type == "cpu" else torch.get_device_module(device)
         self._device, self._module = device, module if hasattr(module, "memory_allocated") else None
+        import psutil  # needed by runs that are recorded only
+
+        self._gone = psutil.Error  # what a process says that has ended
         self._process, self._children, self._looked = psutil.Process(), [], 0.0
         self.kind = "device" if self._module else "process"
         self.peak = 0
@@ -66,6 +68,6 @@ class Sampler(threading.Thread):
         for child in self._children:
             try:
                 total += child.memory_info().rss
-            except psutil.Error:  # it has ended
+            except self._gone:
                 continue
         return int(total)

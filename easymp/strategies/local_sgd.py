@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..errors import EasympWarning, RefusedError, SettingError
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..world import World
+from .alone import Alone
 
 
 @dataclass(frozen=True)
@@ -169,17 +170,6 @@ class Turn:
         found = getattr(optimizer, "found_inf", None)
         if found is None or not found.item():
             self._strategy.stepped(self)
-
-
-class Alone(nn.Module):
-    """Calls a module whose gradients no other rank waits for."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -245,7 +245,7 @@ class Pipeline:
             home = homes.get(id(parameter))
             return size if home is None else int(home == rank)  # of no stage: the same on all ranks
 
-        return replace(counting(self._world), copies=copies)
+        return counting(self._world)._replace(copies=copies)
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         rank = self._world.rank

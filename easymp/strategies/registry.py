@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from collections.abc import Mapping
 
+from ..first_use import Registry
 from ..protocols import Strategy
 
-
-class Registry(Mapping[str, type[Strategy]]):
-    """Name → class. Adding a strategy is a file and a line."""
-
-    HOMES: ClassVar[dict[str, tuple[str, str]]] = {
+STRATEGIES: Mapping[str, type[Strategy]] = Registry(
+    "easymp.strategies",
+    {
         "single": ("single", "Single"),
         "data_parallel": ("data_parallel", "DataParallel"),
         "ddp": ("ddp", "DDP"),
@@ -22,18 +19,5 @@ class Registry(Mapping[str, type[Strategy]]):
         "tensor_parallel": ("tensor_parallel", "TensorParallel"),
         "pipeline": ("pipeline", "Pipeline"),
         "local_sgd": ("local_sgd", "LocalTraining"),
-    }
-
-    def __getitem__(self, name: str) -> type[Strategy]:
-        file, kind = self.HOMES[name]
-        found: type[Strategy] = getattr(importlib.import_module(f".{file}", __package__), kind)
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.HOMES)
-
-    def __len__(self) -> int:
-        return len(self.HOMES)
-
-
-STRATEGIES: Mapping[str, type[Strategy]] = Registry()
+    },
+)

@@ -7,7 +7,6 @@ parameters once more, and Adam's state takes 8 / ranks bytes a parameter instead
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -54,7 +53,7 @@ class ZeRO1(DDP):
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         packed = packed_at_once([p for p in model.parameters() if p.requires_grad], int(options.bucket_cap_mb * 2**20))
-        return dataclasses.replace(DDP.layout(model, options, size, local_size), states=pieces(size), gathered=packed)
+        return DDP.layout(model, options, size, local_size)._replace(states=pieces(size), gathered=packed)
 
     def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
         module = super().wrap(model, optimizers, manner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -12,8 +12,7 @@ from ..errors import EasympWarning, WorldError
 from ..slurm import BATCH, read_task
 
 
-@dataclass(frozen=True)
-class Ranks:
+class Ranks(NamedTuple):
     """This process among all processes of the run."""
 
     rank: int = 0

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from easymp import Accelerator
 from easymp.errors import PrepareError
-from easymp.precision import FP8
-from easymp.precision.fp8 import BACKWARD, FORWARD, Float8Linear, rounded
+from easymp.precision.fp8 import BACKWARD, FORWARD, FP8, Float8Linear, rounded
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from easymp import Accelerator, AutocastKwargs, GradScalerKwargs
 from easymp.errors import PrepareError, RefusedError
-from easymp.precision import O0, O1, O2, O3, PRECISIONS
+from easymp.precision import PRECISIONS
 from easymp.precision.cast_lists import ListedCasts
+from easymp.precision.levels import O0, O1, O2, O3
 
 FP16, FP32 = torch.float16, torch.float32
 CPU = torch.device("cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -341,7 +340,7 @@ def test_the_file_reads_as_what_was_answered(name: str, answers: dict[str, str],
     assert resolve() == Settings(**ours)
     assert resolve_launching() == Launching(**{key: value for key, value in expected.items() if key not in NAMES})
     ranks = Ranks(local_size=resolve_launching().processes or max(1, len(MACHINES[name].devices)))
-    assert make_plan(resolve(), MACHINES[name], dataclasses.replace(ranks, size=ranks.local_size * _most(expected)))
+    assert make_plan(resolve(), MACHINES[name], ranks._replace(size=ranks.local_size * _most(expected)))
 
 
 def _most(expected: dict[str, object]) -> int:
