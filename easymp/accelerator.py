@@ -394,7 +394,8 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
                     "backward() without num_items in a window that began with it: pass it for every micro-batch, or for none"
                 )
             loss = loss / clock.accumulation
-        for optimizer in self._prepared.optimizers:
+        prepared, sums = self._prepared, self._prepared.sums
+        for optimizer in prepared.optimizers:
             if optimizer.factor is not None:  # of a clip without a step: this backward adds to gradients that were clipped
                 optimizer.apply_factor()
         clock.backwards += 1
@@ -404,21 +405,21 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         if scaler.enabled:
             scaler.settle()
             loss = scaler.scale(loss)
-        summed = self._prepared.sums.on and clock.accumulation != 1
+        summed = sums.on and clock.accumulation != 1
         if summed:
-            self._prepared.sums.begin()
+            sums.begin()
         if self._world.size == 1:
             loss.backward(**kwargs)
         else:
             self._backward_among_ranks(loss, kwargs)
         if summed:
-            self._prepared.sums.add()
+            sums.add()
             if clock.sync:
                 self._average_sums()
         if self._items.open and clock.sync:
-            self._items.finish(self._prepared.gradients())
+            self._items.finish(prepared.gradients())
         if summed and clock.sync:
-            self._prepared.sums.hand_over()
+            sums.hand_over()
 
     def _average_sums(self) -> None:
         if self._world.size > 1 and not self._sync_each_batch and not self._alone:
@@ -451,7 +452,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         loader being read, which restarts the count. Without arguments it means all prepared models.
         """
         if self._foreign is None and self._clock.accumulation != 1:
-            self._foreign = self._undo.enter_context(ForeignSteps(self._clock, self._prepared.owner, self._prepared.stepped_by))
+            prepared = self._prepared
+            foreign = ForeignSteps(self._clock, prepared.owner, prepared.stepped_by, prepared.optimizers)
+            self._foreign = self._undo.enter_context(foreign)
         modules = () if self._sync_each_batch or self._world.size == 1 else [r.module for r in self._prepared.routes(models)]
         return MicroStep(self._clock, self._prepared.strategy, modules, self._prepared.sums.on and self._clock.accumulation != 1)
 

@@ -47,8 +47,10 @@ class ForeignSteps:
     It would step at each micro-batch, on a part of the gradient. torch calls the hook at every step of every optimizer.
     """
 
-    def __init__(self, clock: StepClock, owner: Mapping[int, str], stepped_by: Mapping[int, Any]) -> None:
-        self._clock, self._owner, self._stepped_by = clock, owner, stepped_by
+    def __init__(
+        self, clock: StepClock, owner: Mapping[int, str], stepped_by: Mapping[int, Any], optimizers: Sequence[Any]
+    ) -> None:
+        self._clock, self._owner, self._stepped_by, self._optimizers = clock, owner, stepped_by, optimizers
 
     def __enter__(self) -> ForeignSteps:
         self._hook = register_optimizer_step_pre_hook(self._check)
@@ -60,10 +62,11 @@ class ForeignSteps:
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._clock.inside or self._clock.accumulation == 1:
             return
+        for known in self._optimizers:
+            if optimizer is known.optimizer or optimizer is known.given:
+                return  # also if it holds more than it did when it was prepared: groups are added
         held = (id(p) for group in optimizer.param_groups for p in group["params"])
-        unknown = any(p in self._owner and p not in self._stepped_by for p in held)
-        # A prepared one may hold more than it did when it was prepared: groups are added.
-        if unknown and not any(optimizer is known.optimizer or optimizer is known.given for known in self._stepped_by.values()):
+        if any(p in self._owner and p not in self._stepped_by for p in held):
             raise StepError(
                 f"{type(optimizer).__name__} stepped inside accumulate() but was not prepared: it would step at each of the "
                 f"{self._clock.accumulation} micro-batches. Pass it to prepare() and use what that returns"

@@ -105,7 +105,7 @@ def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scal
             raise StepError(NO_GRADIENTS)
     scaler.take([o.optimizer for o in optimizers], bad if scale is not None else None)
     for optimizer, gradients in zip(optimizers, found):
-        optimizer.factor = Factor(result.factor, gradients)
+        optimizer.leave(Factor(result.factor, gradients))
     return result.norm
 
 

@@ -38,7 +38,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         engine: what runs the step; torch's own by default.
 
     Attributes:
-        factor: what a clip has left to the next step.
+        factor: what a clip has left to the next step; set by `leave`.
         away: the parameters are their averages for a while.
     """
 
@@ -60,7 +60,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._clock = clock
         self._scaler = scaler
         self.engine: Engine = engine or TorchEngine(optimizer, free=False)
-        self._factor: Factor | None = None
+        self.factor: Factor | None = None
         self._by_itself: RemovableHandle | None = None  # hears of a step of the wrapped optimizer while there is a factor
         self.away = False
         self.updates = 0  # steps that ended a window, skipped ones included
@@ -88,9 +88,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             raise StepError("optimizer.step() inside `with accelerator.averaged():`, where the weights are not those of training")
         self._spent, self._waiting = True, False
         self.updates += 1
-        given = () if closure is None else (closure,)
         low = self._masters is not None or (self._sums is not None and self._sums.on)
-        result = self._step_low(*given) if low else self._step(*given)
+        result = self._step_low(closure) if low else self._step(closure)
         if clock.stepped is not None:
             clock.stepped(self.updates)
         return result
@@ -106,34 +105,35 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 "backward, step and zero_grad inside the block, or set gradient_accumulation_steps=1"
             )
 
-    def _step(self, *given: Any) -> Any:
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         scaler = self._scaler
-        if given:
+        if closure is not None:
             self.apply_factor()
             moving = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-            return self.engine.averages.around(moving, lambda: scaler.step(self.optimizer, *given))
+            return self.engine.averages.around(moving, lambda: scaler.step(self.optimizer, closure))
         if scaler.enabled and may_leave([self], scaler):
             leave_to_step([self], float("inf"), scaler)
-        factor = self._factor
+        factor, found, scale = self.factor, None, None
         if factor is not None:
             factor.check()
-        found = scaler.begin_step(self.optimizer) if scaler.enabled else None
-        scale = scaler.lend(self.optimizer)
+        if scaler.enabled:
+            found = scaler.begin_step(self.optimizer)
+            scale = scaler.lend(self.optimizer)
         if factor is None:
             return self.engine.step(None, found, scale)
-        self.factor = None
+        self.leave(None)
         return self.engine.step(factor.value, found, scale)
 
-    def _step_low(self, *given: Any) -> Any:
+    def _step_low(self, closure: Callable[[], Any] | None) -> Any:
         """`step` where parameters are low-precision."""
         if self._masters is not None:
-            if given:
+            if closure is not None:
                 raise StepError(
                     f"a closure cannot be used with fp32 masters: {type(self.optimizer).__name__} would evaluate the model at weights "
                     "that the model does not have yet. Use an optimizer without one, or another precision"
                 )
             self.gather()
-        result = self._step(*given)
+        result = self._step(closure)
         if self._masters is not None:
             if self.engine.reads_low:
                 self._masters.clear()
@@ -143,13 +143,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._forget()
         return result
 
-    @property
-    def factor(self) -> Factor | None:
-        return self._factor
-
-    @factor.setter
-    def factor(self, factor: Factor | None) -> None:
-        self._factor = factor
+    def leave(self, factor: Factor | None) -> None:
+        """The next step is to multiply by `factor`; None: by nothing."""
+        self.factor = factor
         if self._by_itself is not None:
             self._by_itself.remove()
             self._by_itself = None
@@ -158,7 +154,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def apply_factor(self) -> None:
         """Multiply gradients in memory by what a clip has left to the step, so that they can be looked at and changed."""
-        factor, self.factor = self.factor, None
+        factor = self.factor
+        self.leave(None)
         if factor is not None:
             factor.apply()
 
@@ -202,8 +199,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             if (begins and clock.micro > 1) or (clock.backwards and not clock.sync):
                 return
         self._spent = False
-        if self._factor is not None:
-            self.factor = None
+        if self.factor is not None:
+            self.leave(None)
         self.optimizer.zero_grad(set_to_none)
         if self._masters is not None:
             self._masters.clear()
@@ -319,7 +316,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.engine = TorchEngine(self.optimizer, free=False)
-        self._factor = self._by_itself = None
+        self.factor = self._by_itself = None
         self.away = self._told = False
 
 

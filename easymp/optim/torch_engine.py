@@ -142,6 +142,8 @@ class TorchEngine:
         return next(held, torch.device("cpu"))
 
     def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None) -> Any:
+        if factor is None and found_inf is None and self.averages.decay is None:
+            return self.optimizer.step()  # nothing to tell it, and nothing that follows it
         if self._own is None or scale is None:
             return self._step_told(factor, found_inf)
         with self._own.borrowing(scale):  # which may run our kernels by itself

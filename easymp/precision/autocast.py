@@ -54,11 +54,9 @@ def as_asked(outputs: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:
-    if isinstance(leaf, PackedSequence):
-        return leaf._replace(data=_cast(leaf.data, dtype))
-    if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
-        return leaf.to(dtype)
-    return leaf
+    if isinstance(leaf, Tensor):
+        return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype != torch.float64 else leaf
+    return leaf._replace(data=_cast(leaf.data, dtype)) if isinstance(leaf, PackedSequence) else leaf
 
 
 def autocast(device: torch.device, compute: torch.dtype, options: AutocastKwargs) -> AbstractContextManager[Any]:
