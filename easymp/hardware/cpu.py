@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ..first_use import imported
 from . import cgroup, instructions
 from .facts import CPU
 from .procfs import apple, line, text
@@ -17,7 +18,7 @@ ARCHITECTURES = {"amd64": "x86_64"}  # Windows' word
 
 def probe(root: Path = ROOT) -> CPU:
     """The facts of this machine; `root` is where ``proc`` and ``sys`` lie."""
-    import psutil  # needed once a process, and not by every import of easymp
+    psutil = imported("psutil")  # needed once a process, and not by every import of easymp
 
     machine = platform.machine().lower()
     architecture = ARCHITECTURES.get(machine, machine)
