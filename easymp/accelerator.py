@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from . import launcher, optim, profiling, trackers
+from . import hardware, launcher, optim, profiling, trackers
 from .checks import by_kind, loss_trouble, refuse_unknown
 from .clock import StepClock
 from .data import PreparedLoader, skip_first_batches
 from .errors import EasympError, EasympWarning, RefusedError, SettingError, StepError
 from .exporting import Weights
-from .hardware import Hardware, detect
+from .hardware import Hardware
 from .log import get_logger
 from .memory_retry import release_memory
 from .microstep import ForeignSteps, MicroStep
@@ -185,7 +185,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         )
         if asked.project_dir not in (None, project.project_dir):
             project.set_directories(asked.project_dir)
-        plan = make_plan(asked, detect(), read_ranks())
+        plan = make_plan(asked, hardware.detect(), read_ranks())
         spread = STRATEGIES[plan.strategy.value]
         options = read_options(spread, strategy_options, handlers)
         plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(plan.accumulation.value)

@@ -37,7 +37,7 @@ def at_first_use(
             raise ImportError(f"{package} has no {name!r}: {elsewhere[name]}")
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = namespace[name] = getattr(imported(f".{home[name]}", package), name)
+        value = namespace[name] = getattr(_imported(f".{home[name]}", package), name)
         return value
 
     return listed, load, lambda: listed
@@ -56,7 +56,7 @@ class Registry(Mapping[str, T]):
 
     def __getitem__(self, name: str) -> T:
         file, kind = self._homes[name]
-        found: T = getattr(imported(f".{file}", self._package), kind)
+        found: T = getattr(_imported(f".{file}", self._package), kind)
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -66,16 +66,12 @@ class Registry(Mapping[str, T]):
         return len(self._homes)
 
 
-def imported(name: str, package: str | None = None) -> Any:
-    """A module, with the garbage collector off: what an import makes stays, and a collection would look through all of torch.
-
-    Args:
-        name: in full, or from the dot on if it lies in `package`.
-    """
+def _imported(file: str, package: str) -> Any:
+    """A module of ours, with the garbage collector off: what an import makes stays, and a collection would look through all of torch."""
     collects = gc.isenabled()
     gc.disable()
     try:
-        return importlib.import_module(name, package)
+        return importlib.import_module(file, package)
     finally:
         if collects:
             gc.enable()

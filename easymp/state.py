@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from . import hardware
 from .clock import StepClock
 from .errors import RefusedError, StepError
-from .hardware import detect
 from .plan import Plan, make_plan
 from .processes import Processes
 from .records import InitProcessGroupKwargs
@@ -61,7 +61,7 @@ def is_open() -> bool:
 def current_world(cpu: bool | None = None, backend: str | None = None, timeout: float | None = None) -> World:
     """The newest open run's world; where none is open, one is joined by the environment's launch variables."""
     if not _open:
-        plan = make_plan(resolve(cpu=cpu, timeout=timeout), detect(), read_ranks())
+        plan = make_plan(resolve(cpu=cpu, timeout=timeout), hardware.detect(), read_ranks())
         settings = plan.settings
         world = World(plan.ranks, torch.device(plan.device.value), settings.timeout, settings.debug, backend)
         register(Run(world, plan, StepClock()))

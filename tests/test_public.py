@@ -52,10 +52,10 @@ def test_what_the_scripts_of_others_import() -> None:
 def test_the_garbage_collector_is_as_it_was_after_an_import(collects: bool) -> None:
     (gc.enable if collects else gc.disable)()
     try:
-        first_use.imported(".units", "easymp")
+        first_use._imported(".units", "easymp")
         assert gc.isenabled() == collects
         with pytest.raises(ModuleNotFoundError):
-            first_use.imported(".nothing", "easymp")
+            first_use._imported(".nothing", "easymp")
         assert gc.isenabled() == collects
     finally:
         gc.enable()

@@ -3,40 +3,20 @@
 One small file a kind of device. Each has a probe, which asks the machine, and where there is something to derive a pure
 ``facts_for``, which can be asked about any machine. Nothing is allocated on a device. On NVIDIA with ``nvidia-ml-py``
 installed, and wherever there is no accelerator, nothing is initialised either, so that a process may fork afterwards;
-`cuda`, `rocm` and `xpu` say what happens otherwise.
+`cuda`, `rocm` and `xpu` say what happens otherwise. The probes are loaded when a machine is first asked.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from typing import TYPE_CHECKING
 
-from .. import env
-from . import cpu, cuda, mps, rocm, xpu
-from .facts import CPU, Device, Hardware
+from ..first_use import at_first_use
+from .facts import CPU as CPU
+from .facts import Device as Device
+from .facts import Hardware as Hardware
 
-__all__ = ["CPU", "Device", "Hardware", "detect"]
+if TYPE_CHECKING:
+    from .detecting import detect as detect
 
-PROBES = (cuda.probe, rocm.probe, xpu.probe, mps.probe)  # the first that finds something wins
-
-
-def detect(use_accelerators: bool = True) -> Hardware:
-    """The facts about this machine, as this process may use it.
-
-    Asked once a process, and again where ``CUDA_VISIBLE_DEVICES`` has changed since. With ``use_accelerators=False`` only
-    the processor is looked at. A missing accelerator is no error: `Hardware.looked_for` says what is not here, and why.
-    """
-    return _detect(bool(use_accelerators), env.read("CUDA_VISIBLE_DEVICES"))
-
-
-@cache
-def _detect(use_accelerators: bool, visible: str | None) -> Hardware:
-    processor = cpu.probe()
-    if not use_accelerators:
-        return Hardware(processor, looked_for=("no accelerator was looked for, as asked",))
-    missing: list[str] = []
-    for probe in PROBES:
-        found = probe()
-        missing.extend(found.missing)
-        if found.devices:
-            return Hardware(processor, found.devices, found.vendor, found.links, tuple(missing))
-    return Hardware(processor, looked_for=tuple(missing))
+__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), {"detecting": ("detect",)})
+__all__ += ["CPU", "Device", "Hardware"]

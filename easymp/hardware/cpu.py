@@ -5,9 +5,9 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
+import psutil
 import torch
 
-from ..first_use import imported
 from . import cgroup, instructions
 from .facts import CPU
 from .procfs import apple, line, text
@@ -18,8 +18,6 @@ ARCHITECTURES = {"amd64": "x86_64"}  # Windows' word
 
 def probe(root: Path = ROOT) -> CPU:
     """The facts of this machine; `root` is where ``proc`` and ``sys`` lie."""
-    psutil = imported("psutil")  # needed once a process, and not by every import of easymp
-
     machine = platform.machine().lower()
     architecture = ARCHITECTURES.get(machine, machine)
     logical = psutil.cpu_count() or 1
@@ -64,8 +62,6 @@ def name(root: Path = ROOT) -> str:
 
 def _affinity() -> int | None:
     """How many processors the scheduler may put this process on; None where there is no such thing (macOS)."""
-    import psutil
-
     try:
         return len(psutil.Process().cpu_affinity())
     except (AttributeError, psutil.Error, OSError):

@@ -9,6 +9,12 @@ as under plain python.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..first_use import at_first_use
+
+if TYPE_CHECKING:
+    from .scripts import launch as launch
+    from .scripts import launch_script as launch_script
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), {"scripts": ("launch", "launch_script")})

@@ -12,9 +12,9 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 FILE = "failure.json"
 CAUSE, PEER, TOLD = range(3)  # went wrong by itself; lost another rank; was told to stop
@@ -25,8 +25,7 @@ FATAL = "fatal.txt"  # Python's stacks at SIGSEGV and its like, by faulthandler
 PEER_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "WorldError"})
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """One rank's end. `code` as `subprocess` has it: negative for a signal."""
 
     rank: int
@@ -67,7 +66,7 @@ def record(path: str | None, rank: int, error: BaseException, code: int, hide: T
     failure = Failure(rank, code, kind, message, text, time.time())
     place = Path(path).with_name(FILE)
     fresh = place.with_suffix(".tmp")  # whole or not there: this rank may be killed while it writes
-    fresh.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    fresh.write_text(json.dumps(failure._asdict()), encoding="utf-8")
     fresh.replace(place)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from .failure import CAUSE, RESTART, Failure, blame, by_blame
 
@@ -29,7 +29,7 @@ class Report:
 
     def to_json(self) -> str:
         """Without the tracebacks: those are shown where they were raised."""
-        return json.dumps(asdict(replace(self, failures=tuple(replace(f, text="") for f in self.failures))))
+        return json.dumps({**asdict(self), "failures": [{**f._asdict(), "text": ""} for f in self.failures]})
 
     @classmethod
     def from_json(cls, text: str) -> Report:

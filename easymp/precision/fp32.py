@@ -15,6 +15,8 @@ from ..records import AutocastKwargs
 
 @dataclass(frozen=True, eq=False)
 class FP32:
+    """Everything as it is."""
+
     name: ClassVar[str] = "fp32"
     param: ClassVar[torch.dtype] = torch.float32
     compute: ClassVar[torch.dtype] = torch.float32

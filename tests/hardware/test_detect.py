@@ -7,7 +7,7 @@ import torch
 
 import easymp.hardware as hardware
 from easymp import env
-from easymp.hardware import detect
+from easymp.hardware import detect, detecting
 from easymp.hardware.found import Found
 
 from .fakes import FakeCard, install, pynvml
@@ -17,9 +17,9 @@ from .machines import MACHINES
 @pytest.fixture
 def fresh():
     """Detection forgets what it saw, before and after."""
-    hardware._detect.cache_clear()
+    detecting._detect.cache_clear()
     yield
-    hardware._detect.cache_clear()
+    detecting._detect.cache_clear()
 
 
 def test_the_face():
@@ -30,7 +30,7 @@ def test_here():
     here = detect()
     assert here.cpu.threads >= 1 and here.cpu.memory > 0
     assert here.kind in {"cpu", "cuda", "xpu", "mps"}
-    assert here.devices or len(here.looked_for) == len(hardware.PROBES)
+    assert here.devices or len(here.looked_for) == len(detecting.PROBES)
     assert hash(here) == hash(detect())
 
 
@@ -48,7 +48,7 @@ def test_asked_again_where_other_devices_are_visible(fresh, monkeypatch):
 
 
 def test_without_accelerators_none_is_looked_for(fresh, monkeypatch):
-    monkeypatch.setattr(hardware, "PROBES", (lambda: pytest.fail("looked"),))
+    monkeypatch.setattr(detecting, "PROBES", (lambda: pytest.fail("looked"),))
     here = detect(use_accelerators=False)
     assert (here.kind, here.vendor, here.devices) == ("cpu", "none", ())
     assert here.looked_for == ("no accelerator was looked for, as asked",)
@@ -57,7 +57,7 @@ def test_without_accelerators_none_is_looked_for(fresh, monkeypatch):
 def test_the_first_find_wins_and_the_misses_before_it_are_told(fresh, monkeypatch):
     card = MACHINES["MI300X"].devices[0]
     missing = Found("nvidia", missing=("no NVIDIA GPU: none",))
-    monkeypatch.setattr(hardware, "PROBES", (lambda: missing, lambda: Found("amd", (card,)), lambda: pytest.fail("looked on")))
+    monkeypatch.setattr(detecting, "PROBES", (lambda: missing, lambda: Found("amd", (card,)), lambda: pytest.fail("looked on")))
     here = detect()
     assert (here.vendor, here.devices, here.looked_for) == ("amd", (card,), ("no NVIDIA GPU: none",))
 
