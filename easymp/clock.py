@@ -47,6 +47,9 @@ class StepClock:
         timing: told what loaders wait for, while a profile is open.
         resuming: ids of loaders whose next pass is the rest of one, of which a state was loaded.
         went_on: whether one of them has gone on since.
+        enclosing: the loader of the innermost running loop.
+        reading: the same, or, where there is no loop, that of an iterator which the script holds.
+        outermost: the loader of the outermost running loop, or of such an iterator.
     """
 
     __slots__ = (
@@ -57,9 +60,12 @@ class StepClock:
             "accumulation",
             "backwards",
             "between",
+            "enclosing",
             "end_with_loader",
             "inside",
             "micro",
+            "outermost",
+            "reading",
             "resuming",
             "stepped",
         ),
@@ -85,6 +91,14 @@ class StepClock:
         self._reading: list[Any] = []  # loops inside of loops
         self._beside: list[Any] = []  # iterators that the script holds, and asks when it likes
         self._at_end = False
+        self._look()
+
+    def _look(self) -> None:
+        """After each change of what is read: loops are asked about at every batch, and change once a pass."""
+        self.enclosing: Any | None = self._reading[-1] if self._reading else None
+        there = self._reading or self._beside or [None]
+        self.reading: Any | None = there[-1]
+        self.outermost: Any | None = there[0]
 
     def tick(self) -> bool:
         """Begin a micro-step; returns whether it ends its window."""
@@ -98,6 +112,7 @@ class StepClock:
         """`loader` begins to be read: the innermost loop is the one that counts."""
         self._reading.append(loader)
         self._at_end = False
+        self._look()
 
     def asks(self, loader: Reading) -> None:
         """`loader` is asked for a batch: what began after it and is still open is no loop in its body, but read beside it."""
@@ -105,11 +120,13 @@ class StepClock:
         if any(one is loader for one in nest):
             while nest[-1] is not loader:
                 self._beside.append(nest.pop())
+            self._look()
 
     def hold(self) -> None:
         """A round of the outermost loop begins: no loop is open, so what is being read is held by the script."""
         self._beside[:0] = self._reading
         self._reading.clear()
+        self._look()
 
     def leave(self, loader: Reading) -> None:
         """`loader` is read no more, whether exhausted or left early."""
@@ -118,6 +135,7 @@ class StepClock:
                 if there[i] is loader:
                     del there[i]
                     self._at_end = loader.last
+                    self._look()
                     return
 
     @property
@@ -125,18 +143,3 @@ class StepClock:
         """Whether the last batch of the loader being read, or read before, has been handed out, and ends a window."""
         loader = self.reading
         return self.end_with_loader and (self._at_end if loader is None else loader.last)
-
-    @property
-    def outermost(self) -> Any | None:
-        """The loader of the outermost running loop, or of an iterator where there is none."""
-        return (self._reading or self._beside or [None])[0]
-
-    @property
-    def reading(self) -> Any | None:
-        """The loader of the innermost running loop, or of an iterator where there is none."""
-        return (self._reading or self._beside or [None])[-1]
-
-    @property
-    def enclosing(self) -> Any | None:
-        """The loader of the innermost running loop."""
-        return self._reading[-1] if self._reading else None
