@@ -136,12 +136,14 @@ class Checkpointing(Registering):
             raise RefusedError(f"save_state({', '.join(others)}=…) is not honoured: files are written in one way. Leave it out")
         self._check_settled()
         self._logbook.settle()  # before the save begins: trackers may take long to start
-        world = self._run.world
         try:
-            world.barrier()
+            return self._save_state(path, async_)
         except WorldError as error:
-            error.add_note("save_state() is for all ranks: take it out of `if accelerator.is_main_process:`")
+            error.add_note("save_state() is for all ranks: where it stands under `if accelerator.is_main_process:`, take it out")
             raise
+
+    def _save_state(self, path: Path | None, async_: bool) -> str:
+        world = self._run.world
         world.settle()
         self._settle_saves()  # one at a time, and hooks write for one, too
         step = max((o.updates for o in self._prepared.optimizers), default=0)

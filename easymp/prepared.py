@@ -3,7 +3,8 @@
 A view shares the module's ``__dict__``, so parameters, buffers, hooks, methods, attributes, ``state_dict`` names and
 ``isinstance`` are the module's own, and an assignment to one is seen by the other. Only its class differs: a subclass made for
 it, whose ``__call__`` goes through autocast and the strategy's wrapper. Nothing is set on the user's module. Copies of a
-view, for this process or another, are of the module.
+view, for this process or another, are of the module. Where its class has none, ``module`` is the user's module and ``no_sync()`` keeps
+gradients to this rank, as DistributedDataParallel's wrapper has them.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -421,6 +422,29 @@ def test_attribute_access_of_the_users_own() -> None:
     with pytest.raises(AttributeError):
         view.absent  # noqa: B018
     assert unwrap(view) is model
+
+
+class Holding(nn.Module):
+    """Has what a wrapper of DistributedDataParallel has, by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 1)
+
+    def no_sync(self) -> str:
+        return "own"
+
+
+def test_what_scripts_ask_of_the_wrapper_of_ddp() -> None:
+    model, holding = Net(), Holding()
+    view, route = make_view(model, Wrapper(model), no_sync=lambda: nullcontext("quiet"))
+    assert view.module is model
+    with view.no_sync() as inside:
+        assert inside == "quiet"
+    own, _, _ = view_of(holding)
+    assert (own.module, own.no_sync()) == (holding.module, "own")
+    assert not hasattr(model, "no_sync")
+    assert route.original is model
 
 
 class OwnCall(nn.Module):

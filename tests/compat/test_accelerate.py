@@ -250,7 +250,10 @@ def saved_alone() -> list[str]:
 
 
 def test_a_checkpoint_that_one_rank_saves_says_who_calls_it(ranks: Ranks) -> None:
-    assert ranks(saved_alone) == [["save_state() is for all ranks: take it out of `if accelerator.is_main_process:`"], []]
+    assert ranks(saved_alone) == [
+        ["save_state() is for all ranks: where it stands under `if accelerator.is_main_process:`, take it out"],
+        [],
+    ]
 
 
 def evaluated() -> tuple[int, float, str]:
