@@ -45,6 +45,7 @@ class StepClock:
         between: called where the body of a training loop has come to its end, if anyone wants to know.
         stepped: called after each update of a prepared optimizer with the number of its updates, if anyone wants to know.
         timing: told what loaders wait for, while a profile is open.
+        rounds: how many rounds of an outermost loop have been told of, by `hold`.
         resuming: ids of loaders whose next pass is the rest of one, of which a state was loaded.
         went_on: whether one of them has gone on since.
         enclosing: the loader of the innermost running loop.
@@ -67,9 +68,8 @@ class StepClock:
             "outermost",
             "reading",
             "resuming",
-            "stepped",
         ),
-        *("sync", "timing", "went_on"),
+        *("rounds", "stepped", "sync", "timing", "went_on"),
     )
 
     def __init__(self, accumulation: int = 1, end_with_loader: bool = True) -> None:
@@ -78,6 +78,7 @@ class StepClock:
         self.between: Callable[[], None] | None = None
         self.stepped: Callable[[int], None] | None = None
         self.timing: Timing | None = None
+        self.rounds = 0
         self.resuming: set[int] = set()
         self.went_on = False
         self.reset()
@@ -108,9 +109,9 @@ class StepClock:
         self.sync = self.micro >= self.accumulation or bool(self.end_with_loader and reading is not None and reading.last)
         return self.sync
 
-    def enter(self, loader: Reading) -> None:
-        """`loader` begins to be read: the innermost loop is the one that counts."""
-        self._reading.append(loader)
+    def enter(self, loader: Reading, beside: bool = False) -> None:
+        """`loader` begins to be read: the innermost loop is the one that counts, and not what is read `beside` it."""
+        (self._beside if beside else self._reading).append(loader)
         self._at_end = False
         self._look()
 
@@ -124,6 +125,7 @@ class StepClock:
 
     def hold(self) -> None:
         """A round of the outermost loop begins: no loop is open, so what is being read is held by the script."""
+        self.rounds += 1
         self._beside[:0] = self._reading
         self._reading.clear()
         self._look()

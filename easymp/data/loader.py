@@ -16,9 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..clock import StepClock
 from ..errors import BatchError
+from ..log import get_logger
 from .order import size_of
 from .prefetch import moved
 from .source import Source
+
+logger = get_logger(__name__)
 
 
 class PreparedLoader:
@@ -178,15 +181,21 @@ class PreparedLoader:
             self._empty -= 1
             return
         clock, loads = self._clock, self._loads
-        outside = clock.enclosing
+        outside, resumes = clock.enclosing, id(self) in clock.resuming
         me, skip = self._begin(skip)
         self._inner = outside is not None and outside is not self
         source = self._source
+        if self._over and not clock.rounds:
+            logger.warning(
+                "the checkpoint was taken at a loader's last batch, so nothing is left of that pass, and the loop over it has no batch: "
+                "a script that counts epochs by itself, and begins with the next one, says so by loader.set_epoch(number)"
+            )
         feed = iter(()) if self._over else source.read(self.epoch, self.position, skip)
         self._over = False
         if self._device is not None:
             feed = moved(feed, self._device, self._non_blocking)
-        clock.enter(self)
+        # One that goes on inside another's loop was no loop in its body: that would have to be run again from its beginning.
+        clock.enter(self, beside=resumes and outside is not None)
         try:
             if clock.timing is not None:
                 clock.timing.asks(self)

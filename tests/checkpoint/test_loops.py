@@ -107,12 +107,15 @@ def plain(run: Run) -> None:
 
 
 UNSEEDED = {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=False)}
+WINDOWS = {"gradient_accumulation_steps": 2}
 # A loop, options of a Run, and places; the first one is the most telling.
 LOOPS: dict[str, tuple[Callable[[Run], None], dict[str, Any], list[str]]] = {
     "zip": (zipped, {}, ["step 3", "step 2", "end 0", "step 6"]),
     "zip with a longer one": (zipped, {"lengths": (12, 20)}, ["step 3", "step 5"]),
     "zip with a shorter one": (zipped, {"lengths": (12, 8)}, ["step 2", "end 1"]),
     "an endless one beside": (endless_beside, {"lengths": (12, 16)}, ["end 1", "step 2", "end 0", "step 5"]),
+    "zip in windows": (zipped, {"lengths": (12, 8), **WINDOWS}, ["step 1", "step 2", "step 3"]),
+    "an endless one beside windows": (endless_beside, {"lengths": (12, 16), **WINDOWS}, ["step 3", "step 1", "step 2", "end 1"]),
     "one that is begun again": (begun_again_when_empty, {"lengths": (12, 8)}, ["end 1", "step 2", "step 3", "end 2"]),
     "a count of steps": (a_count_of_steps, {}, ["step 3", "step 1", "step 2", "end 0", "end 1"]),
     "two zips": (two_zips, {}, ["step 4", "step 1", "step 3", "step 6", "end 0"]),

@@ -424,6 +424,23 @@ def test_a_save_in_another_kind_of_loop_does_not_say_which_epochs_are_left(tmp_p
             list(run.acc.epochs(2))
 
 
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_plain_loop_that_begins_with_the_next_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture, says_so: bool) -> None:
+    with Run(tmp_path) as run:
+        for batch in run.loader:
+            run.step(batch)
+            run.acc.save_state()
+        following = indices(run.loader)
+    with Run(tmp_path) as run:
+        run.acc.load_state()
+        epoch, skipped = divmod(run.optimizer.updates, len(run.loader))
+        assert (epoch, skipped) == (1, 0)
+        if says_so:
+            run.loader.set_epoch(epoch)
+        assert indices(run.loader) == (following if says_so else [])
+        assert ("nothing is left of that pass" in caplog.text) is not says_so
+
+
 def test_a_load_within_a_pass_ends_it(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
         order = [indices(run.loader)]
