@@ -1,9 +1,11 @@
-"""How much of a wrapper's own code one `prepare(model, optimizer, loader)` and one `backward(loss)` run through, on one process.
+"""How much of a wrapper's own code one `prepare(model, optimizer, loader)`, one `backward(loss)` and one micro-step run through.
 
     python benchmarks/call_path.py           # one table; --keep writes it to benchmarks/results
 
-Counted by the interpreter's own tracing: files, functions, distinct lines, and the deepest pile of the wrapper's own frames
-(torch's between them do not count). Each wrapper prepares once before it is counted, so that imports at first use are not.
+On one process, counted by the interpreter's own tracing: files, functions, distinct lines, and the deepest pile of the wrapper's own
+frames (torch's between them do not count). Each wrapper prepares and trains before it is counted, so that imports at first use are not.
+A micro-step is one round of ``for x, y in loader:`` with forward, backward, step and zero_grad, of those in the middle of a pass:
+functions and lines that run in any of them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import report
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -72,7 +75,7 @@ class Footprint:
 
 def objects() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     model = nn.Linear(4, 2)
-    data = TensorDataset(torch.randn(16, 4), torch.randn(16, 2))
+    data = TensorDataset(torch.randn(256, 4), torch.randn(256, 2))
     return model, torch.optim.AdamW(model.parameters()), DataLoader(data, 4, shuffle=True)
 
 
@@ -113,9 +116,22 @@ WRAPPERS = {
 
 
 def count(package: str, wrapper: Callable[[], tuple[Prepare, Callable[[Tensor], None]]]) -> list[list[int]]:
-    """[files, functions, lines, depth] of prepare, of backward, and of both."""
+    """[files, functions, lines, depth] of prepare, of backward, of both, and of micro-steps."""
     prepare, backward = wrapper()
-    prepare(*objects())
+    model, optimizer, loader = prepare(*objects())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        backward(F.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for x, y in loader:
+        step(x, y)
+    batches, middle = iter(loader), len(loader) - 2
+    step(*next(batches))  # a pass begins, which is no part of a micro-step
+    with Footprint(package) as third:
+        for _ in range(middle):
+            step(*next(batches))
     parts = objects()
     with Footprint(package) as first:
         model, *_ = prepare(*parts)
@@ -125,7 +141,7 @@ def count(package: str, wrapper: Callable[[], tuple[Prepare, Callable[[Tensor], 
     both = Footprint(package)
     both.functions, both.lines = first.functions | second.functions, first.lines | second.lines
     both.depth = max(first.depth, second.depth)
-    return [first.counts(), second.counts(), both.counts()]
+    return [first.counts(), second.counts(), both.counts(), third.counts()]
 
 
 def main() -> None:
@@ -136,11 +152,11 @@ def main() -> None:
     logging.disable(logging.INFO)
     rows = []
     for name, (package, wrapper) in WRAPPERS.items():
-        for what, counts in zip(("prepare", "backward", "both"), count(package, wrapper)):
+        for what, counts in zip(("prepare", "backward", "both", "micro-step"), count(package, wrapper)):
             rows.append([f"{name}, {what}", *map(str, counts)])
     text = "\n".join(
         [
-            "# The path of one prepare and one backward",
+            "# The path of one prepare, one backward and one micro-step",
             "",
             "The wrapper's own code, one process, fp32, CPU; counted by the interpreter's tracing, imports left out.",
             "",

@@ -56,7 +56,7 @@ def test_import_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_call_path(monkeypatch: pytest.MonkeyPatch) -> None:
     told = run("call_path", monkeypatch=monkeypatch)
-    assert "easymp, backward" in told
+    assert "easymp, backward" in told and "easymp, micro-step" in told
 
 
 @pytest.mark.parametrize("only", ["single", pytest.param("zero1", marks=pytest.mark.slow)])
