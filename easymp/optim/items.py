@@ -44,7 +44,7 @@ class ItemWindow:
             )
         if clock.micro <= 1:
             self.open = False  # what a window left behind that was never finished
-        here = torch.as_tensor(items, dtype=torch.float32, device=loss.device)
+        here = number(items, loss.device)
         if not self.open:
             total = self._world.reduce(here).clamp(min=1.0)
             if clock.sync and clock.micro <= 1:
@@ -64,3 +64,11 @@ class ItemWindow:
         if grads:
             torch._foreach_mul_(grads, factor)
         self.open = False
+
+
+def number(value: float | Tensor, device: torch.device) -> Tensor:
+    """`value` as an fp32 tensor on `device`. One that the host has is written there by a kernel: to copy it is to wait for the device."""
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
+        return value.to(device, torch.float32)
+    shape = value.shape if isinstance(value, Tensor) else ()
+    return torch.full(shape, float(value), dtype=torch.float32, device=device)

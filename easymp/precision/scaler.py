@@ -200,7 +200,7 @@ class Scaler:
         home = gradients[0].device if gradients else self._world.device  # type: ignore[union-attr]
         found = self.divide(gradients, home)
         found = self.agreed(found, bool(gradients))
-        turn.found_inf = found
+        turn.found_inf = _to(found, home)  # where the step reads it: of shards in the host's memory, the host
         turn.phase = Phase.UNSCALED
 
     def divide(self, gradients: Sequence[Tensor], home: torch.device) -> Tensor:
@@ -392,6 +392,7 @@ class Scaler:
     def advance(self, found_inf: Tensor) -> None:
         """One step of the rule: `found_inf` is 0 after a good step, anything above after an overflow."""
         rule, scale = self.rule, self._on(found_inf.device)
+        found_inf = _to(found_inf, scale.device)
         good, patience = self._good, self._patience
         assert good is not None
         assert patience is not None

@@ -146,17 +146,7 @@ class FSDP:
         return Sharded(module, model, parts, self._world, self._options, whole)
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        for g, group in enumerate(optimizer.param_groups):
-            if len({hasattr(p, "to_local") for p in group["params"]}) < 2:
-                continue
-            word = next((word for word in ("fused", "foreach") if group.get(word)), None)
-            if word:
-                raise PrepareError(
-                    f"{type(optimizer).__name__} has {word}=True for sharded and ignored parameters together (param group {g}), which "
-                    f"torch's {word} step does not take: leave {word} out, or give ignored parameters a param group of their own"
-                )
-            if "foreach" in group:
-                group["foreach"] = False  # else torch chooses it on accelerators
+        one_by_one(optimizer, "sharded", "ignored")
         return optimizer
 
     def _over(self) -> Any:
@@ -200,6 +190,28 @@ class FSDP:
         if isinstance(model, Sharded):
             model.forget()
         return Released()
+
+
+def one_by_one(optimizer: torch.optim.Optimizer, parts: str, whole: str) -> None:
+    """Have it step one tensor at a time where a param group has both DTensors and plain ones, of which torch takes no list.
+
+    Args:
+        parts, whole: what the two kinds are, in words.
+
+    Raises:
+        PrepareError: it was to take lists there.
+    """
+    for g, group in enumerate(optimizer.param_groups):
+        if len({hasattr(p, "to_local") for p in group["params"]}) < 2:
+            continue
+        word = next((word for word in ("fused", "foreach") if group.get(word)), None)
+        if word:
+            raise PrepareError(
+                f"{type(optimizer).__name__} has {word}=True for {parts} and {whole} parameters together (param group {g}), which "
+                f"torch's {word} step does not take: leave {word} out, or give {whole} parameters a param group of their own"
+            )
+        if "foreach" in group:
+            group["foreach"] = False  # else torch chooses it on accelerators
 
 
 def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:

@@ -24,7 +24,7 @@ from ..rebind import names_of, rebind
 from ..shards import local
 from ..world import World
 from .blocks import find_blocks
-from .fsdp import FSDPOptions, Released, Sharded, check_shardable, shard, shards_of, take_rank_0s
+from .fsdp import FSDPOptions, Released, Sharded, check_shardable, one_by_one, shard, shards_of, take_rank_0s
 from .norms import clip_to_norm, counting, settle
 from .tensor_plan import apply, read_plan, split_dims
 
@@ -226,6 +226,7 @@ class TensorParallel:
             if self._agree(optimizer):
                 first.remove()
 
+        one_by_one(optimizer, "split", "unsplit")
         indifferent.add(compare)
         first = optimizer.register_step_pre_hook(compare)
         return optimizer

@@ -115,7 +115,9 @@ class World:
         # keep this group's connections open for good, and ranks that wait for this one would not hear that it left.
         importlib.import_module("torch.distributed.nn.functional")
         own = dist.PrefixStore(f"group/{number}", store)
-        with env.override(TORCH_FR_BUFFER_SIZE=env.read("TORCH_FR_BUFFER_SIZE", "64")):
+        # What is sent to one rank only shares its stream with the group's collectives, as torch would warn: nothing here minds their order.
+        serial = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+        with env.override(TORCH_FR_BUFFER_SIZE=env.read("TORCH_FR_BUFFER_SIZE", "64"), **{serial: env.read(serial, "0")}):
             dist.init_process_group(
                 BACKENDS.get(self.device.type, "gloo"),
                 store=own,
