@@ -25,6 +25,8 @@ from easymp.launcher.failure import Failure, by_blame, explain
 from easymp.launcher.functions import debug_launcher, notebook_launcher
 from easymp.launcher.place import Place
 
+from .pool import hold_port
+
 ROOT = str(Path(__file__).resolve().parent.parent)
 
 
@@ -498,17 +500,15 @@ def test_notebook_options_are_honoured(tmp_path):
             raise ValueError
         return [os.environ.get(name) for name in names]
 
-    from .pool import free_port
-
-    port = free_port()
-    results = notebook_launcher(tell, num_processes=2, mixed_precision="bf16", use_port=str(port), max_restarts=1)
+    held, port = hold_port()
+    with held:
+        results = notebook_launcher(tell, num_processes=2, mixed_precision="bf16", use_port=str(port), max_restarts=1)
     assert results == [["bf16", str(port), "2", "1"]] * 2
 
 
 @pytest.mark.slow
 def test_two_nodes_on_the_loopback(tmp_path):
-    from .pool import free_port
-
+    held, port = hold_port()
     text = f"""
     import os, sys, torch, torch.distributed as dist
     from easymp.launcher.functions import notebook_launcher
@@ -518,7 +518,7 @@ def test_two_nodes_on_the_loopback(tmp_path):
         dist.all_reduce(value)
         dist.destroy_process_group()
         return int(os.environ["RANK"]), value.item()
-    print(notebook_launcher(train, num_processes=1, num_nodes=2, node_rank=int(sys.argv[1]), use_port={free_port()}))
+    print(notebook_launcher(train, num_processes=1, num_nodes=2, node_rank=int(sys.argv[1]), use_port={port}))
     """
     path = tmp_path / "node.py"
     path.write_text(textwrap.dedent(text))
@@ -526,6 +526,7 @@ def test_two_nodes_on_the_loopback(tmp_path):
     for rank, node in enumerate(nodes):
         out, err = node.communicate(timeout=250)
         assert out == f"[({rank}, 1.0)]\n", err
+    held.close()
 
 
 def test_forking_after_training_on_two_threads(tmp_path):

@@ -24,7 +24,7 @@ from easymp.cli import main
 from easymp.errors import SettingError, WorldError
 from easymp.launcher import agent, knocking, meeting, place
 
-from .pool import free_port
+from .pool import hold_port
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 HOST = socket.gethostname()
@@ -40,6 +40,14 @@ def script(tmp_path):
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def port():
+    """One that no other test takes meanwhile."""
+    held, number = hold_port()
+    yield number
+    held.close()
 
 
 def launched(port: int, words: list[list[str]], after: str = "", signals: int = 0) -> tuple[int, str]:
@@ -67,17 +75,18 @@ def launched(port: int, words: list[list[str]], after: str = "", signals: int = 
     return code, said.getvalue()
 
 
-def test_ranks_are_in_the_order_of_the_nodes_and_the_first_failure_is_told_to_all(ranks, script, tmp_path):
+def test_ranks_are_in_the_order_of_the_nodes_and_the_first_failure_is_told_to_all(ranks, script, tmp_path, port):
     path = script("""
         open(sys.argv[1] + str(rank), "w").write(f"{os.environ['GROUP_RANK']} {os.environ['LOCAL_RANK']} {os.environ['WORLD_SIZE']}")
         if rank == 2:
-            while not os.path.exists(sys.argv[1] + "0"):
+            others = [sys.argv[1] + str(r) for r in (0, 1, 3)]
+            while not all(os.path.exists(file) and os.path.getsize(file) for file in others):
                 time.sleep(0.05)
             raise ValueError("the cause")
         time.sleep(60)
     """)
     words = ["--nodes", "2", "--processes", "2", path, str(tmp_path / "x")]
-    (main_code, main_said), (code, said) = ranks(launched, free_port(), [["--node-rank", str(k), *words] for k in (0, 1)])
+    (main_code, main_said), (code, said) = ranks(launched, port, [["--node-rank", str(k), *words] for k in (0, 1)])
     assert [(tmp_path / f"x{rank}").read_text() for rank in range(4)] == ["0 0 4", "0 1 4", "1 0 4", "1 1 4"]
     assert (code, main_code) == (1, 1)
     assert said.startswith("rank 2 of 4 failed first: ValueError: the cause\nTraceback")
@@ -85,7 +94,7 @@ def test_ranks_are_in_the_order_of_the_nodes_and_the_first_failure_is_told_to_al
     assert main_said == f"rank 2 of 4 failed first, on node 1 ({HOST}): ValueError: the cause; the launcher there says more\n"
 
 
-def test_a_failure_after_another_nodes_ranks_are_done_is_told_there_too(ranks, script, tmp_path):
+def test_a_failure_after_another_nodes_ranks_are_done_is_told_there_too(ranks, script, tmp_path, port):
     path = script("""
         if rank == 1:
             while not os.path.exists(sys.argv[1]):
@@ -95,14 +104,14 @@ def test_a_failure_after_another_nodes_ranks_are_done_is_told_there_too(ranks, s
         open(sys.argv[1], "w").close()
     """)
     words = [["--nodes", "2", "--node-rank", str(k), path, str(tmp_path / "done")] for k in (0, 1)]
-    (main_code, main_said), (code, said) = ranks(launched, free_port(), words)
+    (main_code, main_said), (code, said) = ranks(launched, port, words)
     assert (tmp_path / "done").exists()
     assert (main_code, code) == (1, 1)
     assert main_said == f"rank 1 of 2 failed first, on node 1 ({HOST}): ValueError: late; the launcher there says more\n"
     assert said.endswith("ValueError: late\n")
 
 
-def test_a_signal_reaches_the_ranks_of_all_nodes_and_saving_may_take_as_long_as_the_grace(ranks, script, tmp_path):
+def test_a_signal_reaches_the_ranks_of_all_nodes_and_saving_may_take_as_long_as_the_grace(ranks, script, tmp_path, port):
     path = script("""
         caught = []
         signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
@@ -115,7 +124,7 @@ def test_a_signal_reaches_the_ranks_of_all_nodes_and_saving_may_take_as_long_as_
     words = ["--nodes", "2", path, str(tmp_path / "x")]
     found = ranks(
         launched,
-        free_port(),
+        port,
         [["--node-rank", "0", *words], ["--node-rank", "1", "--grace", "1", *words]],
         str(tmp_path / "xready"),
         0b11,
@@ -125,10 +134,10 @@ def test_a_signal_reaches_the_ranks_of_all_nodes_and_saving_may_take_as_long_as_
     assert not (tmp_path / "x1").exists()
 
 
-def test_one_launcher_that_is_stopped_ends_a_run_of_fixed_size(ranks, script, tmp_path):
+def test_one_launcher_that_is_stopped_ends_a_run_of_fixed_size(ranks, script, tmp_path, port):
     path = script("open(sys.argv[1] + str(rank), 'w').close(); time.sleep(60)")
     words = [["--nodes", "2", "--node-rank", str(k), "--max-restarts", "2", path, str(tmp_path / "x")] for k in (0, 1)]
-    found = ranks(launched, free_port(), words, str(tmp_path / "x"), 0b10)
+    found = ranks(launched, port, words, str(tmp_path / "x"), 0b10)
     assert found == [
         (143, f"stopped by SIGTERM (signal 15) on node 1 ({HOST})\n"),
         (143, "stopped by SIGTERM (signal 15)\n"),
@@ -140,9 +149,9 @@ def twice(port: int, words: list[list[str]]) -> list[tuple[int, str]]:
     return [launched(port, words), launched(port, words)]
 
 
-def test_one_run_after_another_at_the_same_port(ranks, script):
+def test_one_run_after_another_at_the_same_port(ranks, script, port):
     words = [["--nodes", "2", "--node-rank", str(k), script("time.sleep(0.2 * rank)")] for k in (0, 1)]
-    assert ranks(twice, free_port(), words) == [[(0, ""), (0, "")]] * 2
+    assert ranks(twice, port, words) == [[(0, ""), (0, "")]] * 2
 
 
 STUBBORN = """
@@ -199,8 +208,7 @@ def test_what_listens_there_is_no_launcher(script, capsys, monkeypatch):
     assert f"what listens at 127.0.0.1:{port} does not answer as the main node's launcher" in capsys.readouterr().err
 
 
-def test_a_main_node_that_never_comes(script, capsys):
-    port = free_port()
+def test_a_main_node_that_never_comes(script, capsys, port):
     words = ["launch", "--nodes", "2", "--node-rank", "1", "--wait", "0.5", "--main-address", f"127.0.0.1:{port}"]
     assert main([*words, script("")]) == 1
     assert capsys.readouterr().err == (
@@ -209,9 +217,8 @@ def test_a_main_node_that_never_comes(script, capsys):
     )
 
 
-def test_other_nodes_that_never_come_and_a_main_address_elsewhere(script, capsys):
+def test_other_nodes_that_never_come_and_a_main_address_elsewhere(script, capsys, port):
     words = ["launch", "--nodes", "2", "--node-rank", "0", "--wait", "1", "--main-address"]
-    port = free_port()
     assert main([*words, f"127.0.0.1:{port}", script("")]) == 1
     assert capsys.readouterr().err == (
         f"easymp: 2 nodes were to meet at 127.0.0.1:{port}, and after 1 seconds not enough are there (so far came: node 0 ({HOST})): "
@@ -228,10 +235,10 @@ def test_other_nodes_that_never_come_and_a_main_address_elsewhere(script, capsys
         ("3", 2, "50", "say the same --node-rank 1: each machine needs its own"),
     ],
 )
-def test_nodes_that_contradict_one_another(ranks, script, second, others, wait, words):
+def test_nodes_that_contradict_one_another(ranks, script, second, others, wait, words, port):
     main_one = ["--nodes", "3", "--node-rank", "0", "--wait", wait, script("")]
     more = [["--nodes", second, "--node-rank", "1", "--wait", "50", script("")]] * others
-    found = ranks(launched, free_port(), [main_one, *more], processes=1 + others)
+    found = ranks(launched, port, [main_one, *more], processes=1 + others)
     assert all(code == 1 for code, _ in found)
     assert words in found[1][1]
 
@@ -296,9 +303,9 @@ acc.end_training()
 
 
 @pytest.fixture
-def node():
+def node(port):
     """Starts a launcher of its own as one of several; all are gone at the end."""
-    port, started = free_port(), []
+    started = []
 
     def start(*words: str, main: str = "127.0.0.1", before: tuple[str, ...] = ()) -> subprocess.Popen:
         path = os.pathsep.join(filter(None, [ROOT, env.read("PYTHONPATH")]))
