@@ -415,7 +415,9 @@ class FusedStep:
         state = self.optimizer.state[parameter]
         device = self._launcher.device
         for key in ("step",) * self.rule.counts + (self.rule.scalar,) * bool(self.rule.scalar):
-            self._put(state, key, torch.as_tensor(state.get(key, 0.0)).to(device, torch.float32))
+            held = state.get(key)
+            now = torch.zeros((), device=device) if held is None else torch.as_tensor(held)  # a number would be waited for
+            self._put(state, key, now.to(device, torch.float32))
         fresh = any(state.get(key) is None for key in uses)
         if not self.rule.counts and (fresh or parameter not in self._counters):
             self._counters[parameter] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=device)
