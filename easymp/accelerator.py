@@ -22,7 +22,7 @@ from . import hardware, launcher, optim, profiling, trackers
 from .checks import by_kind, loss_trouble, refuse_unknown
 from .clock import StepClock
 from .data import PreparedLoader, skip_first_batches
-from .errors import EasympError, EasympWarning, RefusedError, SettingError, StepError
+from .errors import EasympWarning, RefusedError, SettingError, StepError
 from .exporting import Weights
 from .hardware import Hardware
 from .log import get_logger
@@ -194,45 +194,46 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         device = torch.device(plan.device.value)
         self._undo = ExitStack()
         self._world = World(plan.ranks, device, asked.timeout, asked.debug, group.backend if group else None)
-        try:
+        with ExitStack() as begun:  # which ends again where something is refused
+            begun.callback(self._world.close)
+            begun.callback(self._undo.close)
             strategy = spread(self._world, options)  # type: ignore[call-arg]
-        except EasympError:  # options that do not fit this world
-            self._world.close()
-            raise
-        self._run = Run(self._world, plan, self._clock, weakref.ref(self))
-        register(self._run)
-        self._autocast: AutocastKwargs = handlers.get(AutocastKwargs, AutocastKwargs())
-        self._precision = self._make_precision(asked)
-        scaling = handlers.get(GradScalerKwargs, GradScalerKwargs())
-        self._scaler = Scaler(rule_from(scaling), self._world, enabled=self._precision.scaled and scaling.enabled)
-        self._loading = dataloader_config or DataLoaderConfiguration()
-        steps = self._world.size if scheduler_steps_per_process else 1
-        given = strategy_options is not None or DistributedDataParallelKwargs in handlers
-        wishes = Wishes(
-            device_placement, self._loading, step_scheduler_with_optimizer, steps, given, initialize, recompute, compiled
-        )
-        me = weakref.ref(self)
-        self._prepared = Preparation(
-            *(self._run, strategy, self._precision, self._scaler, wishes), no_sync=lambda model: me().no_sync(model)
-        )
-        self._items = optim.ItemWindow(self._world)
-        self._profiling: ProfileKwargs | None = handlers.get(ProfileKwargs)
-        self._foreign: ForeignSteps | None = None
-        self._alone = False  # inside no_sync
-        self._closed = False
-        self._begin_checkpoints(project)
-        self._begin_tracking(asked, own_trackers)
-        self._listen(save_on_signal)
-        self._undo.callback(self._preemption.close)
-        switch(self._precision.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
-        if asked.seed is not None:
-            set_seed(asked.seed)
-        recorder = begin(self._run)
-        if recorder is not None:
-            self._logbook.attached[recorder.name] = recorder
-            self._undo.callback(recorder.finish)
-        leave = atexit.register(lambda: (it := me()) and it.close())
-        self._undo.callback(atexit.unregister, leave)
+            self._run = Run(self._world, plan, self._clock, weakref.ref(self))
+            register(self._run)
+            begun.callback(unregister, self._run)
+            self._autocast: AutocastKwargs = handlers.get(AutocastKwargs, AutocastKwargs())
+            self._precision = self._make_precision(asked)
+            scaling = handlers.get(GradScalerKwargs, GradScalerKwargs())
+            self._scaler = Scaler(rule_from(scaling), self._world, enabled=self._precision.scaled and scaling.enabled)
+            self._loading = dataloader_config or DataLoaderConfiguration()
+            steps = self._world.size if scheduler_steps_per_process else 1
+            given = strategy_options is not None or DistributedDataParallelKwargs in handlers
+            wishes = Wishes(
+                device_placement, self._loading, step_scheduler_with_optimizer, steps, given, initialize, recompute, compiled
+            )
+            me = weakref.ref(self)
+            self._prepared = Preparation(
+                *(self._run, strategy, self._precision, self._scaler, wishes), no_sync=lambda model: me().no_sync(model)
+            )
+            self._items = optim.ItemWindow(self._world)
+            self._profiling: ProfileKwargs | None = handlers.get(ProfileKwargs)
+            self._foreign: ForeignSteps | None = None
+            self._alone = False  # inside no_sync
+            self._closed = False
+            self._begin_checkpoints(project)
+            self._begin_tracking(asked, own_trackers)
+            self._listen(save_on_signal)
+            self._undo.callback(self._preemption.close)
+            switch(self._precision.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
+            if asked.seed is not None:
+                set_seed(asked.seed)
+            recorder = begin(self._run)
+            if recorder is not None:
+                self._logbook.attached[recorder.name] = recorder
+                self._undo.callback(recorder.finish)
+            leave = atexit.register(lambda: (it := me()) and it.close())
+            self._undo.callback(atexit.unregister, leave)
+            begun.pop_all()
 
     # -- the decision -------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,10 @@ class BatchError(EasympError, ValueError):
     """A batch or loader does not have the shape, length or structure that the call needs."""
 
 
+class LengthError(BatchError, TypeError):
+    """A loader has no length. Python's own word for that is TypeError: `list`, tqdm and others go on without one."""
+
+
 class WorldError(EasympError, RuntimeError):
     """Ranks disagree, are missing, or stopped answering."""
 

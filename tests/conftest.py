@@ -150,6 +150,7 @@ def _nothing_left_behind() -> Iterator[None]:
         *_changed_variables(environment),
         *_changed_directory(directory),
         *_running(threads),
+        *_open(),
         *_group(),
         *_unclosed(descriptors),
         *_changed_switches(switches),
@@ -178,6 +179,17 @@ def _changed_directory(before: str) -> Iterator[str]:
 def _running(before: set[threading.Thread]) -> Iterator[str]:
     for name in leaked_threads(before, lambda thread: not thread.daemon or thread.name.startswith("easymp")):
         yield f"thread {name}"
+
+
+def _open() -> Iterator[str]:
+    state = sys.modules.get("easymp.state")
+    if state is not None and state.is_open():
+        gc.collect()  # one that nobody holds is closed by that
+    for accelerator in state.accelerators() if state is not None else ():
+        yield f"an open {type(accelerator).__name__}"
+        accelerator.end_training()
+    if state is not None and state.is_open():  # the world of one process, which easymp's functions join by themselves
+        state.PartialState().destroy_process_group()
 
 
 def _group() -> Iterator[str]:

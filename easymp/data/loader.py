@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..clock import StepClock
-from ..errors import BatchError
+from ..errors import BatchError, LengthError
 from ..log import get_logger
 from .order import size_of
 from .prefetch import moved
@@ -126,13 +126,13 @@ class PreparedLoader:
         """Batches of this rank in a whole epoch, also where the next pass resumes in the middle of one.
 
         Raises:
-            BatchError: the data set or sampler has no length.
+            LengthError: the data set or sampler has no length.
         """
         batches = self._source.batches(self._rank)
         if batches is None:
             parts = (self.dataset, self._given.sampler, self._given.batch_sampler)
             what = type(next(part for part in parts if part is not None and size_of(part) is None))
-            raise BatchError(
+            raise LengthError(
                 f"this loader has no length, because its {what.__name__} has none: count steps instead of epochs, or "
                 "give the data set or sampler a __len__"
             )

@@ -17,6 +17,7 @@ from easymp.checks import KEYWORDS
 from easymp.errors import PrepareError, RefusedError, SettingError
 from easymp.optim import PreparedOptimizer, PreparedScheduler
 from easymp.settings import NAMES
+from easymp.state import is_open
 
 from .models import data, make
 
@@ -170,6 +171,7 @@ def test_things_that_cannot_be_prepared(acc: Accelerator) -> None:
 def test_the_constructor_refuses(keywords: dict, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         Accelerator(**keywords)
+    assert not is_open(), "what was begun has ended again"
 
 
 def test_keywords_of_the_peer_left_at_none_are_no_request() -> None:

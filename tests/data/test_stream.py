@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from operator import length_hint
 from typing import Any
 
 import pytest
@@ -99,6 +100,13 @@ def test_lengths_come_from_the_data_set() -> None:
     assert len(prepared(DataLoader(Counted(9), 2), 0, 2)) == 3
     with pytest.raises(BatchError, match="no length, because its Stream has none"):
         len(prepared(DataLoader(Stream(9), 2)))
+
+
+def test_what_asks_for_a_length_by_the_way_goes_on_without() -> None:
+    """`list`, tqdm and `operator.length_hint` ask, and take a TypeError for an answer."""
+    loader = prepared(DataLoader(Stream(9), 2))
+    assert len(list(loader)) == 5
+    assert length_hint(loader, 7) == 7
 
 
 @pytest.mark.parametrize("workers", [0, 1])
