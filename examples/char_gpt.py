@@ -118,6 +118,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    if not hasattr(torch.optim, "Muon"):
+        raise SystemExit(f"this example needs torch 2.9 or newer, for torch.optim.Muon; this is torch {torch.__version__}")
     Accelerator.launch(processes=args.processes)  # starts this script on each process; does nothing for one
     acc = Accelerator(
         mixed_precision=args.precision,

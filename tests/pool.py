@@ -46,8 +46,9 @@ HARMLESS_THREADS = (
     "tqdm_monitor",
     "fsspecIO",
     "asyncio_0",
-    "asyncio_1",
-)  # fsspec keeps one loop, which looks names up by threads
+    "asyncio_1",  # fsspec keeps one loop, which looks names up by threads
+    "(_read_thread)",  # torch 2.8's, of the processes that compile
+)
 
 
 class Failure(NamedTuple):
@@ -184,7 +185,7 @@ def leaked_threads(before: set[threading.Thread], only: Callable[[threading.Thre
         new = [
             t.name
             for t in threading.enumerate()
-            if t not in before and only(t) and t.name not in HARMLESS_THREADS and not isinstance(t, threading._DummyThread)
+            if t not in before and only(t) and not t.name.endswith(HARMLESS_THREADS) and not isinstance(t, threading._DummyThread)
         ]
         if not new or time.monotonic() > deadline:
             return new

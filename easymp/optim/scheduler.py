@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch.optim.swa_utils import SWALR
+
 from .optimizer import PreparedOptimizer
 
 
@@ -75,7 +77,10 @@ class PreparedScheduler:
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.scheduler.state_dict()
+        state = self.scheduler.state_dict()
+        if isinstance(self.scheduler, SWALR):
+            state.pop("anneal_func", None)  # a function that its constructor sets; in its state before torch 2.10
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state_dict)

@@ -3,9 +3,9 @@
 Each rank has a twin of the user's optimizer, which knows only this rank's rows of each parameter. They are views: the twin's step
 writes into the whole parameters, and what the other ranks have written is gathered afterwards.
 
-What torch's optimizers do element by element runs on plain tensors, in every implementation (fused, foreach). Any other class may
-look at whole matrices (Muon does), so its twin steps on DTensors, in which norms and products mean those of the whole matrix.
-From outside, the states are DTensors either way, so that a checkpoint of them can be read by another number of ranks.
+What optimizers do element by element runs on plain tensors, in every implementation (fused, foreach); the twins of others step on
+DTensors (`elementwise`). From outside, the states are DTensors either way, so that a checkpoint of them can be read by another number
+of ranks.
 """
 
 from __future__ import annotations
@@ -24,15 +24,12 @@ from ..precision.scaler import takes_found_inf
 from ..shards import local
 from ..tree import map_leaves
 from ..world import World
+from .elementwise import check_sums, elementwise
 from .fused import fill_momentum
 from .fusing import FusedOptimizer
 from .hooks import indifferent
 from .parts import Reunion, cut
 
-ELEMENTWISE = {
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adadelta),
-    *(torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop),
-}
 HOOKS = (
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
@@ -72,13 +69,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Raises:
         RefusedError: an optimizer that cannot do with parts of its parameters, or has been given to a run before.
+        SettingError: one that this torch would step wrongly.
     """
 
     def __init__(self, given: torch.optim.Optimizer, world: World, cap: int, frozen: Collection[int]) -> None:
         _check(given)
+        check_sums(given, "zero1")
         self.given = given
         self.world, self._cap, self._frozen = world, cap, frozen
-        self._plain = type(given) in ELEMENTWISE or (isinstance(given, FusedOptimizer) and given.rule.survey is None)
+        self._plain = elementwise(given)
         self._parts: dict[int, _Part] = {}
         self._wholes: dict[int, Tensor] = {}  # id of a shard → its parameter
         self._meshes: dict[str, Any] = {}
@@ -264,7 +263,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             step(self._twin)
         except RuntimeError as error:  # NotImplementedError is one
             if self._plain or not any(
-                sign in str(error).lower() for sign in ("dtensor", "sharding strategy", "sharding propagation")
+                sign in str(error).lower()
+                for sign in ("dtensor", "sharding strategy", "sharding propagation", "placement changes")
             ):
                 raise
             raise StepError(

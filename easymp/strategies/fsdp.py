@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
+from ..optim.elementwise import check_sums
 from ..protocols import Counting, Facts, Layout, Manner, Refusal, nowhere, pieces
 from ..rebind import names_of, rebind
 from ..world import World
@@ -146,6 +147,7 @@ class FSDP:
         return Sharded(module, model, parts, self._world, self._options, whole)
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        check_sums(optimizer, self.name)
         one_by_one(optimizer, "sharded", "ignored")
         return optimizer
 
@@ -275,6 +277,11 @@ def shard(
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
             ignored_params=set(whole),
         )
+        if (
+            device.type == "cpu"
+        ):  # gloo's average of a reduce_scatter is a plain sum in torch 2.8: a sum that torch divides is right in all
+            part: Any = module
+            part.set_force_sum_reduction_for_comms(True)
     return list(modules)
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import PrepareError, RefusedError, SettingError, StepError
+from ..optim.elementwise import check_sums
 from ..optim.hooks import indifferent
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..rebind import names_of, rebind
@@ -222,6 +223,8 @@ class TensorParallel:
         return Sharded(split, model, pieces, self._world, options.fsdp) if pieces else split
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        check_sums(optimizer, self.name)
+
         def compare(*_: Any) -> None:
             if self._agree(optimizer):
                 first.remove()

@@ -26,6 +26,7 @@ def forget_meshes() -> None:
 def _clearing() -> Iterator[Any]:
     # Imported here: half a second that runs without DTensors have no use for.
     import torch
+    from torch.distributed.device_mesh import _mesh_resources
     from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
@@ -40,3 +41,6 @@ def _clearing() -> Iterator[Any]:
         clear = getattr(owner, name, None)
         if clear is not None:
             yield clear
+    for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):  # of torch 2.8
+        if hasattr(_mesh_resources, name):
+            yield getattr(_mesh_resources, name).clear

@@ -126,6 +126,9 @@ class World:
                 timeout=timedelta(seconds=self.timeout),
                 device_id=self.device if self.device.type == "cuda" and BINDS else None,
             )
+        if not hasattr(dist.ProcessGroupGloo, "set_timeout"):
+            # In torch 2.8 gloo takes a group's timeout when the group is made, and never again (`hurry_groups`).
+            dist.distributed_c10d.default_pg_timeout = timedelta(seconds=self.timeout)
         # Connected here may not be connected there: a rank that failed at once would be, to the others, a connection that failed.
         try:
             own.set(f"connected/{self.rank}", "")
@@ -199,6 +202,7 @@ class World:
             failing = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
             self._say_farewell(0.0 if failing else min(self.timeout, FAREWELL))
             dist.destroy_process_group()
+            dist.distributed_c10d.default_pg_timeout = dist.constants.default_pg_timeout
             forget_meshes()
             self._left = True
         self.owned = False

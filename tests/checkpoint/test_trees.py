@@ -25,6 +25,7 @@ from torch.optim import lr_scheduler
 from easymp.checkpoint.strict import dumps, loads
 from easymp.checkpoint.trees import LEVELS, names, pack, unpack
 from easymp.errors import CheckpointError
+from easymp.optim.scheduler import PreparedScheduler
 
 
 def through(value: Any) -> Any:
@@ -187,7 +188,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
         [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], o
     ),
-    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
+    "SWALR": lambda o: PreparedScheduler(torch.optim.swa_utils.SWALR(o, 0.05), (), with_optimizer=False),
 }
 
 
@@ -363,11 +364,13 @@ def test_deep_values_end_in_a_sentence() -> None:
     with pytest.raises(CheckpointError, match="levels"):
         unpack(value, lambda name: name)
 
+    value = loads(b"[" * 150 + b"]" * 150, "x")
+
     def further(calls: int) -> Any:
-        return further(calls - 1) if calls else unpack(loads(b"[" * 150 + b"]" * 150, "x"), lambda name: name)
+        return further(calls - 1) if calls else unpack(value, lambda name: name)
 
     with pytest.raises(CheckpointError, match="too many functions"):
-        further(sys.getrecursionlimit() - 250)
+        further(sys.getrecursionlimit() - 200)
 
 
 def test_numpy_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:

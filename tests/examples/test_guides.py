@@ -58,12 +58,16 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
+def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs.float(), targets)  # torch 2.11 has no backward for two dtypes
+
+
 def run(code: str, folder: str) -> tuple[float, float, str]:
     """The loss at the end and that of a model that has not been trained, and what the layers of easymp.compat say of themselves."""
     os.chdir(folder)
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     y = x.sum(1, keepdim=True)
-    given = {"Net": Net, "data": TensorDataset(x, y), "loss_fn": nn.functional.mse_loss, "__name__": "__main__"}
+    given = {"Net": Net, "data": TensorDataset(x, y), "loss_fn": loss_fn, "__name__": "__main__"}
     start = given["loss_fn"](Net()(x), y).item()
     with contextlib.redirect_stdout(io.StringIO()):
         exec(compile(code, "guide", "exec"), given)

@@ -15,6 +15,7 @@ from easymp.errors import BatchError, PrepareError, RefusedError, SettingError, 
 from easymp.strategies.tensor_parallel import TensorParallel
 from easymp.strategies.tensor_plan import gathered, read_plan
 
+from ..versions import trusts_sums
 from .models import Tied, make, train, whole
 
 Options = dict[str, Any]
@@ -396,6 +397,7 @@ def muon(strategy: str) -> list[Tensor]:
         return [whole(p) for p in model.parameters()]
 
 
+@trusts_sums
 def test_muon_takes_whole_matrices(ranks) -> None:
     start = [whole(p) for p in (torch.manual_seed(0), nn.Linear(8, 12, bias=False))[1].parameters()]
     one, there = muon("single"), ranks(muon, "tensor_parallel")[0]

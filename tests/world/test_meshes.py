@@ -11,6 +11,7 @@ import torch
 from easymp import Accelerator, env
 
 from ..strategies.models import BATCH, make, whole
+from ..versions import TORCH
 
 
 def gathered() -> list[str]:
@@ -44,4 +45,7 @@ def as_one_rank_and_another() -> tuple[list[str], list[str], int]:
 
 def test_a_process_may_be_another_rank_in_its_next_world(ranks: Any) -> None:
     """torch keeps lengths of shards in caches, under equal meshes: those of the rank that asked first."""
-    assert ranks(as_one_rank_and_another, processes=4) == [([], [], 0)] * 4
+    found = ranks(as_one_rank_and_another, processes=4)
+    assert [changed for *changed, _ in found] == [[[], []]] * 4
+    if TORCH < (2, 10) or TORCH >= (2, 13):  # in between torch's C++ keeps operands of its own, in no cache: 2.11 does
+        assert [meshes for *_, meshes in found] == [0] * 4

@@ -444,8 +444,7 @@ def test_odd_one_out():
 
 
 def recorded():
-    assert last_collective() in ("no collective yet", "last collective unknown")
-    with joined() as world:
+    with joined() as world:  # not asked before: torch 2.8 takes the recorder to be off for good then
         world.reduce(torch.ones(3))
         return last_collective()
 

@@ -1,0 +1,12 @@
+"""What needs a newer torch than easymp does: marks for tests, and the version that runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+trusts_sums = pytest.mark.skipif(
+    TORCH < (2, 11), reason="DTensors add wrongly to sums of themselves before torch 2.11: refused there"
+)
