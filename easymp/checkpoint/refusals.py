@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -14,7 +15,6 @@ REMEDIES = {
     "datetime.date": "its isoformat()",
     "datetime.time": "its isoformat()",
     "datetime.timedelta": "its total_seconds()",
-    "pathlib.PurePath": "str(…) of it",
     "collections.deque": "list(…) of it",
     "decimal.Decimal": "str(…) of it",
     "fractions.Fraction": "its as_integer_ratio()",
@@ -38,6 +38,8 @@ def refusal(value: Any, hashed: bool) -> str:
         if kind.__name__ in ("Generator", "RandomState"):
             return f"{what}: store " + ("its bit_generator.state" if kind.__name__ == "Generator" else "its get_state()")
         return f"a NumPy {kind.__name__} of {getattr(value, 'dtype', 'unknown type')} can't be stored: store its tolist(), or a number type"
+    if isinstance(value, os.PathLike):  # by name it is another class in Python 3.13
+        return f"{what}: store str(…) of it"
     for base, remedy in REMEDIES.items():
         if any(f"{c.__module__}.{c.__qualname__}" == base for c in kind.__mro__):
             return f"{what}: store {remedy}"

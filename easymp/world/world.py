@@ -230,8 +230,10 @@ class World:
     def hurry_groups(self) -> None:
         """Give every group that this rank is in the world's timeout. torch gives those of a mesh 30 minutes, whatever the first had."""
         if self.size > 1:
+            # Public in torch 2.15, which warns of the name it had before.
+            set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in list(dist.distributed_c10d._world.pg_map):
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
+                set_timeout(timedelta(seconds=self.timeout), group)
 
     def store(self) -> dist.Store:
         """A connection of its own to the store that all ranks share."""

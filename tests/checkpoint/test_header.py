@@ -226,5 +226,5 @@ def test_every_truncation_is_seen() -> None:
 def test_every_dtype_that_holds_whole_numbers_of_bytes_has_a_name() -> None:
     assert len(DTYPES) == len(NAMES)
     torches = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-    left = {str(d)[6:] for d in torches - set(NAMES)}
-    assert all(re.fullmatch("bits.*|q.*|u?int[1-7]", name) for name in left), left
+    left = {str(d)[6:] for d in torches - set(NAMES)}  # bcomplex32 came with torch 2.15, and safetensors has no name for it
+    assert all(re.fullmatch("bits.*|q.*|u?int[1-7]|bcomplex32", name) for name in left), left
