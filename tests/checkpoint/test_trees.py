@@ -143,7 +143,19 @@ trees = st.recursive(
 def test_any_tree_comes_back(value: object) -> None:
     packed = pack(value, "state", {})
     back = unpack(loads(dumps(packed), "x"), lambda name: name)
-    assert type(back) is type(value) and pack(back, "state", {}) == packed
+    assert type(back) is type(value) and ordered(pack(back, "state", {})) == ordered(packed)
+
+
+def ordered(packed: Any) -> Any:
+    """Two equal sets may go through their items in two orders, in which they are packed."""
+    if isinstance(packed, list):
+        return [ordered(item) for item in packed]
+    if not isinstance(packed, dict):
+        return packed
+    packed = {name: ordered(item) for name, item in packed.items()}
+    if packed.get("$") in ("set", "frozenset"):
+        packed["items"].sort(key=json.dumps)
+    return packed
 
 
 def optimizers() -> list[torch.optim.Optimizer]:
@@ -370,7 +382,7 @@ def test_deep_values_end_in_a_sentence() -> None:
         return further(calls - 1) if calls else unpack(value, lambda name: name)
 
     with pytest.raises(CheckpointError, match="too many functions"):
-        further(sys.getrecursionlimit() - 200)
+        further(sys.getrecursionlimit() - 170)
 
 
 def test_numpy_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
