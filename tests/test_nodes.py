@@ -256,6 +256,13 @@ def test_a_run_that_was_closed_by_a_main_node_that_is_gone_by_now():
     late._store = SimpleNamespace(add=lambda key, by: fail(DistNetworkError("Failed to recv, got 0 bytes")))
     with pytest.raises(WorldError, match=r"the main node at main:7 is gone, and with it this run \(Failed to recv"):
         late.next_rendezvous()
+    late._store = SimpleNamespace(add=lambda key, by: 0)  # nobody failed
+    late._told = 0
+    with pytest.raises(WorldError, match="the run at main:7 is over, and this node came too late to take part"):
+        late.next_rendezvous()
+    late._round = 1
+    with pytest.raises(WorldError, match="is over, before this node's ranks could start again: the others' output says how"):
+        late.next_rendezvous()
 
 
 # -- real trainings, in launchers of their own -------------------------------------------------------------------------

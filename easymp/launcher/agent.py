@@ -124,9 +124,7 @@ def run(
                 over = False
                 raise Interrupted(error.sigval, saved) from None
             except Ended as error:
-                if error.reports:
-                    raise _ending(Report(""), error.reports, group.workers[0].world_size) from None
-                return {}
+                raise _ending(Report(""), error.reports, group.workers[0].world_size) from None
             finally:
                 meeting.close(over)
     except SignalException as error:  # before there was anything to stop

@@ -118,9 +118,13 @@ class Meeting:
 
     def _ended(self) -> Ended | WorldError:
         try:
-            return Ended([report for report in self._others() if self._final(report)])
+            ends = [report for report in self._others() if self._final(report)]
         except RuntimeError as error:  # the main node closed the run and did not wait for this one
             return self._gone(error)
+        if ends:
+            return Ended(ends)
+        late = "before this node's ranks could start again" if self._round else "and this node came too late to take part"
+        return WorldError(f"the run at {self._place.endpoint} is over, {late}: the others' output says how it ended")
 
     def _gone(self, error: Exception) -> WorldError:
         return WorldError(f"the main node at {self._place.endpoint} is gone, and with it this run ({error})")
