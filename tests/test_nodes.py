@@ -25,6 +25,7 @@ from easymp.errors import SettingError, WorldError
 from easymp.launcher import agent, knocking, meeting, place
 
 from .pool import hold_port
+from .versions import takes_a_grace
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 HOST = socket.gethostname()
@@ -111,6 +112,7 @@ def test_a_failure_after_another_nodes_ranks_are_done_is_told_there_too(ranks, s
     assert said.endswith("ValueError: late\n")
 
 
+@takes_a_grace
 def test_a_signal_reaches_the_ranks_of_all_nodes_and_saving_may_take_as_long_as_the_grace(ranks, script, tmp_path, port):
     path = script("""
         caught = []
@@ -182,6 +184,7 @@ def impatient(words: list[str], *signs: str) -> int:
         agent.AGAIN = 2.0
 
 
+@takes_a_grace
 def test_a_second_signal_kills_ranks_that_do_not_end(ranks, script, tmp_path):
     words = ["--processes", "1", "--grace", "1000", script(STUBBORN), str(tmp_path / "x")]
     assert ranks(impatient, words, str(tmp_path / "x0"), str(tmp_path / "xtold"), processes=1) == [143]

@@ -7,6 +7,9 @@ import torch
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
+takes_a_grace = pytest.mark.skipif(
+    TORCH < (2, 13), reason="torch 2.11 gives workers 30 seconds after a signal: another grace is refused"
+)
 trusts_sums = pytest.mark.skipif(
     TORCH < (2, 11), reason="DTensors add wrongly to sums of themselves before torch 2.11: refused there"
 )

@@ -169,8 +169,10 @@ def _grace(agent: type, seconds: float) -> dict[str, Any]:
     if "shutdown_timeout" in inspect.signature(agent).parameters:
         return {"shutdown_timeout": seconds}
     if seconds != GRACE:
+        import torch  # `easymp --help` imports none; the agent's class is torch's, so here it is loaded
+
         raise RefusedError(
-            f"this torch gives workers {GRACE:g} seconds after a signal, whatever is asked for: a newer one takes {seconds:g}"
+            f"torch {torch.__version__} gives workers {GRACE:g} seconds after a signal, whatever is asked for: torch 2.13 takes {seconds:g}"
         )
     return {}
 
