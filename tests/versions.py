@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+from easymp.release import TORCH
 
 takes_a_grace = pytest.mark.skipif(
     TORCH < (2, 13), reason="torch 2.11 gives workers 30 seconds after a signal: another grace is refused"

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ..errors import StepError
+from ..release import TORCH
 
 # Pinned memory that a capture has taken is its graph's, and not handed on (its CachingHostAllocator.h).
-GRAPHS_KEEP_PINNED = torch.__version__ >= (2, 11)
+GRAPHS_KEEP_PINNED = TORCH >= (2, 11)
 CHUNK = 16384  # elements that one block takes
 HEAD = (
     5  # words of a row before its addresses: elements, whether all addresses are multiples of 16, `copies`, `number` and `first`

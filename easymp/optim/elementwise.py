@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import SettingError
+from ..release import TORCH
 from .fusing import FusedOptimizer
 
 ELEMENTWISE = (
@@ -31,7 +32,7 @@ def check_sums(optimizer: torch.optim.Optimizer, strategy: str) -> None:
     Raises:
         SettingError: they cannot: the numbers would be wrong, and nothing would say so.
     """
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= SUMS_ARE_RIGHT:
+    if TORCH >= SUMS_ARE_RIGHT:
         return
     if not isinstance(optimizer, (*ELEMENTWISE, FusedOptimizer)):
         raise SettingError(

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .. import env
 from ..errors import RefusedError, WorldError
+from ..release import TORCH
 from .meshes import forget_meshes
 from .ranks import Ranks
 from .watch import Watch
@@ -47,7 +48,7 @@ MOVABLE = {
 BUCKET = 2**24  # elements averaged at a time: 64 MiB of fp32
 # A group that is bound to its device connects at once, and parts of it (those of a mesh of two dimensions) are split from it. Before
 # 2.10 torch splits no group of two backends: 2.8 stops with an assertion, and in 2.9 gloo's parts meet under one name.
-BINDS = torch.__version__ >= (2, 10)
+BINDS = TORCH >= (2, 10)
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}  # "gloo" elsewhere
 FAREWELL = 10.0  # seconds to wait for the others before leaving
 

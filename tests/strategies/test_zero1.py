@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from easymp import Accelerator, DistributedDataParallelKwargs, memory
 from easymp.errors import RefusedError, SettingError, StepError
-from easymp.optim import LAMB, parts
+from easymp.optim import LAMB, elementwise, parts
 from easymp.optim.elementwise import check_sums
+from easymp.release import numbers
 
 from ..versions import TORCH, trusts_sums
 from .models import STEPS, make, train
@@ -461,6 +462,7 @@ def test_one_process_is_refused() -> None:
 @pytest.mark.parametrize("torchs", ["2.8.0+cu128", "2.10.1a0+git1234"])
 def test_a_torch_that_would_step_it_wrongly_is_said(monkeypatch: pytest.MonkeyPatch, torchs: str) -> None:
     monkeypatch.setattr(torch, "__version__", torchs)
+    monkeypatch.setattr(elementwise, "TORCH", numbers(torchs))
     parameters = [nn.Parameter(torch.ones(2))]
     for allowed in (torch.optim.AdamW(parameters), MyAdamW(parameters), LAMB(parameters)):
         check_sums(allowed, "fsdp")

@@ -50,11 +50,6 @@ def test_a_group_has_a_backend_for_the_host_and_is_bound_where_it_can_be_split(
     assert (asked["backend"], asked["device_id"]) == (backend, bound)
 
 
-def test_torch_splits_groups_of_two_backends_from_2_10_on() -> None:
-    numbers = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    assert (numbers >= (2, 10)) == of_world.BINDS
-
-
 def objects_by_the_host() -> list[Any]:
     world = World(read_ranks(), CPU, timeout=20)
     try:
