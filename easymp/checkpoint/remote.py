@@ -12,13 +12,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC
-from functools import partial
+from functools import cache, partial
 from io import BytesIO
 from itertools import islice
 from typing import Any, TypeVar
 
 from ..apart import keep_apart
 from ..errors import CheckpointError
+from ..rng import apart
 from . import calls
 from .checksums import blocks, check, check_size, crc32
 from .cutting import cut
@@ -62,6 +63,8 @@ class RemoteStorage:
 
         self.place = place
         try:
+            for kind in place.partition("://")[0].split("::"):
+                _import_client(kind)
             self._fs, self._root = fsspec.url_to_fs(place)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
@@ -290,6 +293,15 @@ class RemoteStorage:
             raise OSError(code, str(error) or os.strerror(code), self._url(path)) from error
         except Exception as error:
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", self._url(path)) from error
+
+
+@cache
+def _import_client(kind: str) -> None:
+    """Import what reaches URLs of this `kind`; some packages draw from Python's global stream while they are imported (rich does)."""
+    import fsspec
+
+    with apart():
+        fsspec.get_filesystem_class(kind)
 
 
 def _joined(runs: Runs) -> Iterator[tuple[int, int, Runs]]:

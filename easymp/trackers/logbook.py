@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import EasympError, TrackerError
 from ..log import get_logger
+from ..rng import apart
 from . import TRACKERS
 from .config import plain
 from .ending import failing
@@ -138,7 +139,8 @@ class Logbook:
     def _start(self, name: str, tracker: Any) -> Any:
         config = {**plain(self._config), "easymp": plain(self._facts())}
         try:
-            tracker.start(self.run, config, self._positions.get(name))
+            with apart():  # packages draw while they are imported, and names of runs
+                tracker.start(self.run, config, self._positions.get(name))
         except EasympError:
             raise
         except Exception as error:

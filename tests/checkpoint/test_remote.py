@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import sys
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -152,3 +153,16 @@ def test_a_store_that_is_busy_changes_no_random_number_of_the_training(monkeypat
     finally:
         server.shutdown(), server.server_close(), thread.join()
     assert Hesitant.asked > 2 and random.getstate() == before
+
+
+def test_an_import_that_draws_changes_no_random_number_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "drawing_store.py").write_text(
+        "import random\nfrom fsspec.implementations.memory import MemoryFileSystem\n\n"
+        "random.random()\n\n\nclass Drawing(MemoryFileSystem):\n    protocol = 'drawing'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    fsspec.register_implementation("drawing", "drawing_store.Drawing", clobber=True)
+    before = random.getstate()
+    assert RemoteStorage("simplecache::drawing://run").place == "simplecache::drawing://run"
+    assert "drawing_store" in sys.modules and random.getstate() == before
+    sys.modules.pop("drawing_store")
