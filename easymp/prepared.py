@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from .strategies.alone import Alone
+from .strategies.framed import Alone
 
 
 class Route:

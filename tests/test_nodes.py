@@ -25,7 +25,7 @@ from easymp.errors import SettingError, WorldError
 from easymp.launcher import agent, knocking, meeting, place
 
 from .pool import hold_port
-from .versions import takes_a_grace
+from .versions import grace
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 HOST = socket.gethostname()
@@ -112,7 +112,6 @@ def test_a_failure_after_another_nodes_ranks_are_done_is_told_there_too(ranks, s
     assert said.endswith("ValueError: late\n")
 
 
-@takes_a_grace
 def test_a_signal_reaches_the_ranks_of_all_nodes_and_saving_may_take_as_long_as_the_grace(ranks, script, tmp_path, port):
     path = script("""
         caught = []
@@ -127,7 +126,7 @@ def test_a_signal_reaches_the_ranks_of_all_nodes_and_saving_may_take_as_long_as_
     found = ranks(
         launched,
         port,
-        [["--node-rank", "0", *words], ["--node-rank", "1", "--grace", "1", *words]],
+        [["--node-rank", "0", *words], ["--node-rank", "1", *grace(1), *words]],
         str(tmp_path / "xready"),
         0b11,
     )
@@ -184,9 +183,8 @@ def impatient(words: list[str], *signs: str) -> int:
         agent.AGAIN = 2.0
 
 
-@takes_a_grace
 def test_a_second_signal_kills_ranks_that_do_not_end(ranks, script, tmp_path):
-    words = ["--processes", "1", "--grace", "1000", script(STUBBORN), str(tmp_path / "x")]
+    words = ["--processes", "1", *grace(1000), script(STUBBORN), str(tmp_path / "x")]
     assert ranks(impatient, words, str(tmp_path / "x0"), str(tmp_path / "xtold"), processes=1) == [143]
 
 
@@ -396,7 +394,8 @@ def hosts(tmp_path):
             made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
             if made.returncode:
                 pytest.skip(
-                    f"this machine gives this user no network namespaces, its stand-in for two hosts: {made.stderr.strip()}"
+                    "needs hardware: two hosts, or a machine that gives this user network namespaces in their place, and this one "
+                    f"does not: {made.stderr.strip()}"
                 )
         subprocess.run(
             ["ip", "link", "add", "left", "netns", names[0], "type", "veth", "peer", "right", "netns", names[1]], check=True

@@ -1,14 +1,14 @@
-"""What needs a newer torch than easymp does: marks for tests, and the version that runs."""
+"""Where torch's releases differ in what a test may ask for."""
 
 from __future__ import annotations
 
-import pytest
-
+from easymp.optim.elementwise import SUMS_ARE_RIGHT
 from easymp.release import TORCH
 
-takes_a_grace = pytest.mark.skipif(
-    TORCH < (2, 13), reason="torch 2.11 gives workers 30 seconds after a signal: another grace is refused"
-)
-trusts_sums = pytest.mark.skipif(
-    TORCH < (2, 11), reason="DTensors add wrongly to sums of themselves before torch 2.11: refused there"
-)
+ADDS = TORCH >= SUMS_ARE_RIGHT
+"""Whether sharded tensors add right to sums of themselves. Where not, optimizers that may do so are refused for shards."""
+
+
+def grace(seconds: int) -> list[str]:
+    """For the launcher. torch before 2.13 gives workers 30 seconds, another number is refused there, and tests wait for them."""
+    return ["--grace", str(seconds)] if TORCH >= (2, 13) else []

@@ -17,6 +17,7 @@ from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..records import DistributedDataParallelKwargs
 from ..world import World
 from .compiling import passed_over
+from .framed import Framed
 from .hooks import Carried, make_hook
 
 # Options that torch takes as they are.
@@ -121,17 +122,6 @@ class DDP:
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         return alone
-
-
-class Framed(nn.Module):
-    """Calls a module of torch's own (a bare nn.Sequential), whose code torch.compile passes over when DDP calls it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
 
 
 class Replica(DistributedDataParallel):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import EasympWarning, RefusedError, SettingError
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..world import World
-from .alone import Alone
+from .framed import Alone
 
 
 @dataclass(frozen=True)

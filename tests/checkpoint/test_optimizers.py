@@ -14,7 +14,7 @@ from easymp import Accelerator
 from easymp.errors import CheckpointError
 
 from ..strategies.models import whole
-from ..versions import TORCH
+from ..versions import ADDS
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -92,7 +92,7 @@ CLASSES: dict[str, Make] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
     "Rprop": torch.optim.Rprop,
 }
-if TORCH >= (2, 11):  # see `trusts_sums`
+if ADDS:
     CLASSES["Muon"] = torch.optim.Muon
 
 
@@ -410,7 +410,7 @@ def many(folder: Path) -> dict[str, bool]:
         ("ddp", "LBFGS"),
         ("pipeline", "Adafactor"),
     ):
-        if name in CLASSES and (TORCH >= (2, 11) or name != "rows"):  # see `trusts_sums`
+        if name in CLASSES and (ADDS or name != "rows"):
             found[f"{strategy} {name}"] = spread(strategy, name, folder / strategy)
     own("zero1", folder / "own")
     heard("zero1", folder / "heard")

@@ -10,10 +10,7 @@ import pytest
 from easymp.strategies import STRATEGIES
 
 from ..conftest import Ranks
-from ..versions import TORCH
 from .run import number, run, within
-
-pytestmark = pytest.mark.skipif(TORCH < (2, 11), reason="Muon is not in torch 2.8, and refused for shards before torch 2.11")
 
 SCRIPT = "examples/char_gpt.py"
 FP32 = ("--precision", "fp32")
