@@ -192,6 +192,9 @@ def gradients():
             grad(hvd.alltoall(x.repeat(size))),
             grad(hvd.reducescatter(x.repeat(size), op=Sum)),
             grad(hvd.grouped_allreduce([x, x * 2])[1]),
+            grad(hvd.reducescatter(x.repeat(size))),
+            grad(hvd.grouped_allgather([x * 0, x[: rank + 1]])[1]),
+            grad(hvd.grouped_reducescatter([x.repeat(size)], op=Sum)[0]),
         ]
 
 
@@ -203,11 +206,14 @@ def test_gradients_flow_through(on):
         assert found == [
             [pytest.approx(total / size)] * 2,
             [total] * 2,
+            [pytest.approx(total / size)] * 2,
+            [pytest.approx(total / size if rank == size - 1 else 0.0)] * 2,
             [total] * 2,
-            [total if rank == size - 1 else 0.0] * 2,
-            [total] * 2,
-            [total] * 2,
+            [total * size] * 2,
             [pytest.approx(2 * total / size)] * 2,
+            [total] * 2,
+            [pytest.approx(total / size), pytest.approx(total / size if rank else 0.0)],
+            [total * size] * 2,
         ]
 
 

@@ -191,16 +191,16 @@ class _AllReduce(torch.autograd.Function):
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None) -> Tensor:
-        handle = allgather_async(tensor, name)
-        ctx.rows = tensor.shape[0]
-        return synchronize(handle)
+    def forward(ctx: Any, names: Sequence[str | None], *tensors: Tensor) -> Any:
+        handles = [allgather_async(tensor, name) for tensor, name in zip(tensors, names)]
+        ctx.rows = [tensor.shape[0] for tensor in tensors]
+        return tuple(synchronize(handle) for handle in handles)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        whole = allreduce(grad, op=Sum)
-        rows = synchronize(allgather_async(torch.tensor([ctx.rows], device=grad.device))).tolist()
-        return whole.split(rows)[running().world.rank], None
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        means = grouped_allreduce(grads, op=Average)
+        rows = synchronize(allgather_async(torch.tensor([ctx.rows], device=grads[0].device))).T.tolist()
+        return None, *(mean.split(counts)[running().world.rank] for mean, counts in zip(means, rows))
 
 
 class _Broadcast(torch.autograd.Function):
@@ -211,8 +211,8 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        whole = allreduce(grad, op=Sum)
-        return (whole if running().world.rank == ctx.root else torch.zeros_like(whole)), None, None
+        mean = allreduce(grad, op=Average)
+        return (mean if running().world.rank == ctx.root else torch.zeros_like(mean)), None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -233,14 +233,15 @@ class _AllToAll(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, op: Op) -> Tensor:
+    def forward(ctx: Any, names: Sequence[str | None], op: Op, *tensors: Tensor) -> Any:
         ctx.op = op
-        return synchronize(reducescatter_async(tensor, name, op))
+        handles = [reducescatter_async(tensor, name, op) for tensor, name in zip(tensors, names)]
+        return tuple(synchronize(handle) for handle in handles)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        whole = allgather(grad)
-        return (whole / running().world.size if ctx.op is Average else whole), None, None
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        scale = running().world.size if ctx.op is Sum else 1
+        return None, None, *(whole * scale for whole in grouped_allgather(grads))
 
 
 def allreduce(
@@ -268,12 +269,15 @@ def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
-    """The ranks' tensors, one after the other along dimension 0, where they may differ in length. Gradients flow through it."""
-    return _AllGather.apply(tensor, name)
+    """The ranks' tensors, one after the other along dimension 0, where they may differ in length.
+
+    The gradient is this rank's rows of the mean over the ranks, as Horovod's.
+    """
+    return _AllGather.apply([name], tensor)[0]
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
-    """A new tensor with root's values. Gradients flow through it, to root."""
+    """A new tensor with root's values. The mean of the ranks' gradients flows through it, to root."""
     return _Broadcast.apply(tensor, root_rank, name)
 
 
@@ -289,9 +293,12 @@ def alltoall(tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name:
 
 
 def reducescatter(tensor: Tensor, compression: Any = Compression.none, op: Op = Average, name: str | None = None) -> Tensor:
-    """This rank's part of the reduction along dimension 0. Gradients flow through it."""
+    """This rank's part of the reduction along dimension 0.
+
+    The gradient is the ranks' gradients one after the other, times their number for a sum, as Horovod's.
+    """
     small, ctx = compression.compress(tensor)
-    return compression.decompress(_ReduceScatter.apply(small, name, op), ctx)
+    return compression.decompress(_ReduceScatter.apply([name], op, small)[0], ctx)
 
 
 # -- groups -------------------------------------------------------------------------------------------------------------------
@@ -349,15 +356,13 @@ def grouped_allreduce_async_(
 
 
 def grouped_allgather(tensors: Sequence[Tensor], name: str | None = None) -> list[Tensor]:
-    """Several at once."""
-    handles = [allgather_async(t, n) for t, n in zip(tensors, _names(tensors, name, "allgather"))]
-    return [synchronize(handle) for handle in handles]
+    """Several at once; as `allgather`. Gradients flow through them."""
+    return list(_AllGather.apply(_names(tensors, name, "allgather"), *tensors)) if tensors else []
 
 
 def grouped_reducescatter(tensors: Sequence[Tensor], name: str | None = None, op: Op = Average) -> list[Tensor]:
-    """Several at once."""
-    handles = [reducescatter_async(t, n, op) for t, n in zip(tensors, _names(tensors, name, "reducescatter"))]
-    return [synchronize(handle) for handle in handles]
+    """Several at once; as `reducescatter`. Gradients flow through them."""
+    return list(_ReduceScatter.apply(_names(tensors, name, "reducescatter"), op, *tensors)) if tensors else []
 
 
 # -- ranks without more data ---------------------------------------------------------------------------------------------------
