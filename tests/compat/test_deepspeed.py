@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -18,7 +19,8 @@ from torch.utils.data import TensorDataset
 from easymp.compat import deepspeed
 from easymp.compat.deepspeed.config import HALVES, read, triangle
 from easymp.compat.deepspeed.layer import layer
-from easymp.errors import CheckpointError, RefusedError, SettingError, StepError
+from easymp.compat.deepspeed.schedules import SCHEDULES
+from easymp.errors import CheckpointError, EasympWarning, RefusedError, SettingError, StepError
 
 # -- the configuration ------------------------------------------------------------------------------------------------------
 
@@ -203,10 +205,47 @@ def test_it_trains_as_plain_torch(ranks, processes, stage):
     for parameters, found, facts, strategy in said:
         assert found == pytest.approx(norms, rel=1e-4)
         assert facts == (6, 12, 96, 0)
-        assert strategy == ("single" if processes == 1 else ["ddp", "zero1", "fsdp", "fsdp"][stage])
+        assert strategy == ("single" if processes == 1 else ["ddp", "zero1", "zero1", "fsdp"][stage])
         for a, b in zip(parameters or [], wanted):
             torch.testing.assert_close(torch.tensor(a), b, rtol=1e-4, atol=1e-5)
     assert said[0][0]
+
+
+def looked_at(stage):
+    """What a script reads of its own model: a weight's norm, the shapes it would save, and gradients before the step."""
+    x, y = data()
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": stage}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with started(config) as engine, warnings.catch_warnings(record=True) as said:
+        rows = slice(4 * engine.global_rank, 4 * engine.global_rank + 4)
+        engine.backward(nn.functional.cross_entropy(engine(x[rows]), y[rows]))
+        gradients = [p.grad.tolist() for p in engine.module.parameters()]
+        engine.step()
+        state = engine.module.state_dict()
+        norms = [float(p.norm()) for p in engine.module.parameters()]
+        return gradients, norms, {type(t).__name__ for t in state.values()}, len(said)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_up_to_stage_2_scripts_read_whole_parameters_and_averaged_gradients(ranks, stage):
+    net, (x, y) = model(), data()
+    nn.functional.cross_entropy(net(x[:8]), y[:8]).backward()
+    one, other = ranks(looked_at, stage)
+    assert one == other
+    for found, parameter in zip(one[0], net.parameters()):
+        torch.testing.assert_close(torch.tensor(found), parameter.grad, rtol=1e-5, atol=1e-6)
+    assert one[1] == pytest.approx([float((p - 0.1 * p.grad).detach().norm()) for p in net.parameters()], rel=1e-5)
+    assert one[2] == {"Tensor"}
+
+
+def test_warmup_without_a_top_says_that_groups_share_the_first_rate():
+    a, b = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([{"params": a.parameters(), "lr": 0.1}, {"params": b.parameters(), "lr": 0.2}])
+    with pytest.warns(EasympWarning, match=r"first group's rate, 0.1, .* groups have 0.1, 0.2. Pass warmup_max_lr=\[0.1, 0.2\]"):
+        schedule = SCHEDULES["WarmupLR"](optimizer, warmup_num_steps=2, warmup_type="linear")
+    for _ in range(4):
+        optimizer.step()
+        schedule.step()
+    assert schedule.get_last_lr() == [0.1, 0.1]
 
 
 @pytest.mark.parametrize(

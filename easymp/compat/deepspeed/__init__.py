@@ -1,8 +1,8 @@
 """DeepSpeed's interface on an Accelerator: ``from easymp.compat import deepspeed``.
 
-fp16 is fp16 weights with fp32 masters (O2) and DeepSpeed's loss scale; bf16 is autocast over fp32 weights; ZeRO's stage 1 is strategy
-"zero1", 2 and 3 are "fsdp"; checkpoints are easymp's. Scripts are started by `easymp launch`. Not here: pipelines and mixtures of
-experts, inference, 1-bit optimizers, moving to disks.
+fp16 is fp16 weights with fp32 masters (O2) and DeepSpeed's loss scale; bf16 is autocast over fp32 weights; ZeRO's stages 1 and 2 are
+strategy "zero1", where each rank holds whole parameters, and stage 3 is "fsdp"; checkpoints are easymp's. Scripts are started by
+`easymp launch`. Not here: pipelines and mixtures of experts, inference, 1-bit optimizers, moving to disks.
 """
 
 from __future__ import annotations

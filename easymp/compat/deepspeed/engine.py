@@ -31,7 +31,12 @@ logger = get_logger(__name__)
 
 LATEST = "latest"
 COUNTERS, SCHEDULE = "state/object_0", "state/scheduler_0"  # in a checkpoint
-STRATEGIES = {0: "auto", 1: "zero1", 2: "fsdp", 3: "fsdp"}
+STRATEGIES = {
+    0: "auto",
+    1: "zero1",
+    2: "zero1",
+    3: "fsdp",
+}  # up to stage 2 each rank holds whole parameters, which scripts read and save
 
 
 class Counters:
@@ -103,10 +108,10 @@ class DeepSpeedEngine(nn.Module):
         self._norm: Tensor | None = None
         self._boundary = False
         self._applied = False
-        # As in DeepSpeed, several backward passes before a step, and parameters without a gradient, are right up to stage 1: gradients are
-        # averaged by `step`, not by DDP's hooks. Sums of low-precision ones are averaged by the Accelerator at the end of a window.
+        # As in DeepSpeed, several backward passes before a step, and parameters without a gradient, are right up to stage 2: `backward`
+        # averages gradients at the boundary, not DDP's hooks. The Accelerator averages sums of low-precision ones at the end of a window.
         summed = config.batch.steps > 1 and any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
-        self._late = acc.num_processes > 1 and config.stage < 2 and not summed
+        self._late = acc.num_processes > 1 and config.stage < 3 and not summed
         self._watches = Watches(config.breakdown, acc.device)
         self._flops = Flops(config.flops, acc.device) if config.flops is not None else None
 
@@ -125,11 +130,14 @@ class DeepSpeedEngine(nn.Module):
                 return self._called(*inputs, **kwargs)
 
     def _apart(self) -> AbstractContextManager[None]:
-        """Gradients stay here until `step`, up to stage 1."""
+        """Gradients stay on this rank until the boundary, up to stage 2."""
         return self.accelerator.no_sync(self._called) if self._late else nullcontext()
 
     def _share(self) -> None:
-        """Average what stayed here over the ranks; a parameter without a gradient takes part with zeros, as in DeepSpeed."""
+        """Average gradients over the ranks; a parameter without one takes part with zeros, as in DeepSpeed.
+
+        After a further backward the average of an average is that average, so only what was added is averaged anew.
+        """
         gradients = []
         for parameter in self.module.parameters():
             if parameter.requires_grad:
@@ -168,6 +176,8 @@ class DeepSpeedEngine(nn.Module):
             # Of a further backward after one forward: FSDP, and sums at the end of a window, average its gradients, too.
             warnings.filterwarnings("ignore", "backward.. on gradients that no rank will average", EasympWarning)
             self.accelerator.backward(loss, retain_graph=retain_graph)
+            if self._late and self.accelerator.sync_gradients:
+                self._share()
         self._boundary = True
         return loss.detach() / steps
 
@@ -187,8 +197,6 @@ class DeepSpeedEngine(nn.Module):
         acc, counters = self.accelerator, self._counters
         with self._watches("step"):
             if acc.sync_gradients:
-                if self._late:
-                    self._share()
                 self._norm = acc.clip_grad_norm_(self._called.parameters(), self._config.clip or float("inf"))
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -443,10 +451,16 @@ def _accelerator(config: Config) -> Accelerator:
     ranks = read_ranks()
     strategy = STRATEGIES[config.stage] if ranks.size > 1 else "auto"  # one process has nobody to share with
     options: dict[str, Any] = {}
-    if config.stage >= 2 and ranks.size > 1:
-        options = {"reshard_after_forward": config.stage == 3, "cpu_offload": config.offload}
+    if config.stage == 3 and ranks.size > 1:
+        options = {"cpu_offload": config.offload}
     elif config.offload:
-        layer.ignore({"zero_optimization.offload_…": "with stages 2 and 3 on several processes only"})
+        layer.ignore({"zero_optimization.offload_…": "with stage 3 on several processes only"})
+    if config.stage == 2 and ranks.size > 1:
+        layer.ignore(
+            {
+                "zero_optimization.stage=2": "runs as stage 1: gradients are whole on each rank; stage 3 shards them, and parameters"
+            }
+        )
     handlers: list[Any] = [AutocastKwargs(output_dtype=None)]
     if config.half.scaled:
         handlers.append(GradScalerKwargs(**config.scale))

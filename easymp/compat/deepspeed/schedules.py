@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...errors import SettingError
+from ...errors import EasympWarning, SettingError
 
 WARMUPS = ("log", "linear")
 
@@ -57,7 +58,7 @@ class WarmupLR(Schedule):
     """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps`, and then constant.
 
     Args:
-        warmup_max_lr: None takes the optimizer's own rate.
+        warmup_max_lr: None takes the rate of the optimizer's first param group.
         warmup_type: "log" or "linear".
     """
 
@@ -71,7 +72,15 @@ class WarmupLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = getattr(optimizer, "optimizer", optimizer)
-        top = self.optimizer.param_groups[0]["lr"] if warmup_max_lr is None else warmup_max_lr
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if warmup_max_lr is None and len(set(rates)) > 1:
+            warnings.warn(
+                f"WarmupLR without warmup_max_lr gives all param groups the first group's rate, {rates[0]:g}, as DeepSpeed's does; the "
+                f"groups have {', '.join(f'{rate:g}' for rate in rates)}. Pass warmup_max_lr={rates} to keep them",
+                EasympWarning,
+                stacklevel=2,
+            )
+        top = rates[0] if warmup_max_lr is None else warmup_max_lr
         self.min_lrs, self.max_lrs = self._each(warmup_min_lr, "warmup_min_lr"), self._each(top, "warmup_max_lr")
         self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
