@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -208,9 +209,8 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             self._loading = dataloader_config or DataLoaderConfiguration()
             steps = self._world.size if scheduler_steps_per_process else 1
             given = strategy_options is not None or DistributedDataParallelKwargs in handlers
-            wishes = Wishes(
-                device_placement, self._loading, step_scheduler_with_optimizer, steps, given, initialize, recompute, compiled
-            )
+            schedule = partial(self._make_scheduler, with_optimizer=step_scheduler_with_optimizer, steps=steps)
+            wishes = Wishes(device_placement, self._loading, schedule, given, initialize, recompute, compiled)
             me = weakref.ref(self)
             self._prepared = Preparation(
                 *(self._run, strategy, self._precision, self._scaler, wishes), no_sync=lambda model: me().no_sync(model)
@@ -361,6 +361,10 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         return self.prepare(scheduler)
+
+    @staticmethod
+    def _make_scheduler(scheduler: Any, optimizers: Sequence[PreparedOptimizer], **how: Any) -> PreparedScheduler:
+        return optim.PreparedScheduler(scheduler, optimizers, **how)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None) -> PreparedLoader:
         return self.prepare(data_loader, device_placement=[device_placement])

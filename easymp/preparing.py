@@ -54,8 +54,7 @@ class Wishes(NamedTuple):
     Attributes:
         place: move models and batches to the device.
         loading: how loaders read.
-        with_optimizer: schedulers step once an optimizer update.
-        scheduler_steps: steps of a scheduler an update.
+        schedule: makes a prepared scheduler of a scheduler and the prepared optimizers that it drives.
         strategy_options: options of the strategy were given.
         initialize: gives values to modules that were built on the meta device.
         recompute: which modules are computed again in backward.
@@ -64,8 +63,7 @@ class Wishes(NamedTuple):
 
     place: bool
     loading: DataLoaderConfiguration
-    with_optimizer: bool
-    scheduler_steps: int
+    schedule: Callable[[Any, Sequence[PreparedOptimizer]], PreparedScheduler]
     strategy_options: bool = False
     initialize: Callable[[nn.Module], None] | None = None
     recompute: Which = False
@@ -304,7 +302,7 @@ class Preparation:
             raise PrepareError(
                 f"{type(scheduler).__name__} drives an optimizer that is not prepared: prepare that optimizer in the same call or before"
             )
-        prepared = optim.PreparedScheduler(scheduler, mine, self._wishes.with_optimizer, self._wishes.scheduler_steps)
+        prepared = self._wishes.schedule(scheduler, mine)
         self.schedulers.append(prepared)
         return prepared
 

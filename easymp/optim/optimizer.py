@@ -208,6 +208,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._forget()
 
     @property
+    def synchronizes(self) -> bool:
+        """Whether the current micro-step ends its accumulation window."""
+        return self._clock.sync
+
+    @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped for an overflow. Waits for the device under fp16."""
         return self._scaler.skipped(self.optimizer)

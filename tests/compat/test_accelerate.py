@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,6 +236,31 @@ def test_windows_that_a_script_counts_itself(ranks: Ranks) -> None:
     one, _, _ = counted_by_hand(4, 8)  # as many samples an update
     assert two == other == pytest.approx(one, abs=1e-5)
     assert len(losses) == 4 and steps == 7  # one step a process and update, and not beyond the schedule's end
+
+
+def scheduled(calls: int, updates: int, processes: int) -> float:
+    """The rate after `updates` updates, each followed by `calls` steps of a schedule; with none, just the steps."""
+    with Accelerator(cpu=True) as acc:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 - n / 10)
+        model, optimizer, schedule = acc.prepare(model, optimizer, schedule)
+        for _ in range(max(updates, 1)):
+            if updates:
+                acc.backward(model(X[:4]).sum())
+                optimizer.step()
+            for _ in range(calls):
+                schedule.step()
+        assert schedule.last_epoch == calls * max(updates, 1) * processes
+        return schedule.get_last_lr()[0]
+
+
+def test_schedules_count_calls_as_in_accelerate(ranks: Ranks) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        assert scheduled(3, 0, 1) == pytest.approx(0.7)
+    assert scheduled(2, 2, 1) == pytest.approx(0.6)
+    assert ranks(scheduled, 2, 2, 2) == pytest.approx([0.2, 0.2])
 
 
 def saved_alone() -> list[str]:

@@ -22,6 +22,7 @@ from ...settings import resolve
 from ...world import read_ranks
 from .layer import layer
 from .plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from .scheduler import AcceleratedScheduler
 
 NATIVE = 'acc = Accelerator(mixed_precision="no", scheduler_steps_per_process=True, log_with="none")'
 
@@ -91,6 +92,8 @@ class Accelerator(accelerator.Accelerator):
             dynamo_backend=dynamo_backend,
             **others,
         )
+
+    _make_scheduler = AcceleratedScheduler
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
         """The user's own module; it carries no wrapper for fp32 outputs, so there is none to keep or take off."""
