@@ -8,7 +8,7 @@ WORKERS ?= 2
 STAMP := .venv/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-slow bench clean
+.PHONY: setup demo test test-slow wheel-test bench clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,10 @@ test: setup
 # 5 is pytest's word for "none selected".
 test-slow: setup
 	$(PYTEST) -m slow -n $(WORKERS) --dist worksteal || test $$? -eq 5
+
+# The wheel, alone in an empty environment.
+wheel-test:
+	PYTHON=$(PYTHON) .ci/wheel-test
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'

@@ -5,8 +5,82 @@ Names are loaded at first use, so that ``easymp --help`` does not wait for torch
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .first_use import at_first_use
 from .version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator as Accelerator
+    from .checkpoint.single import load as load
+    from .checkpoint.weights import load_weights as load_weights
+    from .data import PreparedLoader as PreparedLoader
+    from .data import skip_first_batches as skip_first_batches
+    from .data.images import NormalizeImages as NormalizeImages
+    from .errors import BatchError as BatchError
+    from .errors import CheckpointError as CheckpointError
+    from .errors import EasympError as EasympError
+    from .errors import EasympWarning as EasympWarning
+    from .errors import KernelError as KernelError
+    from .errors import PrepareError as PrepareError
+    from .errors import RefusedError as RefusedError
+    from .errors import SettingError as SettingError
+    from .errors import StepError as StepError
+    from .errors import TrackerError as TrackerError
+    from .errors import WorldError as WorldError
+    from .hardware import Hardware as Hardware
+    from .hardware import detect as detect
+    from .launcher import launch as launch
+    from .launcher.functions import debug_launcher as debug_launcher
+    from .launcher.functions import notebook_launcher as notebook_launcher
+    from .local_sgd import LocalSGD as LocalSGD
+    from .log import get_logger as get_logger
+    from .log import tqdm as tqdm
+    from .memory_retry import find_executable_batch_size as find_executable_batch_size
+    from .memory_retry import release_memory as release_memory
+    from .operations import broadcast as broadcast
+    from .operations import broadcast_object_list as broadcast_object_list
+    from .operations import gather as gather
+    from .operations import gather_object as gather_object
+    from .operations import pad_across_processes as pad_across_processes
+    from .operations import reduce as reduce
+    from .plan import Plan as Plan
+    from .plan import make_plan as make_plan
+    from .processes import DistributedType as DistributedType
+    from .processes import PrecisionType as PrecisionType
+    from .protocols import Choice as Choice
+    from .protocols import Source as Source
+    from .protocols import Tracker as Tracker
+    from .records import AutocastKwargs as AutocastKwargs
+    from .records import DataLoaderConfiguration as DataLoaderConfiguration
+    from .records import DDPCommunicationHookType as DDPCommunicationHookType
+    from .records import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from .records import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from .records import GradScalerKwargs as GradScalerKwargs
+    from .records import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from .records import LoggerType as LoggerType
+    from .records import ProfileKwargs as ProfileKwargs
+    from .records import ProjectConfiguration as ProjectConfiguration
+    from .rng import set_seed as set_seed
+    from .settings import Settings as Settings
+    from .settings import resolve as resolve
+    from .state import AcceleratorState as AcceleratorState
+    from .state import GradientState as GradientState
+    from .state import PartialState as PartialState
+    from .strategies.batchnorm import SyncBatchNorm as SyncBatchNorm
+    from .strategies.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
+    from .strategies.compiling import CompileOptions as CompileOptions
+    from .strategies.data_parallel import DataParallelOptions as DataParallelOptions
+    from .strategies.fsdp import FSDPOptions as FSDPOptions
+    from .strategies.hsdp import HSDPOptions as HSDPOptions
+    from .strategies.local_sgd import LocalSGDOptions as LocalSGDOptions
+    from .strategies.pipeline import PipelineOptions as PipelineOptions
+    from .strategies.tensor_parallel import TensorParallelOptions as TensorParallelOptions
+    from .trackers.own import GeneralTracker as GeneralTracker
+    from .tree import concatenate as concatenate
+    from .tree import find_batch_size as find_batch_size
+    from .tree import recursively_apply as recursively_apply
+    from .tree import send_to_device as send_to_device
 
 _HOMES = {
     "accelerator": ("Accelerator",),

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -147,7 +147,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         log_with: Any = None,
         save_on_signal: bool | None = None,
         settings: Settings | None = None,
-        **others: Any,
+        **others: Never,
     ) -> None:
         refuse_unknown(others)
         recompute, compiled = read_which(activation_checkpointing), read_compile(compile, dynamo_backend)

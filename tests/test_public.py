@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import importlib
 import inspect
 import json
 import subprocess
@@ -46,6 +47,19 @@ def test_what_the_scripts_of_others_import() -> None:
         *("broadcast_object_list", "skip_first_batches", "LoggerType", "GeneralTracker"),
     }
     assert wanted <= set(easymp.__all__)
+
+
+def test_type_checkers_see_each_name_where_it_is() -> None:
+    """They read no table of names, but the imports under TYPE_CHECKING, which are to be the same."""
+    assert (HOUSE / "py.typed").exists()
+    for file in ("__init__", *(f"{room}/__init__" for room in ("checkpoint", "hardware", "launcher", "optim", "profiling"))):
+        path = HOUSE / f"{file}.py"
+        package = importlib.import_module(".".join(("easymp", *path.parent.relative_to(HOUSE).parts)))
+        lines = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.level == 1]
+        seen = {alias.asname: f"{package.__name__}.{line.module}" for line in lines for alias in line.names if alias.asname}
+        assert set(seen) == set(package.__all__), file
+        for name, home in seen.items():
+            assert getattr(importlib.import_module(home), name) is getattr(package, name)
 
 
 @pytest.mark.parametrize("collects", [True, False])

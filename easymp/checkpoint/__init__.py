@@ -6,7 +6,26 @@ nothing does not wait for what saves.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..first_use import at_first_use
+
+if TYPE_CHECKING:
+    from .accelerate_folder import AccelerateStates as AccelerateStates
+    from .accelerate_folder import read_accelerate as read_accelerate
+    from .catalog import Entry as Entry
+    from .catalog import list_checkpoints as list_checkpoints
+    from .comparing import Difference as Difference
+    from .comparing import diff as diff
+    from .converting import convert as convert
+    from .inspecting import Contents as Contents
+    from .inspecting import inspect as inspect
+    from .merging import merge as merge
+    from .progress import Progress as Progress
+    from .pruning import Pruned as Pruned
+    from .pruning import prune as prune
+    from .verifying import Damage as Damage
+    from .verifying import verify as verify
 
 _HOMES = {
     "accelerate_folder": ("AccelerateStates", "read_accelerate"),

@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,11 +205,9 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def _numpys_arrays() -> AbstractContextManager[Any]:
-    """Inside, numpy's arrays of numbers count as plain data: its random state is one. They take numpy, which is optional."""
-    try:
-        import numpy
-    except ImportError:
-        return nullcontext()
+    """Inside, numpy's arrays of numbers count as plain data: its random state is one."""
+    import numpy
+
     multiarray = (numpy._core if hasattr(numpy, "_core") else numpy.core).multiarray
     allowed = [multiarray._reconstruct, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
     # Old protocols spell bytes as encoded text.

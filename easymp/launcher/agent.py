@@ -10,7 +10,6 @@ import signal
 import tempfile
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -76,12 +75,9 @@ def run(
         WorldError, SettingError: the nodes did not come together.
         RefusedError: `grace` is below 0, or this torch cannot give it.
     """
-    with warnings.catch_warnings():
-        # torch says so on import where numpy is not installed; here nothing needs it.
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-        from torch.distributed.elastic.agent.server import WorkerSpec
-        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.agent.server import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
     directory = tempfile.mkdtemp(prefix="easymp-launch-")
     workers: list[Any] = []

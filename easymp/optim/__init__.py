@@ -5,7 +5,33 @@ Names are loaded at first use: an Accelerator that is imported, or prepares no o
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..first_use import at_first_use
+
+if TYPE_CHECKING:
+    from .adagrad import Adagrad as Adagrad
+    from .adam import Adam as Adam
+    from .adam import AdamW as AdamW
+    from .cupy_engine import CupyEngine as CupyEngine
+    from .engines import Engine as Engine
+    from .engines import engine_for as engine_for
+    from .factor import leave_to_step as leave_to_step
+    from .factor import may_leave as may_leave
+    from .fused import fuse as fuse
+    from .fusing import FusedOptimizer as FusedOptimizer
+    from .items import ItemWindow as ItemWindow
+    from .lamb import LAMB as LAMB
+    from .larc import LARC as LARC
+    from .lion import Lion as Lion
+    from .masters import Masters as Masters
+    from .novograd import NovoGrad as NovoGrad
+    from .optimizer import PreparedOptimizer as PreparedOptimizer
+    from .scheduler import PreparedScheduler as PreparedScheduler
+    from .sgd import SGD as SGD
+    from .sums import Sums as Sums
+    from .swapping import averages_in as averages_in
+    from .torch_engine import TorchEngine as TorchEngine
 
 _HOMES = {
     "adagrad": ("Adagrad",),

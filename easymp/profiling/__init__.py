@@ -5,7 +5,14 @@ Names are loaded at first use, so that an Accelerator that profiles nothing does
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..first_use import at_first_use
+
+if TYPE_CHECKING:
+    from .marking import marked as marked
+    from .profile import Profile as Profile
+    from .profile import Subject as Subject
 
 _HOMES = {"marking": ("marked",), "profile": ("Profile", "Subject")}
 
