@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 Homes = Mapping[str, Sequence[str]]  # file below the package → the names that it has
 
@@ -37,36 +35,13 @@ def at_first_use(
             raise ImportError(f"{package} has no {name!r}: {elsewhere[name]}")
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = namespace[name] = getattr(_imported(f".{home[name]}", package), name)
+        value = namespace[name] = getattr(imported(f".{home[name]}", package), name)
         return value
 
     return listed, load, lambda: listed
 
 
-class Registry(Mapping[str, T]):
-    """What a package offers by name, such as its strategies: adding one is a file and a line.
-
-    Args:
-        package: its ``__name__``.
-        homes: name → the file below the package, and what it is called there.
-    """
-
-    def __init__(self, package: str, homes: Mapping[str, tuple[str, str]]) -> None:
-        self._package, self._homes = package, homes
-
-    def __getitem__(self, name: str) -> T:
-        file, kind = self._homes[name]
-        found: T = getattr(_imported(f".{file}", self._package), kind)
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._homes)
-
-    def __len__(self) -> int:
-        return len(self._homes)
-
-
-def _imported(file: str, package: str) -> Any:
+def imported(file: str, package: str) -> Any:
     """A module of ours, with the garbage collector off: what an import makes stays, and a collection would look through all of torch."""
     collects = gc.isenabled()
     gc.disable()

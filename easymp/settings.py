@@ -17,6 +17,7 @@ from . import env, project_file
 from .errors import SettingError, nearest
 from .project_file import LAUNCH, ProjectFile
 from .protocols import Source
+from .registry import ALIASES, PRECISIONS, STRATEGIES
 from .values import Size, checked, setting
 
 OVERRIDE = env.PREFIX + "OVERRIDE"  # settings that win over arguments, too: "mixed_precision=bf16 strategy=fsdp"
@@ -31,13 +32,9 @@ class Settings:
     mixed_precision: str = setting(
         "auto",
         "what matrix products run in; auto decides by the hardware",
-        ("auto", "no", "fp32", "tf32", "bf16", "fp16", "fp8", "O0", "O1", "O2", "O3", "float32", "bfloat16", "float16", "half"),
+        ("auto", *PRECISIONS, *ALIASES),
     )
-    strategy: str = setting(
-        "auto",
-        "how the model is spread over the processes",
-        ("auto", "single", "data_parallel", "ddp", "zero1", "fsdp", "hsdp", "tensor_parallel", "pipeline", "local_sgd"),
-    )
+    strategy: str = setting("auto", "how the model is spread over the processes", ("auto", *STRATEGIES))
     gradient_accumulation_steps: int = setting(1, "micro-batches in one optimizer update", least=1)
     cpu: bool = setting(False, "train on the CPU even where there is an accelerator")
     fused: bool = setting(True, "let plain torch optimizers run their fused step where torch has one for the device")

@@ -66,10 +66,10 @@ def test_type_checkers_see_each_name_where_it_is() -> None:
 def test_the_garbage_collector_is_as_it_was_after_an_import(collects: bool) -> None:
     (gc.enable if collects else gc.disable)()
     try:
-        first_use._imported(".units", "easymp")
+        first_use.imported(".units", "easymp")
         assert gc.isenabled() == collects
         with pytest.raises(ModuleNotFoundError):
-            first_use._imported(".nothing", "easymp")
+            first_use.imported(".nothing", "easymp")
         assert gc.isenabled() == collects
     finally:
         gc.enable()

@@ -9,37 +9,15 @@ from typing import Any
 
 from ..errors import SettingError
 from ..launcher.place import read_nodes
-from ..precision import PRECISIONS
 from ..protocols import Facts
+from ..registry import PRECISIONS, STRATEGIES
 from ..values import checked
 from .case import AUTO, KNOWN, Case
 from .places import unusable
 
 # A few words each, for who has to choose.
-PRECISION = {
-    AUTO: "decided by the hardware",
-    "fp32": "exact",
-    "tf32": "fp32 whose products keep 10 bits of mantissa",
-    "bf16": "half the bits with fp32's range: no loss scale",
-    "fp16": "half the bits with more digits and less range: the loss is scaled",
-    "fp8": "a quarter of the bits in Linear layers, the rest as bf16",
-    "O0": "fp32 under Apex's name",
-    "O1": "fp16 by Apex's lists of operations",
-    "O2": "an fp16 model, with fp32 copies for the optimizer",
-    "O3": "fp16 throughout: gradients that vanish are lost",
-}
-STRATEGY = {
-    AUTO: "one process alone, several with ddp, or fsdp where a model does not fit",
-    "single": "one process alone",
-    "data_parallel": "one process drives all GPUs; torch advises ddp in its place",
-    "ddp": "each process holds the whole model",
-    "zero1": "as ddp, with a part of the optimizer's states each",
-    "fsdp": "each process holds a part of everything: the least memory",
-    "hsdp": "as fsdp inside a node, with copies on each node",
-    "tensor_parallel": "each process holds a part of each layer",
-    "pipeline": "each process holds some of the layers",
-    "local_sgd": "each process trains alone, and models are averaged now and then",
-}
+PRECISION = {AUTO: "decided by the hardware", **PRECISIONS.words}
+STRATEGY = {AUTO: "one process alone, several with ddp, or fsdp where a model does not fit", **STRATEGIES.words}
 # What a strategy needs of the script where there is one node.
 ON_ONE_NODE = {"hsdp": "On one node it needs strategy_options=HSDPOptions(shard_size=...) in the script."}
 

@@ -1,0 +1,73 @@
+"""The strategies and the precisions, by name: adding one is a file and a line here.
+
+Each class is imported when it is first asked for, so that a run pays for the one it uses. Settings, the command line and
+`easymp config` take their words from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+from .first_use import imported
+from .protocols import Precision, Strategy
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, T]):
+    """Classes by name.
+
+    Args:
+        rows: name → ("file below the package:class", what it does in a few words).
+
+    Attributes:
+        words: name → what it does.
+    """
+
+    def __init__(self, rows: Mapping[str, tuple[str, str]]) -> None:
+        self._homes = {name: home for name, (home, _) in rows.items()}
+        self.words = {name: words for name, (_, words) in rows.items()}
+
+    def __getitem__(self, name: str) -> T:
+        file, _, kind = self._homes[name].partition(":")
+        found: T = getattr(imported(f".{file}", __package__), kind)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+
+STRATEGIES: Registry[type[Strategy]] = Registry(
+    {
+        "single": ("strategies.single:Single", "one process alone"),
+        "data_parallel": (
+            "strategies.data_parallel:DataParallel",
+            "one process drives all GPUs; torch advises ddp in its place",
+        ),
+        "ddp": ("strategies.ddp:DDP", "each process holds the whole model"),
+        "zero1": ("strategies.zero1:ZeRO1", "as ddp, with a part of the optimizer's states each"),
+        "fsdp": ("strategies.fsdp:FSDP", "each process holds a part of everything: the least memory"),
+        "hsdp": ("strategies.hsdp:HSDP", "as fsdp inside a node, with copies on each node"),
+        "tensor_parallel": ("strategies.tensor_parallel:TensorParallel", "each process holds a part of each layer"),
+        "pipeline": ("strategies.pipeline:Pipeline", "each process holds some of the layers"),
+        "local_sgd": ("strategies.local_sgd:LocalTraining", "each process trains alone, and models are averaged now and then"),
+    }
+)
+PRECISIONS: Registry[type[Precision]] = Registry(
+    {
+        "fp32": ("precision.fp32:FP32", "exact"),
+        "tf32": ("precision.tf32:TF32", "fp32 whose products keep 10 bits of mantissa"),
+        "bf16": ("precision.bf16:BF16", "half the bits with fp32's range: no loss scale"),
+        "fp16": ("precision.fp16:FP16", "half the bits with more digits and less range: the loss is scaled"),
+        "fp8": ("precision.fp8:FP8", "a quarter of the bits in Linear layers, the rest as bf16"),
+        "O0": ("precision.levels:O0", "fp32 under Apex's name"),
+        "O1": ("precision.levels:O1", "fp16 by Apex's lists of operations"),
+        "O2": ("precision.levels:O2", "an fp16 model, with fp32 copies for the optimizer"),
+        "O3": ("precision.levels:O3", "fp16 throughout: gradients that vanish are lost"),
+    }
+)
+ALIASES = {"no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
