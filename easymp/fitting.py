@@ -47,12 +47,13 @@ class Fitting:
                 short = by_memory({strategy.name: self._needs}, room(plan)).reason
                 logger.warning("strategy %s stays, for models are wrapped already; with this one %s", strategy.name, short)
             return strategy
-        names = candidates(plan) if self._free else [strategy.name]
-        seen = world.gather_objects((room(plan), self._need(names[0], models, optimizers)))
-        available, needs = min(have for have, _ in seen), {names[0]: seen[0][1]}  # the same figures on all ranks
+        names = candidates(plan) if self._free else iter([strategy.name])
+        first = next(names)
+        seen = world.gather_objects((room(plan), self._need(first, models, optimizers)))
+        available, needs = min(have for have, _ in seen), {first: seen[0][1]}  # the same figures on all ranks
         choice = self._planned
-        if not fits(needs[names[0]], available):
-            needs.update({name: self._need(name, models, optimizers) for name in names[1:]})
+        if not fits(needs[first], available):
+            needs.update({name: self._need(name, models, optimizers) for name in names})
             choice = by_memory(needs, available)
             if not self._free:
                 choice = replace(choice, reason=f"{choice.reason}; options of {choice.value} were given, so it stays")

@@ -8,7 +8,7 @@ next candidate, with the reason kept.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,12 +199,12 @@ def _strategy(settings: Settings, facts: Facts) -> Choice[str]:
     raise AssertionError("some strategy takes any world")
 
 
-def candidates(plan: Plan) -> list[str]:
-    """Of what strategy "auto" chooses from, what this world takes, best first."""
+def candidates(plan: Plan) -> Iterator[str]:
+    """Of what strategy "auto" chooses from, what this world takes, best first. Each is imported as it is asked for."""
     facts = _facts(plan.hardware, plan.ranks, plan.device.value)
     precision = PRECISIONS.get(plan.precision.value, Measured)
     fit = (name for name in AUTOMATIC if STRATEGIES[name].refuse(facts) is None)
-    return [name for name in fit if together(precision, STRATEGIES[name]) is None]
+    return (name for name in fit if together(precision, STRATEGIES[name]) is None)
 
 
 def room(plan: Plan) -> int:

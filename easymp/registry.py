@@ -22,23 +22,24 @@ class Registry(Mapping[str, T]):
         rows: name → ("file below the package:class", what it does in a few words).
 
     Attributes:
+        homes: name → where its class is.
         words: name → what it does.
     """
 
     def __init__(self, rows: Mapping[str, tuple[str, str]]) -> None:
-        self._homes = {name: home for name, (home, _) in rows.items()}
+        self.homes = {name: home for name, (home, _) in rows.items()}
         self.words = {name: words for name, (_, words) in rows.items()}
 
     def __getitem__(self, name: str) -> T:
-        file, _, kind = self._homes[name].partition(":")
+        file, _, kind = self.homes[name].partition(":")
         found: T = getattr(imported(f".{file}", __package__), kind)
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._homes)
+        return iter(self.homes)
 
     def __len__(self) -> int:
-        return len(self._homes)
+        return len(self.homes)
 
 
 STRATEGIES: Registry[type[Strategy]] = Registry(

@@ -58,3 +58,15 @@ def add_up(tensors: Sequence[Tensor], totals: Tensor) -> None:
 def meshes(tensors: Iterable[Tensor]) -> list[Any]:
     """The device meshes that DTensors among `tensors` lie on."""
     return list(dict.fromkeys(t.device_mesh for t in tensors if hasattr(t, "to_local")))  # type: ignore[attr-defined]
+
+
+def dense(tensor: Tensor) -> bool:
+    """Whether `tensor` fills a run of memory, each number once, in any order of its dimensions."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return True
+    end = 1
+    for stride, count in sorted((s, c) for s, c in zip(tensor.stride(), tensor.shape) if c > 1):
+        if stride != end:
+            return False
+        end *= count
+    return True

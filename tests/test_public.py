@@ -15,6 +15,7 @@ import pytest
 
 import easymp
 from easymp import first_use
+from easymp.registry import PRECISIONS, STRATEGIES
 
 HOUSE = Path(easymp.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
@@ -115,6 +116,28 @@ def test_the_accelerator_imports_nothing_optional() -> None:
     torchs = loaded_by("import torch, torch.distributed, torch.utils.data, torch.nn.parallel")
     ours = loaded_by("from easymp import *")
     assert (ours - torchs).isdisjoint(OPTIONAL)
+
+
+STEP = """
+import torch
+from easymp import Accelerator
+acc = Accelerator(cpu=True, mixed_precision="no")
+model = torch.nn.Linear(2, 1)
+model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
+acc.backward(model(torch.ones(3, 2)).sum())
+acc.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+acc.close()
+"""
+
+
+def test_a_step_on_one_cpu_process_loads_what_it_runs() -> None:
+    used = loaded_by(STEP)
+    others = {f"easymp.{home.partition(':')[0]}" for home in [*STRATEGIES.homes.values(), *PRECISIONS.homes.values()]}
+    others -= {"easymp.strategies.single", "easymp.precision.fp32", "easymp.precision.bf16"}  # the last: "auto" may measure it
+    assert used & others == set()
+    assert {name for name in used if name.startswith("easymp.cuda.")} == set()
+    assert "easymp.optim.cupy_engine" not in used
 
 
 def test_an_accelerator_loads_what_steps_and_saves_when_it_does() -> None:

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from ..first_use import at_first_use
 
+EMA = "ema"  # key of the average in an optimizer's state
 _HOMES = {
-    "availability": ("warn_once",),
+    "availability": ("Unavailable", "facts", "launcher_for", "unavailable", "warn_once"),
+    "casts": ("Adder", "divided"),
     "gradients": ("Gradients",),
     "measure": ("TOTAL", "UNSCALE"),
     "ready": ("launcher_with",),
+    "rounding": ("Rounding", "key_of", "stochastic"),
+    "rules": ("RULES",),
     "scale": ("Scale",),
+    "step": ("FusedStep",),
+    "streams": ("TYPES",),
     "table": ("upload",),
 }
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..errors import KernelError, StepError
 from ..shards import add_up, local, parts
+from . import EMA
 from .gradients import Gradients, OverRanks
 from .kernel import THREADS, Kernel, Launcher
 from .measure import totals
@@ -35,8 +36,6 @@ from .scale import Scale
 from .streams import TYPES
 from .table import Row, Table, addresses, alike, capturing, dense, lay_out, places, plain, upload
 from .update import roles_of, survey_of, update
-
-EMA = "ema"  # key of the average in an optimizer's state
 
 _NOTHING: dict[str, Any] = {}
 Gradient = Callable[[Tensor], "Tensor | None"]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import StepError
 from ..release import TORCH
+from ..shards import dense as dense
 
 # Pinned memory that a capture has taken is its graph's, and not handed on (its CachingHostAllocator.h).
 GRAPHS_KEEP_PINNED = TORCH >= (2, 11)
@@ -133,18 +134,6 @@ def addresses(tensors: Sequence[Tensor]) -> list[int] | None:
 def plain(tensor: Tensor) -> bool:
     """Whether `tensor` is strided memory, and no class of its own that computes otherwise and may have none (quantised, fake)."""
     return tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-
-
-def dense(tensor: Tensor) -> bool:
-    """Whether `tensor` fills a run of memory, each number once, in any order of its dimensions."""
-    if tensor.is_contiguous() or not tensor.numel():
-        return True
-    end = 1
-    for stride, count in sorted((s, c) for s, c in zip(tensor.stride(), tensor.shape) if c > 1):
-        if stride != end:
-            return False
-        end *= count
-    return True
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cuda.step import EMA
+from ..cuda import EMA
 from ..shards import local
 from .masters import LOW
 

@@ -8,21 +8,25 @@ gradients are neither divided nor clipped in memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..cuda.availability import Unavailable, launcher_for
-from ..cuda.kernel import Launcher
-from ..cuda.rules import RULES
-from ..cuda.scale import Scale
+from .. import cuda, optim
 from ..protocols import Counting
 from .averages import Averages
-from .cupy_engine import CupyEngine
-from .masters import Masters
 from .sharded import ShardedOptimizer
 from .torch_engine import Measured, OverRanks, TorchEngine
+
+if TYPE_CHECKING:
+    from ..cuda.availability import Unavailable
+    from ..cuda.kernel import Launcher
+    from ..cuda.scale import Scale
+    from .masters import Masters
+
+
+DEVICES = ("cuda",)  # types of those that our kernels run on
 
 
 class Engine(Protocol):
@@ -77,8 +81,8 @@ class Engine(Protocol):
 
 
 def launcher_on(device: torch.device) -> Launcher | Unavailable:
-    """What launches our kernels on `device`. The one place that asks: a test puts another launcher here."""
-    return launcher_for(device) if device.type == "cuda" else Unavailable(f"our kernels run on NVIDIA GPUs, not on {device.type}")
+    """What launches our kernels on `device`, which is of `DEVICES`. The one place that asks: a test puts another launcher here."""
+    return cuda.launcher_for(device)
 
 
 def engine_for(
@@ -99,17 +103,20 @@ def engine_for(
     other = TorchEngine(optimizer, counting, free, ema_decay, reason, scaled)
     if found is None or isinstance(found, str):
         return other
-    return CupyEngine(optimizer, RULES[type(inner)], found, other, masters, ema_decay, failed)
+    return optim.CupyEngine(optimizer, cuda.RULES[type(inner)], found, other, masters, ema_decay, failed)
 
 
 def _launcher(optimizer: torch.optim.Optimizer) -> Launcher | str:
     """What launches the steps of `optimizer`; or why torch steps, in words."""
-    rule = RULES.get(type(optimizer))
-    if rule is None:
-        return f"there is no kernel for {type(optimizer).__name__}"
     devices = {p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta}  # of other stages
     if len(devices) != 1:
         return "its parameters lie on several devices"
+    device = devices.pop()
+    if device.type not in DEVICES:
+        return f"our kernels run on NVIDIA GPUs, not on {device.type}"
+    rule = cuda.RULES.get(type(optimizer))
+    if rule is None:
+        return f"there is no kernel for {type(optimizer).__name__}"
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             return "a differentiable step was asked for"
@@ -118,5 +125,5 @@ def _launcher(optimizer: torch.optim.Optimizer) -> Launcher | str:
         refusal = rule.refuse(group)
         if refusal is not None:
             return refusal
-    launcher = launcher_on(devices.pop())
-    return launcher.reason if isinstance(launcher, Unavailable) else launcher
+    launcher = launcher_on(device)
+    return launcher.reason if isinstance(launcher, cuda.Unavailable) else launcher

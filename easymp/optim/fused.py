@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cuda.table import dense
-from ..shards import local
+from ..shards import dense, local
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 DEVICES = {torch.optim.Adagrad: {"cpu", "cuda"}}

@@ -10,17 +10,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..cuda.availability import Unavailable, launcher_for, warn_once
-from ..cuda.rounding import Rounding
-from ..cuda.rules import Rule
-from ..cuda.scale import Scale
-from ..cuda.step import EMA, FusedStep
-from ..cuda.streams import TYPES
+from .. import cuda
+from ..cuda import EMA
 from ..errors import KernelError, SettingError, StepError
 from ..protocols import Counting
 from ..shards import local, meshes
@@ -28,6 +24,12 @@ from .averages import Averages
 from .fused import keep_implementation
 from .norms import values, wide_norms
 from .widening import Widened
+
+if TYPE_CHECKING:
+    from ..cuda.rounding import Rounding
+    from ..cuda.rules import Rule
+    from ..cuda.scale import Scale
+    from ..cuda.step import FusedStep
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Options:
         """How bf16 is rounded, where parameters are whole or DTensors."""
         if self.stochastic_rounding is False:
             return None
-        return Rounding(0 if self.stochastic_rounding is True else self.stochastic_rounding)
+        return cuda.Rounding(0 if self.stochastic_rounding is True else self.stochastic_rounding)
 
     def __post_init__(self) -> None:
         if self.state_dtype not in (None, torch.float32, torch.bfloat16):
@@ -127,8 +129,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         reason = self._refuse(device, wanted)
         if reason is None:
             assert device is not None
-            launcher = launcher_for(device)
-            if not isinstance(launcher, Unavailable):
+            launcher = cuda.launcher_for(device)
+            if not isinstance(launcher, cuda.Unavailable):
                 return Way("CuPy", "our kernels run on this device", self.kernels(self.rule, launcher))
             reason = launcher.reason
         return self._otherwise(reason)
@@ -142,7 +144,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             refusal = self.rule.refuse(group)
             if refusal is not None:
                 return refusal
-            if self.rule.norm and any(p.dtype not in TYPES or p.device != device for p in group["params"]):
+            if self.rule.norm and any(p.dtype not in cuda.TYPES or p.device != device for p in group["params"]):
                 return "it needs the norm of all gradients, and some are not for our kernels"
         return None
 
@@ -176,7 +178,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def kernels(self, rule: Rule, launcher: Any) -> FusedStep:
         """A step of this optimizer's parameters by `rule`."""
         own = self.options
-        return FusedStep(
+        return cuda.FusedStep(
             *(self._stepped, rule, launcher),
             ema_decay=own.ema_decay,
             state_dtype=own.state_dtype,
@@ -246,7 +248,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._chosen = self._chosen[0], self._otherwise(reason)
 
     def _do_without(self, error: KernelError) -> None:
-        warn_once(str(error))
+        cuda.warn_once(str(error))
         self.do_without(str(error))
 
     def _advance_rest(self, moved: Sequence[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
@@ -315,7 +317,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._meshes = meshes(self._parameters())
         found = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         kernels, result = self.engine.kernels, None
-        if kernels is not None and all(g.layout is torch.strided and g.dtype in TYPES for _, g in found):
+        if kernels is not None and all(g.layout is torch.strided and g.dtype in cuda.TYPES for _, g in found):
             try:
                 result = kernels.measure(max_norm, None, self._over_ranks)
             except KernelError as error:

@@ -9,14 +9,18 @@ rounded, after each step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..cuda.casts import Adder
+from .. import cuda
 from ..errors import StepError
 from ..shards import local
+
+if TYPE_CHECKING:
+    from ..cuda.casts import Adder
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -38,8 +42,11 @@ class Masters:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._versions: list[int] = []
         self.low: dict[int, Tensor] = {}  # id of a master → its parameter
-        self._adder = Adder()
         self.take(optimizer.param_groups)
+
+    @cached_property
+    def _adder(self) -> Adder:
+        return cuda.Adder()
 
     def take(self, groups: Iterable[dict[str, Any]]) -> None:
         """Put masters into these groups of the optimizer, for parameters that have none yet."""

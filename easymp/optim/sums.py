@@ -8,12 +8,17 @@ averaged over the ranks, in fp32, once, and only then become `.grad` in the para
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ..cuda.casts import Adder
+from .. import cuda
 from .masters import LOW, added
+
+if TYPE_CHECKING:
+    from ..cuda.casts import Adder
 
 
 class Sums:
@@ -32,7 +37,10 @@ class Sums:
         self._parameters: list[Tensor] = []  # all that may train, low-precision or not
         self._sums: dict[Tensor, Tensor] = {}
         self._handed = False
-        self._adder = Adder()
+
+    @cached_property
+    def _adder(self) -> Adder:
+        return cuda.Adder()
 
     def watch(self, model: nn.Module) -> bool:
         """Sum for `model`, too; returns whether it has trainable low-precision parameters."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..cuda.step import EMA
+from ..cuda import EMA
 from ..shards import local
 from .optimizer import PreparedOptimizer
 from .sharded import ShardedOptimizer, holder_of

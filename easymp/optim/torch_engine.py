@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..cuda.scale import Scale
 from ..precision.scaler import step_told, takes_found_inf
 from ..protocols import Counting
 from ..shards import local
@@ -17,6 +16,9 @@ from .fusing import FusedOptimizer
 from .hooks import watched
 from .norms import multiply, wide_norms
 from .sharded import ShardedOptimizer, holder_of
+
+if TYPE_CHECKING:
+    from ..cuda.scale import Scale
 
 DTYPES = (torch.float32, torch.bfloat16)  # of gradients for which the factor is exact enough, in float32
 

@@ -7,16 +7,18 @@ without them, to give their numbers rather than their speed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..cuda.rounding import Rounding, key_of, stochastic
-from ..cuda.rules import Rule
-from ..cuda.rules.rule import Group
+from .. import cuda
 from ..shards import local
 from .norms import wide
+
+if TYPE_CHECKING:
+    from ..cuda.rounding import Rounding
+    from ..cuda.rules.rule import Group, Rule
 
 
 def fill(
@@ -98,8 +100,8 @@ def round_back(
     for mine, wides, counter, number, parameter in zip(held, moved, counters, numbers, parameters):
         for role, (to, value) in enumerate(zip(mine, wides)):
             if rounding is not None and to.dtype == torch.bfloat16:
-                key = key_of(rounding.seed, counter, number, to.device)
-                to.copy_(stochastic(value, key, role, rounding.first(parameter)))
+                key = cuda.key_of(rounding.seed, counter, number, to.device)
+                to.copy_(cuda.stochastic(value, key, role, rounding.first(parameter)))
             elif to.dtype != value.dtype:
                 nearest[0].append(to)
                 nearest[1].append(value)

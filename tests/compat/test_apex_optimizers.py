@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import easymp.optim
+from easymp import cuda
 from easymp.compat import apex
 from easymp.compat.apex import fp16_utils, normalization
 from easymp.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from easymp.errors import EasympError, EasympWarning
-from easymp.optim import fusing
 
 from ..cuda.compiled import CompiledLauncher
 
@@ -87,7 +87,7 @@ def test_each_follows_its_formula(kind, rule, how, dtype):
 
 def test_the_kernels_know_of_no_bias_correction(monkeypatch):
     """Compiled by g++: their arithmetic, without a GPU."""
-    monkeypatch.setattr(fusing, "launcher_for", lambda device: CompiledLauncher())
+    monkeypatch.setattr(cuda, "launcher_for", lambda device: CompiledLauncher())
     how = {"lr": 1e-2, "weight_decay": 0.1, "bias_correction": False, "betas": (0.8, 0.9)}
     start = torch.linspace(-1, 1, 12).view(3, 4)
     p, exact, state = nn.Parameter(start.clone()), start.double(), {}

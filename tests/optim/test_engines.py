@@ -38,6 +38,7 @@ def stepping(how: str) -> Iterator[CompiledLauncher | None]:
         patch.setattr(torch_engine, "WORTH", 0)
         if launcher is not None:
             patch.setattr(engines, "launcher_on", lambda device: launcher)
+            patch.setattr(engines, "DEVICES", ("cuda", "cpu"))
         yield launcher
 
 
@@ -198,6 +199,7 @@ class Failing(CompiledLauncher):
 def test_a_kernel_that_fails_gives_way_to_torch(monkeypatch: pytest.MonkeyPatch, name: str, precision: str) -> None:
     memory = updates(False, "AdamW", precision, 0.1)
     monkeypatch.setattr(engines, "launcher_on", lambda device: Failing(name))
+    monkeypatch.setattr(engines, "DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(availability, "_warned", [])
     with pytest.warns(EasympWarning, match="torch's own steps run instead: .*no NVRTC"):
         got = updates(True, "AdamW", precision, 0.1)
@@ -206,12 +208,12 @@ def test_a_kernel_that_fails_gives_way_to_torch(monkeypatch: pytest.MonkeyPatch,
 
 def failing_under_zero1() -> tuple[dict[str, Any], dict[str, Any]]:
     memory = updates(False, "AdamW", "fp32", 0.1, "zero1", None, None, 1, "mlp")
-    before, engines.launcher_on = engines.launcher_on, lambda device: Failing("squares")
+    before, engines.launcher_on, engines.DEVICES = engines.launcher_on, lambda device: Failing("squares"), ("cuda", "cpu")
     availability._warned.append("not again")
     try:
         return memory, updates(True, "AdamW", "fp32", 0.1, "zero1", None, None, 1, "mlp")
     finally:
-        engines.launcher_on = before
+        engines.launcher_on, engines.DEVICES = before, ("cuda",)
 
 
 def test_torch_measures_whole_gradients_where_kernels_would_measure_parts(ranks: Any) -> None:

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import easymp.optim as ours
-from easymp import Accelerator
+from easymp import Accelerator, cuda
 from easymp.errors import StepError
-from easymp.optim import fusing
 
 from ..cuda.compiled import CompiledLauncher
 from ..strategies.models import make
@@ -39,7 +38,7 @@ def own_launches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompiledLauncher]:
     with stepping("kernels") as launcher:
         assert launcher is not None
-        monkeypatch.setattr(fusing, "launcher_for", lambda device: launcher)
+        monkeypatch.setattr(cuda, "launcher_for", lambda device: launcher)
         yield launcher
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import easymp.optim as ours
-from easymp import Accelerator
+from easymp import Accelerator, cuda
 from easymp.cuda.availability import Unavailable
 from easymp.errors import KernelError, RefusedError, StepError
-from easymp.optim import TorchEngine, fusing
+from easymp.optim import TorchEngine
 from easymp.preparing import Preparation
 from tests.cuda.compiled import CompiledLauncher
 
@@ -36,7 +36,7 @@ def give(parameters, turn, scale=1.0):
 def kernels(monkeypatch):
     """Kernels for the CPU, by g++."""
     launcher = CompiledLauncher()
-    monkeypatch.setattr(fusing, "launcher_for", lambda device: launcher)
+    monkeypatch.setattr(cuda, "launcher_for", lambda device: launcher)
     return launcher
 
 
@@ -133,7 +133,7 @@ def test_a_loaded_state_goes_on_as_the_run_it_is_of(kind, options):
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_an_average_of_the_weights(fast, monkeypatch):
-    monkeypatch.setattr(fusing, "launcher_for", lambda device: CompiledLauncher() if fast else Unavailable("not here"))
+    monkeypatch.setattr(cuda, "launcher_for", lambda device: CompiledLauncher() if fast else Unavailable("not here"))
     parameters = made()
     optimizer = ours.AdamW(parameters, lr=0.1, ema_decay=0.9)
     means = [p.detach().clone() for p in parameters]
@@ -280,9 +280,9 @@ def test_kernels_that_fail_leave_the_step_to_torch(monkeypatch):
         def ready(self, kernels):
             raise KernelError("no compiler")
 
-    monkeypatch.setattr(fusing, "launcher_for", lambda device: Failing())
+    monkeypatch.setattr(cuda, "launcher_for", lambda device: Failing())
     said = []
-    monkeypatch.setattr(fusing, "warn_once", said.append)
+    monkeypatch.setattr(cuda, "warn_once", said.append)
     parameters, others = made(), made()
     for kind, of in ((ours.AdamW, parameters), (torch.optim.AdamW, others)):
         give(of, 0)
@@ -312,7 +312,7 @@ def net():
 
 def kernels_here(kernels):
     """Kernels by g++ in a rank, or as they are."""
-    return mock.patch.object(fusing, "launcher_for", return_value=CompiledLauncher()) if kernels else nullcontext()
+    return mock.patch.object(cuda, "launcher_for", return_value=CompiledLauncher()) if kernels else nullcontext()
 
 
 def trained(strategy, kernels):
