@@ -392,6 +392,11 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         ):
             raise StepError(loss_trouble(loss))
         if num_items is not None:
+            if not self._scaler.agree and self._world.size > 1:
+                raise StepError(
+                    "backward(num_items=...) inside join_uneven_inputs: items are counted over all ranks, and ranks that are done take no "
+                    "part. Pass the mean of the loss without num_items, or keep even_batches=True and do not join"
+                )
             loss = self._items.divide(loss, num_items, clock)
         elif clock.accumulation != 1:
             if self._items.open:
@@ -489,22 +494,26 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
     def join_uneven_inputs(self, joinables: Sequence[nn.Module], even_batches: bool | None = None) -> Iterator[None]:
         """Inside, ranks may run out of batches at different times; those that are done go along with the others' reductions.
 
+        A gradient is the mean over the ranks that still have a batch, each rank's batch with the same weight: with batches of one size
+        the training equals that of one process which is given the same samples together. At the end all ranks take the parameters,
+        optimizer states, schedules and loss scale of a rank that had the most batches.
+
         Args:
             joinables: prepared models.
             even_batches: over the loaders' setting, while inside.
 
         Raises:
-            RefusedError: the strategy, a synchronised batch-norm, or sums that are averaged apart from backward need every rank.
+            RefusedError: the strategy, a synchronised batch-norm, gradient accumulation, or a `comm_hook` needs every rank.
         """
         if self._prepared.converted:
             raise RefusedError(
                 "join_uneven_inputs with convert_sync_batchnorm: every forward needs the statistics of all ranks, those that are done "
                 "included. Leave convert_sync_batchnorm out, or keep even_batches=True and do not join"
             )
-        if self._prepared.sums.on and self._clock.accumulation != 1 and self._world.size > 1:
+        if self._clock.accumulation != 1 and self._world.size > 1:
             raise RefusedError(
-                "join_uneven_inputs with fp32 sums of low-precision gradients: ranks that are done would miss the averaging at the "
-                "window's end. Keep even_batches=True, use fp32 parameters (mixed_precision='bf16' casts in autocast), or do not accumulate"
+                "join_uneven_inputs with gradient accumulation: a rank's last batch ends its window, in the middle of the windows of ranks "
+                "that have more batches. Keep even_batches=True, or set gradient_accumulation_steps=1"
             )
         before = [(loader, loader.even_batches) for loader in self._prepared.loaders] if even_batches is not None else []
         for loader, _ in before:
@@ -513,6 +522,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         try:
             with self._prepared.strategy.join([route.module for route in self._prepared.routes(joinables)]):
                 yield
+            self._prepared.follow_longest()
         finally:
             self._scaler.agree = True
             for loader, even in before:
@@ -561,7 +571,13 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         """Clamp every gradient element to [-clip_value, clip_value]; acts once a window, as the optimizer does."""
         if self._clock.accumulation != 1 and not self._clock.sync:
             return
-        grads = [local(p.grad) for p in self._unscaled(self._as_list(parameters)) if p.grad is not None]
+        grads = []
+        for parameter in self._unscaled(self._as_list(parameters)):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()  # a row that came in several parts is clamped whole
+                grads.append(parameter.grad._values())
+            elif parameter.grad is not None:
+                grads.append(local(parameter.grad))
         if grads:
             torch._foreach_clamp_min_(grads, -float(clip_value))
             torch._foreach_clamp_max_(grads, float(clip_value))

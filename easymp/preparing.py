@@ -28,9 +28,11 @@ from .records import DataLoaderConfiguration
 from .rng import diverge
 from .state import Run
 from .strategies.batchnorm import batchnorms, convert_sync_batchnorm
+from .strategies.blocks import refuse_sparse
 from .strategies.compiling import CompileOptions, Compiling
 from .strategies.materialising import materialise, on_meta
 from .strategies.recomputing import Which, find_recomputed, recompute
+from .tree import send_to_device
 from .world import odd_one_out
 
 if TYPE_CHECKING:
@@ -200,6 +202,9 @@ class Preparation:
             manner = manner._replace(compile=self._compiling.whole)
         wrapped = self.strategy.wrap(model, plain, manner)
         self._run.world.hurry_groups()
+        if self._precision.masters or (self.strategy.sums and self._run.clock.accumulation != 1):
+            why = "gradients of low-precision parameters are summed in fp32, dense ones only"
+            refuse_sparse(model, why, "keep its weights in fp32", narrow=True)
         view, route = make_view(model, wrapped, self._run.world.blame, lambda: self._no_sync(model))
         self.models.append(Prepared(view, route))
         self.owner.update((id(p), name) for name, p in model.named_parameters())
@@ -403,6 +408,24 @@ class Preparation:
                 wanted.difference_update(held)
                 found.append(optimizer)
         return None if wanted else found
+
+    def follow_longest(self) -> None:
+        """Copy states of optimizers, schedulers and the loss scale from the rank with the most updates to ranks that made fewer."""
+        world = self._run.world
+        updates = world.gather_objects([optimizer.updates for optimizer in self.optimizers])
+        if all(made == updates[0] for made in updates):
+            return
+        source = max(range(world.size), key=lambda rank: sum(updates[rank]))
+        parts = [*self.optimizers, *self.schedulers, self._scaler]
+        states = [send_to_device(part.state_dict(), "cpu") if world.rank == source else None for part in parts]
+        world.broadcast_objects(states, source)
+        for optimizer, made in zip(self.optimizers, updates[source]):
+            optimizer.updates = made
+            for _, master in optimizer.masters:
+                master.detach().copy_(world.broadcast(master, source))
+        if world.rank != source:
+            for part, state in zip(parts, states):
+                part.load_state_dict(state)
 
     def release(self) -> None:
         """Let go of everything. Views stay callable, each rank for itself; optimizers hold their parameters again."""

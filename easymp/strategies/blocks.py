@@ -110,3 +110,18 @@ def _wrappable(module: nn.Module, model: nn.Module) -> bool:
     outside = (p for m in model.modules() if id(m) not in parts for p in m._parameters.values() if p is not None)
     callable_ = type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
     return bool(mine) and callable_ and mine.isdisjoint(id(p) for p in outside)
+
+
+def refuse_sparse(model: nn.Module, why: str, cure: str = "use strategy='ddp'", narrow: bool = False) -> None:
+    """Refuse trainable embeddings with sparse gradients; with `narrow`, only those with low-precision weights.
+
+    Raises:
+        PrepareError: there is one; names it.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not (module.sparse and module.weight.requires_grad):
+            continue
+        if not narrow or module.weight.dtype.itemsize < 4:
+            raise PrepareError(
+                f"{name or type(module).__name__!r} has sparse gradients, and {why}: make it with sparse=False, or {cure}"
+            )

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import PrepareError, RefusedError, StepError
+from ..errors import RefusedError, StepError
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..records import DistributedDataParallelKwargs
 from ..world import World
+from .blocks import refuse_sparse
 from .compiling import passed_over
 from .framed import Framed
 from .hooks import Carried, make_hook
+from .norms import clip_whole
 
 # Options that torch takes as they are.
 TORCHS = ("dim", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
@@ -111,14 +113,20 @@ class DDP:
                 model.require_forward_param_sync = True  # buffers: what forward does when it expects a reduction
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        return Join([m for m in models if isinstance(m, DistributedDataParallel)])
+        replicas = [m for m in models if isinstance(m, DistributedDataParallel)]
+        if make_hook(self._options, self._world.size) is not None:
+            raise RefusedError(
+                "join_uneven_inputs with a comm_hook or gradient_predivide_factor, which divide by the number of all ranks: batches that "
+                "some ranks no longer have would count less. Leave these options out, or keep even_batches=True and do not join"
+            )
+        return Join(replicas, divide_by_initial_world_size=False) if replicas else nullcontext()
 
     @property
     def counting(self) -> Counting:
         return Counting()
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return clip_whole(parameters, max_norm, norm_type)
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         return alone
@@ -210,12 +218,7 @@ def _check(model: nn.Module, options: DistributedDataParallelKwargs, manner: Man
     """
     if options.comm_hook == "no":
         return
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise PrepareError(
-                f"{name!r} has sparse gradients, and comm_hook={options.comm_hook!r} packs dense ones: make it with sparse=False, or leave "
-                "comm_hook at 'no'"
-            )
+    refuse_sparse(model, f"comm_hook={options.comm_hook!r} packs dense ones", "leave comm_hook at 'no'")
     if options.remembers and manner.policy.scaled:
         raise RefusedError(
             f"comm_hook={options.comm_hook!r} remembers what it did not send, so the overflow that {manner.policy.name} with a loss scale "

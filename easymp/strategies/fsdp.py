@@ -24,7 +24,7 @@ from ..optim.elementwise import check_sums
 from ..protocols import Counting, Facts, Layout, Manner, Refusal, nowhere, pieces
 from ..rebind import names_of, rebind
 from ..world import World
-from .blocks import find_blocks
+from .blocks import find_blocks, refuse_sparse
 from .materialising import materialise, on_meta
 from .norms import clip_to_norm, counting
 
@@ -436,6 +436,7 @@ def check_shardable(model: nn.Module, ignored: Collection[str] = ()) -> None:
         raise PrepareError(
             f"a {type(model).__name__} cannot be called, so fsdp cannot shard it: put it into a module with a forward"
         )
+    refuse_sparse(model, "fsdp reduces dense ones only")
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
         if name in ignored:

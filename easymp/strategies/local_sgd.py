@@ -20,6 +20,7 @@ from ..errors import EasympWarning, RefusedError, SettingError
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..world import World
 from .framed import Alone
+from .norms import clip_whole
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class LocalTraining:
         return Counting()
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return clip_whole(parameters, max_norm, norm_type)
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         left = max((turn.updates for turn in self._turns), default=0)

@@ -8,9 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..optim.norms import multiply, values
 from ..protocols import Counting
 from ..shards import local
 from ..world import World
+
+
+def clip_whole(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_, of sparse gradients too, whose rows count once."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not any(grad.is_sparse for grad in grads):
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    total = nn.utils.get_total_norm([values(grad) for grad in grads], norm_type)
+    multiply(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
+    return total
 
 
 def clip_to_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float, world: World) -> Tensor:
@@ -25,13 +36,7 @@ def clip_to_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float
         grads = [p.grad for p in parameters if p.grad is not None]
         total = total_norm(grads, norm_type, world)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for grad in grads:
-            part = local(grad)
-            if part.numel():
-                by_device.setdefault(part.device, []).append(part)
-        for device, parts in by_device.items():
-            torch._foreach_mul_(parts, factor.to(device))
+        multiply(grads, factor)
     return total
 
 
@@ -52,7 +57,7 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float, world: World) -> Ten
     """
     by_copies: dict[int, list[Tensor]] = {}
     for tensor in tensors:
-        part = local(tensor)
+        part = values(local(tensor))
         if part.numel():
             by_copies.setdefault(copies(tensor, world.size), []).append(part)
     here = [

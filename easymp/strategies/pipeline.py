@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrepareError, RefusedError, SettingError, StepError
+from ..optim.norms import multiply, values
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..rebind import follow
 from ..world import World
@@ -251,15 +252,14 @@ class Pipeline:
         rank = self._world.rank
         grads = [(self._homes.get(id(p)), p.grad) for p in parameters if p.grad is not None]
         zero = torch.zeros((), device=self._world.device)
-        here = [grad for home, grad in grads if home == rank]
-        alike = [grad for home, grad in grads if home is None]  # of no stage: the same on all ranks
+        here = [values(grad) for home, grad in grads if home == rank]
+        alike = [values(grad) for home, grad in grads if home is None]  # of no stage: the same on all ranks
         norms = self._world.gather(nn.utils.get_total_norm(here, norm_type).to(zero) if here else zero)
         if alike:
             norms = torch.cat([norms, nn.utils.get_total_norm(alike, norm_type)[None].to(norms.device)])
         total = torch.linalg.vector_norm(norms, norm_type)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        if grads:
-            torch._foreach_mul_([grad for _, grad in grads], factor)
+        multiply([grad for _, grad in grads], factor)
         return total
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:

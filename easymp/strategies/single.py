@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..records import DistributedDataParallelKwargs
 from ..world import World
+from .norms import clip_whole
 
 
 class Single:
@@ -71,7 +72,7 @@ class Single:
         return Counting()
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return clip_whole(parameters, max_norm, norm_type)
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         return alone

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..errors import PrepareError, RefusedError, SettingError, StepError
 from ..optim.elementwise import check_sums
 from ..optim.hooks import indifferent
+from ..optim.norms import values
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..rebind import names_of, rebind
 from ..shards import local
@@ -245,8 +246,9 @@ class TensorParallel:
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not _is_split(p)]
         if not held:
             return False
-        sizes = [torch.linalg.vector_norm(local(p.grad.detach()).double()) for p in held]
-        sums = [local(p.grad.detach()).double().sum() for p in held]
+        grads = [values(local(p.grad.detach())).double() for p in held]
+        sizes = [torch.linalg.vector_norm(grad) for grad in grads]
+        sums = [grad.sum() for grad in grads]
         mine = torch.stack([*sizes, *sums]).to(self._world.device)
         every = self._world.gather(mine[None])
         if not every.isfinite().all():

@@ -20,6 +20,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..protocols import Facts, Layout, Manner, Refusal, pieces
 from ..records import DistributedDataParallelKwargs
 from ..world import World
+from .blocks import refuse_sparse
 from .ddp import DDP
 
 
@@ -56,6 +57,7 @@ class ZeRO1(DDP):
         return DDP.layout(model, options, size, local_size)._replace(states=pieces(size), gathered=packed)
 
     def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+        refuse_sparse(model, "zero1 cuts dense ones only")
         module = super().wrap(model, optimizers, manner)
         self._frozen.update(id(p) for p in model.parameters() if not p.requires_grad)
         return module
