@@ -56,7 +56,7 @@ from .strategies.compiling import CompileOptions, read_compile
 from .strategies.recomputing import read_which
 from .switches import switch
 from .tracking import Tracking
-from .world import World, read_ranks
+from .world import World, locate, read_ranks
 
 if TYPE_CHECKING:
     from .optim.optimizer import PreparedOptimizer
@@ -186,7 +186,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         )
         if asked.project_dir not in (None, project.project_dir):
             project.set_directories(asked.project_dir)
-        plan = make_plan(asked, hardware.detect(), read_ranks())
+        plan = make_plan(asked, hardware.detect(), locate(read_ranks(), asked.timeout))
         spread = STRATEGIES[plan.strategy.value]
         options = read_options(spread, strategy_options, handlers)
         plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(plan.accumulation.value)

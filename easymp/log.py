@@ -8,15 +8,22 @@ from typing import Any
 
 from . import env
 
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
 
 def is_main() -> bool:
     """Whether this process is rank 0 (or the only one), by the launch variables: true before any group exists."""
-    return env.integer("RANK", 0) == 0
+    return _number(*RANKS) == 0
 
 
 def is_local_main() -> bool:
     """Whether this process is the first on its node."""
-    return env.integer("LOCAL_RANK", env.integer("RANK", 0)) == 0
+    return _number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", *RANKS) == 0
+
+
+def _number(*names: str) -> int:
+    """The first of the variables that is set."""
+    return next((number for name in names if (number := env.integer(name)) is not None), 0)
 
 
 class RankLogger(logging.LoggerAdapter):
@@ -33,7 +40,7 @@ class RankLogger(logging.LoggerAdapter):
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         if kwargs.pop("rank", False):
-            msg = f"[rank {env.integer('RANK', 0)}] {msg}"
+            msg = f"[rank {_number(*RANKS)}] {msg}"
         return msg, kwargs
 
 

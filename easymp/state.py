@@ -19,7 +19,7 @@ from .processes import Processes
 from .records import InitProcessGroupKwargs
 from .settings import resolve
 from .strategies import STRATEGIES
-from .world import World, read_ranks
+from .world import World, locate, read_ranks
 
 
 @dataclass(slots=True)
@@ -61,8 +61,8 @@ def is_open() -> bool:
 def current_world(cpu: bool | None = None, backend: str | None = None, timeout: float | None = None) -> World:
     """The newest open run's world; where none is open, one is joined by the environment's launch variables."""
     if not _open:
-        plan = make_plan(resolve(cpu=cpu, timeout=timeout), hardware.detect(), read_ranks())
-        settings = plan.settings
+        settings = resolve(cpu=cpu, timeout=timeout)
+        plan = make_plan(settings, hardware.detect(), locate(read_ranks(), settings.timeout))
         world = World(plan.ranks, torch.device(plan.device.value), settings.timeout, settings.debug, backend)
         register(Run(world, plan, StepClock()))
     return _open[-1].world

@@ -123,6 +123,50 @@ def test_a_job_that_must_not_be_requeued_is_not():
     assert "scontrol" not in batch_script("train", ["train.py"], ["--no-requeue"], processes=1)
 
 
+NASTY = [
+    "$(touch pwned).py", "`touch pwned`.py", "it's.py", 'a"b;touch pwned;".py', "a b #c.py", "a\\.py", "*.py", "!x&&y|z>.py", "${HOME}é.py",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("script", NASTY)
+def test_what_stands_in_the_batch_script_is_handed_on_as_it_is(tmp_path, monkeypatch, capsys, script):
+    monkeypatch.chdir(tmp_path)
+    Path(script).write_text("")
+    words = [*NASTY, "two\nlines\ntouch pwned", ""]
+    assert (
+        main(["launch", "--slurm", "print -p 'a;touch pwned' --comment='$(touch pwned) \"'", "--processes", "2", script, *words])
+        == 0
+    )
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    srun.chmod(0o755)
+    done = subprocess.run(
+        ["/bin/bash"],
+        input=capsys.readouterr().out,
+        env={"PATH": f"{srun.parent}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split("\0")[-len(words) - 2 : -1] == [script, *words]
+    assert done.stderr == "" and not Path("pwned").exists()
+
+
+def test_what_cannot_stand_in_the_batch_script_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    script = "a\ntouch pwned\n.py"
+    Path(script).write_text("")
+    asked = ["launch", "--processes", "2", "--slurm"]
+    assert main([*asked, "print", script]) == 1
+    assert r"the script's name 'a\ntouch pwned\n' has a character that cannot stand in" in capsys.readouterr().err
+    assert main([*asked, "print --job-name=x", script]) == 0  # only srun's command has it then, quoted
+    assert [line for line in lines(capsys.readouterr().out) if "touch" in line] == []
+    Path("train.py").write_text("")
+    assert main([*asked, "print", "--nodes", "1\ntouch pwned", "train.py"]) == 1
+    assert "is no number of nodes" in capsys.readouterr().err
+
+
 def test_submitting_is_sbatch_s(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SettingError, match="sbatch is not on PATH: run this on the cluster's login node"):
@@ -136,6 +180,7 @@ def test_submitting_is_sbatch_s(tmp_path, monkeypatch, capfd):
 
 # -- where launchers meet ----------------------------------------------------------------------------------------------
 
+MPI = {"OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_RANK": 1, "OMPI_COMM_WORLD_LOCAL_SIZE": 2}
 ONE_A_NODE = {**STEP, "SLURM_TASKS_PER_NODE": "1(x8)", "SLURM_NODEID": 5, "SLURM_LOCALID": 0}
 
 
@@ -157,6 +202,12 @@ def met(nodes: str | None = None, node_rank: int | None = None, address: str | N
         (ONE_A_NODE, {"address": "10.1.1.1:4000"}, (8, None, 5, "10.1.1.1", 4000, {})),
         # several tasks on a machine
         ({**STEP, "SLURM_TASKS_PER_NODE": "4(x2)"}, {}, (8, None, 5, "n007", 15345, {"EASYMP_LAUNCHER": "1 of 4"})),
+        # launchers that mpirun started on one machine, and in batch jobs, where its daemons are srun's tasks
+        ({**dict.fromkeys(TASK), **MPI}, {"port": 4000}, (2, None, 1, "127.0.0.1", 4000, {"EASYMP_LAUNCHER": "1 of 2"})),
+        ({**ONE_A_NODE, **MPI, "MASTER_PORT": 4000}, {}, (2, None, 1, "127.0.0.1", 4000, {"EASYMP_LAUNCHER": "1 of 2"})),
+        # pods
+        ({**dict.fromkeys(TASK), "PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "pod-0:7"}, {}, (1, 4, None, "pod-0", 7, {})),
+        ({**dict.fromkeys(TASK), "PET_NPROC_PER_NODE": 4}, {}, (1, None, None, "127.0.0.1", None, {})),
         # alone
         (dict.fromkeys(TASK), {}, (1, None, None, "127.0.0.1", None, {})),
         ({"SLURM_PROCID": 0, "SLURM_NTASKS": 1}, {}, (1, None, None, "127.0.0.1", None, {})),
@@ -176,7 +227,7 @@ def test_what_does_not_fit_is_said(slurm):
     ):
         met()
     slurm(**ONE_A_NODE)
-    with pytest.raises(SettingError, match="nodes='2', but Slurm's srun started 8 tasks: ask it for as many, one on each node"):
+    with pytest.raises(SettingError, match="nodes='2', but Slurm's srun announced 8: leave --nodes out, or start as many launch"):
         met("2")
     with pytest.raises(SettingError, match="nodes='1', but"):  # not eight trainings
         met("1")

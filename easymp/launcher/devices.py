@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from .. import settings
-from ..slurm import read_task
+from .. import announced, settings
 
 
 def default_processes() -> int:
-    """One an accelerator, or 1 without any (or with ``cpu`` set). Asks the driver's library, not the device.
+    """As many as are announced for each node; else one an accelerator, or 1 without any (or with ``cpu`` set).
 
-    Several of Slurm's tasks on one machine are one for each process.
+    Asks the driver's library, not the device. Several announced tasks on one machine are one for each process.
     """
-    task, _ = read_task()
-    if settings.resolve().cpu or (task is not None and task.local_size > 1):
+    found, _ = announced.read_node()
+    if found is not None and found.processes > 1:
+        return found.processes
+    if settings.resolve().cpu or (found is not None and (found.local_size or 1) > 1):
         return 1
     import torch
 

@@ -8,13 +8,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .. import env
+from .. import announced
 from ..errors import SettingError
-from ..slurm import read_task
-from . import agent, binding
+from . import agent, binding, slurm
 from .devices import default_processes
 from .failure import RESTART, explain, signal_name
-from .place import Place
+from .place import WAIT, Place
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 
@@ -99,8 +98,9 @@ def check_script(script: str, module: bool) -> None:
 def launch(processes: int | None = None) -> None:
     """Make a plain ``python train.py`` run on several processes: call it first thing in the script.
 
-    In a process that a launcher started, or Slurm as one of several tasks, it returns at once, and so it does for one process. Otherwise
-    this process runs the same command on `processes` workers, and exits with their exit code.
+    In a process that a launcher started as a rank, or srun or mpirun as one of several tasks, it returns at once, and so it does for
+    one process. Otherwise this process runs the same command on `processes` workers, and exits with their exit code. In a pod that
+    is announced as a node of several processes it takes that node's part.
 
     Args:
         processes: how many; None takes one an accelerator, or 1 without any.
@@ -108,13 +108,15 @@ def launch(processes: int | None = None) -> None:
     Raises:
         SettingError: there is no script to run again (a notebook, ``python -c``, an interactive session).
     """
-    if env.read("RANK") is not None or env.read("WORLD_SIZE") is not None or read_task()[0] is not None:
+    found, why = announced.read()
+    if (found is not None and found.processes == 1 and found.most is None) or (found is None and why == announced.ONE):
         return
     processes = checked(processes)
-    if processes == 1:
+    if processes == 1 and found is None:
         return
     name, module = _this_script()
-    sys.exit(launch_script(name, sys.argv[1:], processes, module=module))
+    meeting, variables = (None, {}) if found is None else slurm.meet(None, None, None, None, WAIT)
+    sys.exit(launch_script(name, sys.argv[1:], processes, module=module, place=meeting, variables=variables))
 
 
 def _this_script() -> tuple[str, bool]:

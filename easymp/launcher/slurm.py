@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from .. import env
+from .. import announced, env
 from ..errors import SettingError
-from ..slurm import BATCH, read_task
+from ..slurm import BATCH
 from .failure import RESTART
 from .place import Place, place, read_nodes
 
@@ -52,30 +52,34 @@ fi
 def meet(
     nodes: str | None, node_rank: int | None, main_address: str | None, main_port: int | None, wait: float
 ) -> tuple[Place, dict[str, str | None]]:
-    """Where this launcher meets the others, and variables for its workers: as `place`, and what is not given is as Slurm says.
+    """Where this launcher meets the others, and variables for its workers: as `place`; what is not given is as announced.
 
-    Each task of srun's is a launcher, and counts as a node.
+    Each announced task (of srun, mpirun, a pod of Kubeflow) is a launcher, and counts as a node.
 
     Raises:
         SettingError: this is the batch script of a job of several nodes, where without srun the others would have nothing to do; or
             there are more or fewer tasks than `nodes`.
-        WorldError: Slurm's variables contradict each other.
+        WorldError: the announcing variables contradict each other.
     """
     least, most = read_nodes(nodes or "1")
-    task, why = read_task()
+    found, why = announced.read_node()
     if why == BATCH and nodes is None and (count := env.integer("SLURM_JOB_NUM_NODES", 1)) > 1:
         raise SettingError(
             f"Slurm's job has {count} nodes, and its batch script runs on the first one only: write srun before the command, which "
             "starts it on all (`easymp launch --slurm print` shows how), or pass --nodes 1 to use this one"
         )
-    if task is None:
+    if found is None or (found.size == 1 and found.most is None):
         return place(nodes, node_rank, main_address, main_port, wait), {}
-    if nodes and not least <= task.size <= most:
-        raise SettingError(f"nodes={nodes!r}, but Slurm's srun started {task.size} tasks: ask it for as many, one on each node")
-    rank = task.rank if node_rank is None else node_rank
-    found = place(nodes or str(task.size), rank, main_address or task.address, main_port or task.port, wait)
+    if nodes and not least <= found.size <= most:
+        raise SettingError(
+            f"nodes={nodes!r}, but {found.by} announced {found.size}: leave --nodes out, or start as many launchers, one on each node"
+        )
+    there = str(found.size) if found.most is None else f"{found.size}:{found.most}"
+    rank = found.rank if node_rank is None else node_rank
+    met = place(nodes or there, rank, main_address or found.address, main_port or found.port, wait)
     # The worker's entry counts local ranks over all launchers of this machine: each of them numbers its own workers from 0.
-    return found, {"EASYMP_LAUNCHER": f"{task.local_rank} of {task.local_size}"} if task.local_size > 1 else {}
+    several = found.local_size is not None and found.local_size > 1
+    return met, {"EASYMP_LAUNCHER": f"{found.local_rank} of {found.local_size}"} if several else {}
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,12 @@ def batch_script(
             "(each gets a GPU; with EASYMP_CPU=1 none)"
         )
     given = {_name(option) for option in options}
+    if not name.isprintable() and "--job-name" not in given:
+        raise SettingError(
+            f"the script's name {name!r} has a character that cannot stand in a batch script's options, where the job's name is made of "
+            "it: name the job with --slurm 'print --job-name=NAME', or rename the script"
+        )
+    read_nodes(nodes or "1")
     if nodes is not None and "--nodes" in given:
         raise SettingError(f"nodes are given twice, as --nodes {nodes} and among Slurm's options: leave one of them out")
     ours = {

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .. import env
+from .. import announced, env
 from ..errors import EasympWarning, WorldError
-from ..slurm import BATCH, read_task
+from ..slurm import BATCH
 
 
 class Ranks(NamedTuple):
@@ -21,8 +21,11 @@ class Ranks(NamedTuple):
     local_size: int = 1
     announced: str = ""  # who said so: "RANK and WORLD_SIZE", "the process group", "Slurm's srun", or "" where nobody did
     bound: bool = False  # sees one accelerator only, chosen for it by the launcher (as Slurm's --gpus-per-task does)
-    meeting: tuple[str, int] | None = None  # rank 0's address and port, where MASTER_ADDR and MASTER_PORT do not say them
+    # rank 0's address and port, where MASTER_ADDR and MASTER_PORT do not say them
+    meeting: tuple[str | None, int | None] | None = None
     alone: str = "no launcher announced others"  # why there is one process, where nobody announced it
+    # "rank": local_rank and local_size stand for one machine until `locate` counts them by host; "size": local_size does
+    unknown: str = ""
 
     @property
     def nodes(self) -> int:
@@ -30,45 +33,41 @@ class Ranks(NamedTuple):
 
 
 def read_ranks() -> Ranks:
-    """The running process group's ranks, or RANK, WORLD_SIZE and so on, or Slurm's task, or one process.
+    """The running process group's ranks, or what a launcher announced, or one process.
 
     Raises:
-        WorldError: the launch variables are incomplete or contradict each other.
+        WorldError: the launch variables are incomplete or contradict each other, or announce processes that this one cannot join.
     """
     if dist.is_available() and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-        local = env.integer("LOCAL_RANK", rank)
-        return Ranks(rank, size, local, env.integer("LOCAL_WORLD_SIZE", max(size, local + 1)), "the process group", bound())
-    rank, size = env.integer("RANK"), env.integer("WORLD_SIZE")
-    if rank is None and size is None:
-        return _slurm()
-    if rank is None or size is None:
-        there, missing = ("WORLD_SIZE", "RANK") if rank is None else ("RANK", "WORLD_SIZE")
-        if size == 1:
-            return Ranks()
+        local, beside = env.integer("LOCAL_RANK"), env.integer("LOCAL_WORLD_SIZE")
+        return _ranks(rank, size, local, beside, "the process group")
+    found, why = announced.read()
+    if found is None:
+        if why == BATCH and env.integer("SLURM_NTASKS", 1) > 1:
+            warnings.warn(
+                f"one process trains, of the {env.read('SLURM_NTASKS')} tasks of Slurm's job: its batch script starts all of them "
+                "with srun before the command",
+                EasympWarning,
+                stacklevel=3,
+            )
+        return Ranks(alone=f"no launcher announced others: {why}") if why else Ranks()
+    if found.processes != 1 or found.most is not None or found.rank is None:
         raise WorldError(
-            f"{there}={env.read(there)} is in the environment but {missing} is not: a launcher sets both. "
-            f"Start with `easymp launch`, or unset {there} to train in one process"
+            f"{found.by} announce {found.size} node{'s' * (found.size > 1)} with {found.processes or 'several'} processes each, and "
+            "this process was started as one: start it with torchrun or `easymp launch`, which take their part in it, or unset "
+            "PET_NNODES and PET_NPROC_PER_NODE"
         )
-    if not 0 <= rank < size:
-        raise WorldError(f"RANK={rank} does not lie in 0 … WORLD_SIZE - 1 = {size - 1}: check the launcher's settings")
-    local = env.integer("LOCAL_RANK", rank)
-    return Ranks(rank, size, local, env.integer("LOCAL_WORLD_SIZE", max(size, local + 1)), "RANK and WORLD_SIZE", bound())
+    meeting = None if found.by == announced.EXPLICIT else (found.address, found.port)
+    return _ranks(found.rank, found.size, found.local_rank, found.local_size, found.by, meeting)
 
 
-def _slurm() -> Ranks:
-    task, why = read_task()
-    if task is not None:
-        meeting = (task.address, task.port)
-        return Ranks(task.rank, task.size, task.local_rank, task.local_size, why, bound(), meeting)
-    if why == BATCH and env.integer("SLURM_NTASKS", 1) > 1:
-        warnings.warn(
-            f"one process trains, of the {env.read('SLURM_NTASKS')} tasks of Slurm's job: its batch script starts all of them "
-            "with srun before the command",
-            EasympWarning,
-            stacklevel=4,
-        )
-    return Ranks(alone=f"no launcher announced others: {why}") if why else Ranks()
+def _ranks(
+    rank: int, size: int, local: int | None, beside: int | None, by: str, meeting: tuple[str | None, int | None] | None = None
+) -> Ranks:
+    unknown = "" if size == 1 else "rank" if local is None else "size" if beside is None else ""
+    local = local if local is not None else rank
+    return Ranks(rank, size, local, beside or max(size, local + 1), by, bound(), meeting, unknown=unknown)
 
 
 def bound() -> bool:

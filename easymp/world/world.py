@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,8 +99,7 @@ class World:
 
     def _join(self) -> None:
         if not dist.is_initialized():
-            limit = timedelta(seconds=self.timeout)
-            store = self._sign_in(limit)
+            store = _signed_in.pop() if _signed_in else _sign_in(self.ranks, self.timeout)[0]
             self._connect(store)
             self.owned = True
         self.backend = dist.get_backend()
@@ -139,52 +139,6 @@ class World:
                 f"rank {self.rank} of {self.size} is connected, and not all others were within {self.timeout:g} s "
                 f"({str(error).splitlines()[0]}): what they printed says why"
             ) from error
-
-    def _sign_in(self, limit: timedelta) -> dist.Store:
-        """The store all ranks share, once all of them have signed in."""
-        address, port = self.ranks.meeting or (env.read("MASTER_ADDR"), env.integer("MASTER_PORT"))
-        if address is None or port is None:
-            missing = "MASTER_ADDR" if address is None else "MASTER_PORT"
-            raise WorldError(
-                f"WORLD_SIZE={self.size} is in the environment but {missing} is not: a launcher sets it. Start with "
-                f"`easymp launch --processes {self.size} script.py`, or export {missing} (127.0.0.1 and a free port will do)"
-            )
-        shared = env.flag("TORCHELASTIC_USE_AGENT_STORE", False)
-        try:
-            if shared:
-                store = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=limit)))[0]
-            else:
-                store = dist.TCPStore(address, port, None, self.rank == 0, limit, wait_for_workers=False, multi_tenant=True)
-        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
-            raise WorldError(
-                f"rank {self.rank} of {self.size} could not reach rank 0 at {address}:{port} within {self.timeout:g} s "
-                f"({str(error).splitlines()[0]}): check that rank 0 runs, and that the address and port "
-                "(MASTER_ADDR and MASTER_PORT, or made from Slurm's variables) are right and free"
-            ) from error
-        # torchrun's agent keeps its store over a restart: what an earlier attempt wrote there is not ours. A store of rank 0's own is
-        # as new as the attempt, and nodes may count their restarts differently: one that came later had none.
-        attempt = env.integer("TORCHELASTIC_RESTART_COUNT", 0) if shared else 0
-        store = dist.PrefixStore(f"easymp/{attempt}", store)
-        try:
-            number = store.add(f"worlds/{self.rank}", 1)
-            keys = [f"world/{number}/{r}" for r in range(self.size)]
-            store.set(keys[self.rank], socket.gethostname())
-            store.wait(keys, limit)
-        except dist.DistNetworkError:
-            # It was the store of rank 0's last world, which closed just now: something there still held it, such as a sharded
-            # model waiting to be collected. The next one opens at the same place; if rank 0 is gone, reaching it says so.
-            return self._sign_in(limit)
-        except (dist.DistStoreError, RuntimeError) as error:
-            missing = [str(r) for r in range(self.size) if not store.check([keys[r]])]
-            raise WorldError(
-                f"WORLD_SIZE={self.size} was announced, but rank {', '.join(missing)} did not arrive within "
-                f"{self.timeout:g} s: start all {self.size} (`easymp launch --processes {self.size} script.py` does), "
-                "or unset RANK and WORLD_SIZE to train in one process"
-                if self.ranks.meeting is None
-                else f"{self.ranks.announced} announced {self.size} tasks, but rank {', '.join(missing)} did not arrive within "
-                f"{self.timeout:g} s: have it start the training as every task, or give the job one (srun --ntasks 1)"
-            ) from error
-        return store
 
     def close(self) -> None:
         """Leave the world; what was started here is ended here. Calling it again does nothing.
@@ -449,6 +403,96 @@ class World:
             raise WorldError(
                 f"{what}: the ranks' tensors differ: {odd_one_out(seen)}; every rank must pass the same shape and dtype"
             )
+
+
+def _sign_in(ranks: Ranks, timeout: float) -> tuple[dist.Store, list[str]]:
+    """The store that all ranks share, once all of them have signed in, and the keys under which it has their hosts, by rank."""
+    limit = timedelta(seconds=timeout)
+    address, port = ranks.meeting or (env.read("MASTER_ADDR"), env.integer("MASTER_PORT"))
+    if address is None or port is None:
+        missing = "MASTER_ADDR" if address is None else "MASTER_PORT"
+        raise WorldError(
+            f"WORLD_SIZE={ranks.size} is in the environment but {missing} is not: a launcher sets it. Start with "
+            f"`easymp launch --processes {ranks.size} script.py`, or export {missing} (127.0.0.1 and a free port will do)"
+        )
+    shared = env.flag("TORCHELASTIC_USE_AGENT_STORE", False)
+    try:
+        if shared:
+            store = next(iter(dist.rendezvous("env://", ranks.rank, ranks.size, timeout=limit)))[0]
+        else:
+            store = dist.TCPStore(address, port, None, ranks.rank == 0, limit, wait_for_workers=False, multi_tenant=True)
+    except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
+        raise WorldError(
+            f"rank {ranks.rank} of {ranks.size} could not reach rank 0 at {address}:{port} within {timeout:g} s "
+            f"({str(error).splitlines()[0]}): check that rank 0 runs, and that the address and port "
+            "(MASTER_ADDR and MASTER_PORT, or made from the launcher's variables) are right and free"
+        ) from error
+    # torchrun's agent keeps its store over a restart: what an earlier attempt wrote there is not ours. A store of rank 0's own is
+    # as new as the attempt, and nodes may count their restarts differently: one that came later had none.
+    attempt = env.integer("TORCHELASTIC_RESTART_COUNT", 0) if shared else 0
+    store = dist.PrefixStore(f"easymp/{attempt}", store)
+    try:
+        number = store.add(f"worlds/{ranks.rank}", 1)
+        keys = [f"world/{number}/{r}" for r in range(ranks.size)]
+        store.set(keys[ranks.rank], _host())
+        store.wait(keys, limit)
+    except dist.DistNetworkError:
+        # It was the store of rank 0's last world, which closed just now: something there still held it, such as a sharded
+        # model waiting to be collected. The next one opens at the same place; if rank 0 is gone, reaching it says so.
+        return _sign_in(ranks, timeout)
+    except (dist.DistStoreError, RuntimeError) as error:
+        missing = [str(r) for r in range(ranks.size) if not store.check([keys[r]])]
+        raise WorldError(
+            f"WORLD_SIZE={ranks.size} was announced, but rank {', '.join(missing)} did not arrive within "
+            f"{timeout:g} s: start all {ranks.size} (`easymp launch --processes {ranks.size} script.py` does), "
+            "or unset RANK and WORLD_SIZE to train in one process"
+            if ranks.meeting is None
+            else f"{ranks.announced} announced {ranks.size} tasks, but rank {', '.join(missing)} did not arrive within "
+            f"{timeout:g} s: start the training in all of them, or in a job of one (srun --ntasks 1, mpirun -n 1)"
+        ) from error
+    return store, keys
+
+
+def _host() -> str:
+    """What is the same for processes that see the same devices by the same numbers: the host, since its start, and the container."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+_signed_in: list[dist.Store] = []  # of `locate`, for the world that is made next
+
+
+def locate(ranks: Ranks, timeout: float) -> Ranks:
+    """`ranks` with local rank and size, counted by host where no launcher announced them; then all ranks take part.
+
+    LOCAL_RANK and LOCAL_WORLD_SIZE are set in the environment, as torchrun sets them.
+
+    Args:
+        ranks: who this process is.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        WorldError: announced processes did not arrive.
+    """
+    if not ranks.unknown:
+        return ranks
+    if dist.is_initialized():
+        store = dist.PrefixStore("easymp/hosts", dist.distributed_c10d._get_default_store())
+        keys = [str(rank) for rank in range(ranks.size)]
+        store.set(keys[ranks.rank], _host())
+        store.wait(keys, timedelta(seconds=timeout))
+    else:
+        store, keys = _sign_in(ranks, timeout)
+        _signed_in[:] = [store]
+    hosts = [store.get(key) for key in keys]
+    own = hosts[ranks.rank]
+    local = ranks.local_rank if ranks.unknown == "size" else hosts[: ranks.rank].count(own)
+    beside = max(hosts.count(own), local + 1)
+    env.put({"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(beside)})
+    return ranks._replace(local_rank=local, local_size=beside, unknown="")
 
 
 def odd_one_out(values: list[Any]) -> str:

@@ -25,14 +25,19 @@ def test_torchrun(monkeypatch):
 
 
 def test_one_announced_process_is_a_world(monkeypatch):
-    announce(monkeypatch, RANK=0, WORLD_SIZE=1)
+    announce(monkeypatch, RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500)
     assert read_ranks().announced
 
 
-def test_without_local_ranks_all_are_on_this_node(monkeypatch):
+def test_one_announced_process_that_has_nowhere_to_meet_is_alone(monkeypatch):
+    announce(monkeypatch, RANK=0, WORLD_SIZE=1)
+    assert read_ranks() == Ranks(alone="no launcher announced others: RANK and WORLD_SIZE announced one process")
+
+
+def test_without_local_ranks_all_are_on_this_node_until_they_are_counted_by_host(monkeypatch):
     announce(monkeypatch, RANK=1, WORLD_SIZE=2)
     ranks = read_ranks()
-    assert (ranks.local_rank, ranks.local_size, ranks.nodes) == (1, 2, 1)
+    assert (ranks.local_rank, ranks.local_size, ranks.nodes, ranks.unknown) == (1, 2, 1, "rank")
 
 
 def test_size_of_one_alone_is_no_announcement(monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import RefusedError
-from ...world import World, read_ranks
+from ...world import World, locate, read_ranks
 from ..devices import device_of
 from .layer import layer
 
@@ -46,6 +46,7 @@ def init_distributed(
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # so that collectives work, as the identity
         return
     seconds = timeout.total_seconds() if hasattr(timeout, "total_seconds") else 120.0
+    ranks = locate(ranks, seconds)
     _world = World(ranks, device_of(ranks), seconds)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import EasympError, RefusedError
 from ...settings import resolve
-from ...world import World, read_ranks
+from ...world import World, locate, read_ranks
 from ..devices import device_of
 from ..saying import Layer
 from .engine import Engine
@@ -65,9 +65,10 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
         )
     if _run is not None:
         return
-    ranks = read_ranks()
+    timeout = resolve().timeout
+    ranks = locate(read_ranks(), timeout)
     layer.use("init, DistributedOptimizer, allreduce", NATIVE)
-    world = World(ranks, device_of(ranks), resolve().timeout)
+    world = World(ranks, device_of(ranks), timeout)
     _run = Run(world, Engine(world), count(), os.getpid())
     atexit.register(shutdown)
 

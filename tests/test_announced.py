@@ -1,0 +1,287 @@
+"""Launchers that announce other processes: each is joined, or refused by name."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from easymp import Accelerator
+from easymp.cli import main
+from easymp.errors import WorldError
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+PREFIXES = ("OMPI_", "MV2_", "PMI_", "PMIX_", "MPI_LOCAL", "PET_", "SLURM_", "SUBMITIT_", "TORCHELASTIC_")
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ENVIRONMENT", "EASYMP_LAUNCHER")
+
+
+def clear() -> None:
+    """Remove what announces other processes from this process's environment."""
+    for name in [name for name in os.environ if name.startswith(PREFIXES) or name in NAMES]:
+        del os.environ[name]
+
+
+def announce(said: dict[str, str]) -> None:
+    """In one of the pool's ranks: announce it with these variables alone."""
+    here = {"rank": os.environ["RANK"], "size": os.environ["WORLD_SIZE"], "port": os.environ["MASTER_PORT"]}
+    clear()
+    os.environ.update({name: text.format(**here) for name, text in said.items()})
+
+
+def seat() -> tuple[int, int, int, float, str]:
+    """Rank, size, local rank, the sum of all ranks, and the plan's word about who announced them."""
+    acc = Accelerator(cpu=True, timeout=60)
+    try:
+        total = acc.reduce(torch.tensor(float(acc.process_index))).item()
+        return (
+            acc.process_index,
+            acc.num_processes,
+            acc.local_process_index,
+            total,
+            acc.plan.explain().splitlines()[0].split(None, 2)[2],
+        )
+    finally:
+        acc.end_training()
+
+
+def seat_by(said: dict[str, str], host: str = "") -> tuple[int, int, int, float, str]:
+    real = socket.gethostname
+    announce(said)
+    if host:
+        name = host.split()[int(os.environ["RANK"])]
+        socket.gethostname = lambda: name
+    try:
+        return seat()
+    finally:
+        socket.gethostname = real
+
+
+PORT = {"MASTER_PORT": "{port}"}
+MEET = {"MASTER_ADDR": "127.0.0.1", **PORT}
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "{size}", "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "{size}",
+}  # fmt: skip
+PET = {"PET_NNODES": "{size}", "PET_NODE_RANK": "{rank}", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "{port}"}
+SLURM = {
+    "SLURM_PROCID": "{rank}", "SLURM_NTASKS": "{size}", "SLURM_LOCALID": "{rank}", "SLURM_NODEID": "0", "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NAME": "submitit",
+}  # fmt: skip
+PMI = {"PMI_RANK": "{rank}", "PMI_SIZE": "{size}"}
+
+
+@pytest.mark.parametrize(
+    ("said", "by"),
+    [
+        ({"RANK": "{rank}", "WORLD_SIZE": "{size}", "LOCAL_RANK": "{rank}", **MEET}, "RANK and WORLD_SIZE"),
+        ({**OMPI, **PORT}, "Open MPI's mpirun"),
+        # mpirun of a batch job: its daemons are srun's tasks, one on each node
+        ({**OMPI, **PORT, **SLURM, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "Open MPI's mpirun"),
+        ({**PMI, "MPI_LOCALRANKID": "{rank}", "MPI_LOCALNRANKS": "{size}", **PORT}, "PMI (mpirun of MPICH or Intel MPI)"),
+        ({**PMI, **MEET}, "PMI (mpirun of MPICH or Intel MPI)"),
+        ({**PMI, **SLURM, "SLURM_STEP_NUM_TASKS": "{size}", **MEET}, "Slurm's srun"),  # srun --mpi=pmi2
+        ({"PMIX_RANK": "{rank}", **SLURM, **PORT}, "Slurm's srun"),  # srun --mpi=pmix
+        ({**{f"MV2_COMM_WORLD_{n[16:]}": v for n, v in OMPI.items()}, **PORT}, "MVAPICH2's mpirun"),
+        ({"SUBMITIT_LOCAL_GLOBALID": "{rank}", "SUBMITIT_LOCAL_LOCALID": "{rank}", "SUBMITIT_LOCAL_NTASKS": "{size}", **PORT}, "submitit"),
+        ({**SLURM, **PORT}, "Slurm's srun"),
+        (PET, "PET_NNODES and PET_NPROC_PER_NODE"),
+        ({**PET, "PET_NPROC_PER_NODE": "1"}, "PET_NNODES and PET_NPROC_PER_NODE"),
+        ({"RANK": "{rank}", "WORLD_SIZE": "{size}", **MEET, **PET, "PET_NPROC_PER_NODE": "auto"}, "RANK and WORLD_SIZE"),  # PyTorchJob
+        # a rank that torchrun started in a pod
+        ({"RANK": "{rank}", "WORLD_SIZE": "{size}", "LOCAL_RANK": "{rank}", **MEET, **PET, "PET_NNODES": "1"}, "RANK and WORLD_SIZE"),
+    ],
+)  # fmt: skip
+def test_announced_processes_join(ranks, said, by):
+    assert ranks(seat_by, said) == [(0, 2, 0, 1.0, by), (1, 2, 1, 1.0, by)]
+
+
+@pytest.mark.parametrize(("hosts", "local"), [("a a", [0, 1]), ("a b", [0, 0])])
+def test_local_ranks_are_counted_by_host(ranks, hosts, local):
+    found = ranks(seat_by, {"RANK": "{rank}", "WORLD_SIZE": "{size}", **MEET}, hosts)
+    assert [index for _, _, index, _, _ in found] == local
+
+
+def in_a_thread() -> tuple[int, int, int, float, str]:
+    """As Ray Train has it: a process group is open, and the training runs in a thread."""
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    clear()
+    found: list[tuple[int, int, int, float, str]] = []
+    thread = threading.Thread(target=lambda: found.append(seat()))
+    thread.start()
+    thread.join()
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+    dist.destroy_process_group()
+    return found[0]
+
+
+def test_an_open_group_is_joined(ranks):
+    assert ranks(in_a_thread) == [(0, 2, 0, 1.0, "the process group"), (1, 2, 1, 1.0, "the process group")]
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Announces with these variables alone."""
+
+    def say(**said: object) -> None:
+        for name in [name for name in os.environ if name.startswith(PREFIXES) or name in NAMES]:
+            monkeypatch.delenv(name)
+        for name, value in said.items():
+            monkeypatch.setenv(name, str(value))
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": 0, "OMPI_COMM_WORLD_SIZE": 1}, "Open MPI's mpirun started one process"),
+        ({"PMI_RANK": 0, "PMI_SIZE": 1}, "PMI .* started one process"),
+        ({"PET_NNODES": 1, "PET_NPROC_PER_NODE": "auto"}, "no launcher announced others"),
+        ({"RANK": 0, "WORLD_SIZE": 1}, "RANK and WORLD_SIZE announced one process"),
+        ({"PMIX_RANK": 0, "SLURM_PROCID": 0, "SLURM_NTASKS": 1}, "Slurm's srun started one task"),
+    ],
+)
+def test_one_announced_process_trains_alone(says, said, words):
+    says(**said)
+    acc = Accelerator(cpu=True)
+    assert acc.num_processes == 1
+    assert re.search(words, str(acc))
+    acc.end_training()
+
+
+TWO = {"OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_RANK": 0, "OMPI_COMM_WORLD_LOCAL_SIZE": 1}
+URI = "7.0;tcp://192.0.2.2,10.0.0.1:56327;tcp6://[fd00::2]:60173"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (TWO, "Open MPI's mpirun announces 2 processes on several machines, and not where rank 0 runs: export .*mpirun -x MASTER_ADDR"),
+        # rank 0 is not beside mpirun, whose address the others would take
+        ({**TWO, "OMPI_COMM_WORLD_RANK": 0, "OMPI_MCA_orte_hnp_uri": URI, "OMPI_MCA_orte_local_daemon_uri": "other"}, "not where rank 0"),
+        ({"OMPI_COMM_WORLD_SIZE": 2}, "OMPI_COMM_WORLD_SIZE=2 is in the environment but OMPI_COMM_WORLD_RANK is not"),
+        ({"PMI_RANK": 2, "PMI_SIZE": 2}, "PMI_RANK=2 does not lie in 0 … PMI_SIZE - 1 = 1"),
+        ({"PMIX_RANK": 1}, "PMIX_RANK=1 is in the environment, and no variable says how many processes there are"),
+        ({"RANK": 0, "WORLD_SIZE": 1, **TWO, "MASTER_ADDR": "a"}, "WORLD_SIZE=1 .* Open MPI's mpirun announces 2 processes: unset"),
+        ({"PET_NNODES": 2, "PET_MASTER_ADDR": "a"}, "PET_NNODES=2 is in the environment but PET_NODE_RANK is not"),
+        ({"PET_NNODES": 2, "PET_NODE_RANK": 2, "PET_MASTER_ADDR": "a"}, "PET_NODE_RANK=2 does not lie in 0 … 1"),
+        ({"PET_NNODES": 2, "PET_NODE_RANK": 0}, "PET_NNODES=2 is in the environment but PET_MASTER_ADDR is not"),
+        ({"PET_NNODES": "two"}, "PET_NNODES='two' is not a number of nodes"),
+        # what only a launcher can join
+        ({"PET_NPROC_PER_NODE": 4}, "1 node with 4 processes each, .*: start it with torchrun or `easymp launch`"),
+        ({"PET_NNODES": 2, "PET_NODE_RANK": 0, "PET_MASTER_ADDR": "a", "PET_NPROC_PER_NODE": "gpu"}, "2 nodes with several processes"),
+        ({"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "a:29400"}, "start it with torchrun or `easymp launch`"),
+        ({"RANK": 1, "WORLD_SIZE": 8, "MASTER_ADDR": "a", "PET_NNODES": 2, "PET_NPROC_PER_NODE": 4}, "2 nodes with 4 processes each"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_joined_is_refused_by_name(says, said, words):
+    says(**said)
+    with pytest.raises(WorldError, match=words):
+        Accelerator(cpu=True)
+
+
+# -- `easymp launch` in an announced world -----------------------------------------------------------------------------
+
+TELL = "import os\nprint(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')))\n"
+
+
+def launch_as(said: dict[str, str], script: str, *flags: str) -> tuple[int, str]:
+    announce(said)
+    with open("out", "w+") as out:
+        code = subprocess.run(
+            [sys.executable, "-m", "easymp", "launch", *flags, script], stdout=out, stderr=out, check=False
+        ).returncode
+        out.seek(0)
+        return code, out.read()
+
+
+def launch_in(folder: str, said: dict[str, str], *flags: str) -> tuple[int, str]:
+    os.environ.update(EASYMP_CPU="1", PYTHONPATH=ROOT)
+    own = Path(folder, os.environ["RANK"])
+    own.mkdir()
+    os.chdir(own)
+    return launch_as(said, "../tell.py", *flags)
+
+
+@pytest.mark.parametrize(
+    ("said", "seats"),
+    [
+        ({"RANK": "{rank}", "WORLD_SIZE": "{size}", **MEET}, [["0 2 0 1"], ["1 2 0 1"]]),  # a pod of PyTorchJob
+        ({**PET, "PET_NPROC_PER_NODE": "2"}, [["0 4 0 2", "1 4 1 2"], ["2 4 0 2", "3 4 1 2"]]),
+    ],
+)
+def test_launch_takes_its_part(ranks, tmp_path, said, seats):
+    (tmp_path / "tell.py").write_text(TELL)
+    found = ranks(launch_in, str(tmp_path), said, timeout=100)
+    assert [(code, sorted(text.splitlines())) for code, text in found] == [(0, lines) for lines in seats]
+
+
+@pytest.mark.parametrize(
+    ("said", "flags", "words"),
+    [
+        (
+            {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "a"},
+            ["--nodes", "1"],
+            "nodes='1', but RANK and WORLD_SIZE announced 2: leave",
+        ),
+        ({"RANK": 0, "WORLD_SIZE": 2}, [], "2 nodes must know where to meet: pass --main-address"),
+        ({**TWO}, [], "announces 2 processes on several machines, and not where rank 0 runs"),
+        (
+            {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "TORCHELASTIC_RUN_ID": "x"},
+            [],
+            "this process is rank 1 of 2, which torchrun",
+        ),
+    ],
+)
+def test_launch_that_contradicts_is_refused(says, tmp_path, capsys, said, flags, words):
+    (tmp_path / "tell.py").write_text(TELL)
+    says(EASYMP_CPU=1, **said)
+    assert main(["launch", *flags, str(tmp_path / "tell.py")]) == 1
+    assert words in capsys.readouterr().err
+
+
+# -- real launchers ----------------------------------------------------------------------------------------------------
+
+
+def train() -> str:
+    """A few updates; rank 0's weights as text, and who announced the world."""
+    torch.manual_seed(0)
+    acc = Accelerator(cpu=True, timeout=60)
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+    model, optimizer, loader = acc.prepare(model, optimizer, loader)
+    for inputs, targets in loader:
+        acc.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    said = f"{acc.num_processes} {acc.unwrap_model(model).weight.tolist()}" if acc.is_main_process else ""
+    acc.end_training()
+    return said
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun (Debian's openmpi-bin) is not on PATH")
+def test_open_mpi(ranks):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES) and name not in NAMES}
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    program = "from tests.test_announced import train; print(train())"
+    done = subprocess.run(
+        ["mpirun", "--oversubscribe", "-n", "2", sys.executable, "-c", program],
+        cwd=ROOT, env={**clean, **allowed}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    expected, _ = ranks(train)
+    assert [line for line in done.stdout.splitlines() if line] == [expected]
+    assert expected.startswith("2 ")
