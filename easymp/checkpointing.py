@@ -88,7 +88,7 @@ class Checkpointing(Registering):
         for i, loader in enumerate(prepared.loaders):
             yield checkpoint.ObjectState(f"loader_{i}", loader)
         for i, item in enumerate(self._objects):
-            yield checkpoint.ObjectState(f"object_{i}", item)
+            yield checkpoint.ObjectState(f"object_{i}", item, free=True)
         yield checkpoint.ObjectState("steps", Skipped(self._scaler, prepared.optimizers))
         yield checkpoint.ObjectState("run", RunState(run, self._precision, self._project))
         yield checkpoint.ObjectState("epochs", self._epochs)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import checkpoint
 from .log import get_logger
 from .precision import Measured, Scaler
 from .records import ProjectConfiguration
@@ -51,7 +52,9 @@ class Owed:
             into.add("state/each_update", [s.each_update for s in self._schedulers])
 
     def take(self, source: Reading) -> Callable[[], None]:
-        each_update = source.state("state/each_update") if "state/each_update" in source else []
+        here = [scheduler.each_update for scheduler in self._schedulers]
+        each_update = source.state("state/each_update") if "state/each_update" in source else here
+        checkpoint.check_like("state/each_update", each_update, here)
 
         def put() -> None:
             for scheduler, each in zip(self._schedulers, each_update):

@@ -45,6 +45,7 @@ _INNER = {
     "agreeing": ("first", "trouble"),
     "extra": ("NONE",),
     "finding": ("below", "damage", "is_checkpoint", "newest"),
+    "fitting": ("check_like",),
     "folders": ("step_folder",),
     "gathering": ("Gathering", "on_host"),
     "handover": ("hand_over",),

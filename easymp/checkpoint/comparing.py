@@ -21,6 +21,7 @@ from .storage import Tick, nothing
 from .trees import TAG
 
 LONG = 60  # characters of a value that is shown
+TRACKING = "state/tracking"  # names and positions of logs, which differ between equal runs
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Difference:
         added: tensors of the second that the first lacks.
         kinds: tensors of another dtype or shape.
         values: tensors of the same kind with other values.
-        states: what is no tensor, how the runs were made (step, ranks, plan), and files of hooks by size and checksums.
+        states: what is no tensor, how the runs were made (step, ranks, plan), and files of hooks by size and checksums. Trackers'
+            run ids and positions are left out.
         equal: how many tensors are equal, bit for bit.
     """
 
@@ -148,7 +150,8 @@ def _apart(x: Tensor, y: Tensor) -> float:
 def _said(manifest: Manifest) -> dict[str, Any]:
     run = {"step": manifest.step, "world_size": manifest.world_size, "plan": manifest.plan}
     extra = {name: {"bytes": file.size, "crc32": list(file.checksums)} for name, file in manifest.extra.items()}
-    return {**run, "tied": manifest.aliases, "extra": extra, **manifest.states}
+    states = {name: state for name, state in manifest.states.items() if name != TRACKING}
+    return {**run, "tied": manifest.aliases, "extra": extra, **states}
 
 
 def _unequal(one: Any, other: Any, path: str) -> Iterator[Unequal]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from ..errors import nearest
+from ..errors import CheckpointError, nearest
 from .boxes import Box
 
 SHOWN = 5  # of a list in a message
@@ -38,3 +39,36 @@ def once(box: Box, live: Tensor) -> tuple[Box, Tensor]:
         if stride == 0 and length > 1:
             live = live.narrow(dim, 0, 1)
     return Box(box.offset, tuple(live.shape)), live
+
+
+def kind_of(value: Any) -> str:
+    """The kind of a stored value, in words. Numbers of any type and one-element tensors are one kind, as are lists and tuples."""
+    if isinstance(value, bool):
+        return "True or False"
+    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim):
+        return "a number"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return "a dict" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+
+
+def check_like(what: str, saved: Any, live: Any) -> None:
+    """Compare a state with the live one, key by key: wrong kinds are found here, before anything live takes them.
+
+    None fits everything, and keys on one side only are left to whoever loads the state.
+
+    Raises:
+        CheckpointError: a value is of another kind, or an integer is too large for 64 bits.
+    """
+    if isinstance(saved, int) and not -(2**63) <= saved < 2**63:
+        raise CheckpointError(f"{what} is {saved!r:.80} in the checkpoint, which 64 bits do not hold: load another checkpoint")
+    if saved is None or live is None:
+        return
+    if kind_of(saved) != kind_of(live) or (isinstance(live, tuple) and len(saved) != len(live)):
+        raise CheckpointError(f"{what} is {saved!r:.80} in the checkpoint, and {live!r:.80} here: load another checkpoint")
+    if isinstance(live, Mapping):
+        for key in saved.keys() & live.keys():
+            check_like(f"{what}[{key!r:.80}]", saved[key], live[key])
+    elif isinstance(live, (list, tuple)) and live:
+        for i, item in enumerate(saved):
+            check_like(f"{what}[{i}]", item, live[min(i, len(live) - 1)])

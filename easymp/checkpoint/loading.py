@@ -27,8 +27,8 @@ logger = get_logger(__name__)
 
 STUCK = "could not be put back"
 HALF = (
-    "was loaded in part: files had been verified, and could not be read once more, so that what is live is neither what it was nor what "
-    "was saved. Load this or another checkpoint before going on"
+    "was loaded in part, so that the live state is neither what it was nor what was saved: load this or another checkpoint before going "
+    "on. The cause"
 )
 
 

@@ -18,6 +18,7 @@ from .stored import Piece as Piece
 from .stored import Stored as Stored
 from .strict import dumps, loads
 from .wellformed import (
+    MOST_RANKS,
     check_aliases,
     check_extra,
     check_files,
@@ -67,7 +68,7 @@ class Manifest:
     def check(self) -> None:
         """Raises CheckpointError where something in it cannot be."""
         check_number("step", self.step, 0)
-        check_number("world_size", self.world_size, 1)
+        check_number("world_size", self.world_size, 1, MOST_RANKS)
         check_text("written", self.written)
         check_text("made_by", self.made_by)
         check_files(self.files)

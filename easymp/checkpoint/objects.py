@@ -10,15 +10,20 @@ from typing import Any
 from ..errors import CheckpointError
 from ..optim import PreparedScheduler
 from ..precision import Scaler
+from .fitting import check_like
 from .models import nothing
 from .snapshot import Reading, Snapshot, Trial
 
 
 class ObjectState:
-    """The state of `thing` under `name`; of rank 0, unless it is each rank's `own`."""
+    """The state of `thing` under `name`; of rank 0, unless it is each rank's `own`.
 
-    def __init__(self, name: str, thing: Any, own: bool = False) -> None:
-        self.name, self._name, self._thing, self._own = name, f"state/{name}", thing, own
+    Args:
+        free: the state may have another form each time, as a user's own may; else it is compared with the live one before it is loaded.
+    """
+
+    def __init__(self, name: str, thing: Any, own: bool = False, free: bool = False) -> None:
+        self.name, self._name, self._thing, self._own, self._free = name, f"state/{name}", thing, own, free
 
     def bring(self, into: Snapshot) -> None:
         if into.rank == 0 or self._own:
@@ -32,10 +37,12 @@ class ObjectState:
             return nothing
         state = source.state(name)
         before: list[Any] = []
+        with suppress(Exception):  # a thing whose state cannot be had now may well take another
+            before.append(copy.deepcopy(self._thing.state_dict()))
+        if before and not self._free:
+            check_like(self._name, state, before[0])
 
         def change() -> None:
-            with suppress(Exception):  # one whose state cannot be had now may well take another
-                before.append(copy.deepcopy(self._thing.state_dict()))
             self._thing.load_state_dict(state)
 
         def undo() -> None:
@@ -78,6 +85,7 @@ class ScheduleState:
         if self._name not in source:
             return put
         behind = source.state(self._name)
+        check_like(self._name, behind, self._scheduler.behind)
 
         def put_both() -> None:
             put()

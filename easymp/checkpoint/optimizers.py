@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import CheckpointError
 from ..optim import PreparedOptimizer
 from ..optim.fused import IMPLEMENTATION
 from .boxes import Box
-from .fitting import names_apart, several
+from .fitting import check_like, names_apart, several
 from .manifest import Stored
 from .models import nothing
 from .places import place_of
 from .reusing import Reused
 from .snapshot import FullName, Reading, Snapshot, Trial
+from .wellformed import check_number
 
 Groups = list[dict[str, Any]]
 Fills = list[tuple[str, Box, Tensor]]  # full name, box, and the live part that takes it
@@ -88,12 +90,14 @@ class OptimizerState:
         if saved["kind"] != kind:
             source.complain(f"{self._name} was a {saved['kind']}, and is a {kind} here, which remembers other things")
             return nothing
+        check_number(f"{self._name}/updates", saved["updates"], 0)
         groups = self._fitting_groups(saved["groups"], source)
         names = self._remembered(source)
         saved_state = source.state(names, tensor=FullName) if names else {}
         unknown = [name for name in saved_state if name not in self._parameters]
         if unknown:
             source.complain(f"{self._name} remembers parameters that it does not step here: {several(unknown)}")
+        self._check_kinds(saved_state)
         fresh: dict[Any, Any] = {}
         given = bool(saved["rest"]) or self._optimizer.listens()
         fills = self._masters(source)
@@ -137,6 +141,7 @@ class OptimizerState:
             if there is None:
                 source.complain(f"{self._name}: {self._other_group(i, group['params'], saved)}")
             taken = {k: v for k, v in (there or {}).items() if k not in NOT_KEPT}
+            check_like(f"param group {i} of {self._name}", taken, dict(live))
             fitting.append({k: _like(live.get(k), v) for k, v in taken.items()})
         if len(saved) != len(fitting):
             source.complain(f"{self._name} had {len(saved)} param groups, and has {len(fitting)} here")
@@ -162,6 +167,21 @@ class OptimizerState:
             return own
         source.complain(f"the checkpoint has no {shared}")
         return ""
+
+    def _check_kinds(self, saved: Any) -> None:
+        """What is remembered of a parameter is a dict without text, and of the same kinds as of the other parameters."""
+        kinds: dict[Any, Any] = {}
+        check_like(f"{self._name}/state", saved, kinds)
+        for name, state in saved.items():
+            what = f"{self._name}/state[{name!r:.80}]"
+            check_like(what, state, kinds)
+            for key, value in state.items():
+                if isinstance(value, (str, bytes)) and not isinstance(value, FullName):
+                    raise CheckpointError(
+                        f"{what}[{key!r:.80}] is {value!r:.80}, which no optimizer keeps: load another checkpoint"
+                    )
+                if value is not None:
+                    kinds.setdefault(key, value)
 
     @staticmethod
     def _stepped(source: Reading, name: str) -> Stored | None:

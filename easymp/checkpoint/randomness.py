@@ -14,6 +14,7 @@ import torch
 from ..errors import CheckpointError
 from ..log import get_logger
 from ..rng import mix, seed_all
+from .fitting import check_like
 from .snapshot import Reading, Snapshot
 from .streams import put_states, states
 
@@ -42,20 +43,23 @@ class RandomState:
         into.add(NAME, {**slices, "streams": states(self._devices)}, own=True)
 
     def take(self, source: Reading) -> Callable[[], None]:
-        names = {rank: f"ranks/{rank:05d}/{NAME}" for rank in range(source.manifest.world_size)}
-        lost = [rank for rank, name in names.items() if name not in source.manifest.states]
-        if lost:
-            source.complain(f"the checkpoint has no random streams of rank {', '.join(map(str, lost))}")
-        kept = {rank: source.manifest.states[name] for rank, name in names.items() if rank not in lost}
+        size, states_of = source.manifest.world_size, source.manifest.states
+        kept = {rank: states_of[name] for rank in range(size) if (name := f"ranks/{rank:05d}/{NAME}") in states_of}
+        if len(kept) < size:
+            source.complain(f"the checkpoint has the random streams of {len(kept)} of its {size} ranks")
+        slices = {"data_rank": self._data_rank, "data_size": self._data_size, "seed": self._seed}
+        for rank, saved in kept.items():
+            check_like(f"{NAME} of rank {rank}", {key: saved[key] for key in slices}, slices)
         step = source.manifest.step
         if not kept:
             return lambda: seed_all(mix(self._seed, "rank", self._data_rank, "step", step))
-        mine = self._choose(kept, source.manifest.world_size)
+        mine = self._choose(kept, size)
         seed = next(iter(kept.values()))["seed"]
         self._say(kept)
         if mine is None:
             return lambda: seed_all(mix(seed, "rank", self._data_rank, "step", step))
-        found = source.state(names[mine])["streams"]
+        found = source.state(f"ranks/{mine:05d}/{NAME}")["streams"]
+        check_like(f"{NAME}['streams']", found, states(self._devices))
         self._check(found)
 
         def put() -> None:

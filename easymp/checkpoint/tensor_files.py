@@ -53,4 +53,4 @@ def read_header(file: SourceFile) -> tuple[dict[str, Slot], dict[str, str]]:
     base = length(file.storage.head(file.name, 8), file.size, str(file))
     text = file.storage.head(file.name, base)
     slots = decode(text, file.size, str(file))
-    return slots, loads(text[8:base], str(file)).get("__metadata__", {})
+    return slots, loads(text[8:base], str(file)).get("__metadata__") or {}

@@ -16,6 +16,7 @@ from .stored import BLOCK, COMMIT, MANIFEST, FileRecord, Stored
 from .trees import names
 
 LONGEST_NAME = 200  # bytes of a file's name; 255 are the most on usual file systems, and temporary ones are longer
+MOST_RANKS = 2**20  # that wrote one checkpoint; what each of them kept is looked up by its number
 LONGEST_PATH = 700  # bytes of a path below the checkpoint; object stores take 1024 with all that is above it
 
 

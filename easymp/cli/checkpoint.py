@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -72,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
 def run_list(args: argparse.Namespace) -> int:
     found = checkpoint.list_checkpoints(args.place)
+    if not found and "://" not in args.place and not os.path.isdir(args.place):
+        raise CheckpointError(f"{args.place}: there is no such folder: pass the folder that holds checkpoints")
     if args.json:
         return tell([dataclasses.asdict(entry) for entry in found])
     if not found:
@@ -153,13 +156,13 @@ def run_diff(args: argparse.Namespace) -> int:
 def run_merge(args: argparse.Namespace) -> int:
     with checkpoint.Progress(f"merging {args.place}", "read") as tick:
         checkpoint.merge(args.place, args.out, args.max_shard_size, args.all, args.model, tick)
-    return tell({"out": args.out}) if args.json else 0
+    return told(args)
 
 
 def run_convert(args: argparse.Namespace) -> int:
     with checkpoint.Progress(f"converting {args.place}", "read") as tick:
         checkpoint.convert(args.place, args.out, args.dtype, args.max_shard_size, args.model, args.trust, tick)
-    return tell({"out": args.out}) if args.json else 0
+    return told(args)
 
 
 def run_prune(args: argparse.Namespace) -> int:
@@ -184,6 +187,14 @@ ACTIONS = {
     "convert": run_convert,
     "prune": run_prune,
 }
+
+
+def told(args: argparse.Namespace) -> int:
+    """Say where the result lies."""
+    if args.json:
+        return tell({"out": args.out})
+    print(f"wrote {args.out}")
+    return 0
 
 
 def tell(value: Any) -> int:

@@ -82,7 +82,13 @@ def manifests(draw: st.DrawFn) -> Manifest:
     state = pack(draw(st.dictionaries(words, st.integers() | st.tuples(st.floats()), max_size=3)), "state", {})
     number = st.integers(1, 2**63 - 1)
     return dataclasses.replace(
-        GOOD, step=draw(number), world_size=draw(number), tensors=tensors, files=files, states={draw(words): state}, aliases={}
+        GOOD,
+        step=draw(number),
+        world_size=draw(st.integers(1, 2**20)),
+        tensors=tensors,
+        files=files,
+        states={draw(words): state},
+        aliases={},
     )
 
 

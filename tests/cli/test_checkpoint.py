@@ -56,7 +56,9 @@ def test_list(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{OF_TWO}  " in (text := told(capsys, "list", root)) and "not committed" in text
     entries = json.loads(told(capsys, "list", root, "--json"))
     assert [(e["name"], e["committed"], e["newest"]) for e in entries] == [(OF_TWO, False, False), (OF_ONE, True, True)]
-    assert told(capsys, "list", root / "none") == f"no checkpoint in {root / 'none'}\n"
+    assert "there is no such folder" in told(capsys, "list", root / "none", code=1)
+    (root / "empty").mkdir()
+    assert told(capsys, "list", root / "empty") == f"no checkpoint in {root / 'empty'}\n"
 
 
 def test_inspect(samples: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,9 +117,9 @@ def test_a_reader_that_stops_early_is_no_error(samples: Path) -> None:
 
 
 def test_merge(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, "merge", root / OF_TWO, tmp_path / "weights") == ""
+    assert told(capsys, "merge", root / OF_TWO, tmp_path / "weights") == f"wrote {tmp_path / 'weights'}\n"
     assert (tmp_path / "weights" / "model.safetensors").exists()
-    assert told(capsys, "merge", "--all", "--max-shard-size", "4KB", root / OF_TWO, tmp_path / "whole") == ""
+    assert told(capsys, "merge", "--all", "--max-shard-size", "4KB", root / OF_TWO, tmp_path / "whole")
     assert "nothing differs" in told(capsys, "diff", root / OF_TWO, tmp_path / "whole")
     text = told(capsys, "merge", "--max-shard-size", "4 apples", root / OF_TWO, tmp_path / "x", code=1)
     assert "is no size" in text and not (tmp_path / "x").exists()
