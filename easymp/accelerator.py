@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from . import hardware, launcher, optim, profiling, trackers
 from .checks import by_kind, loss_trouble, refuse_unknown
 from .clock import StepClock
-from .data import PreparedLoader, skip_first_batches
+from .data import PreparedLoader, Unprepared, skip_first_batches
 from .errors import EasympWarning, RefusedError, SettingError, StepError
 from .exporting import Weights
 from .hardware import Hardware
@@ -219,6 +219,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             self._profiling: ProfileKwargs | None = handlers.get(ProfileKwargs)
             self._foreign: ForeignSteps | None = None
             self._alone = False  # inside no_sync
+            self._unprepared: Unprepared | None = None  # until a backward pass has shown where the data comes from
             self._closed = False
             self._begin_checkpoints(project)
             self._begin_tracking(asked, own_trackers)
@@ -345,6 +346,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             WorldError: the ranks passed different objects.
         """
         done = self._prepared.prepare(objects, device_placement)
+        strategy = self._prepared.strategy
+        if strategy.data_size > 1 and not self._clock.backwards:
+            self._unprepared = Unprepared(self._world, strategy.data_rank, strategy.data_size)
         return done[0] if len(done) == 1 else tuple(done)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
@@ -371,6 +375,15 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
+    def _look_at_data(self, unprepared: Unprepared) -> None:
+        """Say, in the plan or once as a warning, that the data of several ranks comes from a loader that is not prepared."""
+        if self.plan.data is not None:
+            self._unprepared = unprepared if unprepared.further() else None
+        elif self._clock.reading is not None:
+            self._unprepared = None
+        else:
+            self._run.plan = self.plan.replace(data=unprepared.first())
+
     def backward(self, loss: Tensor, *, num_items: int | Tensor | None = None, **kwargs: Any) -> None:
         """Gradients of `loss`, averaged over the ranks on the last micro-step of a window.
 
@@ -385,6 +398,8 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             WorldError: another rank is missing or elsewhere.
         """
         clock = self._clock
+        if self._unprepared is not None:
+            self._look_at_data(self._unprepared)
         if (
             not isinstance(loss, Tensor)
             or not loss.requires_grad

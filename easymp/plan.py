@@ -38,6 +38,7 @@ class Plan:
         strategy: a key of `STRATEGIES`.
         accumulation: micro-batches an update.
         optimizer: which optimizer step runs.
+        data: on several ranks, how the data is split, where no prepared loader is read.
     """
 
     device: Choice[str]
@@ -48,6 +49,7 @@ class Plan:
     settings: Settings
     hardware: Hardware
     ranks: Ranks
+    data: Choice[str] | None = None
 
     def replace(self, **choices: Choice[Any]) -> Plan:
         """This plan with some choices refined."""
@@ -56,9 +58,7 @@ class Plan:
     @property
     def choices(self) -> dict[str, Choice[Any]]:
         """The decisions by name, in order."""
-        return {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("settings", "hardware", "ranks")
-        }
+        return {f.name: choice for f in dataclasses.fields(self) if isinstance(choice := getattr(self, f.name), Choice)}
 
     def explain(self) -> str:
         """A few aligned lines: name, value, reason."""

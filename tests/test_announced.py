@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -257,7 +258,7 @@ def test_launch_that_contradicts_is_refused(says, tmp_path, capsys, said, flags,
 def train() -> str:
     """A few updates; rank 0's weights as text, and who announced the world."""
     torch.manual_seed(0)
-    acc = Accelerator(cpu=True, timeout=60)
+    acc = Accelerator(cpu=True, mixed_precision="no", timeout=60)
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -285,3 +286,39 @@ def test_open_mpi(ranks):
     expected, _ = ranks(train)
     assert [line for line in done.stdout.splitlines() if line] == [expected]
     assert expected.startswith("2 ")
+
+
+RAY = """
+import sys
+import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+
+def work(config):
+    import threading
+    from tests.test_announced import train
+
+    assert threading.current_thread() is not threading.main_thread()
+    if said := train():
+        open(config["out"], "w").write(said)
+
+
+ray.init(num_cpus=2, include_dashboard=False)
+scaling = ScalingConfig(num_workers=2, use_gpu=False, resources_per_worker={"CPU": 1})
+TorchTrainer(work, train_loop_config={"out": sys.argv[1]}, scaling_config=scaling, run_config=RunConfig(storage_path=sys.argv[2])).fit()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'easymp[ray]'")
+def test_ray_train(ranks, tmp_path):
+    """Its workers open a process group, and train in a thread."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES) and name not in NAMES}
+    more = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    (tmp_path / "work.py").write_text(RAY)
+    words = [sys.executable, "work.py", str(tmp_path / "out"), str(tmp_path / "store")]
+    done = subprocess.run(words, cwd=tmp_path, env={**clean, **more}, capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / "out").read_text()] == [said for said in ranks(train) if said]
