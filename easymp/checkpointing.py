@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from . import checkpoint
@@ -38,7 +40,9 @@ class Checkpointing(Registering):
     _scaler: Scaler
     _alone: bool
     _logbook: Logbook
-    _saves: Saves | None = None  # from the first one on
+    _saves: Saves | None = None  # from the first save or load on
+    _claimed = False  # whether this run has the project's folder of checkpoints to itself
+    _undo: ExitStack
 
     def _begin_checkpoints(self, project: ProjectConfiguration) -> None:
         run = self._run
@@ -68,6 +72,27 @@ class Checkpointing(Registering):
     @property
     def _root(self) -> str:
         return checkpoint.below(self._project.project_dir or os.curdir, "checkpoints")
+
+    def _claim_project(self) -> None:
+        """From now on, and until `close`, no other process may save in the project's folder.
+
+        Raises:
+            CheckpointError: on all ranks; another process has claimed it, and lives.
+        """
+        if self._claimed:
+            return
+
+        def claim() -> None:
+            root, name = checkpoint.parted(self._root)
+            self._undo.callback(weakref.finalize(self, checkpoint.hold(checkpoint.open_storage(root), name)))
+
+        self._together(claim)
+        self._claimed = True
+
+    def _saver(self) -> Saves:
+        if self._saves is None:
+            self._saves = checkpoint.Saves(self._run.world)
+        return self._saves
 
     # -- what is kept -------------------------------------------------------------------------------------------------
 
@@ -120,14 +145,16 @@ class Checkpointing(Registering):
         Args:
             path: the checkpoint's own folder, or a URL of fsspec; one that is there is replaced when the new one is complete. None takes
                 ``checkpoints/step-00000100`` in the project's folder, by the number of optimizer updates, and leaves as many of those as
-                `ProjectConfiguration.total_limit` says.
+                `ProjectConfiguration.total_limit` says. What has that name and is no part of what this run continues (it loaded an earlier
+                checkpoint, or none) gets another name: ``step-00000100.line-1c9e02d7``.
             async_: return as soon as the state is copied, and write it meanwhile.
             output_dir: another name for `path`.
             safe_serialization: True only: other files would run code when they are read.
 
         Raises:
             StepError: in the middle of an accumulation window, or where the ranks' models differ.
-            CheckpointError: it could not be written, on any rank; what was there before is untouched.
+            CheckpointError: it could not be written, on any rank; what was there before is untouched. Or another process saves in the
+                project's folder.
         """
         path = _either(path, output_dir, "output_dir")
         if not safe_serialization:
@@ -150,6 +177,8 @@ class Checkpointing(Registering):
         chosen = checkpoint.below(self._root, checkpoint.step_folder(step)) if path is None else path
         root, name = self._together(lambda: checkpoint.parted(chosen))
         place = checkpoint.below(root, name)
+        if path is None or root == checkpoint.below(*checkpoint.parted(self._root)):
+            self._claim_project()
         before = self._listed(root, name)
         storage = checkpoint.open_storage(root)
         models, extra = self._before_save(storage, name)
@@ -163,9 +192,7 @@ class Checkpointing(Registering):
                 )
             target = checkpoint.Target(storage, name, step, self._run.plan.as_dict())
             with checkpoint.of_ranks(world, "saving", "saved", place, async_) as tick:
-                if self._saves is None:
-                    self._saves = checkpoint.Saves(world)
-                self._saves.save(target, list(self._kept(models)), async_, limit, tick, extra)
+                self._saver().save(target, list(self._kept(models)), async_, limit, tick, extra)
         except BaseException:
             self._project.iteration -= 1
             extra.close()
@@ -222,8 +249,9 @@ class Checkpointing(Registering):
         over it reads the rest of the pass, once, and `skip_first_batches` counts from the start of that epoch.
 
         Args:
-            path: the checkpoint's folder, or one that holds folders named by steps, of which the newest committed one is taken; None
-                takes the newest one in the project's folder.
+            path: the checkpoint's folder, or one that holds folders named by steps, of which the one that was saved last is taken; None
+                takes the last one in the project's folder. Saves go on from it: what was saved after it is on another line from then
+                on, stays, and is left out by `resume`.
             strict: whether what is missing, left over, or of another shape is an error; False leaves it out; what, is in the log and
                 in `Loaded.skipped`.
             input_dir: another name for `path`.
@@ -258,7 +286,9 @@ class Checkpointing(Registering):
             there.skipped += [checkpoint.LOADERS] if prepared.loaders else []
             return there
 
-        return checkpoint.put_in_place(world, os.fspath(folder), open_it, kept)
+        loaded = checkpoint.put_in_place(world, os.fspath(folder), open_it, kept)
+        self._saver().line.begin_anew()
+        return loaded
 
     def _find(self, path: Path | None) -> tuple[str, str]:
         if path is not None:
@@ -277,7 +307,9 @@ class Checkpointing(Registering):
     def _load(self, root: str, name: str, strict: bool) -> Loaded:
         world, place, storage = self._run.world, checkpoint.below(root, name), checkpoint.open_storage(root)
         with self._before_load(storage, name) as models, checkpoint.of_ranks(world, "loading", "loaded", place) as tick:
-            return checkpoint.load(world, storage, name, list(self._kept(models)), strict, tick)
+            loaded = checkpoint.load(world, storage, name, list(self._kept(models)), strict, tick)
+        self._saver().line.loaded(storage, name, loaded.manifest)
+        return loaded
 
     def _together(self, act: Callable[[], Any]) -> Any:
         """What `act` returns on rank 0, on all ranks; its error, too."""

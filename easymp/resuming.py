@@ -25,25 +25,31 @@ class Resuming(Checkpointing):
     def _listen(self, save_on_signal: bool | None) -> None:
         self._preemption = Preemption(self._run.world, self._run.clock, self._leave)
         self._save_on_signal = save_on_signal
+        if save_on_signal:
+            self._claim_project()
         if save_on_signal and not self._preemption.start():
             raise RefusedError(
                 "save_on_signal=True in a thread: Python takes signals in the main thread only. Make the Accelerator there"
             )
 
     def resume(self, path: Path | None = None, strict: bool = True) -> str | None:
-        """Go on from the newest complete checkpoint, if there is one; returns its folder, or None.
+        """Go on from the complete checkpoint that was saved last, if there is one; returns its folder, or None.
 
         Call it once, on all ranks, when everything is prepared and registered. Checkpoints that are not complete or were damaged since
-        are left out, with a line in the log. From now on SIGTERM and SIGUSR1 save the run and end it, unless the Accelerator was made
-        with ``save_on_signal=False``: see there.
+        are left out, with a line in the log; so is what was saved after an older one that a later run went on from. The project's folder is
+        this run's until `close`: another process that resumes or saves there is refused. To read only, use `load_state`.
+
+        From now on SIGTERM and SIGUSR1 save the run and end it, unless the Accelerator was made with ``save_on_signal=False``: see there.
 
         Args:
             path: the folder that holds folders named by steps; None takes the project's.
             strict: as in `load_state`.
 
         Raises:
-            CheckpointError: the newest complete checkpoint does not fit this run, or all there are were damaged.
+            CheckpointError: the last complete checkpoint does not fit this run, or all there are were damaged, or another process saves
+                in the project's folder.
         """
+        self._claim_project()
         if self._save_on_signal is None:
             self._preemption.start()
         self._settle_saves()  # what is being written may be the newest
@@ -73,7 +79,8 @@ class Resuming(Checkpointing):
             logger.warning("left out: %s", words)
         if folder is None and (passed or damaged):
             raise CheckpointError(
-                f"{root}: no checkpoint is whole any more: {'; '.join([*passed, *said])}. Move the folder away to begin anew"
+                f"{root}: no checkpoint is whole any more: {'; '.join([*passed, *said])}. Move the folder away to begin anew, or "
+                "load_state() one that `easymp checkpoint list` says is not on the current line"
             )
         return root, folder
 

@@ -43,6 +43,7 @@ _INNER = {
     "accelerate_folder": ("is_accelerate_folder",),
     "accelerated": ("LOADERS", "Translated"),
     "agreeing": ("first", "trouble"),
+    "claims": ("hold",),
     "extra": ("NONE",),
     "finding": ("below", "damage", "is_checkpoint", "newest"),
     "fitting": ("check_like",),

@@ -15,6 +15,7 @@ fail one, to shorten a write, or to record the order. It may be called from seve
 | ``"rename"`` | old, new | `new` is not there |
 | ``"exchange"`` | one, other → whether | two folders swap names |
 | ``"replace"`` | old, new | of a file; `new` may be there |
+| ``"copy"`` | old, new | of a file, in an object store |
 | ``"unlink"``, ``"rmdir"`` | path | one file, one empty folder |
 | ``"close"`` | descriptor | |
 | ``"read"`` | descriptor, buffers, offset → count | as ``os.preadv`` |
@@ -30,7 +31,20 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 CHANGES = frozenset(
-    ("mkdir", "create", "allocate", "write", "fsync", "fsync directory", "rename", "exchange", "replace", "unlink", "rmdir")
+    (
+        "mkdir",
+        "create",
+        "allocate",
+        "write",
+        "fsync",
+        "fsync directory",
+        "rename",
+        "exchange",
+        "replace",
+        "copy",
+        "unlink",
+        "rmdir",
+    )
 )
 T = TypeVar("T")
 

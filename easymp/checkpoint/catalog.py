@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from ..errors import CheckpointError
 from .committed import inside, is_committed, open_manifest
-from .finding import newest
+from .finding import newest, survey
 from .folders import checkpoint_of, current, lock_of, step_of, writing
 from .manifest import COMMIT, MANIFEST, Manifest
 from .storage import Storage
@@ -28,7 +28,10 @@ class Entry:
         world_size: ranks that wrote it; likewise.
         committed: whether it counts.
         why: what is wrong with it, in a sentence; "" where nothing is.
-        newest: whether `resume` takes it: committed, and of the highest step that a name says.
+        newest: whether `resume` takes it: of those that are named by steps, the committed one that was saved last.
+        line: identifier of the line of saves that it belongs to; None where no manifest says so.
+        parent: name of the checkpoint that its run had loaded or saved before; "" where there was none.
+        abandoned: whether `resume` leaves it out, as a run went on from an earlier one, or began without any.
     """
 
     name: str
@@ -39,10 +42,14 @@ class Entry:
     committed: bool = False
     why: str = ""
     newest: bool = False
+    line: str | None = None
+    parent: str = ""
+    abandoned: bool = False
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
-    """What is in the folder or URL `root`: by step, first what has none. Manifests are read, tensors are not.
+    """What is in the folder or URL `root`: in the order in which it was saved, first what has no manifest. Tensors
+    are not read.
 
     Raises:
         CheckpointError: `root` is itself a checkpoint.
@@ -54,11 +61,13 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
         raise CheckpointError(f"{storage.place} is itself a checkpoint: pass the folder above it, or inspect this one")
     found = sorted((_entry(storage, name, names) for name in names if _is_one(storage, name)), key=_order)
     last, _, _ = newest(storage)
-    return [replace(entry, newest=entry.name == last) for entry in found]
+    saved, _ = survey(storage)
+    left = {it.folder for it in saved if not it.leads_to(saved[-1])}
+    return [replace(entry, newest=entry.name == last, abandoned=entry.committed and entry.name in left) for entry in found]
 
 
-def _order(entry: Entry) -> tuple[int, str, str]:
-    return -1 if entry.step is None else entry.step, entry.written or "", entry.name
+def _order(entry: Entry) -> tuple[bool, str, int, str]:
+    return entry.step is not None, entry.written or "", entry.step or 0, entry.name
 
 
 def _is_one(storage: Storage, name: str) -> bool:
@@ -84,7 +93,11 @@ def _entry(storage: Storage, name: str, names: Sequence[str]) -> Entry:
         why = f"{left_over}: it was replaced, or its save ended before its renaming"
     elif (counts := current(storage, checkpoint_of(name))) != name:
         why = f"replaced by {counts}"
-    return Entry(name, bytes_of(manifest), manifest.written, manifest.step, manifest.world_size, not why, why)
+    return Entry(
+        *(name, bytes_of(manifest), manifest.written, manifest.step, manifest.world_size, not why, why),
+        line=manifest.lineage.line,
+        parent=manifest.lineage.parent,
+    )
 
 
 def bytes_of(manifest: Manifest) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..errors import CheckpointError
+from .finding import Saved
 from .folders import TEMPORARY, checkpoint_of
 from .renaming import Renaming
 from .staying import Staying
@@ -37,14 +38,17 @@ class Commit(Protocol):
         ...
 
 
-def begin(storage: Storage, checkpoint: str) -> Commit:
+def begin(storage: Storage, checkpoint: str, by: Saved | None = None) -> Commit:
     """Claim `checkpoint` of `storage`, clean up after writers that died, and make room for the new one.
+
+    Args:
+        by: the new one's place among others. One that has its name and is not on its line gets another name; without `by`, it is replaced.
 
     Raises:
         CheckpointError: another process writes it, or something else has its name.
         OSError: the folder cannot be written to.
     """
-    return (Renaming if storage.renames else Staying)(storage, checkpoint)
+    return (Renaming if storage.renames else Staying)(storage, checkpoint, by)
 
 
 def check_name(checkpoint: str) -> None:

@@ -1,15 +1,27 @@
-"""Which checkpoint is meant: by a path, or as the newest one below a root."""
+"""Which checkpoint is meant: by a path, or as the one below a root that was saved last; and the lines that checkpoints form.
+
+A run that loads a checkpoint and saves continues its line, or begins one of its own where that line has gone on already. Order is by what
+was saved last, from what; never by a step's number.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 from ..errors import CheckpointError
+from ..log import get_logger
 from .committed import inside, open_manifest
-from .folders import current, save_of, step_of
-from .manifest import COMMIT, MANIFEST
+from .folders import checkpoint_of, current, save_of, step_of
+from .manifest import COMMIT, MANIFEST, Lineage, Manifest, head
 from .storage import Storage
+
+logger = get_logger(__name__)
+HEAD = 2**16  # bytes of a manifest in which its plan ends, usually
+FEW = 5  # names in a sentence before the rest is counted
 
 
 def below(root: str | os.PathLike[str], name: str) -> str:
@@ -24,9 +36,59 @@ def is_checkpoint(storage: Storage, name: str) -> bool:
     return any(storage.size(inside(folder, file)) is not None for file in (COMMIT, MANIFEST))
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint's place among others: `folder`, when and at which step it was saved, and its lineage."""
+
+    folder: str
+    written: str
+    step: int
+    lineage: Lineage
+
+    @property
+    def position(self) -> tuple[str, int]:
+        """By which the checkpoints of a folder are ordered. No clock decides: see `Line.next`."""
+        return self.written, self.step
+
+    def leads_to(self, tip: Saved) -> bool:
+        """Whether `tip` is this checkpoint, or was continued from it."""
+        marks = ((tip.lineage.line, *tip.position), *tip.lineage.forks)
+        return any(self.lineage.line == line and self.position <= (written, step) for line, written, step in marks)
+
+
+def survey(storage: Storage) -> tuple[list[Saved], list[str]]:
+    """The checkpoints that are named by steps and have a COMMIT, in the order in which they were saved; the other folders of such names.
+
+    Only the beginning of each manifest is read, and nothing is verified.
+
+    Raises:
+        OSError: `storage` cannot be read.
+    """
+    found, others = [], []
+    for folder in storage.list():
+        if step_of(folder) is not None:
+            it = place_of(storage, folder)
+            found.append(it) if it is not None else others.append(folder)
+    return sorted(found, key=lambda it: (it.position, save_of(it.folder), it.folder)), others
+
+
+def place_of(storage: Storage, folder: str) -> Saved | None:
+    """As `survey`, of one folder; None where it is no committed checkpoint."""
+    try:
+        if storage.size(inside(folder, COMMIT)) is None:
+            return None
+        there = head(storage.head(inside(folder, MANIFEST), HEAD))
+        if there is None:
+            manifest = open_manifest(storage, folder)
+            there = manifest.written, manifest.step, manifest.lineage
+    except (CheckpointError, FileNotFoundError):
+        return None
+    return Saved(folder, *there)
+
+
 def newest(storage: Storage, passed: Collection[str] = ()) -> tuple[str | None, list[str], bool]:
-    """The folder of the newest committed checkpoint that is named by its step; why newer ones do not count; and whether one of those
-    was committed once, and is damaged.
+    """The folder of the checkpoint to go on from: the one that was saved last or, where it is damaged, what it was continued from. Also why
+    others do not count, and whether one of those was committed once, and is damaged.
 
     Args:
         passed: folders that are left out without a word.
@@ -34,21 +96,106 @@ def newest(storage: Storage, passed: Collection[str] = ()) -> tuple[str | None, 
     Raises:
         OSError: `storage` cannot be read.
     """
-    folders = sorted(
-        ((step, save_of(name), name) for name in storage.list() if (step := step_of(name)) is not None), reverse=True
-    )
-    said, damaged = [], False
-    for _, _, folder in folders:
-        if folder in passed:
+    found, others = survey(storage)
+    chosen, said, damaged = None, [], False
+    for it in reversed(found):
+        if it.folder in passed or not it.leads_to(found[-1]):
+            continue
+        try:
+            open_manifest(storage, it.folder)
+        except CheckpointError as error:
+            said.append(str(error))
+            damaged = True
+            continue
+        chosen = it
+        break
+    for folder in sorted(others, key=lambda name: (step_of(name), name), reverse=True):
+        if chosen is not None and (step_of(folder) or 0) <= (step_of(chosen.folder) or 0):
             continue
         try:
             open_manifest(storage, folder)
         except CheckpointError as error:
             said.append(str(error))
             damaged |= storage.size(inside(folder, COMMIT)) is not None
-            continue
-        return folder, said, damaged
-    return None, said, damaged
+    return chosen.folder if chosen is not None else None, said, damaged
+
+
+class Line:
+    """The line of saves that a run continues; of rank 0.
+
+    Attributes:
+        last: the checkpoint that the run loaded or saved last.
+    """
+
+    def __init__(self) -> None:
+        self.last: Saved | None = None
+        self._loaded: Storage | None = None  # where `last` lies, if it was loaded
+        self._surveyed: set[str] = set()
+
+    def loaded(self, storage: Storage, folder: str, manifest: Manifest) -> None:
+        """The run goes on from this checkpoint."""
+        self.last, self._loaded = Saved(folder, manifest.written, manifest.step, manifest.lineage), storage
+
+    def begin_anew(self) -> None:
+        """The run goes on from something that is no checkpoint of ours."""
+        self.last = self._loaded = None
+
+    def next(self, storage: Storage, name: str, step: int) -> Saved:
+        """The checkpoint that is about to be saved. It comes after all that are there, also where clocks disagree or went back."""
+        there = [] if _real(storage) in self._surveyed else survey(storage)[0]
+        last, parent, forks = self.last, "", ()
+        line = secrets.token_hex(4)
+        if last is not None:
+            parent = "".join(filter(str.isprintable, checkpoint_of(last.folder)))[:200]
+            if self._continues(storage, there):
+                line, forks = last.lineage.line, last.lineage.forks
+            else:
+                forks = (*last.lineage.forks, (last.lineage.line, *last.position))
+        after = max((it.written for it in [*there, *([last] if last else [])]), default="")
+        it = Saved(name, _later(after), step, Lineage(line, parent, forks))
+        left = [other.folder for other in there if not other.leads_to(it)]
+        if left:
+            logger.warning(
+                "%s: a new line of checkpoints begins %s, and resume() goes on with it from now on. Not on it, and kept: %s",
+                *(storage.place, f"at {parent}" if parent else "without resume()", few(left)),
+            )
+        return it
+
+    def _continues(self, storage: Storage, there: Sequence[Saved]) -> bool:
+        """Whether the next save goes on with the line of the last one: not where that line has later ones already."""
+        last = self.last
+        assert last is not None
+        if self._loaded is None:
+            return True
+        return (
+            _real(self._loaded) == _real(storage)
+            and step_of(last.folder) is not None
+            and not any(it.lineage.line == last.lineage.line and it.position > last.position for it in there)
+        )
+
+    def saved(self, storage: Storage, it: Saved) -> None:
+        """`it`, which `next` gave, is committed."""
+        self.last, self._loaded = it, None
+        self._surveyed.add(_real(storage))
+
+
+def few(names: Sequence[str]) -> str:
+    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+
+
+def _real(storage: Storage) -> str:
+    return os.path.realpath(storage.place)
+
+
+def _later(than: str) -> str:
+    """This moment in ISO 8601, or the next microsecond after `than`, whichever is later."""
+    now = datetime.now(UTC).isoformat(timespec="microseconds")
+    try:
+        return (
+            now if now > than else (datetime.fromisoformat(than) + timedelta(microseconds=1)).isoformat(timespec="microseconds")
+        )
+    except (ValueError, OverflowError):  # somebody else's words
+        return now
 
 
 def damage(storage: Storage, folder: str) -> str:

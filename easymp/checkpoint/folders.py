@@ -4,23 +4,24 @@
 |---|---|
 | ``step-00000100`` | the checkpoint of step 100; users choose other names as they like |
 | ``step-00000100.save-2`` | the same, saved again where two folders cannot swap names (object stores, some network file systems): of those with a COMMIT, the one with the highest number counts, and the others are on their way out |
+| ``step-00000100.line-1c9e02d7`` | the same, of another line of saves: it was there when the line that goes on came to that step, and was set aside |
 | ``.tmp-step-00000100-5f0c3a9e`` | being written, or replaced, or on its way out; never a checkpoint |
 | ``.tmp-step-00000100.lock`` | who is writing that checkpoint |
-| ``latest`` | a file with the name of the newest committed step: a hint for readers, the truth is COMMIT |
+| ``latest`` | a file with the name of the checkpoint that was saved last: a hint for readers, the truth is COMMIT and the manifest |
 """  # noqa: E501
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from .committed import is_committed
 from .storage import Storage
 
 TEMPORARY = ".tmp-"
 LATEST = "latest"
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-(\d{8,})(\.line-[0-9a-f]+(-\d+)?)?")
 _AGAIN = re.compile(r"(.+)\.save-(\d+)")
 _TEMPORARY = re.compile(r"\.tmp-(.+)-[0-9a-f]{8}")
 _LOCK = re.compile(r"\.tmp-(.+)\.lock")
@@ -59,6 +60,16 @@ def next_save(names: Iterable[str], checkpoint: str) -> str:
     return f"{checkpoint}.save-{save_of(taken[0]) + 1}" if taken else checkpoint
 
 
+def aside(names: Iterable[str], checkpoint: str, line: str) -> str:
+    """A name for a checkpoint of another line that gives up its own; beside the folders `names`."""
+    name = plain = f"{checkpoint}.line-{line}"
+    taken, number = {checkpoint_of(n) for n in names}, 1
+    while name in taken:
+        number += 1
+        name = f"{plain}-{number}"
+    return name
+
+
 def temporary(checkpoint: str) -> str:
     """A new name for what is no checkpoint yet, or no longer."""
     return f"{TEMPORARY}{checkpoint}-{secrets.token_hex(4)}"
@@ -84,17 +95,3 @@ def current(storage: Storage, checkpoint: str) -> str:
     if found in ([], [checkpoint]):
         return checkpoint
     return next((folder for folder in found if is_committed(storage, folder)), checkpoint)
-
-
-def committed_steps(storage: Storage) -> Iterator[tuple[int, str]]:
-    """Step and folder of each committed checkpoint that is named by its step, the newest first; read as far as asked for.
-
-    Raises:
-        OSError: `storage` cannot be read.
-    """
-    folders = [(step, save_of(name), name) for name in storage.list() if (step := step_of(name)) is not None]
-    last = None
-    for step, _, folder in sorted(folders, reverse=True):
-        if step != last and is_committed(storage, folder):
-            last = step
-            yield step, folder

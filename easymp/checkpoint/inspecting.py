@@ -47,6 +47,8 @@ class Contents:
         size: bytes of all files but the manifest.
         files: their bytes by name.
         extra: names of those that hooks wrote.
+        line: of saves that it belongs to.
+        parent: the checkpoint that its run had loaded or saved before; "" where there was none.
         aliases: names of tensors that are other names of stored ones.
     """
 
@@ -63,6 +65,8 @@ class Contents:
     states: tuple[str, ...]
     files: Mapping[str, int]
     extra: tuple[str, ...]
+    line: str
+    parent: str
 
 
 def inspect(folder: str | os.PathLike[str]) -> Contents:
@@ -88,6 +92,8 @@ def inspect(folder: str | os.PathLike[str]) -> Contents:
         states=tuple(it.states),
         files={name: file.size for name, file in it.all_files.items()},
         extra=tuple(it.extra),
+        line=it.lineage.line,
+        parent=it.lineage.parent,
     )
 
 

@@ -183,6 +183,10 @@ class LocalStorage:
         paths = self._path(old), self._path(new)
         calls.do("rename", paths[0], _rename, *paths)
 
+    def move(self, old: str, new: str) -> None:
+        self.rename(old, new)
+        self.sync()
+
     def supplant(self, old: str, new: str) -> None:
         paths = self._path(old), self._path(new)
         calls.do("replace", paths[0], os.replace, *paths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import ChainMap
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import CheckpointError
@@ -14,6 +14,7 @@ from .stored import BLOCK as BLOCK
 from .stored import COMMIT as COMMIT
 from .stored import MANIFEST as MANIFEST
 from .stored import FileRecord as FileRecord
+from .stored import Lineage as Lineage
 from .stored import Piece as Piece
 from .stored import Stored as Stored
 from .strict import dumps, loads
@@ -22,6 +23,7 @@ from .wellformed import (
     check_aliases,
     check_extra,
     check_files,
+    check_lineage,
     check_number,
     check_records,
     check_states,
@@ -29,6 +31,7 @@ from .wellformed import (
     check_text,
 )
 
+LINEAGE = "lineage"  # in the plan, where easymp 0.1 takes any key; elsewhere it takes none that it does not know
 VERSION = 2  # with files of hooks; what has none is version 1, which says nothing of them, and is written as such
 
 
@@ -47,6 +50,7 @@ class Manifest:
         states: Python state by name, as `trees.pack` leaves it.
         aliases: names of tensors that are other names of stored ones (tied weights).
         extra: files that hooks wrote, by their paths below the folder; nothing is known of what is in them.
+        lineage: what it was continued from.
     """
 
     step: int
@@ -59,6 +63,7 @@ class Manifest:
     states: dict[str, Any]
     aliases: dict[str, str] = field(default_factory=dict)
     extra: dict[str, FileRecord] = field(default_factory=dict)
+    lineage: Lineage = Lineage()
 
     @property
     def all_files(self) -> dict[str, FileRecord]:
@@ -77,6 +82,7 @@ class Manifest:
         check_tensors(self.tensors, self.files)
         check_aliases(self.aliases, self.tensors)
         check_states(self.states, ChainMap(self.tensors, self.aliases))
+        check_lineage(self.lineage)
 
     def encode(self) -> bytes:
         """As the content of a file.
@@ -94,7 +100,7 @@ class Manifest:
                 "written": self.written,
                 "step": self.step,
                 "world_size": self.world_size,
-                "plan": self.plan,
+                "plan": {**self.plan, LINEAGE: asdict(self.lineage)},
                 "block": BLOCK,
                 "files": _table(self.files),
                 **({"extra": _table(self.extra)} if self.extra else {}),
@@ -166,8 +172,33 @@ def _manifest(raw: Any) -> Manifest:
         tensors[name] = Stored(DTYPES[tensor["dtype"]], tuple(tensor["shape"]), tuple(pieces))
     for name, of in raw["aliases"].items():
         _fields(f"the alias {name!r:.300}", {"of": of}, {"of": str})
-    said = (raw[name] for name in ("step", "world_size", "written", "made_by", "plan"))
-    return Manifest(*said, tensors, files, raw["states"], raw["aliases"], extra)
+    said = (raw[name] for name in ("step", "world_size", "written", "made_by"))
+    plan = {name: choice for name, choice in raw["plan"].items() if name != LINEAGE}
+    return Manifest(*said, plan, tensors, files, raw["states"], raw["aliases"], extra, _lineage(raw["plan"]))
+
+
+def _lineage(plan: dict[str, Any]) -> Lineage:
+    if LINEAGE not in plan:
+        return Lineage()
+    _fields("the lineage", plan[LINEAGE], {"line": str, "parent": str, "forks": list})
+    forks = plan[LINEAGE]["forks"]
+    for fork in forks:
+        if not isinstance(fork, list) or [type(part) for part in fork] != [str, str, int]:
+            raise CheckpointError(f"the lineage has a fork {fork!r:.80}: not a line, a time and a step")
+    return Lineage(plan[LINEAGE]["line"], plan[LINEAGE]["parent"], tuple((line, written, step) for line, written, step in forks))
+
+
+def head(start: bytes) -> tuple[str, int, Lineage] | None:
+    """`written`, `step` and lineage, read from the first bytes of a manifest; None where they are not there. They are not verified."""
+    try:
+        raw = loads(start.partition(b',"block":')[0] + b"}", "")
+        check_text("written", raw["written"])
+        check_number("step", raw["step"], 0)
+        lineage = _lineage(raw["plan"])
+        check_lineage(lineage)
+    except (CheckpointError, LookupError, TypeError):
+        return None
+    return raw["written"], raw["step"], lineage
 
 
 def _records(table: dict[str, Any]) -> dict[str, FileRecord]:

@@ -1,4 +1,4 @@
-"""Older checkpoints removed by hand: the newest stay, and so does everything that is not known to be nobody's."""
+"""Older checkpoints removed by hand: those saved last stay, and so does everything that may have an owner."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..errors import CheckpointError, SettingError
 from . import claims
 from .catalog import bytes_in
 from .committed import is_committed
-from .folders import checkpoint_of, committed_steps, lock_of, saves_of, writing
-from .retention import drop, take_away
+from .folders import checkpoint_of, lock_of, saves_of, writing
+from .retention import committed, drop, take_away
 from .storage import Storage
 from .storages import open_storage
 
@@ -32,12 +32,15 @@ class Pruned:
     size: int
 
 
-def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False) -> Pruned:
-    """Remove all committed checkpoints below the folder or URL `root` but the `keep` with the highest steps, and what dead writers left.
+def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abandoned: bool = False) -> Pruned:
+    """Remove committed checkpoints below the folder or URL `root`, and what dead writers left.
 
-    Checkpoints that are not named by a step stay, and so does a folder without COMMIT, unless its writer is known to be dead.
+    Of the line that `resume` goes on with, the `keep` that were saved last stay; of each other line, the last one. Checkpoints that are not
+    named by a step stay, and so does a folder without COMMIT, unless its writer is known to be dead.
 
     Args:
+        keep: at least 1.
+        abandoned: remove the last checkpoints of other lines, too.
         dry_run: say what would go, and remove nothing.
 
     Raises:
@@ -47,9 +50,12 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False) -> Pru
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise SettingError(f"keep={keep!r}: at least 1 checkpoint must stay; remove the folder itself if none shall")
     storage = open_storage(os.fspath(root))
-    steps = [folder for _, folder in committed_steps(storage)]
+    there = committed(storage)
+    line = [it for it in there if it.leads_to(there[-1])]
+    ends = {} if abandoned else {it.lineage.line: it for it in there if it not in line}
+    kept = [it.folder for it in reversed(there) if it in line[-keep:] or it in ends.values()]
     old: dict[str, list[str]] = {}
-    for folder in reversed(steps[keep:]):
+    for folder in (it.folder for it in there if it.folder not in kept):
         # The newest save of a step last, or an older one would count for a moment.
         saves = reversed(saves_of(storage.list(), checkpoint_of(folder)))
         old[checkpoint_of(folder)] = [save for save in saves if is_committed(storage, save)]
@@ -75,7 +81,7 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False) -> Pru
             claim.release()
         removed += gone
         left_over += rest
-    return Pruned(tuple(steps[:keep]), tuple(removed), tuple(left_over), tuple(busy), size)
+    return Pruned(tuple(kept), tuple(removed), tuple(left_over), tuple(busy), size)
 
 
 def _left(storage: Storage, checkpoint: str, words: Mapping[str, Any]) -> list[str]:

@@ -241,6 +241,16 @@ class RemoteStorage:
             f"{self.place}: folders cannot be renamed at once here; write to the name that is meant, COMMIT last"
         )
 
+    def move(self, old: str, new: str) -> None:
+        source, target = self._path(old), self._path(new)
+        if self._folders:
+            self._do("rename", source, partial(self._fs.mv, source, target, recursive=True))
+            return
+        commit = f"{source}/{COMMIT}"
+        for file in sorted(self._do("list", source, self._fs.find, source), key=lambda file: file == commit):
+            self._do("copy", file, self._fs.cp_file, file, target + file.removeprefix(source))
+        self.remove(old)
+
     def exchange(self, one: str, other: str) -> bool:
         self._path(one), self._path(other)
         return False

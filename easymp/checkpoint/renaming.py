@@ -10,8 +10,9 @@ from ..errors import CheckpointError
 from ..log import get_logger
 from . import claims
 from .committed import inside, is_committed
+from .finding import Saved
 from .folders import lock_of, next_save, saves_of, temporary, writing
-from .retention import drop, refuse_foreign, take_away
+from .retention import drop, refuse_foreign, set_aside, take_away
 from .storage import Storage
 
 logger = get_logger(__name__)
@@ -20,7 +21,7 @@ logger = get_logger(__name__)
 class Renaming:
     """As `commits.Commit` says."""
 
-    def __init__(self, storage: Storage, checkpoint: str) -> None:
+    def __init__(self, storage: Storage, checkpoint: str, by: Saved | None) -> None:
         self._storage, self._checkpoint = storage, checkpoint
         self._claim = storage.claim(checkpoint, claims.words())
         self.folder = temporary(checkpoint)
@@ -28,6 +29,7 @@ class Renaming:
         try:
             refuse_foreign(storage, checkpoint)
             self._settle()
+            set_aside(storage, checkpoint, by)
             self._clean()
             storage.make(self.folder)
         except BaseException:

@@ -6,29 +6,63 @@ from ..errors import CheckpointError
 from ..log import get_logger
 from . import claims
 from .committed import inside, is_committed
-from .folders import LATEST, checkpoint_of, committed_steps, saves_of, temporary
+from .finding import Saved, place_of, survey
+from .folders import LATEST, aside, checkpoint_of, current, saves_of, step_of, temporary
 from .manifest import COMMIT, MANIFEST
 from .storage import Storage
 
 logger = get_logger(__name__)
 
 
-def retain(storage: Storage, checkpoint: str, limit: int | None) -> None:
-    """After `checkpoint` is committed: the hint `latest`, and only `limit` of the others that are named by steps stay, the newest.
+def retain(storage: Storage, it: Saved, limit: int | None) -> None:
+    """After `it` is committed: the hint `latest`, and only `limit` of the others on its line stay, those that were saved last.
 
-    What has no COMMIT, or another name, is not touched. Trouble here is not the new checkpoint's, so it goes to the log.
+    What has no COMMIT, is not named by a step, or is on another line, is not touched. Trouble here is not the new checkpoint's, so it goes
+    to the log.
     """
+    if step_of(it.folder) is None:
+        return
     try:
-        steps = [folder for _, folder in committed_steps(storage)]
-        others = [folder for folder in steps if checkpoint_of(folder) != checkpoint]
-        gone = others[limit:] if limit is not None else []
-        if len(others) < len(steps):
-            newest = next(folder for folder in steps if folder not in gone)
-            storage.replace(LATEST, newest.encode() + b"\n")
-        for folder in gone:
-            _retire(storage, folder)
+        storage.replace(LATEST, current(storage, it.folder).encode() + b"\n")
+        if limit is None:
+            return
+        there = committed(storage)
+        others = [other for other in there if checkpoint_of(other.folder) != it.folder and other.leads_to(it)]
+        gone = others[: max(0, len(others) - limit)]
+        stay = {other.lineage.line for other in there if other not in gone}
+        for other in gone:
+            if other.lineage.line not in stay:
+                logger.warning(
+                    "%s is removed, as total_limit says: it was the last checkpoint of line %s", other.folder, other.lineage.line
+                )
+                stay.add(other.lineage.line)
+            _retire(storage, other.folder)
     except (OSError, CheckpointError) as error:
         logger.warning("%s: older checkpoints stay, as they could not be removed: %s", storage.place, error)
+
+
+def committed(storage: Storage) -> list[Saved]:
+    """Committed checkpoints that are named by steps, in the order in which they were saved; of several saves of one, the last."""
+    counts: dict[str, Saved] = {}
+    for it in survey(storage)[0]:
+        if is_committed(storage, it.folder):
+            counts.pop(checkpoint_of(it.folder), None)
+            counts[checkpoint_of(it.folder)] = it
+    return list(counts.values())
+
+
+def set_aside(storage: Storage, checkpoint: str, by: Saved | None) -> None:
+    """Give a checkpoint another name if it has that of `by`, which is about to be saved and is not continued from it."""
+    if by is None or step_of(checkpoint) is None:
+        return
+    there = place_of(storage, current(storage, checkpoint))
+    if there is None or there.leads_to(by):
+        return
+    named = [name for name in storage.list() if storage.size(inside(name, COMMIT)) is not None]
+    name = aside(named, checkpoint, there.lineage.line)
+    storage.remove(name)  # half of a copy, of a run that was killed
+    storage.move(there.folder, name)
+    logger.warning("%s is of another line of checkpoints, and is named %s from now on", inside(storage.place, checkpoint), name)
 
 
 def _retire(storage: Storage, folder: str) -> None:

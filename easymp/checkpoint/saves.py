@@ -14,6 +14,7 @@ from .agreeing import Agreement, Parts, agree, trouble
 from .commits import check_name
 from .contents import contents
 from .extra import NONE, Extra
+from .finding import Line
 from .meeting import Meeting, Store
 from .planning import FilePlan
 from .saving import Save, Target
@@ -28,10 +29,15 @@ NICE = 10  # by how much the thread that writes stands back behind those that tr
 
 
 class Saves:
-    """One a run; every call is made by all ranks together."""
+    """One a run; every call is made by all ranks together.
+
+    Attributes:
+        line: that the saves continue; rank 0's counts.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.line = Line()
         self._store: Store | None = None
         self._agreed: Agreement | None = None
         self._image = Image()
@@ -52,7 +58,7 @@ class Saves:
 
         Args:
             asynchronous: return as soon as the state is copied; a thread writes. The next save waits for it.
-            limit: committed checkpoints named by steps that stay beside `target`'s, the newest ones; None for all.
+            limit: committed checkpoints of the same line, named by steps, that stay beside `target`'s; the last ones. None for all.
             tick: told how many more bytes this rank has written, now and then; by that thread, where there is one.
             extra: files that go with it, and are let go when it is over, unless this raises before it has begun.
 
@@ -68,7 +74,7 @@ class Saves:
         Meeting(self._store, self._number).forget()
         self._number += 1
         files = self._copied(parts, self._agreed) if asynchronous else lambda plan: contents(plan, parts.tensors)
-        save = Save(self._store, self._number, target, limit, self._agreed, parts.states, files, extra.files)
+        save = Save(self._store, self._number, self.line, target, limit, self._agreed, parts.states, files, extra.files)
         if not asynchronous:
             try:
                 save.run(tick)

@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from ..errors import CheckpointError
@@ -20,6 +19,7 @@ from .agreeing import Agreement, first, merged, trouble
 from .commits import Commit, begin
 from .committed import inside, write_manifest
 from .extra import copied
+from .finding import Line, Saved
 from .huggingface import index_of
 from .manifest import FileRecord, Manifest
 from .meeting import Meeting, Store
@@ -50,6 +50,7 @@ class Save:
 
     Attributes:
         number: of this save in the run, the same on all ranks.
+        line: that the run continues.
         limit: as `retention.retain` has it.
         states: this rank's Python state.
         files: the bytes of a file that this rank writes.
@@ -58,6 +59,7 @@ class Save:
 
     store: Store
     number: int
+    line: Line
     target: Target
     limit: int | None
     agreement: Agreement
@@ -80,24 +82,26 @@ class Save:
     def _lead(self, meeting: Meeting, tick: Tick) -> str:
         """Rank 0's part: it has the folder, the manifest and the last word. Returns what went wrong."""
         commit: Commit | None = None
+        place: Saved | None = None
         said = INTERRUPTED
 
         def start() -> None:
-            nonlocal commit
-            commit = begin(self.target.storage, self.target.name)
+            nonlocal commit, place
+            place = self.line.next(self.target.storage, self.target.name, self.target.step)
+            commit = begin(self.target.storage, self.target.name, place)
 
         try:
             said = self._mine(trouble(start))
         finally:
             folder = commit.folder if commit is not None else ""
             meeting.announce("begin", dumps([said, folder, self._digests()]))
-        if commit is None:
+        if commit is None or place is None:
             return said
         said = INTERRUPTED
         try:
             given = meeting.gather("written", self._report(meeting, folder, tick))
             reports = [[str(r), {}, {}] if isinstance(r, CheckpointError) else json.loads(r) for r in given]
-            said = first([words for words, *_ in reports]) or self._mine(trouble(lambda: self._commit(commit, reports)))
+            said = first([words for words, *_ in reports]) or self._mine(trouble(lambda: self._commit(commit, place, reports)))
         finally:
             if said:
                 meeting.fail()
@@ -157,7 +161,7 @@ class Save:
     def _digests(self) -> dict[str, str]:
         return {name: _digest(state) for name, state in self.states.items()} if self.store.size > 1 else {}
 
-    def _commit(self, commit: Commit, reports: Sequence[Any]) -> None:
+    def _commit(self, commit: Commit, place: Saved, reports: Sequence[Any]) -> None:
         storage, folder = self.target.storage, commit.folder
         files: dict[str, FileRecord] = {}
         extra: dict[str, FileRecord] = {}
@@ -180,7 +184,7 @@ class Save:
         manifest = Manifest(
             step=self.target.step,
             world_size=self.store.size,
-            written=datetime.now(UTC).isoformat(timespec="seconds"),
+            written=place.written,
             made_by=f"easymp {__version__}",
             plan=dict(self.target.plan),
             tensors=self.agreement.division.tensors,
@@ -188,10 +192,12 @@ class Save:
             states=states,
             aliases=dict(self.agreement.aliases),
             extra=extra,
+            lineage=place.lineage,
         )
         write_manifest(storage, folder, manifest)
         commit.finish()
-        retain(storage, self.target.name, self.limit)
+        self.line.saved(storage, place)
+        retain(storage, place, self.limit)
 
 
 def _digest(state: Any) -> str:

@@ -12,16 +12,17 @@ from typing import Any
 from ..errors import CheckpointError
 from . import claims
 from .committed import inside, is_committed
+from .finding import Saved
 from .folders import next_save, saves_of, writing
 from .markers import abandoned
-from .retention import refuse_foreign, take_away
+from .retention import refuse_foreign, set_aside, take_away
 from .storage import Storage
 
 
 class Staying:
     """As `commits.Commit` says."""
 
-    def __init__(self, storage: Storage, checkpoint: str) -> None:
+    def __init__(self, storage: Storage, checkpoint: str, by: Saved | None) -> None:
         self._storage, self._checkpoint = storage, checkpoint
         self.folder = next_save(storage.list(), checkpoint)
         self._claim = storage.claim(checkpoint, claims.words(folder=self.folder))
@@ -33,6 +34,7 @@ class Staying:
                     f"{inside(storage.place, checkpoint)}: another writer was there just now: give this run its own"
                 )
             refuse_foreign(storage, checkpoint)
+            set_aside(storage, checkpoint, by)
             for name in storage.list():
                 owner = writing(name)
                 if owner is not None and owner != checkpoint and abandoned(storage, name):

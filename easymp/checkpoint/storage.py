@@ -124,6 +124,10 @@ class Storage(Protocol):
         """`new` is not there. Only where `renames`."""
         ...
 
+    def move(self, old: str, new: str) -> None:
+        """A checkpoint's folder gets the name `new`, which is not there. If the process is killed, there is at least one with COMMIT."""
+        ...
+
     def supplant(self, old: str, new: str) -> None:
         """The file `old` gets the name `new`, at once, in the place of a file that has it. Only where `renames`."""
         ...

@@ -14,6 +14,26 @@ MANIFEST, COMMIT = "manifest.json", "COMMIT"
 BLOCK = 2**24  # bytes under one checksum
 
 
+OLDEST = "0"
+"""The line of all checkpoints that name none: those of easymp 0.1."""
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Which line of saves a checkpoint belongs to. A run that goes on from the last checkpoint of a line continues that line.
+
+    Attributes:
+        line: its identifier.
+        parent: name of the checkpoint that was loaded or saved before this one; "" for the first of a run that loaded none.
+        forks: the lines that led to this one, and where each was left: line, and `written` and `step` of its last checkpoint that
+            counts here. What was saved later on those lines is abandoned.
+    """
+
+    line: str = OLDEST
+    parent: str = ""
+    forks: tuple[tuple[str, str, int], ...] = ()
+
+
 class Piece(NamedTuple):
     """A box of a tensor, row-major from byte `begin` of a file of the same folder."""
 

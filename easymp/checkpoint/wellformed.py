@@ -5,6 +5,7 @@ Every function raises CheckpointError in one sentence.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from ..errors import CheckpointError
 from .boxes import fault
 from .header import MOST, nbytes
-from .stored import BLOCK, COMMIT, MANIFEST, FileRecord, Stored
+from .stored import BLOCK, COMMIT, MANIFEST, FileRecord, Lineage, Stored
 from .trees import names
 
 LONGEST_NAME = 200  # bytes of a file's name; 255 are the most on usual file systems, and temporary ones are longer
@@ -140,3 +141,14 @@ def check_states(states: Mapping[str, Any], known: Mapping[str, Any]) -> None:
         for tensor in wanted:
             if tensor not in known:
                 raise CheckpointError(f"{name!r:.300} has a tensor {tensor!r:.300}, which is not stored")
+
+
+def check_lineage(lineage: Lineage) -> None:
+    """Lines are short words, as folders get names of them."""
+    for line in (lineage.line, *(line for line, _, _ in lineage.forks)):
+        if not re.fullmatch("[0-9a-f]{1,32}", line):
+            raise CheckpointError(f"the line {line!r:.80} is no identifier: it should be 1 to 32 hexadecimal digits")
+    check_text("parent", lineage.parent)
+    for _, written, step in lineage.forks:
+        check_text("the time of a fork", written)
+        check_number("the step of a fork", step, 0)

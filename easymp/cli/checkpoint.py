@@ -8,7 +8,7 @@ examples:
   easymp checkpoint merge sharded weights              one model.safetensors, or shards with an index
   easymp checkpoint merge --all sharded whole          a checkpoint again, with whole tensors
   easymp checkpoint convert --dtype bf16 weights half  safetensors in another precision, from any weights
-  easymp checkpoint prune --keep 3 runs/digits         the newest three stay
+  easymp checkpoint prune --keep 3 runs/digits         the last three stay
 
 `easymp checkpoint ACTION --help` says more about one. Exit codes: 0 good; 1 damaged, different, or an error; 2 wrong usage.
 """
@@ -58,7 +58,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     made.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
     made.add_argument("--trust", action="store_true", help="read files of torch.save (.bin, .pt), too; nothing in them is run")
     made = action("prune", "remove older checkpoints, and what dead writers left", "place")
-    made.add_argument("--keep", type=int, required=True, metavar="N", help="the newest N committed ones stay")
+    made.add_argument("--keep", type=int, required=True, metavar="N", help="the last N of the current line stay")
+    made.add_argument("--abandoned", action="store_true", help="remove the last one of each other line, too")
     made.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
 
 
@@ -80,10 +81,11 @@ def run_list(args: argparse.Namespace) -> int:
     if not found:
         print(f"no checkpoint in {args.place}")
         return 0
-    rows = [["name", "step", "written", "size", "ranks", ""]]
+    rows = [["name", "step", "written", "size", "ranks", "line", "continues", ""]]
     for e in found:
-        state = e.why or ("newest" if e.newest else "")
-        rows.append([e.name, known(e.step), known(e.written), size(e.size), known(e.world_size), state])
+        state = e.why or ("newest" if e.newest else "not on the current line" if e.abandoned else "")
+        when = f"{e.written[:19]}+00:00" if e.written else ""
+        rows.append([e.name, known(e.step), when, size(e.size), known(e.world_size), known(e.line), plain(e.parent), state])
     print(table(rows, right={1, 3, 4}))
     return 0
 
@@ -96,6 +98,7 @@ def run_inspect(args: argparse.Namespace) -> int:
         ("step", it.step),
         ("written", it.written),
         ("by", f"{it.made_by}, {it.world_size} rank(s)"),
+        ("line", f"{it.line}, {f'continues {plain(it.parent)}' if it.parent else 'from its beginning'}"),
         ("size", size(it.size)),
     ]
     print(table([[name, str(value)] for name, value in facts]))
@@ -166,7 +169,7 @@ def run_convert(args: argparse.Namespace) -> int:
 
 
 def run_prune(args: argparse.Namespace) -> int:
-    found = checkpoint.prune(args.place, args.keep, args.dry_run)
+    found = checkpoint.prune(args.place, args.keep, args.dry_run, args.abandoned)
     if args.json:
         return tell(dataclasses.asdict(found))
     would = "would be removed" if args.dry_run else "removed"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,12 +37,31 @@ def train(strategy: str, kind: str, folder: str, steps: int, seed: int = 0) -> N
 
 @pytest.fixture(scope="session")
 def samples(_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``step-00000002`` of one process, and ``step-00000003`` of two with fsdp, both of the model "tied"."""
+    """A folder with ``step-00000002`` of one process, and ``step-00000003`` of two with fsdp, both of the model "tied", on one
+    line."""
     root = tmp_path_factory.mktemp("samples")
     ranks = Ranks(_pool)
     ranks(train, "single", "tied", str(root / "step-00000002"), 2, processes=1)
     ranks(train, "fsdp", "tied", str(root / "step-00000003"), 3, processes=2)
+    rewrite(root / "step-00000003", lineage={**lineage_of(root / "step-00000002"), "parent": "step-00000002"})
     return root
+
+
+def lineage_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "manifest.json").read_bytes())["plan"]["lineage"]
+
+
+def rewrite(folder: Path, lineage: dict[str, Any] | None, **more: Any) -> None:
+    """Change what a manifest says; without a `lineage` it is as easymp 0.1 wrote it."""
+    said = json.loads((folder / "manifest.json").read_bytes()) | more
+    said["plan"].pop("lineage", None)
+    if lineage is None:
+        said["written"] = f"{said['written'][:19]}+00:00"
+    else:
+        said["plan"]["lineage"] = lineage
+    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
+    (folder / "manifest.json").write_bytes(text)
+    (folder / "COMMIT").write_text(hashlib.sha256(text).hexdigest() + "\n")
 
 
 @pytest.fixture

@@ -21,12 +21,12 @@ def test_good_ones_by_step_and_the_newest(samples: Path) -> None:
     one, two = list_checkpoints(samples)
     assert [one.name, one.step, one.world_size, one.committed, one.why, one.newest] == [OF_ONE, 2, 1, True, "", False]
     assert replace(two, size=0, written=None) == replace(
-        one, name=OF_TWO, step=3, world_size=2, newest=True, size=0, written=None
+        one, name=OF_TWO, step=3, world_size=2, newest=True, size=0, written=None, parent=OF_ONE
     )
     for entry in (one, two):
         files = [f.stat().st_size for f in (samples / entry.name).iterdir() if f.name not in (MANIFEST, COMMIT)]
         assert entry.size == sum(files)
-        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", entry.written)
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}\+00:00", entry.written)
 
 
 @pytest.mark.parametrize(

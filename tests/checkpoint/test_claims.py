@@ -77,7 +77,7 @@ def test_one_owner_within_a_process(tmp_path, kind, quick):
 
 def test_another_process_is_refused_by_name_and_owns_nothing_once_killed(tmp_path, holder):
     storage, other = LocalStorage(tmp_path), holder("lock")
-    with pytest.raises(CheckpointError, match=rf"process {other.pid} on {socket.gethostname()}, and two writers"):
+    with pytest.raises(CheckpointError, match=rf"process {other.pid} on {socket.gethostname()} since 2.* s\), and two writers"):
         take(storage, "lock")
     other.send_signal(signal.SIGKILL)
     other.wait()

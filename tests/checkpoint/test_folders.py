@@ -27,6 +27,8 @@ def put(root, name, committed=True):
         ("step-00000100", 100, "step-00000100", 1, None),
         ("step-123456789", 123456789, "step-123456789", 1, None),
         ("step-00000100.save-12", 100, "step-00000100", 12, None),
+        ("step-00000100.line-1c9e02d7", 100, "step-00000100.line-1c9e02d7", 1, None),
+        ("step-00000100.line-0-2.save-3", 100, "step-00000100.line-0-2", 3, None),
         ("best", None, "best", 1, None),
         ("step-100", None, "step-100", 1, None),
         ("step-00000100-old", None, "step-00000100-old", 1, None),
@@ -48,6 +50,8 @@ def test_a_name_leads_there_and_back():
     assert folders.writing(folders.temporary("best")) == "best"
     assert folders.writing(folders.lock_of("best")) == "best"
     assert folders.next_save([], "best") == "best"
+    assert folders.aside(["a"], "a", "0") == "a.line-0"
+    assert folders.aside(["a", "a.line-0.save-2"], "a", "0") == "a.line-0-2"
     assert folders.next_save(["best", "best.save-9", "best.save-10", "other.save-11"], "best") == "best.save-11"
 
 
@@ -59,16 +63,3 @@ def test_the_newest_committed_save_counts(root):
     put(root, "best.save-10")
     put(root, "best.save-11", committed=False)
     assert folders.current(root, "best") == "best.save-10"
-
-
-def test_committed_steps_come_newest_first(root):
-    assert list(folders.committed_steps(root)) == []
-    for name in ("step-00000002", "step-00000010", "step-100000000", "best", "step-00000010.save-2"):
-        put(root, name)
-    put(root, "step-200000000", committed=False)
-    put(root, ".tmp-step-300000000-5f0c3a9e")
-    assert list(folders.committed_steps(root)) == [
-        (100000000, "step-100000000"),
-        (10, "step-00000010.save-2"),
-        (2, "step-00000002"),
-    ]

@@ -13,6 +13,8 @@ from easymp.checkpoint.local import LocalStorage
 from easymp.checkpoint.manifest import COMMIT
 from easymp.errors import SettingError
 
+from .samples import lineage_of, rewrite
+
 OF_ONE, OF_TWO = "step-00000002", "step-00000003"
 LEFT = ".tmp-step-00000009-0123abcd"
 
@@ -20,7 +22,10 @@ LEFT = ".tmp-step-00000009-0123abcd"
 @pytest.fixture
 def run(root: Path) -> Path:
     """Steps 2 to 6 committed, 7 not; a checkpoint of another name; what a dead writer left of step 9; a folder of the user's."""
-    for name in ("step-00000004", "step-00000005", "step-00000006", "step-00000007", "best", LEFT):
+    for name in ("step-00000004", "step-00000005", "step-00000006", "step-00000007"):
+        shutil.copytree(root / OF_ONE, root / name)
+        rewrite(root / name, lineage_of(root / OF_ONE), written=f"2999-01-01T00:00:0{name[-1]}+00:00")
+    for name in ("best", LEFT):
         shutil.copytree(root / OF_ONE, root / name)
     for name in ("step-00000007", LEFT):
         (root / name / COMMIT).unlink()

@@ -18,6 +18,7 @@ from easymp.checkpoint.finding import newest
 from easymp.checkpoint.loading import load
 from easymp.checkpoint.local import LocalStorage
 from easymp.checkpoint.remote import RemoteStorage
+from easymp.checkpoint.retention import committed
 from easymp.checkpoint.saves import Saves
 from easymp.checkpoint.saving import Target
 from easymp.errors import CheckpointError
@@ -95,12 +96,13 @@ def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, storage):
     kept = []
     for step in (1, 2, 3, 4):
         saves.save(target(tmp_path, step), [Rows(0, 1, step)], limit=2)
-        kept.append([f.removeprefix("step-0000000") for _, f in folders.committed_steps(LocalStorage(tmp_path))])
-    assert kept == [["9", "1"], ["9", "2", "1"], ["9", "3", "2"], ["9", "4", "3"]]
+        kept.append([it.folder.removeprefix("step-0000000") for it in committed(LocalStorage(tmp_path))])
+    assert kept == [["9", "1"], ["9", "1", "2"], ["9", "1", "2", "3"], ["9", "2", "3", "4"]]  # 9 is another run's
     assert loaded(tmp_path, "best") == values(9)
-    saves.save(target(tmp_path, 2), [Rows(0, 1, 2)], limit=0)  # older than others, and the one just written
-    assert listed(tmp_path) == [".tmp-mine", "best", "latest", "mine", "step-00000000", "step-00000002"]
-    assert (tmp_path / "latest").read_text() == "step-00000002\n"
+    saves.save(target(tmp_path, 2), [Rows(0, 1, 2)], limit=0)  # a lower step than others, and saved last
+    last = folders.current(LocalStorage(tmp_path), "step-00000002")
+    assert listed(tmp_path) == [".tmp-mine", "best", "latest", "mine", "step-00000000", last, "step-00000009"]
+    assert (tmp_path / "latest").read_text() == f"{last}\n"
 
 
 def test_the_older_ones_stay_until_the_new_one_counts(tmp_path, monkeypatch):

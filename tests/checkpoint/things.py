@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from easymp.checkpoint.boxes import Box
+from easymp.checkpoint.committed import open_manifest
 from easymp.checkpoint.extra import NONE, Extra
+from easymp.checkpoint.finding import newest
 from easymp.checkpoint.hook_folders import HookFolder, folder_to_read
 from easymp.checkpoint.loading import load
 from easymp.checkpoint.local import LocalStorage
@@ -85,8 +87,12 @@ def target(root: str | Path, step: int, name: str | None = None) -> Target:
 
 
 def save(root: str | Path, seed: int, step: int | None = None, hooked: bool = False, **more: Any) -> None:
-    """A checkpoint of a world of one, whose values are those of `seed`; with two files of a hook, if `hooked`."""
+    """A checkpoint of a world of one, whose values are those of `seed`, continued from the last one there; with two files of a hook, if
+    `hooked`."""
     saves, where = Saves(alone()), target(root, seed if step is None else step)
+    folder, _, _ = newest(where.storage)
+    if folder is not None:
+        saves.line.loaded(where.storage, folder, open_manifest(where.storage, folder))
     extra = of_a_hook(where, seed) if hooked else NONE
     try:
         saves.save(where, [Rows(0, 1, seed)], extra=extra, **more)

@@ -49,9 +49,9 @@ def test_wrong_usage_is_2(words: list[str], capsys: pytest.CaptureFixture[str]) 
 
 def test_list(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head, one, two = told(capsys, "list", root).splitlines()
-    assert head.split() == ["name", "step", "written", "size", "ranks"]
+    assert head.split() == ["name", "step", "written", "size", "ranks", "line", "continues"]
     assert one.split()[:2] == [OF_ONE, "2"] and "KiB" in one
-    assert two.split()[:2] == [OF_TWO, "3"] and two.endswith("2  newest")
+    assert two.split()[:2] == [OF_TWO, "3"] and two.split()[-2:] == [OF_ONE, "newest"]
     (root / OF_TWO / COMMIT).unlink()
     assert f"{OF_TWO}  " in (text := told(capsys, "list", root)) and "not committed" in text
     entries = json.loads(told(capsys, "list", root, "--json"))

@@ -1,0 +1,374 @@
+"""Checkpoints form lines: `resume`, retention and the list follow what was saved last, from what; and a project's folder has one run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch import nn
+
+from easymp import Accelerator, ProjectConfiguration
+from easymp.checkpoint import list_checkpoints, prune, verify
+from easymp.errors import CheckpointError
+
+from ..conftest import Ranks
+from .samples import flip, rewrite
+
+
+class Run:
+    """A training that adds `pace` to its only weight at each update."""
+
+    def __init__(self, place: str, limit: int | None = None, pace: float = 1.0) -> None:
+        self.acc = Accelerator(
+            project_config=ProjectConfiguration(place, total_limit=limit), log_with="none", save_on_signal=False
+        )
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        self.model, self.optimizer = self.acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        self.pace = pace
+
+    def to(self, *steps: int, async_: bool = False) -> None:
+        """Train to each of these steps, and save there."""
+        for step in steps:
+            while self.optimizer.updates < step:
+                self.acc.backward(-self.pace * self.model(torch.ones(1, 1)).sum())
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.acc.save_state(async_=async_)
+
+    @property
+    def weight(self) -> float:
+        return next(self.model.parameters()).item()
+
+
+@contextmanager
+def run(place: str, limit: int | None = None, pace: float = 1.0, load: str | None = None) -> Iterator[Run]:
+    it = Run(place, limit, pace)
+    try:
+        if load is not None:
+            it.acc.load_state(f"{place}/checkpoints/{load}")
+        yield it
+    finally:
+        it.acc.close()
+
+
+def resumed(place: str) -> tuple[str | None, float]:
+    """The folder that a new run resumes, and the weight that is then there."""
+    with run(place) as it:
+        found = it.acc.resume()
+        return found and plainly(found.rpartition("/")[2]), it.weight
+
+
+def plainly(name: str) -> str:
+    """Without what an object store adds to a name that is used again."""
+    return name.partition(".save-")[0]
+
+
+def listed(place: str) -> dict[str, str]:
+    """Each checkpoint and what the list says of it."""
+    return {
+        plainly(e.name).partition(".line")[0] + ("'" if ".line" in e.name else ""): e.why
+        or ("newest" if e.newest else "abandoned" if e.abandoned else "")
+        for e in list_checkpoints(f"{place}/checkpoints")
+    }
+
+
+def steps(*numbers: int) -> list[str]:
+    return [f"step-{number:08d}" for number in numbers]
+
+
+@pytest.fixture(params=["folder", "store"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "folder":
+        yield str(tmp_path)
+        return
+    yield f"memory://lineage/{tmp_path.name}"
+    fsspec.filesystem("memory").rm("/lineage", recursive=True)
+
+
+def names(place: str) -> list[str]:
+    fs, root = fsspec.url_to_fs(place)
+    return sorted(path.rpartition("/")[2] for path in fs.ls(f"{root}/checkpoints", detail=False))
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_going_on_from_an_older_step_leaves_the_newer_ones_aside(place: str, async_: bool, caplog: Any) -> None:
+    with run(place, limit=3) as it:
+        it.to(8)
+        it.acc.save_state(f"{place}/kept")
+        it.to(16, 18, 20, async_=async_)
+    assert names(place) == ["latest", *steps(16, 18, 20)]
+    with run(place, limit=3) as it:
+        it.acc.load_state(f"{place}/kept")
+        for step in (10, 12, 14, 15):
+            it.to(step, async_=async_)
+            it.acc.wait_for_everyone()
+    assert names(place) == ["latest", *steps(12, 14, 15, 16, 18, 20)]
+    assert "Not on it, and kept: step-00000016, step-00000018, step-00000020" in caplog.text
+    assert resumed(place) == ("step-00000015", 15)
+    states = listed(place)
+    assert list(states) == steps(16, 18, 20, 12, 14, 15)
+    assert list(states.values()) == ["abandoned"] * 3 + ["", "", "newest"]
+    with run(place, load="step-00000018") as it:  # back to the first line
+        it.to(19)
+    assert resumed(place) == ("step-00000019", 19)
+    assert [name for name, state in listed(place).items() if state == "abandoned"] == steps(20, 12, 14, 15)
+
+
+def test_a_name_of_the_abandoned_line_is_taken_and_both_stay(place: str, caplog: Any) -> None:
+    with run(place) as it:
+        it.to(8, 10, 12)
+    with run(place, load="step-00000008", pace=2.0) as it:
+        it.to(10, 12)
+    assert "is of another line of checkpoints, and is named step-00000010.line-" in caplog.text
+    assert resumed(place) == ("step-00000012", 16)
+    assert listed(place) == {
+        "step-00000008": "",
+        "step-00000010'": "abandoned",
+        "step-00000012'": "abandoned",
+        "step-00000010": "",
+        "step-00000012": "newest",
+    }
+    aside = next(e.name for e in list_checkpoints(f"{place}/checkpoints") if e.name.startswith("step-00000012.line-"))
+    assert verify(f"{place}/checkpoints/{aside}") == []
+    with run(place, load=aside) as it:
+        assert it.weight == 12
+        it.to(14)
+    assert resumed(place) == ("step-00000014", 14)
+
+
+def test_saving_one_step_twice_on_a_line_replaces(place: str) -> None:
+    with run(place) as it:
+        it.to(2, 4, 4)
+    with run(place) as it:
+        it.acc.resume()
+        it.to(4, 6)
+    assert list(listed(place)) == steps(2, 4, 6)
+    assert len({e.line for e in list_checkpoints(f"{place}/checkpoints")}) == 1
+
+
+def test_a_run_without_resume_begins_a_line_and_the_older_one_stays(place: str, caplog: Any) -> None:
+    with run(place, limit=2) as it:
+        it.to(10, 20)
+    with run(place, limit=2) as it:
+        it.to(2, 4, 6)
+    assert "begins without resume()" in caplog.text
+    assert list(listed(place).items()) == [
+        *((name, "abandoned") for name in steps(10, 20)),
+        ("step-00000004", ""),
+        ("step-00000006", "newest"),
+    ]
+    assert resumed(place) == ("step-00000006", 6)
+
+
+def test_prune_keeps_the_last_of_each_other_line(place: str) -> None:
+    with run(place) as it:
+        it.to(10, 20)
+    with run(place) as it:
+        it.to(2, 4, 6)
+    root = f"{place}/checkpoints"
+    assert prune(root, keep=2).kept == tuple(steps(6, 4, 20))
+    found = prune(root, keep=1, abandoned=True)
+    assert (found.kept, set(found.removed)) == (tuple(steps(6)), set(steps(4, 20)))
+    assert resumed(place) == ("step-00000006", 6)
+
+
+def test_a_damaged_last_one_gives_way_to_what_it_was_continued_from(tmp_path: Path) -> None:
+    place = str(tmp_path)
+    with run(place) as it:
+        it.to(8, 16, 20)
+    with run(place, load="step-00000008") as it:
+        it.to(10)
+    flip(tmp_path / "checkpoints/step-00000010/model-00001-of-00001.safetensors", -1)
+    assert resumed(place) == ("step-00000008", 8)
+    with run(place) as it:  # and what it goes on to is not the damaged one's
+        it.acc.resume()
+        it.to(12)
+    states = listed(place)
+    assert (states["step-00000010"], states["step-00000012"]) == ("abandoned", "newest")
+    for step in (8, 12):
+        flip(tmp_path / f"checkpoints/step-{step:08d}/model-00001-of-00001.safetensors", -1)
+    with run(place) as it, pytest.raises(CheckpointError, match=r"no checkpoint is whole any more: .*not on the current line"):
+        it.acc.resume()
+
+
+def old(folder: Path, *numbers: int) -> None:
+    """Rewrite checkpoints as easymp 0.1 did, in this order of time."""
+    for second, number in enumerate(numbers):
+        rewrite(folder / f"step-{number:08d}", None, written=f"2026-01-01T00:00:{second:02d}+00:00")
+
+
+def test_folders_of_the_first_release(tmp_path: Path) -> None:
+    place, root = str(tmp_path), tmp_path / "checkpoints"
+    with run(place) as it:
+        it.to(8, 10, 16, 18, 20)
+    old(root, 8, 16, 18, 20, 10)  # as when a run had gone on from step 8
+    assert "lineage" not in json.loads((root / "step-00000020" / "manifest.json").read_bytes())["plan"]
+    assert resumed(place) == ("step-00000010", 10)
+    old(root, 8, 10, 16, 18, 20)
+    assert resumed(place) == ("step-00000020", 20)
+    with run(place, limit=3) as it:
+        it.acc.resume()
+        it.to(22)
+    assert list(listed(place)) == steps(18, 20, 22)
+    with run(place, limit=3, load="step-00000018") as it:
+        it.to(19, 20)
+    assert listed(place) == {
+        "step-00000018": "",
+        "step-00000020'": "abandoned",
+        "step-00000022": "abandoned",
+        "step-00000019": "",
+        "step-00000020": "newest",
+    }
+    assert resumed(place) == ("step-00000020", 20)
+
+
+def test_a_clock_that_went_back_changes_no_order(tmp_path: Path) -> None:
+    with run(str(tmp_path)) as it:
+        it.to(2)
+    lineage = json.loads((tmp_path / "checkpoints/step-00000002/manifest.json").read_bytes())["plan"]["lineage"]
+    rewrite(tmp_path / "checkpoints/step-00000002", lineage, written="2999-01-01T00:00:00.000000+00:00")
+    with run(str(tmp_path)) as it:
+        it.to(1)
+    assert resumed(str(tmp_path)) == ("step-00000001", 1)
+
+
+def test_the_command_lists_lines(tmp_path: Path) -> None:
+    with run(str(tmp_path)) as it:
+        it.to(8, 10)
+    with run(str(tmp_path), load="step-00000008") as it:
+        it.to(9)
+    done = easymp("checkpoint", "list", f"{tmp_path}/checkpoints")
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert [row[0] for row in rows] == steps(8, 10, 9)
+    assert rows[0][6] == rows[1][6] != rows[2][6] and rows[2][7] == "step-00000008"
+    assert [" ".join(row[8:]) for row in rows[1:]] == ["not on the current line", "newest"]
+    said = easymp("checkpoint", "inspect", f"{tmp_path}/checkpoints/step-00000009").stdout
+    assert re.search(rf"line +{rows[2][6]}, continues step-00000008", said)
+
+
+def easymp(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "easymp", *words], capture_output=True, text=True, timeout=100, check=True)
+
+
+# -- one run a folder --------------------------------------------------------------------------------------------------
+
+OTHER = """
+import sys
+sys.path[:0] = sys.argv[3:]
+import fsspec
+from tests.checkpoint.test_lineage import Run
+if sys.argv[2]:
+    fsspec.config.conf["s3"] = eval(sys.argv[2])
+it = Run(sys.argv[1])
+it.acc.resume()
+it.to(2)
+print("saved", flush=True)
+sys.stdin.read()
+it.acc.close()
+"""
+
+
+@contextmanager
+def another(place: str, store: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A run in another process that has resumed and saved there, and goes on."""
+    command = [sys.executable, "-c", OTHER, place, store, *sys.path]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "saved\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def refused(place: str, pid: int) -> None:
+    for use in (lambda it: it.acc.resume(), lambda it: it.to(1)):
+        with (
+            run(place) as it,
+            pytest.raises(CheckpointError, match=rf"checkpoints is being written by process {pid} on .* since 2.*\(\d+ "),
+        ):
+            use(it)
+    with run(place, load="step-00000002") as it:  # to read is no harm
+        assert it.weight == 2
+    assert list(listed(place)) == steps(2)
+
+
+def test_a_second_live_run_is_refused_and_a_dead_one_is_not_waited_for(tmp_path: Path) -> None:
+    place = str(tmp_path)
+    with another(place) as process:
+        refused(place, process.pid)
+        with pytest.raises(CheckpointError, match=f"process {process.pid} on "):
+            Accelerator(project_dir=place, save_on_signal=True)
+        with run(f"{place}/other") as it:
+            it.to(1)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert resumed(place) == ("step-00000002", 2)
+    with another(place) as process:
+        process.communicate("")  # it ends
+        with run(place) as it:
+            it.acc.resume()
+            it.to(3)
+
+
+def test_one_process_has_several_runs_one_after_the_other_or_at_once(tmp_path: Path) -> None:
+    place = str(tmp_path)
+    with run(place) as one, run(place) as other:
+        one.acc.resume()
+        one.to(1)
+        other.acc.resume()  # of a cell that was run again, in a notebook
+        other.to(2)
+    assert not [name for name in os.listdir(place) if "lock" in name]
+    assert resumed(place) == ("step-00000002", 2)
+
+
+def ranks_refused(place: str) -> str:
+    it = Run(place)
+    try:
+        it.acc.resume()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        it.acc.close()
+    return ""
+
+
+def test_all_ranks_of_a_second_run_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    with another(str(tmp_path)) as process:
+        one, two = ranks(ranks_refused, str(tmp_path))
+    assert one == two and f"process {process.pid} on " in one
+
+
+def shared(place: str) -> tuple[str | None, float]:
+    with run(place) as it:
+        found = it.acc.resume()
+        it.to(it.optimizer.updates + 2)
+        return found and found.rpartition("/")[2], it.weight
+
+
+def test_ranks_share_the_claim_and_the_line(ranks: Ranks, tmp_path: Path) -> None:
+    place = str(tmp_path)
+    assert [ranks(shared, place) for _ in range(2)] == [[(None, 2)] * 2, [("step-00000002", 4)] * 2]
+    assert len({e.line for e in list_checkpoints(f"{place}/checkpoints")}) == 1
+
+
+@pytest.mark.slow
+def test_a_second_live_run_in_an_object_store(tmp_path: Path, s3: str) -> None:
+    place = f"{s3}/{tmp_path.name}"
+    with another(place, repr(fsspec.config.conf["s3"])) as process:
+        refused(place, process.pid)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert resumed(place) == ("step-00000002", 2)
