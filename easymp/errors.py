@@ -58,8 +58,28 @@ class EasympWarning(UserWarning):
     """Something works, but probably not as meant."""
 
 
+# What strategies and precisions are called elsewhere, where the closest spelling is another one.
+ELSEWHERE = {
+    **dict.fromkeys(("zero", "zero_1", "deepspeed_stage_1"), "zero1"),
+    **dict.fromkeys(("zero2", "zero_2", "zero3", "zero_3", "deepspeed", "deepspeed_stage_2", "deepspeed_stage_3"), "fsdp"),
+    **dict.fromkeys(("fsdp1", "fsdp2", "full_shard", "shard_grad_op", "fully_shard"), "fsdp"),
+    **dict.fromkeys(("hybrid_shard", "_hybrid_shard_zero2", "hybrid_shard_zero2"), "hsdp"),
+    **dict.fromkeys(("dp", "no_shard", "ddp_spawn", "multi_gpu", "multi_cpu", "horovod"), "ddp"),
+    **dict.fromkeys(("tp", "mp", "megatron", "megatron_lm", "model_parallel"), "tensor_parallel"),
+    **dict.fromkeys(("pp", "gpipe", "1f1b"), "pipeline"),
+    "diloco": "local_sgd",
+    **dict.fromkeys(("amp", "mixed", "bf16_mixed", "bfloat16_mixed"), "bf16"),
+    **dict.fromkeys(("16", "16_mixed", "fp16_mixed", "float16_mixed"), "fp16"),
+    **dict.fromkeys(("32", "32_true", "full"), "fp32"),
+    **dict.fromkeys(("transformer_engine", "float8", "e4m3", "hybrid"), "fp8"),
+}
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``", did you mean 'x'?"`` for the closest of `known`, whatever the capitals, or ``""`` where none is close."""
     spelled = {str(k).lower(): str(k) for k in known}
+    same = ELSEWHERE.get(str(name).lower().replace("-", "_"))
+    if same in spelled:
+        return f", did you mean {same!r}?"
     close = get_close_matches(str(name).lower(), spelled, n=1, cutoff=0.5)
     return f", did you mean {spelled[close[0]]!r}?" if close else ""

@@ -67,5 +67,7 @@ def read(path: Path | str | None = None) -> ProjectFile:
     try:
         text = place.read_text(encoding="utf-8")
         return ProjectFile(place, tomllib.loads(text), text)
+    except OSError as error:
+        raise SettingError(f"{place} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingError(f"{place} is not valid TOML: {error}") from error

@@ -339,3 +339,23 @@ def test_precedence_whatever_is_given_where(given_in: dict[str, int]) -> None:
         settings = resolve(whole, **{name: given_in.get("argument")})
     order = [given_in.get("argument"), given_in.get("object"), given_in.get("environment"), given_in.get("file"), 1]
     assert getattr(settings, name) == next(value for value in order if value is not None)
+
+
+@pytest.mark.parametrize(
+    ("setting", "theirs", "ours"),
+    [
+        *(
+            ("strategy", word, "fsdp")
+            for word in ("zero2", "zero3", "ZeRO-3", "deepspeed", "fsdp2", "FULL_SHARD", "SHARD_GRAD_OP")
+        ),
+        *(("strategy", word, "tensor_parallel") for word in ("tp", "mp")),
+        *(
+            ("strategy", word, other)
+            for word, other in (("dp", "ddp"), ("pp", "pipeline"), ("HYBRID_SHARD", "hsdp"), ("zero", "zero1"))
+        ),
+        *(("mixed_precision", word, other) for word, other in (("bf16-mixed", "bf16"), ("16-mixed", "fp16"), ("32", "fp32"))),
+    ],
+)
+def test_a_name_from_elsewhere_is_answered_with_ours(setting: str, theirs: str, ours: str) -> None:
+    with pytest.raises(SettingError, match=f"{theirs!r} is not one of .* did you mean {ours!r}"):
+        Settings(**{setting: theirs})

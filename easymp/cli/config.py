@@ -38,6 +38,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.foreign:
+        wizard.read_document(args.foreign)  # what cannot be read is said at once, before torch is imported
     try:
         ahead = wizard.read_ahead(args.set)
     except SettingError as error:

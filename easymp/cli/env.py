@@ -13,15 +13,12 @@ import json
 import platform
 from typing import Any
 
-import torch
+import easymp
 
-from ..cuda.availability import facts as installed
-from ..cuda.availability import unavailable
-from ..hardware import Hardware, detect
-from ..plan import make_plan
+from .. import cuda, world
+from ..hardware import Hardware
 from ..settings import resolve
 from ..version import __version__
-from ..world import read_ranks
 from .terminal import table
 
 GIB = 1 << 30
@@ -33,8 +30,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = resolve()
-    hardware = detect()
-    plan = make_plan(settings, hardware, read_ranks())
+    hardware = easymp.detect()
+    plan = easymp.make_plan(settings, hardware, world.read_ranks())
     if args.json:
         facts_of = {"hardware": plain(dataclasses.asdict(hardware)), "kernels": kernels(hardware)}
         print(json.dumps({"versions": versions(), **facts_of, "plan": plain(plan.as_dict())}, indent=2))
@@ -46,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def versions() -> dict[str, str]:
+    import torch
+
     return {
         "easymp": __version__,
         "torch": torch.__version__,
@@ -75,9 +74,11 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
 
 def kernels(hardware: Hardware) -> str:
     """Whether our kernels run here by what is installed, and if not, why; no device is asked, and CuPy is not imported."""
+    import torch
+
     capability = next((d.capability for d in hardware.devices if d.kind == "cuda"), None)
-    found = dataclasses.replace(installed(torch.device("cpu")), capability=capability)
-    return unavailable(found) or "CuPy " + ", ".join(f"{version} ({name})" for name, version in found.wheels.items())
+    found = dataclasses.replace(cuda.facts(torch.device("cpu")), capability=capability)
+    return cuda.unavailable(found) or "CuPy " + ", ".join(f"{version} ({name})" for name, version in found.wheels.items())
 
 
 def plain(value: Any) -> Any:

@@ -18,17 +18,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-from ..errors import SettingError
-from ..estimating import DEFAULT_STRATEGIES, Estimates, Row, Sized, estimates, read_model, read_sample
-from ..hardware import detect
-from ..memory import STATES, Memory
-from ..plan import SPARE
+from .. import estimating, hardware
+from ..errors import SettingError, nearest
+from ..estimating import DEFAULT_STRATEGIES
+from ..registry import ALIASES, PRECISIONS, STRATEGIES
 from ..relaxed_json import loads
 from ..units import size, unit
 from ..values import read_bytes
 from .terminal import GREEN, RED, paint, table, wrap
+
+if TYPE_CHECKING:
+    from ..estimating import Estimates, Row, Sized
+    from ..memory import Memory
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,19 +60,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    sized = read_model(args.model, args.dtype)
-    found = estimates(
+    processes = [_whole(word, "--processes") for word in _words(args.processes)]
+    strategies = _names(args.strategy, STRATEGIES, "strategy")
+    precisions = _names(args.precision, [*PRECISIONS, *ALIASES], "precision")
+    memory = read_bytes(args.memory, "--memory ") if args.memory else None
+    options = loads(args.options, "--options") if args.options else None
+    sized = estimating.read_model(args.model, args.dtype)
+    found = estimating.estimates(
         sized,
-        detect(),
-        [_whole(word, "--processes") for word in _words(args.processes)],
-        _words(args.strategy),
-        _words(args.precision),
+        hardware.detect(),
+        processes,
+        strategies,
+        precisions,
         _optimizer(args.optimizer),
-        read_bytes(args.memory, "--memory ") if args.memory else None,
+        memory,
         args.per_node,
         args.cpu,
-        read_sample(args.input) or None,
-        loads(args.options, "--options") if args.options else None,
+        estimating.read_sample(args.input) or None,
+        options,
         args.activation_checkpointing,
     )
     if args.json:
@@ -108,7 +117,7 @@ def _table(found: Estimates) -> str:
     have = f"{size(max(rooms))}" if len(rooms) == 1 else f"{size(max(rooms))}, shared by the processes,"
     legend = (
         f"{name} a rank. weights: with buffers; states: with fp32 masters; copies: low-precision weights, and weights and gradients on "
-        f"their way between ranks; spare: of {have} less {SPARE:.0%} for activations and workspace."
+        f"their way between ranks; spare: of {have} less {estimating.SPARE:.0%} for activations and workspace."
     )
     return f"{table(rows, right={0, *range(3, len(header))})}\n\n{wrap(legend)}"
 
@@ -148,6 +157,13 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def _names(text: str, known: Iterable[str], what: str) -> list[str]:
+    for name in _words(text):
+        if name not in known:
+            raise SettingError(f"{what} {name!r} is not one of {', '.join(known)}{nearest(name, known)}")
+    return _words(text)
+
+
 def _whole(word: str, what: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise SettingError(f"{what} {word!r} is not a whole number of at least 1")
@@ -157,4 +173,4 @@ def _whole(word: str, what: str) -> int:
 def _optimizer(word: str) -> str | int:
     if word.isdecimal():
         return int(word)
-    return next((name for name in STATES if name.endswith(f" {word.lower()}")), word)  # "momentum" is SGD's
+    return next((name for name in estimating.STATES if name.endswith(f" {word.lower()}")), word)  # "momentum" is SGD's

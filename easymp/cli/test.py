@@ -17,7 +17,7 @@ import argparse
 import dataclasses
 import json
 
-from ..hardware import detect
+from .. import hardware
 from ..launcher.devices import default_processes
 from ..selftest import Tried, try_out
 from ..settings import resolve_launching
@@ -36,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     processes = resolve_launching(processes=args.processes).processes
     if processes is None:  # one process alone has no collectives, and two CPU processes need no more than a CPU
-        processes = max(default_processes(), 1 if detect().devices else 2)
+        processes = max(default_processes(), 1 if hardware.detect().devices else 2)
     tried = try_out(processes)
     print(json.dumps({**dataclasses.asdict(tried), "good": tried.good}, indent=2) if args.json else told(tried, processes))
     return 0 if tried.good else 1

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import EasympError, RefusedError, SettingError, nearest
+from ..errors import EasympError, RefusedError, SettingError
 from ..hardware import Hardware
 from ..memory import NO_SAMPLE, Memory, Optimizer, estimate
+from ..memory import STATES as STATES
 from ..plan import SPARE, Plan, fits, make_plan, room, together
 from ..precision import ALIASES, PRECISIONS
 from ..protocols import Facts
@@ -19,9 +20,9 @@ from ..settings import Settings
 from ..strategies import STRATEGIES
 from ..units import size
 from ..world import Ranks
+from . import DEFAULT_STRATEGIES
 from .sized import Sized
 
-DEFAULT_STRATEGIES = ("single", "ddp", "zero1", "fsdp")  # the simplest first: the first one that fits is suggested
 WITH_INPUT = "activations are not counted: pass the shape of a batch (--input)"
 WITHOUT = "activations are not counted: they need a forward, so module:callable and the shape of a batch (--input)"
 
@@ -130,7 +131,7 @@ def estimates(
         PrepareError: no part is what `activation_checkpointing` means.
         BatchError: the forward cannot be followed on the sample.
     """
-    _check(sized, strategies, precisions, sample, options, activation_checkpointing)
+    _check(sized, strategies, sample, options, activation_checkpointing)
     if memory is not None:
         hardware = dataclasses.replace(hardware, devices=())
     plans = {world: _plan(hardware, world, memory, per_node, cpu) for world in sorted(set(processes))}
@@ -166,13 +167,7 @@ def estimates(
     return Estimates(tuple(rows), tuple(dict.fromkeys(refused)), _notes(sized, rows), tuple(preferred))
 
 
-def _check(
-    sized: Sized, strategies: Sequence[str], precisions: Sequence[str], sample: Any, options: Any, activation_checkpointing: Any
-) -> None:
-    for names, known, what in ((strategies, STRATEGIES, "strategy"), (precisions, [*PRECISIONS, *ALIASES], "precision")):
-        for name in names:
-            if name not in known:
-                raise SettingError(f"{what} {name!r} is not one of {', '.join(known)}{nearest(name, known)}")
+def _check(sized: Sized, strategies: Sequence[str], sample: Any, options: Any, activation_checkpointing: Any) -> None:
     if sample is not None and not sized.runs:
         raise SettingError(
             f"activations need a forward, and {sized.name} has none: pass module:callable with the shape of its input"

@@ -55,10 +55,10 @@ def launch_script(
         RefusedError: `grace` is below 0, or this torch cannot give it.
         WorldError: the nodes did not meet, or a port is taken.
     """
-    processes = checked(processes)
+    check_script(script, module)
     if max_restarts < 0:
         raise SettingError(f"max_restarts={max_restarts} is below 0: use 0 for no restart")
-    check_script(script, module)
+    processes = checked(processes)
     cores, threads = binding.plan(processes, numa)
     # elastic fills in ${local_rank} in arguments; a doubled $ comes out as the user's own.
     words = [str(word).replace("$", "$$") for word in (WORKER, "module" if module else "script", cores, script, *arguments)]

@@ -39,6 +39,8 @@ def read_document(path: str | Path) -> Document:
         SettingError: there is no such file, or it is neither, or a key stands twice, or PyYAML is needed and missing.
     """
     name = str(path)
+    if not Path(path).is_file():
+        raise SettingError(f"{name!r} is no file: pass the path of a configuration of Accelerate (YAML) or of DeepSpeed (JSON)")
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,18 @@
-"""The ranks of a run: who this process is, and what it can say to the others."""
+"""The ranks of a run: who this process is, and what it can say to the others. Names are loaded at first use."""
 
-from .ranks import Ranks, read_ranks
-from .world import World, locate, odd_one_out
+from __future__ import annotations
 
-__all__ = ["Ranks", "World", "locate", "odd_one_out", "read_ranks"]
+from typing import TYPE_CHECKING
+
+from ..first_use import at_first_use
+
+if TYPE_CHECKING:
+    from .ranks import Ranks as Ranks
+    from .ranks import read_ranks as read_ranks
+    from .world import World as World
+    from .world import locate as locate
+    from .world import odd_one_out as odd_one_out
+
+_HOMES = {"ranks": ("Ranks", "read_ranks"), "world": ("World", "locate", "odd_one_out")}
+
+__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

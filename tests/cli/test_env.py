@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from easymp import cuda
 from easymp.cli import env, main
 from easymp.cuda.availability import Facts
 from easymp.hardware import CPU, Device, Hardware
@@ -38,9 +39,9 @@ def test_json_is_one_object(capsys):
 
 
 def test_why_there_are_no_kernels(monkeypatch):
-    monkeypatch.setattr(env, "installed", lambda device: Facts("13.0", None, False, {}, None))
+    monkeypatch.setattr(cuda, "facts", lambda device: Facts("13.0", None, False, {}, None))
     assert env.kernels(SERVER) == "CuPy is not installed: pip install 'easymp[cuda13]'"
-    monkeypatch.setattr(env, "installed", lambda device: Facts("13.0", None, True, {"cupy-cuda13x": "14.2.0"}, None))
+    monkeypatch.setattr(cuda, "facts", lambda device: Facts("13.0", None, True, {"cupy-cuda13x": "14.2.0"}, None))
     assert env.kernels(SERVER) == "CuPy 14.2.0 (cupy-cuda13x)"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 
@@ -37,6 +39,44 @@ def test_help_lists_every_command_and_imports_no_torch():
     for name, words in cli.COMMANDS.items():
         assert f"{name} " in out
         assert words in out
+
+
+WITHOUT_TORCH = {
+    "completion bash": (0, "complete -o default"),
+    "launch nofile.py": (1, "'nofile.py' is no file: pass the script's path"),
+    "launch --slurm print nofile.py": (1, "'nofile.py' is no file"),
+    "launch --config nofile.toml train.py": (1, "'nofile.toml' is no file"),
+    "launch --config . train.py": (1, "'.' is no file"),
+    "compare nofile.py": (1, "'nofile.py' is no file"),
+    "compare --strategy zero3 nofile.py": (1, "did you mean 'fsdp'?"),
+    "estimate 7B --strategy fsp": (1, "strategy 'fsp' is not one of single"),
+    "estimate 7B --precision bf61": (1, "did you mean 'bf16'?"),
+    "estimate 7B --processes two": (1, "'two' is not a whole number"),
+    "env nofile": (2, "unrecognized arguments: nofile"),
+    "test --processes 0": (1, "below the smallest possible value, 1"),
+    "config --from nofile.json": (1, "'nofile.json' is no file"),
+    "config --from fifo": (1, "'fifo' is no file"),
+    "config --from .": (1, "'.' is no file"),
+}
+
+
+def test_arguments_are_checked_before_torch_is_imported(tmp_path):
+    """All in one interpreter, to which torch never comes."""
+    os.mkfifo(tmp_path / "fifo")
+    code = f"""
+import contextlib, io, json, sys
+from easymp.cli import main
+found = {{}}
+for line in {list(WITHOUT_TORCH)!r}:
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+        found[line] = main(line.split()), said.getvalue(), "torch" in sys.modules
+print(json.dumps(found))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True, cwd=tmp_path)
+    for line, (status, said, torch) in json.loads(done.stdout).items():
+        wanted, words = WITHOUT_TORCH[line]
+        assert (status, torch) == (wanted, False), (line, said)
+        assert words in said, (line, said)
 
 
 def test_every_command_keeps_the_promise():

@@ -34,7 +34,7 @@ __getattr__ = layer.absent(
 )
 
 NATIVE = """
-optimizer = easymp.optim.{name}(model.parameters(), …)  # or torch.optim's: Accelerator(fused="auto") steps it by the same kernels
+optimizer = easymp.optim.{name}(model.parameters(), …)  # or torch.optim's, which an Accelerator steps by the same kernels
 """
 
 
