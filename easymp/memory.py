@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import optim
 from .activations import bytes_saved
 from .errors import SettingError, nearest
 from .precision import ALIASES, PRECISIONS
+from .precision.mixed import LOW
 from .protocols import Layout, Precision
 from .strategies import STRATEGIES, read_options
 from .strategies.recomputing import find_recomputed, read_which, recompute
@@ -205,7 +207,7 @@ def estimate(
         if id(parameter) in half and size > policy.compute.itemsize:
             copies += layout.copies(name, parameter) * policy.compute.itemsize
         if parameter.requires_grad:
-            wide = FP32 if policy.masters and size < FP32 else 0
+            wide = FP32 if size < FP32 and policy.keeps_updates and (policy.masters or not _rounds(optimizer)) else 0
             gradients += layout.gradients(name, parameter) * (size + wide)
             masters += layout.weights(name, parameter) * wide  # whole where weights are: states alone are cut (zero1)
             kept += layout.states(name, parameter) * (states(parameter) * (wide or size) + FP32 * averages)
@@ -291,8 +293,9 @@ def _named(known: Mapping[str, Any], name: str, what: str) -> Any:
 
 
 def _stored(parameter: Tensor, policy: Precision) -> int:
-    """Bytes of an element: fp32 precisions leave parameters as they are, others convert them (all, for batch-norm's are few)."""
-    converts = policy.param != torch.float32 and parameter.is_floating_point()
+    """Bytes of an element: fp32 precisions raise trainable parameters at most, others convert all (batch-norm's, too, which are few)."""
+    raised = policy.raises and parameter.requires_grad and parameter.dtype in LOW
+    converts = raised or (policy.param != torch.float32 and parameter.is_floating_point())
     return policy.param.itemsize if converts else parameter.element_size()
 
 
@@ -302,7 +305,7 @@ def _matrices(model: nn.Module) -> set[int]:
     for module in model.modules():
         own = [p for p in module._parameters.values() if p is not None]
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag, Counted)) and any(p.ndim > 1 for p in own):
-            found.update(id(p) for p in own if p.dtype == torch.float32)
+            found.update(id(p) for p in own if p.dtype == torch.float32 or (p.requires_grad and p.dtype in LOW))
         elif isinstance(module, Counted):
             found.update(map(id, own))
     return found
@@ -328,6 +331,13 @@ def _states(optimizer: Optimizer, model: nn.Module) -> Callable[[Tensor], int]:
     if counts and not any(id(p) in counts for p in model.parameters()):
         raise SettingError("none of the optimizers holds a parameter of this model: pass those that were built from it")
     return lambda parameter: counts.get(id(parameter), 0)
+
+
+def _rounds(optimizer: Optimizer) -> bool:
+    """Whether bf16 parameters are stepped with stochastic rounding: by easymp's optimizers; a name means torch's, which have masters."""
+    each = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    kinds = [one if isinstance(one, type) else type(one) for one in each]
+    return all(issubclass(kind, optim.FusedOptimizer) and kind.rule.counts for kind in kinds)
 
 
 def _keeps(name: str) -> Callable[[Mapping[str, Any]], int]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .errors import RefusedError
 from .hardware import Hardware
 from .memory import Memory
@@ -35,6 +37,7 @@ class Plan:
     Attributes:
         device: torch's device of this rank, as text (``"cuda:0"``).
         precision: a key of `PRECISIONS`, or ``"auto"`` until the first training step has been timed.
+        weights: what trainable parameters are stored in, and how low-precision ones are stepped.
         strategy: a key of `STRATEGIES`.
         accumulation: micro-batches an update.
         optimizer: which optimizer step runs.
@@ -43,6 +46,7 @@ class Plan:
 
     device: Choice[str]
     precision: Choice[str]
+    weights: Choice[str]
     strategy: Choice[str]
     accumulation: Choice[int]
     optimizer: Choice[str]
@@ -94,6 +98,7 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
     return Plan(
         device=device,
         precision=precision,
+        weights=_weights(precision),
         strategy=strategy,
         accumulation=_accumulation(settings),
         optimizer=_optimizer(settings),
@@ -177,8 +182,22 @@ def _candidates(facts: Facts) -> list[tuple[str, str]]:
     return [("fp32", f"{device.name} ({device.architecture}) has no Tensor Cores: half precision gains nothing in speed")]
 
 
+def _weights(precision: Choice[str]) -> Choice[str]:
+    """Before models are known; `Preparation` says what came of them."""
+    kind = PRECISIONS.get(precision.value, Measured)
+    if kind.raises:
+        return Choice("fp32", "trainable parameters in bf16 or fp16 are raised at prepare", precision.source)
+    if kind.param == torch.float32:
+        return Choice("as given", "no parameter is cast", precision.source)
+    how = "fp32 masters" if kind.masters else "fp32 masters, or stochastic rounding" if kind.keeps_updates else "plain rounding"
+    return Choice(str(kind.param).removeprefix("torch."), f"stepped with {how}", precision.source)
+
+
 def _caveat(name: str, facts: Facts) -> str:
-    needs: Mapping[str, str] = {"bf16": "bf16", **dict.fromkeys(("fp16", "O1", "O2", "O3"), "fp16")}
+    needs: Mapping[str, str] = {
+        **dict.fromkeys(("bf16", "bf16-true"), "bf16"),
+        **dict.fromkeys(("fp16", "fp16-true", "O1", "O2", "O3"), "fp16"),
+    }
     kind = needs.get(name)
     if facts.device == "cpu" and kind and not {"bf16": facts.hardware.cpu.bf16, "fp16": facts.hardware.cpu.fp16}[kind]:
         return f"; this CPU has no {kind} instructions, so it is slower than fp32"

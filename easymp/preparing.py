@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from .errors import PrepareError, StepError, WorldError
 from .fitting import Fitting
 from .log import get_logger
 from .precision import Scaler
+from .precision.mixed import LOW, raise_weights
 from .prepared import Route, make_view
 from .protocols import Choice, Manner, Precision, Strategy
 from .rebind import follow
@@ -36,6 +38,7 @@ from .tree import send_to_device
 from .world import odd_one_out
 
 if TYPE_CHECKING:
+    from .optim import Masters
     from .optim.engines import Engine
     from .optim.optimizer import PreparedOptimizer
     from .optim.scheduler import PreparedScheduler
@@ -108,6 +111,8 @@ class Preparation:
         self.masters: dict[int, torch.Tensor] = {}
         self.sums = optim.Sums(self.masters)
         self.batch = ""
+        self._raised: dict[int, torch.dtype] = {}  # id of a parameter → the dtype that it came in
+        self._told: list[str] = []  # of the weights, in the plan
         self.converted: list[tuple[nn.Module, type]] = []
         self._whose: list[tuple[PreparedOptimizer, str | None]] = []  # optimizers, and why torch has no fused step for each
         self._compiling = Compiling(wishes.compile) if wishes.compile else None
@@ -195,6 +200,8 @@ class Preparation:
                     "one module that holds both parts, once"
                 )
         plain = [self._plain(o) for o in optimizers]
+        if self._precision.raises:
+            self._raise_weights(model)
         if not self.strategy.sharded and on_meta(model):
             materialise(model, self._run.world.device if place else torch.device("cpu"), self._wishes.initialize)
         manner = Manner(self._precision, place, self._wishes.initialize)
@@ -211,6 +218,14 @@ class Preparation:
         if self.strategy.sums and self.sums.watch(model):
             self._say_sums()
         return view
+
+    def _raise_weights(self, model: nn.Module) -> None:
+        raised = raise_weights(model)
+        if raised:
+            self._raised.update((id(p), dtype) for p, dtype in raised)
+            kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in raised}))
+            number = sum(p.numel() for p, _ in raised)
+            self._say_weights(f"{number:,} trainable parameters of {type(model).__name__} raised from {kinds}")
 
     def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
         for prepared in self.optimizers:
@@ -235,10 +250,11 @@ class Preparation:
                 f"ema_decay was given to {kind} and to the Accelerator, which would keep one average twice: give it to one"
             )
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        follow(optimizer)
-        masters = optim.Masters(optimizer, self.masters) if self._precision.masters else None
+        follow(optimizer, self._raised)
         why_not: str | None = None
         fused = self._run.plan.settings.fused
+        masters = self._masters_for(optimizer)
+        self._keep_frozen(optimizer)
         if own and not fused:
             optimizer.use_plain_torch()
         if fused and not own:  # before it is spread: an optimizer in its place has a class of its own
@@ -259,6 +275,57 @@ class Preparation:
             self._whose.append((prepared, why_not))
             self._say_steps()
         return prepared
+
+    def _masters_for(self, optimizer: torch.optim.Optimizer) -> Masters | None:
+        """fp32 masters of low-precision weights, unless the optimizer rounds them stochastically, or the precision wants neither.
+
+        Raises:
+            PrepareError: they are needed, and the strategy has no place for them.
+        """
+        policy, kind = self._precision, type(optimizer).__name__
+        low = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.dtype in LOW]
+        number = f"{sum(p.numel() for p in low):,} low-precision parameters"
+        if not policy.masters:
+            if not low or not policy.keeps_updates:
+                return None
+            seed = (self._run.plan.settings.seed or 0) % 2**63
+            own = isinstance(optimizer, optim.FusedOptimizer) and all(p.dtype == torch.bfloat16 for p in low)
+            if own and optimizer.round_from(seed):
+                self._say_weights(f"{kind} steps {number} with stochastic rounding")
+                return None
+            if not self.strategy.masters:
+                raise PrepareError(
+                    f"{kind} would lose small updates of {self.owner[id(low[0])]!r}, which is {low[0].dtype}: it has no stochastic "
+                    f"rounding, and strategy {self.strategy.name!r} has no place for fp32 masters. Use easymp.optim.AdamW, which "
+                    "rounds stochastically, or mixed_precision='bf16', which keeps weights in fp32"
+                )
+        self._say_weights(f"{kind} steps fp32 masters of {number}")
+        return optim.Masters(optimizer, self.masters, frozen=policy.masters)
+
+    def _keep_frozen(self, optimizer: torch.optim.Optimizer) -> None:
+        """Low-precision parameters that are frozen now keep their dtype, so a step that finds one of them unfrozen is refused."""
+        frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad and p.dtype in LOW]
+        if not frozen or self._precision.masters or not self._precision.keeps_updates:
+            return
+
+        def check(*_: Any) -> None:
+            for parameter in frozen:
+                if parameter.requires_grad:
+                    raise StepError(
+                        f"{self.owner.get(id(parameter), 'a parameter')!r} trains now, but was frozen in {parameter.dtype} when it was "
+                        "prepared, where small updates are lost: call requires_grad_(True) before prepare() (free_memory() lets you "
+                        "prepare again)"
+                    )
+
+        optim.indifferent.add(check)
+        self._undo.append(optimizer.register_step_pre_hook(check).remove)
+
+    def _say_weights(self, words: str) -> None:
+        """One more sentence about the weights, in the plan."""
+        choice = self._run.plan.weights
+        self._told = [*self._told, words]
+        self._run.plan = self._run.plan.replace(weights=replace(choice, reason="; ".join(dict.fromkeys(self._told))))
+        logger.info("weights: %s", words)
 
     def _same_kernels(self, stepped: torch.optim.Optimizer, engine: Engine) -> None:
         """Our kernels run on all ranks, or on none: gradients are to be measured in the same way, by the same collectives."""
@@ -451,6 +518,7 @@ class Preparation:
             self.owner,
             self.stepped_by,
             self._whose,
+            self._raised,
         ):
             held.clear()
         self._fitting.forget()

@@ -224,6 +224,8 @@ class Precision(Protocol):
     tf32: bool  # whether products of fp32 tensors run on TF32 Tensor Cores, where there are some
     scaled: bool  # whether the loss is scaled
     masters: bool  # whether optimizers step fp32 copies of the low-precision parameters
+    raises: bool  # whether trainable low-precision parameters become fp32 when their model is prepared
+    keeps_updates: bool  # whether low-precision parameters are not just rounded to the nearest after a step
     swaps: bool  # whether layers are given a forward of their own, which takes whole tensors
 
     @staticmethod

@@ -48,10 +48,13 @@ def rebind(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], names:
                     held[i] = new
 
 
-def follow(optimizer: torch.optim.Optimizer) -> None:
+def follow(optimizer: torch.optim.Optimizer, raised: Mapping[int, torch.dtype]) -> None:
     """Put what `optimizer` remembers of each parameter where that one is now: it may have stepped, or loaded a state, before it moved.
 
     Counters stay on the CPU where torch's plain step wants them: as in torch's own `load_state_dict`, unless it is fused or capturable.
+
+    Args:
+        raised: id of a parameter that has become fp32 → what it was. States of that dtype become fp32, too.
     """
     for group in optimizer.param_groups:
         on_device = bool(group.get("fused") or group.get("capturable"))
@@ -59,7 +62,10 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             if parameter not in optimizer.state:
                 continue
             state = optimizer.state[parameter]
+            before = raised.get(id(parameter))
             for key, value in state.items():
+                if before is not None and isinstance(value, Tensor) and value.dtype == before and value.ndim:
+                    state[key] = value = value.float()
                 if key != "step" or on_device:
                     state[key] = _at(value, parameter.device)
 

@@ -65,6 +65,8 @@ PRECISIONS: Registry[type[Precision]] = Registry(
         "bf16": ("precision.bf16:BF16", "half the bits with fp32's range: no loss scale"),
         "fp16": ("precision.fp16:FP16", "half the bits with more digits and less range: the loss is scaled"),
         "fp8": ("precision.fp8:FP8", "a quarter of the bits in Linear layers, the rest as bf16"),
+        "bf16-true": ("precision.levels:BF16True", "bf16 weights, stepped by fp32 masters or with stochastic rounding"),
+        "fp16-true": ("precision.levels:FP16True", "fp16 weights, stepped by fp32 masters: the loss is scaled"),
         "O0": ("precision.levels:O0", "fp32 under Apex's name"),
         "O1": ("precision.levels:O1", "fp16 by Apex's lists of operations"),
         "O2": ("precision.levels:O2", "an fp16 model, with fp32 copies for the optimizer"),

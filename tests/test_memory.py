@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from easymp import Accelerator
+from easymp import Accelerator, optim
 from easymp.activations import bytes_saved
 from easymp.errors import BatchError, PrepareError, SettingError
 from easymp.memory import Memory, estimate, table
@@ -204,9 +204,15 @@ def test_autocast_copies_the_weights_of_matrix_layers() -> None:
     assert estimate(models.make("tied"), precision="bf16").copies > 19 * 16 * 2  # the embedding is the last layer, too
 
 
-def test_a_model_in_bf16_is_stored_in_bf16() -> None:
-    it = estimate(nn.Linear(8, 8).bfloat16(), precision="bf16")
-    assert (it.weights, it.gradients, it.states, it.copies) == (144, 144, 288, 0)
+def test_a_model_in_bf16_is_raised_or_kept() -> None:
+    model = nn.Linear(8, 8).bfloat16()
+    assert estimate(model, precision="bf16").rows == estimate(nn.Linear(8, 8), precision="bf16").rows
+    model.requires_grad_(False)
+    assert estimate(model, precision="bf16").rows == {"weights": 144}
+    kept = {"weights": 144, "gradients": 144 + 288, "states": 576, "masters": 288}
+    assert estimate(nn.Linear(8, 8), precision="bf16-true").rows == kept
+    rounded = estimate(nn.Linear(8, 8), precision="bf16-true", optimizer=optim.AdamW)
+    assert rounded.rows == {"weights": 144, "gradients": 144, "states": 288}
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

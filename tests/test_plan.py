@@ -173,12 +173,12 @@ def test_what_a_rank_has() -> None:
 # Which precisions each machine takes when asked by name.
 LEVELS = {"O0", "O1", "O2", "O3"}
 TAKES = {
-    **{name: {"fp32", "fp16", *LEVELS} for name in ("P100", "V100", "T4")},
+    **{name: {"fp32", "fp16", "fp16-true", *LEVELS} for name in ("P100", "V100", "T4")},
     "GTX 1660": {"fp32", "O0"},
     **{name: {*PRECISIONS} - {"fp8"} for name in ("A100", "2xA100 NVLink", "2xRTX 3090")},
     "Intel XPU": {*PRECISIONS} - {"fp8"},
-    **{name: {"fp32", "bf16", "fp16", *LEVELS} for name in ("MI300X", "M-series Mac")},
-    **{name: {"fp32", "bf16", "fp16", *LEVELS} for name in ("laptop CPU", "Zen 4 server", "Sapphire Rapids", "Graviton 4")},
+    **{name: {*PRECISIONS} - {"fp8", "tf32"} for name in ("MI300X", "M-series Mac")},
+    **{name: {*PRECISIONS} - {"fp8", "tf32"} for name in ("laptop CPU", "Zen 4 server", "Sapphire Rapids", "Graviton 4")},
 }
 
 
@@ -391,6 +391,7 @@ def test_explain() -> None:
         "processes     1       no launcher announced others",
         "device        cuda:0  Tesla T4",
         "precision     fp16    sm_75 has Tensor Cores for fp16 and no bf16 units; with a loss scale",
+        "weights       fp32    trainable parameters in bf16 or fp16 are raised at prepare",
         "strategy      single  one process",
         "accumulation  4       4 micro-batches an update",
         "optimizer     fused   torch's fused step, where it has one and the caller left that open",
@@ -402,7 +403,7 @@ def test_as_dict_is_plain() -> None:
     assert json.loads(json.dumps(values)) == values
     assert values["processes"] == 8
     assert values["device"] == {"value": "cuda:2", "reason": "NVIDIA H100 80GB HBM3", "source": "detected"}
-    assert list(values) == ["processes", "device", "precision", "strategy", "accumulation", "optimizer"]
+    assert list(values) == ["processes", "device", "precision", "weights", "strategy", "accumulation", "optimizer"]
 
 
 def test_a_launcher_that_shows_each_process_one_card() -> None:

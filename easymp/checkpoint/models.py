@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..precision.mixed import LOW
 from .boxes import Box
 from .fitting import names_apart, several
 from .manifest import Stored
@@ -27,7 +28,7 @@ class ModelState:
 
     Tensors are written to in place. What is no tensor of the module's own (extra state, what a hook of `state_dict` makes) goes through
     `load_state_dict`. Of low-precision parameters whose optimizer kept fp32 masters, a model in fp32 takes the masters; and parameters
-    that have masters here take what was saved in fp32, rounded, as their masters take it whole.
+    that have masters here take what was saved in fp32, rounded, as their masters take it whole. fp32 parameters take bf16 and fp16 ones.
 
     Args:
         name: "model", or "model_1" and so on.
@@ -100,7 +101,9 @@ class ModelState:
     def _fault(self, stored: Stored, place: Place, value: Tensor) -> str:
         if stored.shape != place.shape:
             return f"has shape {list(stored.shape)} in the checkpoint, and {list(place.shape)} here"
-        if stored.dtype != value.dtype and not (stored.dtype == torch.float32 and id(value) in self._mastered):
+        mastered = stored.dtype == torch.float32 and id(value) in self._mastered
+        raised = stored.dtype in LOW and value.dtype == torch.float32  # by "bf16" and "fp16", at `prepare`; exact
+        if stored.dtype != value.dtype and not mastered and not raised:
             return f"is {stored.dtype} in the checkpoint, and {value.dtype} here (load_weights converts)"
         return ""
 

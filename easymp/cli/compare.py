@@ -65,7 +65,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         type=_words,
         default=[],
         metavar="A,B",
-        help="of fp32, tf32, bf16, fp16, fp8, O0 to O3, auto (the script's own)",
+        help="of fp32, tf32, bf16, fp16, fp8, bf16-true, fp16-true, O0 to O3, auto (the script's own)",
     )
     add("--strategy", type=_words, default=[], metavar="A,B", help="of single, ddp, zero1, fsdp … (the script's own)")
     add("--processes", type=_numbers, default=[], metavar="N,M", help="how many (one an accelerator, 1 without any)")

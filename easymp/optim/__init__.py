@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .factor import may_leave as may_leave
     from .fused import fuse as fuse
     from .fusing import FusedOptimizer as FusedOptimizer
+    from .hooks import indifferent as indifferent
     from .items import ItemWindow as ItemWindow
     from .lamb import LAMB as LAMB
     from .larc import LARC as LARC
@@ -41,6 +42,7 @@ _HOMES = {
     "factor": ("leave_to_step", "may_leave"),
     "fused": ("fuse",),
     "fusing": ("FusedOptimizer",),
+    "hooks": ("indifferent",),
     "items": ("ItemWindow",),
     "lamb": ("LAMB",),
     "larc": ("LARC",),

@@ -158,6 +158,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _stepped(self) -> torch.optim.Optimizer:
         return self
 
+    def round_from(self, seed: int) -> bool:
+        """Round bf16 parameters stochastically from here on; False where that cannot be, for masters must do then.
+
+        Not with a rule whose state has no step (SGD, Lion): a resumed run would draw other bits. Unless the options ask for it.
+        """
+        if self.options.rounding is None and self._stepped is self and self.rule.counts:
+            self.options = replace(self.options, stochastic_rounding=seed)
+            self._chosen = self._wide = None
+        return self.options.rounding is not None
+
     def begin_at(self, first: Callable[[Tensor], int]) -> None:
         """Parameters are parts of others, and no DTensors: `first` says where in the whole one they begin, as `Rounding` has it."""
         self._first = first

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from .. import cuda
 from ..errors import StepError
+from ..precision.mixed import LOW
 from ..shards import local
 
 if TYPE_CHECKING:
     from ..cuda.casts import Adder
-
-LOW = (torch.float16, torch.bfloat16)
 
 
 class Masters:
@@ -34,10 +33,12 @@ class Masters:
     Args:
         optimizer: its groups' low-precision parameters are replaced, in place; what it remembers of them moves along, in fp32.
         of: id of a parameter → its master; filled here, shared by the optimizers of a run.
+        frozen: parameters that are frozen now get masters, too.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, of: dict[int, Tensor]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, of: dict[int, Tensor], frozen: bool = True) -> None:
         self._optimizer = optimizer
+        self._frozen = frozen
         self._of = of
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._versions: list[int] = []
@@ -53,7 +54,7 @@ class Masters:
         for group in groups:
             held = group["params"]
             for i, parameter in enumerate(held):
-                if parameter.dtype in LOW:
+                if parameter.dtype in LOW and (parameter.requires_grad or self._frozen):
                     master = parameter.detach().to(torch.float32).requires_grad_(parameter.requires_grad)
                     self._pairs.append((parameter, master))
                     self._versions.append(parameter._version)

@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import nn
 
-from ..errors import PrepareError
 from ..protocols import Facts, Refusal
 from .mixed import Mixed
 
@@ -26,12 +24,3 @@ class FP16(Mixed):
         if gtx16:
             return Refusal(f"{gtx16[0].name} has no Tensor Cores and its fp16 gives NaN", "use fp32 or auto")
         return None
-
-    def convert(self, model: nn.Module) -> nn.Module:
-        for name, parameter in model.named_parameters():
-            if parameter.dtype == torch.float16 and parameter.requires_grad:
-                raise PrepareError(
-                    f"parameter {name!r} is float16, but an fp16 run keeps fp32 parameters and casts in autocast (gradients of fp16 "
-                    "parameters cannot be unscaled): drop the .half(), or load the weights with dtype float32"
-                )
-        return model

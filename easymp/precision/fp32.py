@@ -23,6 +23,8 @@ class FP32:
     reduce: ClassVar[torch.dtype] = torch.float32
     scaled: ClassVar[bool] = False
     masters: ClassVar[bool] = False
+    raises: ClassVar[bool] = False
+    keeps_updates: ClassVar[bool] = True
     swaps: ClassVar[bool] = False
     tf32: ClassVar[bool] = False
 

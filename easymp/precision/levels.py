@@ -1,14 +1,16 @@
-"""O0 to O3: Apex's optimization levels, as precisions.
+"""O0 to O3, Apex's optimization levels, and "bf16-true" and "fp16-true", which keep low-precision weights, as Lightning Fabric names them.
 
-|    | parameters | products | masters | loss scale |
-|----|------------|----------|---------|------------|
-| O0 | fp32       | fp32     | –       | –          |
-| O1 | fp32       | fp16 where Apex's lists say so | – | dynamic |
-| O2 | fp16, batch-norm fp32 | fp16 | fp32 | dynamic |
-| O3 | fp16       | fp16     | –       | –          |
+|           | parameters            | products | step                                  | loss scale |
+|-----------|-----------------------|----------|---------------------------------------|------------|
+| O0        | fp32                  | fp32     | plain                                 | –          |
+| O1        | fp32                  | fp16 where Apex's lists say so | plain           | dynamic    |
+| O2        | fp16, batch-norm fp32 | fp16     | fp32 masters                          | dynamic    |
+| O3        | fp16                  | fp16     | plain                                 | –          |
+| fp16-true | fp16, batch-norm fp32 | fp16     | fp32 masters                          | dynamic    |
+| bf16-true | bf16, batch-norm fp32 | bf16     | fp32 masters, or stochastic rounding  | –          |
 
-Source: https://nvidia.github.io/apex/amp.html#opt-levels. Outputs come back in fp32 at every level, unless ``AutocastKwargs.output_dtype``
-says otherwise.
+Source of the levels: https://nvidia.github.io/apex/amp.html#opt-levels. Outputs come back in fp32 everywhere, unless
+``AutocastKwargs.output_dtype`` says otherwise.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from ..protocols import Facts, Refusal
 from ..records import AutocastKwargs
 from ..tree import map_leaves
 from .autocast import as_asked
+from .bf16 import BF16
 from .cast_lists import Listed, ListedCasts
 from .fp16 import FP16
 from .fp32 import FP32
@@ -78,7 +81,32 @@ class O2(FP32):
         return cast_model(model, self.param, self.keeps_batch_norm)
 
     def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
-        return HalfModel(model, self.options)
+        return HalfModel(model, self.options, self.compute)
+
+
+class FP16True(O2):
+    """O2 under Fabric's name: fp16 weights, fp32 masters and a loss scale."""
+
+    name: ClassVar[str] = "fp16-true"
+
+
+class BF16True(O2):
+    """A bf16 model. Gradients are bf16, and are reduced in bf16.
+
+    Adam, AdamW, Adagrad, LAMB and NovoGrad of `easymp.optim` step with stochastic rounding, and keep their states in bf16: 8 bytes a
+    parameter. Any other optimizer steps fp32 masters: 20 bytes with Adam. No update is only rounded to the nearest.
+    """
+
+    name: ClassVar[str] = "bf16-true"
+    param: ClassVar[torch.dtype] = torch.bfloat16
+    compute: ClassVar[torch.dtype] = torch.bfloat16
+    reduce: ClassVar[torch.dtype] = torch.bfloat16
+    scaled: ClassVar[bool] = False
+    masters: ClassVar[bool] = False
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None:
+        return BF16.refuse(facts)
 
 
 class O3(O2):
@@ -87,19 +115,21 @@ class O3(O2):
     name: ClassVar[str] = "O3"
     scaled: ClassVar[bool] = False
     masters: ClassVar[bool] = False
+    keeps_updates: ClassVar[bool] = False
     keeps_batch_norm: ClassVar[bool] = False
 
 
 class HalfModel(nn.Module):
-    """Calls an fp16 `module`: floating-point inputs are cast to fp16, and outputs to ``options.output_dtype``."""
+    """Calls a `module` in low precision: floating-point inputs are cast to `dtype`, and outputs to ``options.output_dtype``."""
 
-    def __init__(self, module: nn.Module, options: AutocastKwargs) -> None:
+    def __init__(self, module: nn.Module, options: AutocastKwargs, dtype: torch.dtype) -> None:
         super().__init__()
         self.module = module
         self.options = options
+        self.dtype = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self.module(*cast(args, torch.float16), **cast(kwargs, torch.float16))
+        outputs = self.module(*cast(args, self.dtype), **cast(kwargs, self.dtype))
         return as_asked(outputs, self.options.output_dtype)
 
 

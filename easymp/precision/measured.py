@@ -46,6 +46,8 @@ class Measured:
     reduce: ClassVar[torch.dtype] = torch.float32
     scaled: ClassVar[bool] = False
     masters: ClassVar[bool] = False
+    raises: ClassVar[bool] = True
+    keeps_updates: ClassVar[bool] = True
     swaps: ClassVar[bool] = False
     tf32: ClassVar[bool] = False
 

@@ -12,8 +12,11 @@ from ..records import AutocastKwargs
 from .autocast import autocast, under_autocast
 from .fp32 import FP32
 
+LOW = (torch.float16, torch.bfloat16)
+
 
 class Mixed(FP32):
+    raises: ClassVar[bool] = True
     tf32: ClassVar[bool] = True  # for what autocast leaves in fp32
 
     @property
@@ -25,3 +28,18 @@ class Mixed(FP32):
 
     def casting(self, device: torch.device, options: AutocastKwargs) -> AbstractContextManager[Any]:
         return autocast(device, self.compute, options)
+
+
+def raise_weights(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
+    """Raise trainable bf16 and fp16 parameters of `model` to fp32, in place. Frozen ones keep their dtype.
+
+    They stay the objects that optimizers and tied modules hold. Parameters on the meta device are raised there.
+
+    Returns:
+        The raised parameters, each with the dtype that it had.
+    """
+    raised = [(p, p.dtype) for p in model.parameters() if p.requires_grad and p.dtype in LOW]
+    chosen = {id(t) for p, _ in raised for t in (p, p.grad) if t is not None}
+    for module in model.modules() if raised else ():
+        module._apply(lambda t: t.float() if id(t) in chosen else t, recurse=False)
+    return raised

@@ -13,7 +13,17 @@ from . import samples
 from .findings import Wrong
 
 # How far outputs may lie from fp32's, as part of their size (2-norms): some roundings of the type, through six layers.
-NEAR = {"tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2, "O1": 1e-2, "O2": 1e-2, "O3": 1e-2, "fp8": 0.25}
+NEAR = {
+    "tf32": 1e-2,
+    "fp16": 1e-2,
+    "O1": 1e-2,
+    "O2": 1e-2,
+    "O3": 1e-2,
+    "fp16-true": 1e-2,
+    "bf16": 5e-2,
+    "bf16-true": 5e-2,
+    "fp8": 0.25,
+}
 STEPS = 3
 
 

@@ -196,7 +196,7 @@ class Pipeline:
             for parameter in list(optimizer.state):
                 if isinstance(parameter, Tensor) and parameter.is_meta:
                     del optimizer.state[parameter]
-            follow(optimizer)
+            follow(optimizer, {})
         for module in candidates(model, cuts.begins).values():
             mine = [*module.parameters(), *module.buffers()]
             if mine and not any(t.is_meta for t in mine):

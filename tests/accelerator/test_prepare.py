@@ -137,11 +137,6 @@ def test_a_scheduler_of_another_optimizer(acc: Accelerator) -> None:
         acc.prepare(model, optimizer, other)
 
 
-def test_fp16_parameters_in_an_fp16_run() -> None:
-    with Accelerator(mixed_precision="fp16") as acc, pytest.raises(PrepareError, match=r"parameter '0.weight' is float16"):
-        acc.prepare(make().half())
-
-
 def test_things_that_cannot_be_prepared(acc: Accelerator) -> None:
     with pytest.raises(PrepareError, match="a TensorDataset, which is no Module"):
         acc.prepare(data())

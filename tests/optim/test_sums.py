@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from easymp import Accelerator, DistributedDataParallelKwargs
 from easymp.errors import PrepareError, RefusedError
+from easymp.optim import SGD
 
 from ..strategies.models import make, whole
 
@@ -104,7 +105,7 @@ def unlike() -> list[Any]:
                 return self.parts[1](x) if branch else x
 
         net = Net()
-        net, optimizer = acc.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        net, optimizer = acc.prepare(net, SGD(net.parameters(), lr=0.1, stochastic_rounding=True))
         torch.manual_seed(acc.process_index)
         for step in range(4):
             with acc.accumulate(net):
@@ -147,7 +148,7 @@ def test_two_backwards_a_micro_step(ranks) -> None:
 def test_gradients_that_are_cleared_or_kept() -> None:
     with Accelerator(mixed_precision="no", gradient_accumulation_steps=2, cpu=True) as acc:
         model = nn.Linear(1, 1, bias=False).to(BF16)
-        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        model, optimizer = acc.prepare(model, SGD(model.parameters(), lr=1.0, stochastic_rounding=True))
 
         def one(step: bool = True, clear: str = "") -> float | None:
             with acc.accumulate(model):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from easymp.errors import BatchError, PrepareError
+from easymp.errors import BatchError
 from easymp.precision import ALIASES, PRECISIONS
 from easymp.precision.bf16 import BF16
 from easymp.precision.fp16 import FP16
@@ -161,15 +161,6 @@ def test_the_weight_cache_can_be_turned_off() -> None:
     assert casts(True) < casts(False)
 
 
-def test_fp16_parameters_are_refused_by_name() -> None:
-    model = Tiny()
-    model.layer.half()
-    with pytest.raises(PrepareError, match=r"parameter 'layer.weight' is float16.*drop the .half\(\)"):
-        FP16().convert(model)
-    model.requires_grad_(False)
-    assert FP16().convert(model) is model  # frozen weights need no unscaling
-
-
 def test_training_leaves_parameters_in_fp32() -> None:
     torch.manual_seed(0)
     model = Tiny()
@@ -184,6 +175,8 @@ def test_training_leaves_parameters_in_fp32() -> None:
 def test_the_registry() -> None:
     assert {name: kind.name for name, kind in PRECISIONS.items()} == {name: name for name in PRECISIONS}
     assert set(ALIASES.values()) <= set(PRECISIONS)
-    assert {name for name, kind in PRECISIONS.items() if kind().scaled} == {"fp16", "O1", "O2"}
-    assert {name for name, kind in PRECISIONS.items() if kind.masters} == {"O2"}
+    assert {name for name, kind in PRECISIONS.items() if kind().scaled} == {"fp16", "O1", "O2", "fp16-true"}
+    assert {name for name, kind in PRECISIONS.items() if kind.masters} == {"O2", "fp16-true"}
+    assert {name for name, kind in PRECISIONS.items() if kind.raises} == {"bf16", "fp16", "fp8", "O1"}
+    assert {name for name, kind in PRECISIONS.items() if not kind.keeps_updates} == {"O3"}
     assert {name for name, kind in PRECISIONS.items() if kind.swaps} == {"fp8"}

@@ -40,7 +40,7 @@ ELSEWHERE = {
 
 EXACT = ("fp32", "O0")
 # Precisions in which a row's losses may differ from one process's by so much, relatively, and its norms by four times that.
-HALF = {"bf16": 0.05, "fp16": 0.02, "O1": 0.02, "O2": 0.05, "O3": 0.2}
+HALF = {"bf16": 0.05, "fp16": 0.02, "O1": 0.02, "O2": 0.05, "O3": 0.2, "bf16-true": 0.1, "fp16-true": 0.05}
 # What no strategy can run on a CPU.
 NOT_HERE = {
     "tf32": r"TF32 is a mode of GPU Tensor Cores and training runs on the CPU; use fp32 or bf16",
@@ -48,7 +48,17 @@ NOT_HERE = {
 }
 # Pairs that are refused: pattern.
 REFUSED: dict[tuple[str, str], str] = {
-    (strategy, "O2"): f"O2 steps fp32 masters of its parameters, for which {strategy} has no place; use bf16, or fp16"
+    (
+        strategy,
+        precision,
+    ): f"{precision} steps fp32 masters of its parameters, for which {strategy} has no place; use bf16, or fp16"
+    for strategy in ("pipeline", "local_sgd")
+    for precision in ("O2", "fp16-true")
+} | {
+    (
+        strategy,
+        "bf16-true",
+    ): f"would lose small updates of .*strategy '{strategy}' has no place for fp32 masters. Use easymp.optim.AdamW"
     for strategy in ("pipeline", "local_sgd")
 }
 

@@ -1,0 +1,239 @@
+"""Weights that arrive in bf16 or fp16: raised to fp32 by "bf16" and "fp16", kept by "bf16-true" and "fp16-true", and said in the plan."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import easymp
+from easymp import Accelerator
+from easymp.errors import PrepareError, StepError
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INPUTS = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+TARGETS = INPUTS[:, :8].sum(1, keepdim=True)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+
+
+def step(acc: Accelerator, model: nn.Module, optimizer: Any) -> Tensor:
+    loss = nn.functional.mse_loss(model(INPUTS), TARGETS)
+    acc.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def fine_tuned(precision: str, dtype: torch.dtype, kind: Any = torch.optim.AdamW) -> tuple[float, float, str]:
+    """Share of weights that 50 steps at a learning rate of 1e-5 move, the loss after 500, and the plan's word about the weights."""
+    model = net().to(dtype)
+    before = [p.detach().float().clone() for p in model.parameters()]
+    with Accelerator(mixed_precision=precision, cpu=True) as acc:
+        model, optimizer = acc.prepare(model, kind(model.parameters(), lr=1e-5))
+        for _ in range(50):
+            step(acc, model, optimizer)
+        moved = sum(int((p.detach().float() != b).sum()) for p, b in zip(model.parameters(), before))
+        for _ in range(450):
+            loss = step(acc, model, optimizer)
+        return moved / sum(b.numel() for b in before), float(loss), str(acc)
+
+
+def test_a_small_learning_rate_moves_the_weights() -> None:
+    _, exact, _ = fine_tuned("no", FP32)
+    for precision, kind, share, words in (
+        ("bf16", torch.optim.AdamW, 0.95, r"fp32 .*4,225 trainable parameters of Sequential raised from bfloat16"),
+        ("bf16-true", torch.optim.AdamW, 0.95, r"bfloat16 .*AdamW steps fp32 masters of 4,225 low-precision parameters"),
+        # Each weight moves at random by a spacing of bf16, or not at all: right in the mean, and after 50 steps some have not moved.
+        ("bf16-true", easymp.optim.AdamW, 0.7, r"AdamW steps 4,225 low-precision parameters with stochastic rounding"),
+    ):
+        moved, loss, plan = fine_tuned(precision, BF16, kind)
+        assert moved > share, (precision, kind)
+        assert loss == pytest.approx(exact, rel=0.01), (precision, kind)
+        (line,) = [line for line in plan.splitlines() if line.startswith("weights")]
+        assert re.search(words, line), line
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp16", "O1", "fp32", "fp16-true"])
+def test_no_precision_loses_small_updates(precision: str) -> None:
+    """A sum of updates each of which is far below the spacing of fp16 around 1."""
+    with Accelerator(mixed_precision=precision, cpu=True, probe=False) as acc:
+        model = nn.Linear(1, 1, bias=False).half()
+        nn.init.ones_(model.weight)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+        for _ in range(100):
+            acc.backward(-model(torch.ones(1, 1, dtype=model.weight.dtype)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.weight.dtype == (FP16 if precision in ("fp32", "fp16-true") else FP32)
+        assert model.weight.item() == pytest.approx(1.01, abs=1e-3)
+
+
+class Tied(nn.Module):
+    """Built in bf16, with tied weights and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(self.embed(x))
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.head(x)
+
+
+def test_what_is_raised_stays_the_same_object() -> None:
+    with Accelerator(mixed_precision="bf16", cpu=True) as acc:
+        plain = Tied()
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)  # on bf16 parameters, with a state of bf16
+        plain(torch.arange(4)).float().square().mean().backward()
+        optimizer.step()
+        held = list(plain.parameters())
+        model = acc.prepare(plain)
+        assert [p is q for p, q in zip(plain.parameters(), held)] == [True] * len(held)
+        assert {name: p.dtype for name, p in plain.named_parameters() if p.dtype != FP32} == {
+            "frozen.weight": BF16,
+            "frozen.bias": BF16,
+        }
+        assert plain.head.weight is plain.embed.weight
+        assert plain.embed.weight.grad.dtype == FP32
+        prepared = acc.prepare(optimizer)  # in a later call
+        assert {v.dtype for state in prepared.state.values() for v in state.values()} == {FP32}
+        acc.backward(model(torch.arange(4)).square().mean())
+        prepared.step()
+        assert f"{sum(p.numel() for p in held if p.requires_grad):,} trainable parameters of Tied" in acc.plan.weights.reason
+        plain.frozen.requires_grad_(True)
+        acc.backward(model(torch.arange(4)).square().mean())
+        with pytest.raises(StepError, match=r"'frozen.weight' trains now, but was frozen in torch.bfloat16.*before prepare\(\)"):
+            prepared.step()
+
+
+def test_on_meta_and_in_recurrent_layers() -> None:
+    with Accelerator(mixed_precision="bf16", cpu=True) as acc:
+        with torch.device("meta"):
+            model: nn.Module = nn.Sequential(nn.Linear(4, 4)).bfloat16()
+        model, lstm = acc.prepare(model, nn.LSTM(4, 4).bfloat16())
+        assert {p.dtype for p in [*model.parameters(), *lstm.parameters()]} == {FP32}
+        acc.backward(lstm(model(torch.ones(2, 3, 4)))[0].sum())
+
+
+def trained(strategy: str, options: Any, precision: str, kind: str) -> dict[str, Any]:
+    with Accelerator(mixed_precision=precision, strategy=strategy, strategy_options=options, cpu=True) as acc:
+        torch.manual_seed(0)
+        model = Tied()
+        if strategy == "pipeline":
+            model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 16)).bfloat16()
+        optimizer = {"torch": torch.optim.AdamW, "easymp": easymp.optim.AdamW}[kind](
+            [p for p in model.parameters() if p.requires_grad], lr=1e-4
+        )
+        model, optimizer = acc.prepare(model, optimizer)
+        losses = []
+        for _ in range(20):
+            loss = nn.functional.cross_entropy(model(torch.arange(16)), torch.arange(16).roll(1))
+            acc.backward(loss)
+            acc.clip_grad_norm_(model.parameters(), 10.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return {
+            "losses": losses,
+            "dtypes": {p.dtype for p in model.parameters() if p.requires_grad},
+            "weights": acc.plan.weights.reason,
+        }
+
+
+WAYS = [("ddp", None, 2), ("zero1", None, 2), ("fsdp", None, 2), ("tensor_parallel", None, 2), ("local_sgd", {"every": 1}, 2)]
+
+
+@pytest.mark.parametrize(("strategy", "options", "processes"), [*WAYS, ("hsdp", {"shard_size": 2}, 4), ("pipeline", None, 2)])
+def test_under_every_strategy(ranks: Any, strategy: str, options: Any, processes: int) -> None:
+    one = trained("single", None, "bf16", "torch")
+    for got in ranks(trained, strategy, options, "bf16", "torch", processes=processes):
+        assert got["dtypes"] == {FP32}
+        assert "raised from bfloat16" in got["weights"]
+        assert got["losses"][-1] < got["losses"][0] - 0.001
+        if strategy != "pipeline":
+            assert got["losses"] == pytest.approx(one["losses"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("ddp", "easymp"), ("zero1", "easymp"), ("fsdp", "torch"), ("local_sgd", "easymp")]
+)
+def test_kept_under_strategies(ranks: Any, strategy: str, kind: str) -> None:
+    one = trained("single", None, "bf16-true", kind)
+    for got in ranks(trained, strategy, None, "bf16-true", kind):
+        assert got["dtypes"] == {BF16}
+        assert ("stochastic rounding" if kind == "easymp" else "masters") in got["weights"]
+        assert got["losses"] == pytest.approx(one["losses"], rel=0.01)
+
+
+def test_an_optimizer_without_either_is_refused(ranks: Any) -> None:
+    for got in ranks(refused, "local_sgd"):
+        assert "AdamW would lose small updates of" in got
+        assert "Use easymp.optim.AdamW" in got
+
+
+def refused(strategy: str) -> str:
+    with Accelerator(mixed_precision="bf16-true", strategy=strategy, cpu=True) as acc:
+        model = net()
+        with pytest.raises(PrepareError) as caught:
+            acc.prepare(model, torch.optim.AdamW(model.parameters()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [
+        ("bf16", torch.optim.AdamW),
+        ("bf16-true", torch.optim.AdamW),
+        ("bf16-true", easymp.optim.AdamW),
+        ("fp16-true", torch.optim.SGD),
+    ],
+)
+def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Path, precision: str, kind: Any) -> None:
+    def run(steps: int, load: bool, save: bool) -> dict[str, Tensor]:
+        with Accelerator(mixed_precision=precision, cpu=True, project_dir=tmp_path) as acc:
+            model = net().bfloat16()
+            model, optimizer = acc.prepare(model, kind(model.parameters(), lr=1e-3))
+            if load:
+                acc.load_state(str(tmp_path / "half"))
+            for _ in range(steps):
+                step(acc, model, optimizer)
+            if save:
+                acc.save_state(str(tmp_path / "half"))
+            held = [p for group in optimizer.param_groups for p in group["params"]]  # masters, where there are some
+            return {str(i): t.detach().clone() for i, t in enumerate([*model.parameters(), *held])}
+
+    run(5, False, True)
+    whole, resumed = run(10, False, False), run(5, True, False)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_checkpoint_of_bf16_weights_loads_into_raised_ones(tmp_path: Path) -> None:
+    with Accelerator(mixed_precision="bf16-true", cpu=True, project_dir=tmp_path) as acc:
+        model = net()
+        model, optimizer = acc.prepare(model, easymp.optim.AdamW(model.parameters(), lr=1e-3))
+        step(acc, model, optimizer)
+        saved = [p.detach().clone() for p in model.parameters()]
+        acc.save_state(str(tmp_path / "there"))
+    with Accelerator(mixed_precision="bf16", cpu=True, project_dir=tmp_path) as acc:
+        model = net().bfloat16()
+        model, optimizer = acc.prepare(model, easymp.optim.AdamW(model.parameters(), lr=1e-3))
+        acc.load_state(str(tmp_path / "there"))
+        assert [p.dtype for p in model.parameters()] == [FP32] * 4
+        assert all(torch.equal(p, s.float()) for p, s in zip(model.parameters(), saved))
+        step(acc, model, optimizer)
+        assert {v.dtype for state in optimizer.state.values() for v in state.values()} == {FP32}
