@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .errors import EasympError as EasympError
     from .errors import EasympWarning as EasympWarning
     from .errors import KernelError as KernelError
+    from .errors import NonfiniteError as NonfiniteError
     from .errors import PrepareError as PrepareError
     from .errors import RefusedError as RefusedError
     from .errors import SettingError as SettingError
@@ -95,6 +96,7 @@ _HOMES = {
             "EasympError",
             "EasympWarning",
             "KernelError",
+            "NonfiniteError",
             "PrepareError",
             "RefusedError",
             "SettingError",

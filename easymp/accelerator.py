@@ -29,6 +29,7 @@ from .hardware import Hardware
 from .log import get_logger
 from .memory_retry import release_memory
 from .microstep import ForeignSteps, MicroStep
+from .nonfinite import Nonfinite
 from .operations import Collectives
 from .plan import Plan, make_plan
 from .precision import PRECISIONS, Measured, Scaler, rule_from
@@ -72,7 +73,11 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
     ``print(accelerator)`` shows each decision with its reason.
 
     Args:
-        mixed_precision: "auto", "no" or "fp32", "tf32", "bf16", "fp16", "fp8", "O0", "O1", "O2", "O3".
+        mixed_precision: "auto", "no" or "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-true", "fp16-true", "O0", "O1", "O2", "O3".
+            Under "auto" on a CPU with bf16 instructions, "bf16", "fp16", "fp8" and "O1", trainable parameters that arrive in bf16 or fp16
+            are raised to fp32 by `prepare`; frozen ones keep their dtype. "bf16-true" and "fp16-true" cast the model and keep
+            low-precision weights. "no", "fp32", "tf32" and "O0" cast nothing. Low-precision weights that are kept are stepped by fp32
+            masters, or with stochastic rounding where the optimizer is of `easymp.optim` ("O3" only rounds). The plan says which.
         strategy: "auto", "single", "data_parallel", "ddp", "zero1", "fsdp", "hsdp", "tensor_parallel", "pipeline", "local_sgd".
         strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs` …) or a dict of the fields.
         gradient_accumulation_steps: micro-batches an update; use `accumulate`.
@@ -89,6 +94,11 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             a pattern of names or classes, or several.
         compile: torch.compile: True or "model", "blocks" (each repeated one), or `CompileOptions`.
         dynamo_backend: another spelling of ``compile=CompileOptions(backend=...)``; "no" for none.
+        nonfinite: what to do about a loss or gradient norm that is infinite or not a number. "warn": say it once, with step, rank and
+            loss scale, without waiting for the device. "skip": no rank steps where a gradient of any rank is not finite (see
+            `optimizer_step_was_skipped`), and it is said once. "raise": all ranks raise a NonfiniteError before that step, or where a loss
+            is not finite. Both check all gradients before each step and may wait for the device; closures are refused. None is "skip"
+            under a loss scale, else "warn". A loss scale that is still being found skips without a word, and "warn" means "skip" there.
         seed: seed of all random streams; see `set_seed`.
         deterministic: deterministic algorithms only.
         fused: let plain torch optimizers run a fused step: by our kernels where CuPy runs and they gain, else torch's. It does clipping and
@@ -138,6 +148,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         fused: bool | None = None,
         ema_decay: float | None = None,
         convert_sync_batchnorm: bool | None = None,
+        nonfinite: str | None = None,
         probe: bool | None = None,
         timeout: float | None = None,
         memory: int | str | None = None,
@@ -177,6 +188,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             fused=fused,
             ema_decay=ema_decay,
             convert_sync_batchnorm=convert_sync_batchnorm,
+            nonfinite=nonfinite,
             probe=probe,
             timeout=group.seconds if group and timeout is None else timeout,
             memory=memory,
@@ -205,7 +217,14 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             self._autocast: AutocastKwargs = handlers.get(AutocastKwargs, AutocastKwargs())
             self._precision = self._make_precision(asked)
             scaling = handlers.get(GradScalerKwargs, GradScalerKwargs())
-            self._scaler = Scaler(rule_from(scaling), self._world, enabled=self._precision.scaled and scaling.enabled)
+            scaled = self._precision.scaled and scaling.enabled
+            guard = not scaled and asked.nonfinite in ("skip", "raise")
+            if guard and asked.nonfinite == "skip" and getattr(options, "remembers", False):
+                raise RefusedError(
+                    f"nonfinite='skip' with comm_hook={options.comm_hook!r}, which remembers what it did not send: a gradient that is not "
+                    "finite would stay in it for good. Use nonfinite='raise', or another comm_hook"
+                )
+            self._scaler = Scaler(rule_from(scaling), self._world, scaled, guard)
             self._loading = dataloader_config or DataLoaderConfiguration()
             steps = self._world.size if scheduler_steps_per_process else 1
             given = strategy_options is not None or DistributedDataParallelKwargs in handlers
@@ -216,6 +235,12 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
                 *(self._run, strategy, self._precision, self._scaler, wishes), no_sync=lambda model: me().no_sync(model)
             )
             self._items = optim.ItemWindow(self._world)
+            prepared, precision = self._prepared, self._precision
+            self._nonfinite = Nonfinite(
+                *(asked.nonfinite, self._world, self._scaler),
+                updates=lambda: prepared.optimizers[0].updates if prepared.optimizers else 0,
+                precision=lambda: precision.name,
+            )
             self._profiling: ProfileKwargs | None = handlers.get(ProfileKwargs)
             self._foreign: ForeignSteps | None = None
             self._alone = False  # inside no_sync
@@ -248,6 +273,10 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         self._run.plan = self.plan.replace(precision=choice)
         logger.info("precision %s: %s", choice.value, choice.reason)
 
+    def __repr__(self) -> str:
+        decided = f"precision {self._precision.name}, strategy {self.plan.strategy.value}, device {self.device}"
+        return f"{type(self).__name__}(process {self.process_index} of {self.num_processes}, {decided})"
+
     def __str__(self) -> str:
         return self.plan.explain() + (f"\nbatch         {self._prepared.batch}" if self._prepared.batch else "")
 
@@ -268,7 +297,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
 
     @property
     def mixed_precision(self) -> str:
-        """ "no", "tf32", "bf16", "fp16", "fp8", "O0" to "O3"; "auto" until the first training step has been timed."""
+        """The precision's name: "no" for fp32, else as `mixed_precision` of the constructor; "auto" until the first step has been timed."""
         return "no" if self._precision.name == "fp32" else self._precision.name
 
     @property
@@ -406,6 +435,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             or (loss.ndim and loss.numel() != 1 and "gradient" not in kwargs)
         ):
             raise StepError(loss_trouble(loss))
+        self._nonfinite.loss(loss)
         if num_items is not None:
             if not self._scaler.agree and self._world.size > 1:
                 raise StepError(
@@ -579,8 +609,11 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         chosen = self._as_list(parameters)
         optimizers = self._prepared.steppers(chosen) if norm_type == 2 else None
         if optimizers and optim.may_leave(optimizers, self._scaler):
-            return optim.leave_to_step(optimizers, max_norm, self._scaler)
-        return self._prepared.strategy.clip(self._unscaled(chosen), max_norm, norm_type)
+            norm = optim.leave_to_step(optimizers, max_norm, self._scaler)
+        else:
+            norm = self._prepared.strategy.clip(self._unscaled(chosen), max_norm, norm_type)
+        self._nonfinite.norm(norm)
+        return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]; acts once a window, as the optimizer does."""
@@ -701,6 +734,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             return
         self._closed = True
         try:
+            self._nonfinite.finish()
             self._logbook.finish()
             if self._saves is not None:
                 self._saves.close()  # what is being written in the background; its ranks still need the world's store

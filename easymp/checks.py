@@ -79,7 +79,7 @@ def loss_trouble(loss: Any) -> str:
     return f"backward() got a loss of shape {tuple(loss.shape)}: reduce it to one number first, e.g. loss.mean()"
 
 
-def check_batch(leaf: Any, size: int | None) -> None:
+def check_batch(leaf: Any, size: int | None, objects: bool = False) -> None:
     """Dimension 0 of what is gathered for metrics must be the batch, or repeated samples could not be told apart."""
     length = (
         (leaf.shape[0] if leaf.ndim else None) if isinstance(leaf, Tensor) else len(leaf) if hasattr(leaf, "__len__") else None
@@ -91,10 +91,12 @@ def check_batch(leaf: Any, size: int | None) -> None:
         )
     if size is not None and length != size:
         shape = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{length} items"
-        raise BatchError(
-            f"gather_for_metrics() got {shape}, but this rank's batch has {size} samples: dimension 0 must be the batch. "
-            "Reshape to one row a sample, or use gather()"
+        cure = (
+            "pass one item for each sample, or use gather_object()"
+            if objects
+            else "dimension 0 must be the batch. Reshape to one row a sample, or use gather()"
         )
+        raise BatchError(f"gather_for_metrics() got {shape}, but this rank's batch has {size} samples: {cure}")
 
 
 def describe(item: Any) -> Iterator[str]:

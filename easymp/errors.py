@@ -30,6 +30,10 @@ class StepError(EasympError, RuntimeError):
     """A call of the training step came too early, too late, or in the wrong place."""
 
 
+class NonfiniteError(EasympError, FloatingPointError):
+    """A loss or gradient is infinite or not a number, and ``nonfinite="raise"`` was asked for."""
+
+
 class BatchError(EasympError, ValueError):
     """A batch or loader does not have the shape, length or structure that the call needs."""
 

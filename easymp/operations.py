@@ -103,14 +103,14 @@ class Collectives(Processes):
         if loader is None:
             raise BatchError(
                 "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are repeated: call it for "
-                "each batch inside the loop, or use gather() for anything else"
+                f"each batch inside the loop, or use {'gather_object' if use_gather_object else 'gather'}() for anything else"
             )
         objects = use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data))
         short, usual = loader.local_size, loader.batch_size
         if not objects and short is not None and usual is not None and short < usual:
             input_data = recursively_apply(lambda t: t[:short] if t.ndim and t.shape[0] == usual else t, input_data)
         for leaf in [input_data] if objects else leaves(input_data):
-            check_batch(leaf, loader.local_size)
+            check_batch(leaf, loader.local_size, objects)
         if objects:
             whole = gather_object(list(input_data), world=self._world, every=self._alike)
         else:

@@ -46,6 +46,11 @@ class Settings:
     )
     probe: bool = setting(True, "time fp32 and bf16 in the first training step where no rule is certain; off: the rule alone")
     convert_sync_batchnorm: bool = setting(False, "batch-norm in training by the samples of all processes")
+    nonfinite: str | None = setting(
+        None,
+        "what a loss or gradient that is not finite does: raise, skip the step, or warn once; else skip under a loss scale, and warn",
+        ("raise", "skip", "warn"),
+    )
     seed: int | None = setting(None, "seed of all random streams", least=0, most=2**64 - 1)
     deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")
     timeout: float = setting(120.0, "seconds that a rank waits for the others in a collective", least=0.001, most=1e9)

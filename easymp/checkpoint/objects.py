@@ -61,7 +61,7 @@ class ScaleState:
         self._scaler, self._inner = scaler, ObjectState("scaler", scaler)
 
     def bring(self, into: Snapshot) -> None:
-        if self._scaler.enabled:
+        if self._scaler.scales:
             self._inner.bring(into)
 
     def take(self, source: Reading) -> Callable[[], None]:

@@ -72,13 +72,13 @@ def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scal
         StepError: under a loss scale: there are no gradients on any rank.
     """
     counting = optimizers[0].engine.counting
-    scale = scaler.scale_of([o.optimizer for o in optimizers])
     for optimizer in optimizers if counting.add is not None else ():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 counting.settle(parameter)
     found = [o.engine.gradients() for o in optimizers]
     here = any(found)
+    scale = scaler.scale_of([o.optimizer for o in optimizers], here)
     others: list[Tensor] = []
     for optimizer in optimizers[:-1]:
         optimizer.engine.measure(max_norm, scale, others.append)

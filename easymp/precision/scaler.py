@@ -12,7 +12,7 @@ of `update`'s own, or with the step, where kernels of ours run it and no other o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from ..cuda.scale import Scale
 
 NO_GRADIENTS = "unscale_ or step() before any backward(): this optimizer has no gradients yet"
+PAST = (
+    "the gradients do not come from accelerator.backward(loss): loss.backward() was called by itself, which {}. Replace it by "
+    "accelerator.backward(loss)"
+)
 
 
 @dataclass(frozen=True)
@@ -123,15 +127,22 @@ class Scaler:
         rule: how the scale moves.
         world: an overflow on one of its ranks counts on all.
         enabled: False scales by one.
+        guard: only skip steps whose gradients are not finite: the scale is 1, and is in no checkpoint.
 
     Attributes:
+        found: told at each step of a run whether it is skipped.
         agree: False where not every rank takes part in the step (uneven inputs).
         sharers: optimizers that divide by this scale, as far as known: only one that is alone may move it as it steps.
     """
 
-    def __init__(self, rule: LossScale | None = None, world: World | None = None, enabled: bool = True) -> None:
-        self.rule = rule or LossScale()
-        self.enabled = enabled
+    def __init__(
+        self, rule: LossScale | None = None, world: World | None = None, enabled: bool = True, guard: bool = False
+    ) -> None:
+        self.rule = LossScale(initial=1.0, dynamic=False) if guard else rule or LossScale()
+        self.enabled = enabled or guard
+        self.scales = enabled and not guard
+        self.found: Callable[[Tensor], None] | None = None
+        self._seen = False  # whether a loss has been scaled since `update`
         self.agree = True
         self.sharers = 0
         self._world = world
@@ -161,7 +172,15 @@ class Scaler:
     def _scaled(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor):
             raise StepError(f"scale() takes tensors, not {type(loss).__name__}: pass the loss before .item() or float()")
-        return loss * _to(self._on(loss.device), loss.device)
+        self._seen = True
+        scale = self._on(loss.device)
+        return loss * _to(scale, loss.device) if self.scales else loss
+
+    @property
+    def current(self) -> Tensor:
+        """The scale, on its device."""
+        assert self._scale is not None, "a step is under way"
+        return self._scale
 
     def _on(self, device: torch.device) -> Tensor:
         if self._scale is None:
@@ -190,7 +209,8 @@ class Scaler:
             raise StepError("unscale_ was called after step(): unscale before the step, or call update() first")
         self._check_still()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if any(g.dtype == torch.float16 for g in gradients):
+        self._check_scaled(bool(gradients))
+        if self.scales and any(g.dtype == torch.float16 for g in gradients):
             raise StepError(
                 "a gradient is float16: dividing it by the scale would lose it. Keep fp32 parameters under fp16 (no .half())"
             )
@@ -202,6 +222,12 @@ class Scaler:
         found = self.agreed(found, bool(gradients))
         turn.found_inf = _to(found, home)  # where the step reads it: of shards in the host's memory, the host
         turn.phase = Phase.UNSCALED
+
+    def _check_scaled(self, here: bool) -> None:
+        if here and not self._seen and self.found is not None:  # in a run: a scaler alone may be given any gradients
+            raise StepError(
+                PAST.format("leaves the loss scale out" if self.scales else "nonfinite='skip' and 'raise' do not see")
+            )
 
     def divide(self, gradients: Sequence[Tensor], home: torch.device) -> Tensor:
         """Divide `gradients`, in memory, by the scale; above 0 (fp32, 0-dim) where one of this rank is not finite.
@@ -251,14 +277,18 @@ class Scaler:
         turn = self._rounds.get(id(optimizer))
         return Phase.READY if turn is None else turn.phase
 
-    def scale_of(self, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor | None:
+    def scale_of(self, optimizers: Sequence[torch.optim.Optimizer], here: bool) -> Tensor | None:
         """The scale that the gradients of all these still have, for who measures them; None: they are not scaled.
 
+        Args:
+            here: whether this rank holds gradients.
+
         Raises:
-            StepError: no loss has been scaled yet.
+            StepError: no loss has been scaled.
         """
         if not self.enabled or any(self.phase(o) is not Phase.READY for o in optimizers):
             return None
+        self._check_scaled(here)
         if self._scale is None:
             raise StepError(NO_GRADIENTS)
         self._check_still()
@@ -302,7 +332,10 @@ class Scaler:
         if not self.enabled:
             return optimizer.step(*args, **kwargs)
         if (args and args[0] is not None) or kwargs.get("closure") is not None:
-            raise StepError("closures cannot be used with a loss scale: an overflow inside them could not be skipped")
+            raise StepError(
+                "closures cannot be used with a loss scale, nor with nonfinite='skip' or 'raise': an overflow inside them could not be "
+                "skipped"
+            )
         found = self.begin_step(optimizer)
         if takes_found_inf(optimizer):
             return step_told(optimizer, found, None, *args, **kwargs)
@@ -316,13 +349,18 @@ class Scaler:
         """
         turn = self._rounds.setdefault(id(optimizer), _Round())
         if turn.phase is Phase.STEPPED:
-            raise StepError("step() was called twice for this optimizer since the last update(): call update() in between")
+            raise StepError(
+                "step() was called twice for this optimizer without accelerator.backward(loss) in between: loss.backward() by itself "
+                "does not count (with a scaler of your own, call update() after it)"
+            )
         if turn.phase is Phase.READY:
             self.unscale_(optimizer)
         turn.phase = Phase.STEPPED
         found = turn.found_inf
         assert found is not None
         self._skipped[id(optimizer)] = found
+        if self.found is not None:
+            self.found(found)
         return found
 
     def lend(self, optimizer: torch.optim.Optimizer) -> Scale | None:
@@ -368,6 +406,7 @@ class Scaler:
             return
         found = [turn.found_inf for turn in self._rounds.values() if turn.found_inf is not None]
         moved = any(turn.moved for turn in self._rounds.values())
+        self._seen = False
         self._rounds.clear()
         if moved:
             torch.autograd.graph.increment_version(self._state)  # type: ignore[arg-type]  # written to past autograd
@@ -429,7 +468,7 @@ class Scaler:
 
     def state_dict(self) -> dict[str, Any]:
         """torch.amp.GradScaler's keys and, for rules that torch lacks, `hysteresis` still left."""
-        if not self.enabled:
+        if not self.scales:
             return {}
         good, patience = (
             (self._pending["good"], self._pending["patience"]) if self._good is None else (self._good, self._patience)
@@ -445,7 +484,7 @@ class Scaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take scale and counters from `state_dict`'s result, ours or torch.amp.GradScaler's; the rule stays this scaler's."""
-        if not self.enabled:
+        if not self.scales:
             return
         if not state:
             raise SettingError("this state comes from a scaler that was off: there is no scale in it")

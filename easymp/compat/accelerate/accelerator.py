@@ -114,7 +114,7 @@ class Accelerator(accelerator.Accelerator):
     @property
     def scaler(self) -> Any:
         """The loss scaler under fp16, else None."""
-        return super().scaler if self._scaler.enabled else None
+        return super().scaler if self._scaler.scales else None
 
     @property
     def multi_device(self) -> bool:

@@ -1,0 +1,254 @@
+"""Losses and gradients that are not finite: said once, skipped or raised, by all ranks alike; and an fp16 step past `backward`."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from easymp import Accelerator, GradScalerKwargs
+from easymp.errors import BatchError, NonfiniteError, RefusedError, StepError
+
+from ..strategies.models import whole
+
+NAN, INF = float("nan"), float("inf")
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What easymp says inside."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("easymp.nonfinite")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def train(acc: Accelerator, factors: list[Any], clip: bool = False, kind: Any = torch.optim.AdamW) -> list[bool]:
+    """Steps whose loss is multiplied by each of `factors`, or is what one of them makes of it; whether each has moved the weights."""
+    model = net()
+    model, optimizer = acc.prepare(model, kind(model.parameters(), lr=0.01))
+    moved = []
+    for factor in factors:
+        before = [whole(p) for p in model.parameters() if not p.is_meta]
+        loss = model(X).square().mean()
+        acc.backward(factor(loss) if callable(factor) else loss * factor)
+        if clip:
+            acc.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        after = [whole(p) for p in model.parameters() if not p.is_meta]
+        moved.append(any(not torch.equal(a, b) for a, b in zip(after, before)))
+        assert acc.optimizer_step_was_skipped == (not moved[-1])
+        optimizer.zero_grad()
+    return moved
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true"])
+def test_it_is_said_once(precision: str) -> None:
+    with heard() as said, Accelerator(mixed_precision=precision, cpu=True) as acc:
+        assert train(acc, [1, 1, NAN, NAN]) == [True] * 4  # what is NaN is equal to nothing
+    (line,) = said
+    assert line.startswith(f"rank 0, step 3: the loss is nan (precision {precision}, no loss scale). The step is taken")
+    assert "nonfinite='skip'" in line
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true", "O3"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_skipped(precision: str, clip: bool) -> None:
+    with heard() as said, Accelerator(mixed_precision=precision, cpu=True, nonfinite="skip") as acc:
+        assert train(acc, [1, NAN, INF, 1], clip, torch.optim.SGD) == [True, False, False, True]
+    (line,) = said
+    assert line.startswith("rank 0, step 2: the loss is nan")
+    assert "skipped on all ranks" in line
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true", "fp16"])
+def test_raised(precision: str) -> None:
+    with Accelerator(mixed_precision=precision, cpu=True, nonfinite="raise") as acc:
+        model = net()
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
+        before = [p.detach().clone() for p in model.parameters()]
+        acc.backward(model(X).sum() * NAN)
+        with pytest.raises(
+            NonfiniteError, match=rf"step 1: the loss is not finite on rank 0 \(precision {precision}, .*loss scale"
+        ):
+            optimizer.step()
+        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before))
+        optimizer.zero_grad()
+        acc.backward(model(X).sum())  # a script that catches it goes on
+        optimizer.step()
+        optimizer.zero_grad()
+        acc.backward(model(X).sum() + INF)  # whose gradients are finite
+        with pytest.raises(NonfiniteError, match="step 3: the loss is not finite on rank 0"):
+            optimizer.step()
+
+
+def test_a_gradient_that_is_not_finite_of_a_loss_that_is() -> None:
+    def corner(loss: Tensor) -> Tensor:
+        return loss + (loss * 0).sqrt()  # 0, with an infinite slope
+
+    for mode, words in ((None, "the gradient norm is nan"), ("skip", "the gradients? (norm is nan|are not finite)")):
+        with heard() as said, Accelerator(mixed_precision="fp32", cpu=True, nonfinite=mode) as acc:
+            assert train(acc, [1, corner], clip=True) == [True, mode is None]
+        (line,) = said
+        assert re.search(f"rank 0, step 2: {words}", line)
+    with (
+        Accelerator(mixed_precision="fp32", cpu=True, nonfinite="raise") as acc,
+        pytest.raises(NonfiniteError, match="step 2: the gradients are not finite"),
+    ):
+        train(acc, [1, corner])
+
+
+@pytest.mark.parametrize("mode", [None, "warn", "raise"])
+def test_the_search_for_a_loss_scale_is_no_alarm(mode: str | None) -> None:
+    scale = GradScalerKwargs(init_scale=2.0**24)
+    with heard() as said, Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[scale], nonfinite=mode) as acc:
+        moved = train(acc, [64] * 16, clip=True)
+        assert not moved[0]
+        assert moved[-1]
+    assert not said
+
+
+def test_under_a_loss_scale_what_no_scale_mends_is_said() -> None:
+    scale = GradScalerKwargs(init_scale=4.0)
+    with heard() as said, Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[scale]) as acc:
+        assert train(acc, [lambda loss: loss + (loss * 0).sqrt()] * 5) == [False] * 5
+    (line,) = said
+    assert line.startswith("rank 0, step 3: the gradients are not finite (precision fp16, loss scale 1)")
+    with heard() as said, Accelerator(mixed_precision="fp16", cpu=True) as acc:
+        assert train(acc, [1, NAN]) == [True, False]
+    (line,) = said
+    assert line.startswith("rank 0, step 2: the loss is nan (precision fp16, loss scale 65536)")
+
+
+def test_the_environment_says_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYMP_NONFINITE", "raise")
+    with Accelerator(cpu=True) as acc, pytest.raises(NonfiniteError):
+        train(acc, [NAN])
+
+
+def test_error_feedback_would_keep_it(ranks: Any) -> None:
+    assert all("would stay in it for good" in said for said in ranks(with_power_sgd))
+
+
+def with_power_sgd() -> str:
+    with pytest.raises(RefusedError) as caught:
+        Accelerator(strategy="ddp", strategy_options={"comm_hook": "power_sgd"}, nonfinite="skip", cpu=True)
+    return str(caught.value)
+
+
+def among_ranks(strategy: str, mode: str, steps: int, items: bool) -> dict[str, Any]:
+    """Three updates; in the second, one micro-batch of rank 1 has a NaN."""
+    options = {"every": 1} if strategy == "local_sgd" else None
+    found: dict[str, Any] = {"skipped": [], "moved": [], "error": ""}
+    with (
+        heard() as said,
+        Accelerator(
+            mixed_precision="bf16",
+            strategy=strategy,
+            strategy_options=options,
+            gradient_accumulation_steps=steps,
+            nonfinite=mode,
+            cpu=True,
+        ) as acc,
+    ):
+        model = net()
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        for update in range(3):
+            before = [whole(p) for p in model.parameters() if not p.is_meta]
+            for micro in range(steps):
+                x = X.clone()
+                if update == 1 and micro == 0 and (acc.process_index == 1 or strategy in ("pipeline", "tensor_parallel")):
+                    x[0, 0] = NAN
+                with acc.accumulate(model):
+                    loss = model(x).square().sum()
+                    acc.backward(loss, num_items=len(x)) if items else acc.backward(loss / len(x))
+                    try:
+                        optimizer.step()
+                    except NonfiniteError as error:
+                        found["error"] = str(error)
+                    optimizer.zero_grad()
+            after = [whole(p) for p in model.parameters() if not p.is_meta]
+            found["moved"].append(any(not torch.equal(a, b) for a, b in zip(after, before)))
+            found["skipped"].append(acc.optimizer_step_was_skipped)
+    return {**found, "said": said}
+
+
+CASES = [
+    ("ddp", 1, False),
+    ("ddp", 2, True),
+    ("zero1", 2, False),
+    ("fsdp", 1, False),
+    ("fsdp", 2, True),
+    ("tensor_parallel", 1, False),
+    ("pipeline", 1, False),
+    ("local_sgd", 1, False),
+]
+
+
+@pytest.mark.parametrize(("strategy", "steps", "items"), CASES)
+def test_all_ranks_skip_or_raise(ranks: Any, strategy: str, steps: int, items: bool) -> None:
+    skipping = ranks(among_ranks, strategy, "skip", steps, items)
+    assert [got["moved"] for got in skipping] == [[True, False, True]] * 2
+    assert [got["skipped"] for got in skipping] == [[False, True, False]] * 2
+    (line,) = [line for got in skipping for line in got["said"]]
+    assert "step 2: the loss is nan (precision bf16, no loss scale)" in line
+    raising = ranks(among_ranks, strategy, "raise", steps, items)
+    assert [got["moved"] for got in raising] == [[True, False, True]] * 2
+    where = "rank 0, 1" if strategy in ("pipeline", "tensor_parallel") else "rank 1"
+    assert {got["error"].partition(" (")[0] for got in raising} == {f"step 2: the loss is not finite on {where}"}
+
+
+# -- the true cause ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(("precision", "mode"), [("fp16", None), ("bf16", "skip")])
+def test_a_plain_backward_is_named(precision: str, mode: str | None, clip: bool) -> None:
+    with Accelerator(mixed_precision=precision, nonfinite=mode, cpu=True) as acc:
+        model = net()
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
+        model(X).sum().backward()
+        act = (lambda: acc.clip_grad_norm_(model.parameters(), 1.0)) if clip else optimizer.step
+        said = r"loss.backward\(\) was called by itself.*Replace it by accelerator.backward\(loss\)"
+        with pytest.raises(StepError, match=said):
+            act()
+        optimizer.zero_grad()
+        acc.backward(model(X).sum())
+        optimizer.step()
+        model(X).sum().backward()
+        with pytest.raises(StepError, match=r"without accelerator.backward\(loss\) in between"):
+            optimizer.step()
+
+
+def test_the_face_says_what_it_is() -> None:
+    with Accelerator(mixed_precision="bf16", cpu=True) as acc:
+        assert repr(acc) == "Accelerator(process 0 of 1, precision bf16, strategy single, device cpu)"
+
+
+def test_objects_are_sent_to_gather_object() -> None:
+    with Accelerator(cpu=True) as acc:
+        with pytest.raises(BatchError, match=r"use gather_object\(\) for anything else"):
+            acc.gather_for_metrics(["a"], use_gather_object=True)
+        for _ in acc.prepare(DataLoader(X, batch_size=4)):
+            with pytest.raises(
+                BatchError, match=r"got 1 items, .* 4 samples: pass one item for each sample, or use gather_object\(\)"
+            ):
+                acc.gather_for_metrics(["a"], use_gather_object=True)
