@@ -33,12 +33,14 @@ class Case:
         values: settings by name, those of `easymp launch` among them; what is not there has its default.
         origins: who said so, of some.
         measured: how fast the precisions are here, where somebody wanted to know.
+        assumed: processes on each node, where the values are for another machine than this one; 0: as many as here.
     """
 
     machine: Machine
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
     measured: Measurement | None = None
+    assumed: int = 0
 
     def settle(self, name: str, value: Any, origin: str = "asked for") -> Case:
         """This case with one value more."""
@@ -55,8 +57,8 @@ class Case:
 
     @property
     def processes(self) -> int:
-        """On each node: as said, or one an accelerator, or one."""
-        return self.get("processes") or max(1, self.devices)
+        """On each node: as said, or as assumed, or one an accelerator, or one."""
+        return self.get("processes") or self.assumed or max(1, self.devices)
 
     @property
     def nodes(self) -> tuple[int, int]:

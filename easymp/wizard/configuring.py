@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ def configure(screen: Screen, machine: Machine, wish: Wish, answered: bool = Tru
     if there.before is not None:
         said.append(Said(str(place), written(project_file.read(place))))
     start = Case(machine)
+    if foreign is not None and _for_several(start, said, foreign):
+        start = dataclasses.replace(start, assumed=2)
     if not answered and not wish.yes:
         raise UnansweredError(unanswered(start, said))
     screen.say("What is here", strong=True)
@@ -75,6 +78,11 @@ def configure(screen: Screen, machine: Machine, wish: Wish, answered: bool = Tru
     if foreign is not None:
         screen.say()
         _tell_foreign(screen, foreign, str(wish.foreign))
+        if start.assumed:
+            screen.say(
+                f"strategy {foreign.settings['strategy']} is for several processes, and here would be one: it is written for machines that "
+                f"start several, and planned below for {start.assumed}."
+            )
     if wish.measure:
         screen.say()
         start = timed(screen, begin(start, said))
@@ -103,6 +111,18 @@ def configure(screen: Screen, machine: Machine, wish: Wish, answered: bool = Tru
             screen.say(f"{variable} in the environment wins over the file.")
 
 
+def _for_several(case: Case, said: Sequence[Said], foreign: Foreign) -> bool:
+    """Whether the file asks for a strategy that two processes could have, and the one that would be started here cannot."""
+    for each in reversed(said):
+        for name in ("cpu", "processes", "nodes"):
+            if name in each.values:
+                case = case.settle(name, each.values[name])
+    spread = foreign.settings.get("strategy")
+    if spread is None or case.world > 1 or "strategy" in said[0].values:  # --set wins
+        return False
+    return bool(case.refusal("strategy", spread)) and not dataclasses.replace(case, assumed=2).refusal("strategy", spread)
+
+
 def _tell_foreign(screen: Screen, foreign: Foreign, name: str) -> None:
     screen.say(f"What becomes of {name} ({foreign.origin})", strong=True)
     for line, became in foreign.lines:
@@ -115,7 +135,8 @@ def plan(case: Case) -> list[list[str]]:
     made = case.plan()
     least, most = case.nodes
     nodes = "" if most == 1 else f" on {most} nodes" if least == most else f" on {least} to {most} nodes"
-    why = "asked for" if case.get("processes") else QUESTIONS[0].here(case).partition("(")[2].rstrip(")")
+    asked = "asked for" if case.get("processes") else "assumed" if case.assumed else ""
+    why = asked or QUESTIONS[0].here(case).partition("(")[2].rstrip(")")
     rows = [["processes", f"{case.world}{nodes} ({why})"]]
     return rows + [[name, f"{choice.value} ({choice.reason})"] for name, choice in made.choices.items()]
 

@@ -22,4 +22,9 @@ def command(case: Case, path: Path) -> tuple[str, str]:
         address = "" if case.get("main_address") else f" --main-address {case.machine.name}"
         many = str(most) if least == most else f"{least} to {most}"
         return f"{named}easymp launch{address} {SCRIPT}", f"On each of the {many} machines, of which this one is the first:"
+    if case.assumed and not case.get("processes"):
+        return (
+            f"{named}easymp launch --processes {case.assumed} {SCRIPT}",
+            "Where several accelerators are, without --processes; here:",
+        )
     return f"{named}{'easymp launch' if case.world > 1 else 'python'} {SCRIPT}", ""

@@ -125,6 +125,19 @@ def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any(Path().iterdir())
 
 
+def test_a_foreign_file_for_several_processes_is_taken_on_a_machine_that_starts_one(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("ds_config.json").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
+    words = ["config", "--yes", "--set", "cpu=true", "--from", "ds_config.json"]
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "strategy fsdp is for several processes, and here would be one: it is written for machines that start several" in said
+    assert "processes 2 (assumed)" in said
+    assert said.endswith("easymp launch --processes 2 train.py")
+    assert resolve().strategy == "fsdp" and resolve_launching().processes is None
+    assert main([*words, "--set", "processes=1"]) == 1
+    assert "strategy = fsdp cannot run here" in capsys.readouterr().err
+
+
 def test_a_wrong_key_ahead_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--yes", "--set", "precision=bf16"]) == 2
     assert "'precision' is no setting, did you mean 'mixed_precision'? Known: " in capsys.readouterr().err
