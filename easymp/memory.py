@@ -68,8 +68,8 @@ class Memory:
         states: what the optimizer keeps.
         masters: fp32 master weights, where the precision keeps some beside low-precision weights.
         copies: autocast's low-precision copies of the weights of matrix layers, alive from forward to backward.
-        gathered: other ranks' weights that are here for a while, at the peak.
-        reducing: gradients in communication, beside those in `gradients`, at the peak.
+        gathered: other ranks' weights that are here for a while, in the precision's compute type, at the peak.
+        reducing: whole gradients and those in communication, beside those in `gradients`, at the peak.
         activations: what forward keeps for backward; None where no sample was given.
         notes: what is only approximately so, or not counted.
     """
@@ -197,7 +197,8 @@ def estimate(
     module = model if isinstance(model, nn.Module) else Counted(model)
     layout: Layout = kind.layout(module, read_options(kind, options, {}), world, min(world, per_node or world))
     states = _states(optimizer, module)
-    half = _matrices(module) if policy.compute.itemsize < 4 and policy.param.itemsize == 4 and not policy.swaps else set()
+    low = policy.compute.itemsize < 4 and policy.param.itemsize == 4
+    half = _matrices(module) if low and not layout.gathers and not policy.swaps else set()
     weights = gradients = kept = masters = copies = 0
     widest = 1
     for name, parameter in module.named_parameters():  # a tied one once
@@ -211,6 +212,7 @@ def estimate(
             gradients += layout.gradients(name, parameter) * (size + wide)
             masters += layout.weights(name, parameter) * wide  # whole where weights are: states alone are cut (zero1)
             kept += layout.states(name, parameter) * (states(parameter) * (wide or size) + FP32 * averages)
+    there = policy.compute.itemsize if low and layout.gathers and widest <= FP32 else widest
     notes = [layout.note] if layout.note else []
     if policy.swaps:
         notes.append(
@@ -240,8 +242,8 @@ def estimate(
         states=kept,
         masters=masters,
         copies=copies,
-        gathered=layout.gathered * widest if known else 0,
-        reducing=layout.reducing * policy.reduce.itemsize if known else 0,
+        gathered=layout.gathered * there if known else 0,
+        reducing=layout.unreduced * there + layout.reducing * policy.reduce.itemsize if known else 0,
         activations=activations,
         notes=tuple(notes),
     )

@@ -106,8 +106,10 @@ class Layout(NamedTuple):
         weights, gradients: how parameters and their gradients are divided.
         states: how the optimizer's states are, and fp32 master weights where a precision keeps them.
         copies: how autocast's half-precision copies of weights are, when forward ends.
+        gathers: layers compute with gathered weights, which a half precision gathers in its own type, without copies.
         gathered: elements of other ranks' weights that are here for a while, at the peak.
-        reducing: elements of gradients in buffers beside those in `gradients`, at the peak.
+        unreduced: elements of whole gradients, in the type of gathered weights, beside those in `gradients`, at the peak.
+        reducing: elements of gradients in buffers of communication, at the peak.
         note: what is only approximately so.
     """
 
@@ -115,7 +117,9 @@ class Layout(NamedTuple):
     gradients: Cut = whole
     states: Cut = whole
     copies: Cut = whole
+    gathers: bool = False
     gathered: int = 0
+    unreduced: int = 0
     reducing: int = 0
     note: str = ""
 
@@ -220,6 +224,7 @@ class Precision(Protocol):
     param: torch.dtype  # what parameters are stored in
     compute: torch.dtype  # what matrix products run in
     reduce: torch.dtype  # what gradients are reduced in
+    gather: torch.dtype | None  # what shards of fp32 parameters are gathered in; None: as they are stored
     output: torch.dtype | None  # what a prepared model returns; None leaves it as it is
     tf32: bool  # whether products of fp32 tensors run on TF32 Tensor Cores, where there are some
     scaled: bool  # whether the loss is scaled

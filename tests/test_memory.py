@@ -76,11 +76,11 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def peak(options: dict[str, Any]) -> int:
+def peak(options: dict[str, Any], precision: str) -> int:
     """Bytes at the peak of a training step with fsdp, activations less, as torch's own tracker counts them."""
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 
-    with Accelerator(strategy="fsdp", strategy_options=options, mixed_precision="fp32", cpu=True) as acc:
+    with Accelerator(strategy="fsdp", strategy_options=options, mixed_precision=precision, cpu=True) as acc:
         model = Stack()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
         model, optimizer = acc.prepare(model, optimizer)
@@ -98,11 +98,16 @@ def peak(options: dict[str, Any]) -> int:
         return sum(size for kind, size in seen.items() if kind not in (_FSDPRefType.ACT, _FSDPRefType.INP, "Total"))
 
 
-@pytest.mark.parametrize(("options", "slack"), [({}, 0.1), ({"reshard_after_forward": False}, 0.25)])
-def test_the_peak_of_fsdp_is_below_the_total_and_near(ranks: Ranks, options: dict[str, Any], slack: float) -> None:
+@pytest.mark.parametrize(
+    ("options", "precision", "slack"),
+    [({}, "fp32", 0.1), ({}, "bf16", 0.1), ({"reshard_after_forward": False}, "fp32", 0.25)],
+)
+def test_the_peak_of_fsdp_is_below_the_total_and_near(
+    ranks: Ranks, options: dict[str, Any], precision: str, slack: float
+) -> None:
     """Kept gathered, blocks are let go of while gradients come, so that the two are not full together."""
-    total = estimate(Stack(), strategy="fsdp", world=2, options=options).total
-    for seen in ranks(peak, options):
+    total = estimate(Stack(), strategy="fsdp", precision=precision, world=2, options=options).total
+    for seen in ranks(peak, options, precision):
         assert total * (1 - slack) < seen <= total
 
 
@@ -176,8 +181,11 @@ def test_shards_along_dimension_0_the_largest_rank_counts() -> None:
     assert it.weights == (frozen + 3 * block + head) * F32
     assert it.gradients == (3 * block + head) * F32
     assert it.states == 2 * it.gradients
-    assert it.gathered == (35 + 21 + 2 * 56) * F32  # what is in no block, one block, and the next
+    assert it.gathered == (21 + 2 * 56) * F32  # the tied layers, one block, and the next; the frozen layer comes after them
     assert it.reducing == (21 + 2 * 56) * F32
+    half = estimate(Odd(), strategy="fsdp", world=4, precision="bf16")
+    assert (half.weights, half.gathered, half.copies) == (it.weights, it.gathered // 2, 0)
+    assert half.reducing == (21 + 56) * 2 + 56 * F32  # gradients come in bf16, and are copied to fp32 to be reduced
 
 
 def test_kept_gathered_until_backward_is_done() -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import BatchError
 from ..records import AutocastKwargs
 from ..tree import map_leaves
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+# Layers whose weights and biases autocast converts by itself.
+PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 
 
 class Autocast(nn.Module):
@@ -62,6 +68,60 @@ def _cast(leaf: Any, dtype: torch.dtype) -> Any:
 def autocast(device: torch.device, compute: torch.dtype, options: AutocastKwargs) -> AbstractContextManager[Any]:
     """torch's autocast, or nothing where the caller turned it off."""
     return torch.autocast(device.type, compute, True, options.cache_enabled) if options.enabled else nullcontext()
+
+
+class Upcast:
+    """Shows a module some of its parameters in fp32 while it computes.
+
+    Autocast converts the inputs of matrix products, and of some other functions on some devices. Every other function must be given
+    weights that go with fp32 inputs, as it is where parameters are stored in fp32: norms, above all.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._kept: list[dict[str, Any]] = []
+
+    def begin(self, module: nn.Module, *_: Any) -> None:
+        held = {name: module._parameters[name] for name in self._names}
+        self._kept.append(held)
+        for name, parameter in held.items():
+            if parameter is not None and parameter.dtype in (torch.bfloat16, torch.float16):
+                module._parameters[name] = parameter.float()  # type: ignore[assignment]
+
+    def end(self, module: nn.Module, *_: Any) -> None:
+        module._parameters.update(self._kept.pop())
+
+
+def as_if_fp32(model: nn.Module) -> list[RemovableHandle]:
+    """Let `model`, whose parameters will be gathered in half precision, compute under autocast as one with fp32 parameters does.
+
+    Norms, and other modules outside of matrix products, see their vectors in fp32; embeddings return fp32. Hooks do it, which torch's
+    hooks that gather parameters enclose, whatever comes first.
+    """
+    handles: list[RemovableHandle] = []
+    for module in model.modules():
+        if isinstance(module, EMBEDDINGS):
+            handles.append(module.register_forward_hook(lambda _, __, output: as_asked(output, torch.float32), prepend=True))
+        every = isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.Bilinear))  # of whose weights some have several dimensions
+        vectors = [name for name, p in module._parameters.items() if p is not None and (p.ndim < 2 or every)]
+        if vectors and not isinstance(module, PRODUCTS):
+            upcast = Upcast(vectors)
+            handles.append(module.register_forward_pre_hook(upcast.begin))
+            handles.append(module.register_forward_hook(upcast.end, prepend=True, always_call=True))
+    return handles
+
+
+@contextmanager
+def upcast_again(module: nn.Module) -> Iterator[None]:
+    """Inside, `module`, which is computed again without its hooks, sees its parameters as it did before."""
+    found = [bound for hook in module._forward_pre_hooks.values() if isinstance(bound := getattr(hook, "__self__", None), Upcast)]
+    for upcast in found:
+        upcast.begin(module)
+    try:
+        yield
+    finally:
+        for upcast in found:
+            upcast.end(module)
 
 
 def under_autocast(module: nn.Module, device: torch.device, compute: torch.dtype, options: AutocastKwargs) -> nn.Module:

@@ -35,6 +35,10 @@ class FP32:
         return None
 
     @property
+    def gather(self) -> torch.dtype | None:
+        return None
+
+    @property
     def output(self) -> torch.dtype | None:
         return None
 

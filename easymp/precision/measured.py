@@ -71,6 +71,10 @@ class Measured:
         return self._current.compute
 
     @property
+    def gather(self) -> torch.dtype | None:
+        return self._current.gather
+
+    @property
     def output(self) -> torch.dtype | None:
         return self._current.output
 

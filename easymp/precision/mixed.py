@@ -20,6 +20,10 @@ class Mixed(FP32):
     tf32: ClassVar[bool] = True  # for what autocast leaves in fp32
 
     @property
+    def gather(self) -> torch.dtype | None:
+        return self.compute if self.options.enabled else None
+
+    @property
     def output(self) -> torch.dtype | None:
         return self.options.output_dtype
 

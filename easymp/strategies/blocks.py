@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from ..errors import PrepareError, nearest
+from ..release import TORCH
 
+LARGE = 4  # one in so many parameters of the largest block is worth a gathering of its own
+TIED_GROUPS = TORCH >= (2, 13)  # before, torch fails where a forward calls one of several modules that are gathered together
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # Its forward reads the weights of its parts without calling them, so that no hook would gather them.
 ATOMS = (nn.MultiheadAttention,)
@@ -30,7 +33,7 @@ def find_blocks(model: nn.Module, wrap: str | tuple[str, ...] | int) -> list[nn.
     Raises:
         PrepareError: a class name that no module has.
     """
-    inside = [m for m in _bottom_up(model) if m is not model]
+    inside = [m for m in bottom_up(model) if m is not model]
     if isinstance(wrap, int):
         chosen = {id(m) for m in _by_size(inside, model, wrap)}
     elif isinstance(wrap, str):
@@ -45,6 +48,50 @@ def find_blocks(model: nn.Module, wrap: str | tuple[str, ...] | int) -> list[nn.
         chosen = {id(m) for m in inside if type(m).__name__ in wrap}
     chosen |= _of_another_dtype(model)
     return [m for m in inside if id(m) in chosen and _wrappable(m, model)]
+
+
+def find_layers(model: nn.Module, blocks: Sequence[nn.Module], without: Collection[int] = ()) -> list[tuple[nn.Module, ...]]:
+    """The large layers of `model` that lie in none of `blocks`, such as embeddings and heads; those that share a parameter together.
+
+    A layer is large if its own parameters are at least a `LARGE`th of the largest block's, or of the largest layer's where there are no
+    blocks. A layer stays with what holds it if that reads the layer's weights instead of calling it.
+
+    Args:
+        without: ids of parameters that do not count.
+    """
+    inside = {id(m) for block in blocks for m in block.modules()}
+    groups: list[tuple[list[nn.Module], dict[int, int]]] = []  # modules, and their own parameters' elements by id
+    for module in bottom_up(model):
+        held = module.parameters(recurse=isinstance(module, ATOMS))
+        own = {id(p): p.numel() for p in held if id(p) not in without}
+        if id(module) in inside or not own:
+            continue
+        modules = [module]
+        for group in [g for g in groups if not own.keys().isdisjoint(g[1])]:
+            groups.remove(group)
+            modules, own = [*group[0], *modules], {**group[1], **own}
+        groups.append((modules, own))
+    least = max((sum(p.numel() for p in b.parameters() if id(p) not in without) for b in blocks), default=0)
+    least = least or max((sum(own.values()) for _, own in groups), default=0)
+    return [
+        tuple(modules)
+        for modules, own in groups
+        if sum(own.values()) * LARGE >= least
+        and (len(modules) == 1 or TIED_GROUPS)
+        and not any(m is model or _is_read(m, model) for m in modules)
+        and all(_callable(m) for m in modules)
+        and _apart(modules, model)
+    ]
+
+
+def _is_read(layer: nn.Module, model: nn.Module) -> bool:
+    """Whether the forward of a module that holds `layer` names one of its parameters, as ``F.linear(x, self.embed.weight)`` does."""
+    for module in model.modules():
+        code = getattr(type(module).forward, "__code__", None)
+        names = code is not None and module is not layer and not layer._parameters.keys().isdisjoint(code.co_names)
+        if names and any(m is layer for m in module.modules()):
+            return True
+    return False
 
 
 def _of_another_dtype(model: nn.Module) -> set[int]:
@@ -69,14 +116,15 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return sorted(found, key=lambda b: order[id(b)])
 
 
-def _bottom_up(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+def bottom_up(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    """`module` and those in it whose hooks gather their parameters, children first."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
     seen.add(id(module))
     if not isinstance(module, ATOMS):
         for child in module.children():
-            yield from _bottom_up(child, seen)
+            yield from bottom_up(child, seen)
     yield module
 
 
@@ -105,11 +153,19 @@ def _by_size(inside: list[nn.Module], model: nn.Module, least: int) -> list[nn.M
 
 
 def _wrappable(module: nn.Module, model: nn.Module) -> bool:
-    mine = {id(p) for p in module.parameters()}
-    parts = {id(m) for m in module.modules()}
+    return any(True for _ in module.parameters()) and _callable(module) and _apart([module], model)
+
+
+def _callable(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _apart(modules: Sequence[nn.Module], model: nn.Module) -> bool:
+    """Whether `modules` share no parameter with the rest of `model`."""
+    mine = {id(p) for module in modules for p in module.parameters()}
+    parts = {id(m) for module in modules for m in module.modules()}
     outside = (p for m in model.modules() if id(m) not in parts for p in m._parameters.values() if p is not None)
-    callable_ = type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    return bool(mine) and callable_ and mine.isdisjoint(id(p) for p in outside)
+    return mine.isdisjoint(id(p) for p in outside)
 
 
 def refuse_sparse(model: nn.Module, why: str, cure: str = "use strategy='ddp'", narrow: bool = False) -> None:

@@ -1,11 +1,13 @@
 """fsdp: parameters, gradients and optimizer states are sharded; each block is gathered while it computes (ZeRO-3).
 
 torch's FSDP2. Every rank holds 1/world of each parameter along dimension 0, as a DTensor. A block's parameters are gathered before
-its forward and again before its backward, and its gradients are reduced to shards as soon as it has them. Parameters stay fp32 and
-products run under autocast, as in ddp, so that the numbers agree with ddp's; gradients are reduced in fp32.
+its forward and again before its backward, and its gradients are reduced to shards as soon as it has them. Large layers outside of
+the repeated blocks, embeddings and heads, are gathered in the same way; what is left is gathered with the model.
 
-Autocast keeps half-precision copies of the weights for backward. In bf16 and fp16 they are all there when forward ends, half of what
-ddp's fp32 weights take: what is sharded in full are gradients and optimizer states.
+Shards are fp32. Under bf16 and fp16 they are gathered in that type, which layers compute with, and freed after forward: half of fp32's
+bytes are communicated, and no copy of a weight stays. Gradients are reduced in fp32. Autocast lies around the model, so that functions
+run in the types they have under ddp: norms see their weights in fp32, embeddings return fp32, inputs and buffers stay as they are.
+The numbers differ from ddp's by the rounding of the weights outside of matrix products, and of gradients before they are reduced.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from torch import Tensor, nn
 
 from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
 from ..optim.elementwise import check_sums
+from ..precision.autocast import as_if_fp32
 from ..protocols import Counting, Facts, Layout, Manner, Refusal, nowhere, pieces
 from ..rebind import names_of, rebind
 from ..world import World
-from .blocks import find_blocks, refuse_sparse
+from .blocks import bottom_up, find_blocks, find_layers, refuse_sparse
 from .materialising import materialise, on_meta
 from .norms import clip_to_norm, counting
 
@@ -126,25 +129,28 @@ class FSDP:
         policy.decide(model)
         model = policy.convert(model)
         whole = [p for name, p in model.named_parameters() if name in ignored]
-        blocks = find_blocks(model, self._options.wrap)
-        chosen = {id(part) for part in (*blocks, model)}
+        groups = {id(part): group for group in find_groups(model, self._options.wrap, whole) for part in group}
+        finished: set[int] = set()
         parts: list[Any] = []
 
         def take(part: nn.Module) -> None:
-            if id(part) in chosen:
-                take_rank_0s(part, self._world, manner.place)
-                parts.extend(shard([part], self._over(), self._options, self._world.device, whole))
+            finished.add(id(part))
+            group = groups.get(id(part), ())
+            if group and finished.issuperset(map(id, group)):
+                for module in group:
+                    take_rank_0s(module, self._world, manner.place)
+                parts.extend(shard(group, self._over(), self._options, self._world.device, whole, policy.gather))
 
         if on_meta(model):
             # A block is drawn whole and then sharded: drawn as shards, all ranks would have the same numbers in different places.
             materialise(model, self._world.device if manner.place else torch.device("cpu"), manner.initialize, take)
         else:
-            for part in (*blocks, model):
+            for part in bottom_up(model):
                 take(part)
         rebind(model, optimizers, names)
         module = policy.forward(model, self._world.device)
         manner.compile(module)
-        return Sharded(module, model, parts, self._world, self._options, whole)
+        return Sharded(module, model, parts, self._world, self._options, whole, policy.gather)
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         check_sums(optimizer, self.name)
@@ -219,20 +225,25 @@ def one_by_one(optimizer: torch.optim.Optimizer, parts: str, whole: str) -> None
 def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
     """What a rank holds of `model` in `ranks` shards.
 
-    At the peak of backward there are gathered: what is in no block, the block that computes, and the next one. Beside the shards of
-    gradients there are whole ones: those of what is in no block, which are reduced last, and those of one block, twice while they
-    are reduced.
+    At the peak of backward there are gathered: what torch gathers with the model itself, layers with tied weights, the block that
+    computes, and the next one. Whole gradients are those of the same, but for the next block; a block's are copied to be reduced, and
+    that copy lies there until the next block's gradients are complete.
     """
     ignored = matching(model, options.ignore)
     taken = {id(p) for name, p in model.named_parameters() if name in ignored}
-    sizes: list[tuple[int, int]] = []  # of each block, then of the rest: elements, and those of trainable parameters
-    for module in [*find_blocks(model, options.wrap), model]:
-        own = {id(p): p for p in module.parameters() if id(p) not in taken}
+    kept = [0, 0]  # from the begin of backward to its end: elements, and those of trainable parameters
+    blocks: list[tuple[int, int]] = []
+    for group in find_groups(model, options.wrap, [p for p in model.parameters() if id(p) in taken]):
+        own = {id(p): p for module in group for p in module.parameters() if id(p) not in taken}
         taken.update(own)
-        sizes.append((sum(p.numel() for p in own.values()), sum(p.numel() for p in own.values() if p.requires_grad)))
-    *blocks, rest = sizes
+        sizes = sum(p.numel() for p in own.values()), sum(p.numel() for p in own.values() if p.requires_grad)
+        if len(group) > 1 or group[0] is model:
+            kept = [kept[0] + sizes[0], kept[1] + sizes[1]]
+        else:
+            blocks.append(sizes)
     blocks.sort(reverse=True)
     block = max((trained for _, trained in blocks), default=0)
+    unreduced, reducing = max((kept[1] + block, block), (kept[1], kept[1]), key=sum)
     share = nowhere if options.cpu_offload else pieces(ranks)
 
     def cut(name: str, parameter: Tensor) -> int:
@@ -242,8 +253,10 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
         weights=cut,
         gradients=cut,
         states=cut,
-        gathered=rest[0] + sum(elements for elements, _ in (blocks[:2] if options.reshard_after_forward else blocks)),
-        reducing=max(rest[1] + 2 * block, 2 * rest[1]),
+        gathers=True,
+        gathered=kept[0] + sum(elements for elements, _ in (blocks[:2] if options.reshard_after_forward else blocks)),
+        unreduced=unreduced,
+        reducing=reducing,
         note="weights, gradients and states lie in the host's memory" if options.cpu_offload else "",
     )
 
@@ -260,29 +273,54 @@ def take_rank_0s(model: nn.Module, world: World, place: bool = False) -> None:
                 tensor.copy_(world.broadcast(tensor))
 
 
+def find_groups(model: nn.Module, wrap: str | tuple[str, ...] | int, whole: Sequence[Tensor] = ()) -> list[tuple[nn.Module, ...]]:
+    """What is gathered at a time, inner modules first; the last one is `model`, with what is in no other group."""
+    blocks = find_blocks(model, wrap)
+    layers = find_layers(model, blocks, {id(p) for p in whole}) if wrap == "blocks" else []
+    order = {id(m): i for i, m in enumerate(bottom_up(model))}
+    groups = [*((block,) for block in blocks), *layers]
+    return [*sorted(groups, key=lambda group: max(order[id(m)] for m in group)), (model,)]
+
+
 def shard(
-    modules: Sequence[nn.Module], mesh: Any, options: FSDPOptions, device: torch.device, whole: Sequence[nn.Parameter] = ()
+    modules: Sequence[nn.Module],
+    mesh: Any,
+    options: FSDPOptions,
+    device: torch.device,
+    whole: Sequence[nn.Parameter] = (),
+    gather: torch.dtype | None = None,
 ) -> list[Any]:
-    """`modules`, each with its parameters sharded over `mesh`, but those that stay `whole`; inner ones come first."""
+    """`modules`, with their parameters sharded over `mesh` and gathered together, but those that stay `whole`.
+
+    Args:
+        gather: what fp32 parameters are gathered in. Others than floating-point ones of up to 32 bits are gathered as they are, and with
+            them all that are gathered together.
+    """
     # Imported here: half a second that other strategies need not pay.
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     offload = options.cpu_offload and device.type != "cpu"  # on a CPU everything is where it would go
-    for module in modules:
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=options.reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
-            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-            ignored_params=set(whole),
-        )
-        if (
-            device.type == "cpu"
-        ):  # gloo's average of a reduce_scatter is a plain sum in torch 2.8: a sum that torch divides is right in all
-            part: Any = module
+    within = {id(p) for m in modules for part in m.modules() if isinstance(part, FSDPModule) for p in part.parameters()}
+    dtypes = {p.dtype for module in modules for p in module.parameters() if id(p) not in within}
+    fully_shard(
+        modules if len(modules) > 1 else modules[0],
+        mesh=mesh,
+        reshard_after_forward=options.reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=gather if dtypes <= {torch.float32, torch.bfloat16, torch.float16} else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,  # autocast does, where a product asks for it
+        ),
+        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+        ignored_params=set(whole),
+    )
+    parts: list[Any] = list(modules)
+    if (
+        device.type == "cpu"
+    ):  # gloo's average of a reduce_scatter is a plain sum in torch 2.8: a sum that torch divides is right in all
+        for part in parts:
             part.set_force_sum_reduction_for_comms(True)
-    return list(modules)
+    return parts
 
 
 class Released(nn.Module):
@@ -303,6 +341,7 @@ class Sharded(nn.Module):
         root: the user's module, sharded.
         parts: all modules that gather their own parameters, `root` included.
         whole: parameters that are not sharded, and whose gradients are averaged over all ranks.
+        gather: half precision that parameters are gathered in; None: as they are stored.
     """
 
     def __init__(
@@ -313,6 +352,7 @@ class Sharded(nn.Module):
         world: World,
         options: FSDPOptions,
         whole: Sequence[nn.Parameter] = (),
+        gather: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -324,7 +364,8 @@ class Sharded(nn.Module):
         self.stale = True  # whether buffers may differ between the ranks
         self.gathered = False  # whether all parts have been gathered once
         self._whole = tuple(whole)  # a tuple: they are parameters of `root`, and of nothing else
-        self._hooks = [_when_accumulated(p, self._expect_average) for p in self._whole]
+        self._hooks = as_if_fp32(root) if gather else []
+        self._hooks += [_when_accumulated(p, self._expect_average) for p in self._whole]
         self._expecting = False  # whether this backward ends with `_average`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

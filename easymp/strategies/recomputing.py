@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import (
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import PrepareError, SettingError, nearest
+from ..precision.autocast import upcast_again
 from .blocks import repeated_blocks
 
 Which = bool | tuple[str, ...]
@@ -186,7 +187,8 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Abstract
         for m, name, buffer in kept:
             m._buffers[name] = None if buffer is None else buffer.clone()
         try:
-            yield
+            with upcast_again(module):
+                yield
         finally:
             for m, name, buffer in kept:
                 m._buffers[name] = buffer

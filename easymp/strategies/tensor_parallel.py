@@ -25,8 +25,7 @@ from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..rebind import names_of, rebind
 from ..shards import local
 from ..world import World
-from .blocks import find_blocks
-from .fsdp import FSDPOptions, Released, Sharded, check_shardable, one_by_one, shard, shards_of, take_rank_0s
+from .fsdp import FSDPOptions, Released, Sharded, check_shardable, find_groups, one_by_one, shard, shards_of, take_rank_0s
 from .norms import clip_to_norm, counting, settle
 from .tensor_plan import apply, read_plan, split_dims
 
@@ -167,7 +166,9 @@ class TensorParallel:
             of_a_rank,
             of_a_rank,
             of_a_group,
+            gathers=True,
             gathered=math.ceil(inner.gathered * share),
+            unreduced=math.ceil(inner.unreduced * share),
             reducing=math.ceil(inner.reducing * share),
             note="what is gathered and reduced counts as split in the proportion of the whole model",
         )
@@ -207,8 +208,8 @@ class TensorParallel:
         _tie(tied)
         pieces: list[Any] = []
         if self.data_size > 1:
-            blocks = find_blocks(model, options.fsdp.wrap)
-            pieces = shard([*blocks, model], self._mesh()["data"], options.fsdp, self._world.device)
+            for group in find_groups(model, options.fsdp.wrap):
+                pieces += shard(group, self._mesh()["data"], options.fsdp, self._world.device, gather=policy.gather)
         else:
             for parameter in model.parameters():
                 if hasattr(parameter, "to_local"):  # fsdp does this by itself
@@ -221,7 +222,7 @@ class TensorParallel:
         module = policy.forward(model, self._world.device)
         manner.compile(module)
         split = Split(module)
-        return Sharded(split, model, pieces, self._world, options.fsdp) if pieces else split
+        return Sharded(split, model, pieces, self._world, options.fsdp, gather=policy.gather) if pieces else split
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         check_sums(optimizer, self.name)

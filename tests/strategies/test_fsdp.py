@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import easymp
@@ -259,6 +260,94 @@ def two_models(strategy: str) -> list[torch.Tensor]:
 def test_two_models_and_an_optimizer_of_two_groups(ranks) -> None:
     for a, b in zip(ranks(two_models, "fsdp")[0], two_models("single")):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+# -- half precision ----------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """An embedding, blocks, and a head that is not tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(400, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 400, bias=False)
+        self.register_buffer("place", torch.randn(6, 64, generator=torch.Generator().manual_seed(1)))
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) + self.place
+        self.seen.add(self.place.dtype)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+def traffic(call: Any, model: nn.Module) -> tuple[int, int, int]:
+    """Bytes gathered in forward, bytes of whole weights that are saved when it has ended, and bytes gathered in backward."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather, shapes = getattr(dist, name), {p.shape for p in model.parameters() if p.ndim > 1}
+    gathered, saved = [0], {}
+
+    def counted(output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        gathered[0] += output_tensor.nbytes
+        return gather(output_tensor, *args, **kwargs)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape in shapes or tensor.T.shape in shapes:
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, name, counted)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = call(torch.arange(12).view(2, 6))
+        forward, alive = gathered[0], sum(storage.nbytes() for storage in saved.values())
+        out.float().square().mean().backward()
+    return forward, alive, gathered[0] - forward
+
+
+def beside_plain(strategy: str, options: Any, precision: str) -> dict[str, Any]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with Accelerator(strategy=strategy, strategy_options=options, mixed_precision=precision) as acc:
+        plain, ours = Words(), Words()
+        mesh = None
+        if strategy == "hsdp":
+            mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}[precision]
+        for part in (plain.embed, *plain.blocks, plain.head, plain):
+            policy = MixedPrecisionPolicy(dtype, torch.float32)
+            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # type: ignore[call-overload]
+        plain.place = plain.place.to(dtype)
+        ours = acc.prepare(ours)
+        parameter: Any = ours.head.weight
+        found = {"plain": traffic(plain, plain), "ours": traffic(ours, ours)}
+        return {
+            **found,
+            "stored": {p.dtype for p in ours.parameters()} | {p.grad.dtype for p in ours.parameters()},
+            "buffer": ours.seen,
+            "output": ours(torch.arange(12).view(2, 6)).dtype,
+            "shard": parameter.to_local().numel(),
+        }
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "processes", "precision"),
+    [("fsdp", None, 2, "bf16"), ("fsdp", None, 2, "fp16"), ("fsdp", None, 2, "no"), ("hsdp", {"shard_size": 2}, 4, "bf16")],
+)
+def test_it_gathers_and_keeps_what_plain_fully_shard_does(
+    ranks, strategy: str, options: Any, processes: int, precision: str
+) -> None:
+    model = Words()
+    size = sum(p.numel() for p in model.parameters()) * (4 if precision == "no" else 2)
+    for got in ranks(beside_plain, strategy, options, precision, processes=processes):
+        assert got["ours"] == pytest.approx(got["plain"], rel=0.01)
+        assert got["ours"][:2] == pytest.approx((size, 0), rel=0.01)
+        assert got["stored"] == got["buffer"] == {got["output"]} == {torch.float32}
+        assert got["shard"] == model.head.weight.numel() // 2
 
 
 # -- what is wrapped ---------------------------------------------------------------------------------------------------
