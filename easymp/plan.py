@@ -126,7 +126,8 @@ def _device(settings: Settings, hardware: Hardware, ranks: Ranks) -> Choice[str]
     if not hardware.devices:
         why = hardware.looked_for[0] if hardware.looked_for else "no accelerator was found"
         return Choice("cpu", why, Source.DETECTED)
-    own = 0 if ranks.bound and len(hardware.devices) == 1 else ranks.local_rank
+    alone = ranks.bound or ranks.unknown == "rank"  # on a machine of its own, as far as is known
+    own = 0 if alone and len(hardware.devices) == 1 else ranks.local_rank
     if own >= len(hardware.devices):
         raise RefusedError(
             f"this is process {ranks.local_rank} of its node (counted from 0), which has {len(hardware.devices)} "

@@ -49,7 +49,7 @@ def seat() -> tuple[int, int, int, float, str]:
             acc.num_processes,
             acc.local_process_index,
             total,
-            acc.plan.explain().splitlines()[0].split(None, 2)[2],
+            " ".join(acc.plan.explain().splitlines()[0].split()[2:]),
         )
     finally:
         acc.end_training()
@@ -273,19 +273,56 @@ def train() -> str:
     return said
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun (Debian's openmpi-bin) is not on PATH")
-def test_open_mpi(ranks):
+NO_MPI = "" if shutil.which("mpirun") else "mpirun (Debian's openmpi-bin) is not on PATH"
+
+
+def by_mpirun(program: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """`program` on two processes."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES) and name not in NAMES}
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
-    program = "from tests.test_announced import train; print(train())"
-    done = subprocess.run(
-        ["mpirun", "--oversubscribe", "-n", "2", sys.executable, "-c", program],
-        cwd=ROOT, env={**clean, **allowed}, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    words = ["mpirun", "--oversubscribe", *options, "-n", "2", sys.executable, "-c", program]
+    return subprocess.run(words, cwd=ROOT, env={**clean, **allowed}, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI)
+def test_open_mpi(ranks):
+    done = by_mpirun("from tests.test_announced import train; print(train())")
     assert done.returncode == 0, done.stderr
     expected, _ = ranks(train)
     assert [line for line in done.stdout.splitlines() if line] == [expected]
     assert expected.startswith("2 ")
+
+
+@pytest.fixture
+def another_host(tmp_path) -> str:
+    """In place of ssh: the command runs here, under the other host's name."""
+    if NO_MPI:
+        pytest.skip(NO_MPI)
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("unshare --uts, which needs root, cannot give a process another host's name")
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/bash\nhost=$1; shift\nexec unshare --uts bash -c "hostname $host; $*"\n')
+    agent.chmod(0o755)
+    return str(agent)
+
+
+@pytest.mark.slow
+def test_open_mpi_on_two_hosts(another_host):
+    rsh = ("--mca", "plm", "rsh", "--mca", "plm_rsh_agent", another_host, "--host")
+    program = "from tests.test_announced import seat; print(seat())"
+    done = by_mpirun(program, *rsh, f"{socket.gethostname()}:1,other-host:1")
+    assert done.returncode == 0, done.stderr
+    by = "on 2 nodes Open MPI's mpirun"
+    assert sorted(done.stdout.splitlines()) == [str((rank, 2, 0, 1.0, by)) for rank in (0, 1)]
+    done = by_mpirun(program, *rsh, "host-a:1,host-b:1")  # rank 0 is not beside mpirun
+    assert done.returncode != 0
+    assert (
+        "Open MPI's mpirun announces 2 processes on several machines, and not where rank 0 runs: export its address"
+        in done.stderr
+    )
 
 
 RAY = """

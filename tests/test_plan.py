@@ -99,6 +99,15 @@ def test_several_processes(machine: str) -> None:
         assert (made.strategy.value, made.strategy.reason) == ("ddp", f"{size} processes")
 
 
+def test_pods_with_one_gpu_each() -> None:
+    """RANK and WORLD_SIZE without LOCAL_RANK: before ranks are counted by host (`easymp env`), and after."""
+    announced = Ranks(1, 2, 1, 2, "RANK and WORLD_SIZE", unknown="rank")
+    counted = announced._replace(local_rank=0, local_size=1, unknown="")
+    assert [plan("A100", ranks).device.value for ranks in (announced, counted)] == ["cuda:0"] * 2
+    with pytest.raises(RefusedError, match="this is process 1 of its node"):  # two ranks are on one host
+        plan("A100", announced._replace(unknown=""))
+
+
 def test_two_nodes() -> None:
     made = plan("8xH100", several(16, 11, local_size=8))
     assert made.device.value == "cuda:3"
