@@ -453,6 +453,8 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         for optimizer in prepared.optimizers:
             if optimizer.factor is not None:  # of a clip without a step: this backward adds to gradients that were clipped
                 optimizer.apply_factor()
+        if not clock.backwards:
+            self._training_begins()
         clock.backwards += 1
         if self._logbook.waiting:
             self._logbook.poll()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from collections import OrderedDict
@@ -73,8 +74,11 @@ class Checkpointing(Registering):
     def _root(self) -> str:
         return checkpoint.below(self._project.project_dir or os.curdir, "checkpoints")
 
-    def _claim_project(self) -> None:
+    def _claim_project(self, reading: bool = False) -> None:
         """From now on, and until `close`, no other process may save in the project's folder.
+
+        Args:
+            reading: go on without where the folder is read-only.
 
         Raises:
             CheckpointError: on all ranks; another process has claimed it, and lives.
@@ -82,12 +86,23 @@ class Checkpointing(Registering):
         if self._claimed:
             return
 
-        def claim() -> None:
+        def claim() -> bool:
             root, name = checkpoint.parted(self._root)
-            self._undo.callback(weakref.finalize(self, checkpoint.hold(checkpoint.open_storage(root), name)))
+            try:
+                release = checkpoint.hold(checkpoint.open_storage(root), name)
+            except OSError as error:
+                if not reading or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
+                return False  # nothing can be saved there; what is there can be read
+            self._undo.callback(weakref.finalize(self, release))
+            return True
 
-        self._together(claim)
-        self._claimed = True
+        self._claimed = self._together(claim)
+
+    def _training_begins(self) -> None:
+        """At the first backward pass: a run whose settings say that it will save in the project's folder need not wait for that."""
+        if self._project.total_limit is not None or self._project.automatic_checkpoint_naming:
+            self._claim_project()
 
     def _saver(self) -> Saves:
         if self._saves is None:

@@ -49,7 +49,7 @@ class Resuming(Checkpointing):
             CheckpointError: the last complete checkpoint does not fit this run, or all there are were damaged, or another process saves
                 in the project's folder.
         """
-        self._claim_project()
+        self._claim_project(reading=True)
         if self._save_on_signal is None:
             self._preemption.start()
         self._settle_saves()  # what is being written may be the newest

@@ -7,6 +7,7 @@ was saved last, from what; never by a step's number.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 
 from ..errors import CheckpointError
 from ..log import get_logger
-from .committed import inside, open_manifest
+from .committed import SEAL, inside, open_manifest
 from .folders import checkpoint_of, current, save_of, step_of
 from .manifest import COMMIT, MANIFEST, Lineage, Manifest, head
 from .storage import Storage
@@ -75,13 +76,13 @@ def survey(storage: Storage) -> tuple[list[Saved], list[str]]:
 def place_of(storage: Storage, folder: str) -> Saved | None:
     """As `survey`, of one folder; None where it is no committed checkpoint."""
     try:
-        if storage.size(inside(folder, COMMIT)) is None:
-            return None
+        if not re.fullmatch(rb"[0-9a-f]{64}\n", storage.head(inside(folder, COMMIT), SEAL + 1)):
+            return None  # power failed while it was written
         there = head(storage.head(inside(folder, MANIFEST), HEAD))
         if there is None:
             manifest = open_manifest(storage, folder)
             there = manifest.written, manifest.step, manifest.lineage
-    except (CheckpointError, FileNotFoundError):
+    except (CheckpointError, FileNotFoundError, NotADirectoryError):
         return None
     return Saved(folder, *there)
 

@@ -17,6 +17,7 @@ from ..rng import mix, seed_all
 from .fitting import check_like
 from .snapshot import Reading, Snapshot
 from .streams import put_states, states
+from .wellformed import check_number
 
 logger = get_logger(__name__)
 NAME = "state/random"
@@ -47,9 +48,10 @@ class RandomState:
         kept = {rank: states_of[name] for rank in range(size) if (name := f"ranks/{rank:05d}/{NAME}") in states_of}
         if len(kept) < size:
             source.complain(f"the checkpoint has the random streams of {len(kept)} of its {size} ranks")
-        slices = {"data_rank": self._data_rank, "data_size": self._data_size, "seed": self._seed}
+        slices = {"data_rank": self._data_rank, "data_size": self._data_size}
         for rank, saved in kept.items():
             check_like(f"{NAME} of rank {rank}", {key: saved[key] for key in slices}, slices)
+            check_number(f"the seed of rank {rank}", saved["seed"], -(2**63), 2**64 - 1)  # torch's own are unsigned
         step = source.manifest.step
         if not kept:
             return lambda: seed_all(mix(self._seed, "rank", self._data_rank, "step", step))

@@ -36,7 +36,11 @@ SAVES: dict[str, dict[str, Any]] = {
 NO_SWAP = "the same step, where names cannot be swapped"
 STAYING = "the same step, where nothing can be renamed"
 HOOKED = "the same step, with files of hooks"
-ALL = [*SAVES, NO_SWAP, STAYING, f"the next step{STAYING.removeprefix('the same step')}", HOOKED]
+ANEW = "the same step, on another line"
+ALL = [
+    *(*SAVES, NO_SWAP, STAYING, f"the next step{STAYING.removeprefix('the same step')}", HOOKED),
+    *(ANEW, f"{ANEW}, where nothing can be renamed"),
+]
 
 
 @contextmanager
@@ -80,7 +84,7 @@ def file_system(kind: str) -> Iterator[dict[str, Any]]:
             LocalStorage.exchange = lambda self, one, other: False
         if kind.endswith("renamed"):
             LocalStorage.renames = False
-        yield {**SAVES.get(kind.partition(",")[0], {"step": 1}), "hooked": kind == HOOKED}
+        yield {**SAVES.get(kind.partition(",")[0], {"step": 1}), "hooked": kind == HOOKED, "anew": kind.startswith(ANEW)}
     finally:
         LocalStorage.exchange, LocalStorage.renames = exchange, True
 
@@ -89,6 +93,12 @@ def newest(root: Path) -> list[Any] | None:
     """The values in what counts as the latest checkpoint."""
     folder, _, _ = finding.newest(LocalStorage(root))
     return None if folder is None else loaded(root, folders.checkpoint_of(folder))
+
+
+def kept(root: Path) -> list[list[Any]]:
+    """The values in all that counts."""
+    storage = LocalStorage(root)
+    return [loaded(root, name) for name in storage.list() if name.startswith("step-") and is_committed(storage, name)]
 
 
 def clean(root: Path) -> bool:
@@ -148,6 +158,7 @@ def _killed_everywhere(base: str, kind: str, step: int) -> list[str]:
                 assert seen[-1] == "new" or newest(root) == values(1), (at, after)
                 save(root, 3, **how)
                 assert newest(root) == values(3), (at, after)
+                assert not how["anew"] or values(1) in kept(root), (at, after)
                 assert clean(root), (at, after, os.listdir(root))
                 shutil.rmtree(root)
                 at += step
@@ -218,7 +229,13 @@ def recorded(base: Path, kind: str) -> tuple[Disk, list[Step]]:
 
 
 def violations(
-    disk: Disk, steps: list[Step], base: Path, before: bool = True, without: str = "", seeds: tuple[int, ...] = (1, 2)
+    disk: Disk,
+    steps: list[Step],
+    base: Path,
+    before: bool = True,
+    without: str = "",
+    seeds: tuple[int, ...] = (1, 2),
+    anew: bool = False,
 ) -> tuple[int, list[str]]:
     """Power failures that were tried, and those after which there is no checkpoint, or a wrong one."""
     chance, known, wrong, tried = random.Random(0), {}, [], 0
@@ -237,6 +254,8 @@ def violations(
                 put(found, root)
                 try:
                     known[key] = newest(root / "root")
+                    if anew and values(1) not in kept(root / "root"):
+                        known[key] = "the other line's is lost"
                 except CheckpointError as error:
                     known[key] = str(error)
                 shutil.rmtree(root)
@@ -257,7 +276,7 @@ POWER = ["the first", *ALL]
 def test_power_fails_at_any_time(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(writing, "PIECE", 4096)  # several writes a file
     disk, steps = recorded(tmp_path, kind)
-    tried, wrong = violations(disk, steps, tmp_path, kind != "the first")
+    tried, wrong = violations(disk, steps, tmp_path, kind != "the first", anew=kind.startswith(ANEW))
     assert wrong == []
     assert tried > 200
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -294,9 +295,14 @@ def another(place: str, store: str = "") -> Iterator[subprocess.Popen[str]]:
 
 
 def refused(place: str, pid: int) -> None:
-    for use in (lambda it: it.acc.resume(), lambda it: it.to(1)):
+    uses: list[tuple[int | None, Callable[[Run], Any]]] = [
+        (None, lambda it: it.acc.resume()),
+        (None, lambda it: it.to(1)),
+        (3, lambda it: it.acc.backward(it.model(torch.ones(1, 1)).sum())),  # its settings say that it will save there
+    ]
+    for limit, use in uses:
         with (
-            run(place) as it,
+            run(place, limit) as it,
             pytest.raises(CheckpointError, match=rf"checkpoints is being written by process {pid} on .* since 2.*\(\d+ "),
         ):
             use(it)
@@ -305,10 +311,23 @@ def refused(place: str, pid: int) -> None:
     assert list(listed(place)) == steps(2)
 
 
-def test_a_second_live_run_is_refused_and_a_dead_one_is_not_waited_for(tmp_path: Path) -> None:
+def ranks_refused(place: str) -> str:
+    it = Run(place)
+    try:
+        it.acc.resume()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        it.acc.close()
+    return ""
+
+
+def test_a_second_live_run_is_refused_and_a_dead_one_is_not_waited_for(ranks: Ranks, tmp_path: Path) -> None:
     place = str(tmp_path)
     with another(place) as process:
         refused(place, process.pid)
+        one, two = ranks(ranks_refused, place)
+        assert one == two and f"process {process.pid} on " in one
         with pytest.raises(CheckpointError, match=f"process {process.pid} on "):
             Accelerator(project_dir=place, save_on_signal=True)
         with run(f"{place}/other") as it:
@@ -323,6 +342,48 @@ def test_a_second_live_run_is_refused_and_a_dead_one_is_not_waited_for(tmp_path:
             it.to(3)
 
 
+def test_a_folder_that_is_read_only_can_be_resumed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run(str(tmp_path)) as it:
+        it.to(1)
+    real = os.open
+
+    def refuse(path: Any, flags: int, *more: Any, **others: Any) -> int:
+        if flags & os.O_CREAT and str(path).startswith(str(tmp_path)):
+            raise OSError(errno.EROFS, "Read-only file system", path)
+        return real(path, flags, *more, **others)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert resumed(str(tmp_path)) == ("step-00000001", 1)
+    with run(str(tmp_path)) as it, pytest.raises(CheckpointError, match="Read-only file system"):
+        it.to(2)
+
+
+def test_a_copy_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, memory = f"memory://lineage/{tmp_path.name}", fsspec.filesystem("memory")
+    try:
+        with run(place) as it:
+            it.to(8, 10)
+        copy, left = memory.cp_file, [2]
+
+        def fail(one: str, other: str, **more: Any) -> None:
+            left[0] -= 1
+            if not left[0]:
+                raise TimeoutError("the store does not answer")
+            copy(one, other, **more)
+
+        with run(place, load="step-00000008", pace=2.0) as it:
+            with monkeypatch.context() as patch:
+                patch.setattr(type(memory), "cp_file", lambda self, *args, **more: fail(*args, **more))
+                with pytest.raises(CheckpointError, match="does not answer"):
+                    it.to(10)
+            assert resumed(place) == ("step-00000010", 10)
+            it.to(10)
+        assert resumed(place) == ("step-00000010", 12)
+        assert [state for name, state in listed(place).items() if "'" in name] == ["abandoned"]
+    finally:
+        memory.rm("/lineage", recursive=True)
+
+
 def test_one_process_has_several_runs_one_after_the_other_or_at_once(tmp_path: Path) -> None:
     place = str(tmp_path)
     with run(place) as one, run(place) as other:
@@ -332,23 +393,6 @@ def test_one_process_has_several_runs_one_after_the_other_or_at_once(tmp_path: P
         other.to(2)
     assert not [name for name in os.listdir(place) if "lock" in name]
     assert resumed(place) == ("step-00000002", 2)
-
-
-def ranks_refused(place: str) -> str:
-    it = Run(place)
-    try:
-        it.acc.resume()
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        it.acc.close()
-    return ""
-
-
-def test_all_ranks_of_a_second_run_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    with another(str(tmp_path)) as process:
-        one, two = ranks(ranks_refused, str(tmp_path))
-    assert one == two and f"process {process.pid} on " in one
 
 
 def shared(place: str) -> tuple[str | None, float]:

@@ -86,12 +86,12 @@ def target(root: str | Path, step: int, name: str | None = None) -> Target:
     return Target(LocalStorage(root), name or f"step-{step:08d}", step, {})
 
 
-def save(root: str | Path, seed: int, step: int | None = None, hooked: bool = False, **more: Any) -> None:
-    """A checkpoint of a world of one, whose values are those of `seed`, continued from the last one there; with two files of a hook, if
-    `hooked`."""
+def save(root: str | Path, seed: int, step: int | None = None, hooked: bool = False, anew: bool = False, **more: Any) -> None:
+    """A checkpoint of a world of one, whose values are those of `seed`, continued from the last one there unless it begins `anew`; with two
+    files of a hook, if `hooked`."""
     saves, where = Saves(alone()), target(root, seed if step is None else step)
     folder, _, _ = newest(where.storage)
-    if folder is not None:
+    if folder is not None and not anew:
         saves.line.loaded(where.storage, folder, open_manifest(where.storage, folder))
     extra = of_a_hook(where, seed) if hooked else NONE
     try:
