@@ -109,7 +109,8 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         probe: let "auto" time fp32 and bf16 in the first training step where no rule is certain.
         timeout: seconds that a rank waits for the others in a collective.
         memory: what a rank has, in bytes or as "16GiB", where "auto" decides by what models need; else its device's memory.
-        debug: compare shapes over the ranks before each collective.
+        debug: before each collective that the script calls (`gather`, `reduce` …) the ranks compare the call, and structure, dtypes and
+            shapes of what they pass. False: they do not. True: zero1 also compares the number of gradients in each step.
         project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``); the working directory where there is none.
         project_config: more about it: `ProjectConfiguration`.
         log_with: what `log` writes to: "jsonl" (a file of JSON lines; the default), "tensorboard", "wandb", "mlflow", several of them,
@@ -484,6 +485,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             self._prepared.sums.average(lambda gradients: self._prepared.strategy.average(modules, gradients))
 
     def _backward_among_ranks(self, loss: Tensor, kwargs: dict[str, Any]) -> None:
+        self._world.trains_here()
         if self._clock.sync:
             called = not self._prepared.models
             for model in self._prepared.models:

@@ -2,38 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checks import check_batch
-from .errors import BatchError, SettingError
+from .errors import BatchError, SettingError, WorldError
 from .processes import Processes
 from .state import Run, current_world
-from .tree import leaves, recursively_apply
-from .world import World
+from .tree import leaves, map_leaves, places, recursively_apply
+from .world.world import ALIKE, World
+
+LENGTHS = (
+    f"{ALIKE}: pad_across_processes() makes tensors equally long, and gather_for_metrics() takes those of the current batch "
+    "without what was repeated to complete it"
+)
 
 
 def gather(tensor: Any, *, world: World | None = None) -> Any:
-    """Every tensor of the tree joined over the ranks along dimension 0 (scalars become one element a rank)."""
-    return recursively_apply((world or current_world()).gather, tensor, error_on_other_type=True)
+    """Every tensor of the tree joined over the ranks along dimension 0 (scalars become one element a rank).
+
+    Raises:
+        WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks.
+        BatchError: a leaf is not a tensor.
+    """
+    there = world or current_world()
+    return _together(there, "gather", tensor, there.gather, remedy=LENGTHS)
 
 
 def gather_object(object: list[Any], *, world: World | None = None, every: int = 1) -> list[Any]:
-    """The ranks' lists of Python objects, one after the other; with `every`, of ranks 0, `every`, 2 × `every` … only."""
-    parts = (world or current_world()).gather_objects(object)[::every]
+    """The ranks' lists of Python objects, one after the other; with `every`, of ranks 0, `every`, 2 × `every` … only.
+
+    Raises:
+        WorldError: another rank calls something else.
+        BatchError: `object` is not a list or tuple.
+    """
+    there = world or current_world()
+    _compare_lists(there, "gather_object", object)
+    parts = there.gather_objects(object)[::every]
     return [item for part in parts for item in part]
 
 
 def broadcast(tensor: Any, from_process: int = 0, *, world: World | None = None) -> Any:
-    """Rank `from_process`'s values in every tensor of the tree; structure and shapes must agree over the ranks."""
-    return recursively_apply((world or current_world()).broadcast, tensor, from_process, error_on_other_type=True)
+    """Rank `from_process`'s values in every tensor of the tree.
+
+    Raises:
+        WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks. Or there is no such process.
+        BatchError: a leaf is not a tensor.
+    """
+    there = world or current_world()
+    call = f"broadcast(from_process={_process(there, from_process)})"
+    return _together(there, call, tensor, lambda leaf: there.broadcast(leaf, from_process))
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, world: World | None = None) -> list[Any]:
-    """Rank `from_process`'s list, filled into the given one of the same length, which is returned."""
-    return (world or current_world()).broadcast_objects(object_list, from_process)
+    """Rank `from_process`'s list, filled into the given one, which is returned.
+
+    Raises:
+        WorldError: the ranks' calls or lengths of lists differ; on all ranks. Or there is no such process.
+        BatchError: `object_list` is not a list.
+    """
+    there = world or current_world()
+    call = f"broadcast_object_list(from_process={_process(there, from_process)})"
+    _compare_lists(there, call, object_list, {"": f"a list of {len(object_list)}"} if isinstance(object_list, list) else None)
+    return there.broadcast_objects(object_list, from_process)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, world: World | None = None) -> Any:
@@ -41,6 +75,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, world: W
 
     Raises:
         SettingError: a `reduction` other than sum, mean, none.
+        WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks.
+        BatchError: a leaf is not a tensor.
     """
     if reduction not in ("sum", "mean", "none"):
         raise SettingError(f"reduction={reduction!r} is not one of sum, mean, none")
@@ -50,13 +86,19 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, world: W
         out = leaf.clone() if reduction == "none" else there.reduce(leaf, reduction)
         return out if scale == 1.0 else out * scale
 
-    return recursively_apply(one, tensor, error_on_other_type=True)
+    call = f"reduce(reduction={reduction!r}, scale={scale})"
+    return _together(there if reduction != "none" else None, call, tensor, one)
 
 
 def pad_across_processes(
     tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False, *, world: World | None = None
 ) -> Any:
-    """Every tensor of the tree as long along `dim` as the longest rank's, filled with `pad_index` (in front: `pad_first`)."""
+    """Every tensor of the tree as long along `dim` as the longest rank's, filled with `pad_index` (in front: `pad_first`).
+
+    Raises:
+        WorldError: the ranks' calls, structures, dtypes or other dimensions differ; on all ranks.
+        BatchError: a leaf is not a tensor.
+    """
     there = world or current_world()
 
     def one(leaf: Tensor) -> Tensor:
@@ -71,7 +113,58 @@ def pad_across_processes(
         filler = leaf.new_full(shape, pad_index)
         return torch.cat([filler, leaf] if pad_first else [leaf, filler], dim=dim)
 
-    return recursively_apply(one, tensor, error_on_other_type=True)
+    call = f"pad_across_processes(dim={dim}, pad_index={pad_index}, pad_first={pad_first})"
+    return _together(there, call, tensor, one, free=dim, remedy=f"{ALIKE}; only dimension {dim} may differ")
+
+
+def _together(
+    world: World | None, call: str, tree: Any, one: Callable[[Tensor], Tensor], free: int | None = None, remedy: str = ALIKE
+) -> Any:
+    """`tree` with ``one(leaf)`` for every leaf, once the ranks of `world` (None: only this one) have compared their trees.
+
+    The leaves' turns follow the names of their places, so that dicts may have their keys in another order on each rank.
+
+    Args:
+        free: dimension whose length may differ.
+    """
+    found = list(places(tree))
+    if world is not None:
+        world.compare(call, lambda: {place: _form(leaf, free) for place, leaf in found}, remedy=remedy)
+    for place, leaf in found:
+        if not isinstance(leaf, Tensor):
+            raise BatchError(
+                f"{call} takes nested lists, tuples and dicts of tensors, but the leaf{place and f' at {place}'} is a "
+                f"{type(leaf).__name__}: pass tensors only, or gather objects with gather_object"
+            )
+    order = sorted(range(len(found)), key=lambda number: found[number][0])
+    made = {number: one(found[number][1]) for number in order}
+    results = iter(made[number] for number in range(len(found)))
+    return map_leaves(lambda leaf: next(results), tree)
+
+
+def _form(leaf: Any, free: int | None) -> str:
+    """What must be the same on all ranks: ``"float32[2, 3]"``, and the kind of device where it is not the CPU."""
+    if not isinstance(leaf, Tensor):
+        return f"a {type(leaf).__name__}"
+    shape = [str(length) for length in leaf.shape]
+    if free is not None and -leaf.ndim <= free < leaf.ndim:
+        shape[free] = "*"
+    where = "" if leaf.device.type == "cpu" else f" on {leaf.device.type}"
+    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}]{where}"
+
+
+def _compare_lists(world: World, call: str, given: Any, facts: dict[str, str] | None = None) -> None:
+    kinds = (list, tuple) if call == "gather_object" else list
+    error = "" if isinstance(given, kinds) else f"{call} takes a list of objects, not a {type(given).__name__}: pass [object]"
+    world.compare(call, lambda: facts or {}, error, "Every rank must pass a list of the same length")
+    if error:
+        raise BatchError(error)
+
+
+def _process(world: World, number: int) -> int:
+    if not 0 <= number < world.size:
+        raise WorldError(f"from_process={number!r} is not one of the {world.size} processes, 0 … {world.size - 1}")
+    return number
 
 
 class Collectives(Processes):
@@ -100,22 +193,32 @@ class Collectives(Processes):
             BatchError: outside a loop, or dimension 0 is not the batch.
         """
         loader = self._run.clock.reading
-        if loader is None:
-            raise BatchError(
-                "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are repeated: call it for "
-                f"each batch inside the loop, or use {'gather_object' if use_gather_object else 'gather'}() for anything else"
-            )
         objects = use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data))
-        short, usual = loader.local_size, loader.batch_size
-        if not objects and short is not None and usual is not None and short < usual:
-            input_data = recursively_apply(lambda t: t[:short] if t.ndim and t.shape[0] == usual else t, input_data)
-        for leaf in [input_data] if objects else leaves(input_data):
-            check_batch(leaf, loader.local_size, objects)
+        call, error = "gather_for_metrics", ""
+        try:
+            if loader is None:
+                raise BatchError(
+                    "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are repeated: call it for "
+                    f"each batch inside the loop, or use {'gather_object' if use_gather_object else 'gather'}() for anything else"
+                )
+            short, usual = loader.local_size, loader.batch_size
+            if not objects and short is not None and usual is not None and short < usual:
+                input_data = recursively_apply(lambda t: t[:short] if t.ndim and t.shape[0] == usual else t, input_data)
+            for leaf in [input_data] if objects else leaves(input_data):
+                check_batch(leaf, loader.local_size, objects)
+        except BatchError as trouble:
+            error = str(trouble)
+        if error or objects:
+            self._world.compare(call, lambda: {"": "objects"}, error)
+        if error:
+            raise BatchError(error)
         if objects:
-            whole = gather_object(list(input_data), world=self._world, every=self._alike)
+            parts = self._world.gather_objects(list(input_data))[:: self._alike]
+            whole = [item for part in parts for item in part]
         else:
             collect = self._world.gather_uneven if loader.uneven else self._world.gather
-            whole = recursively_apply(collect, input_data, self._alike, error_on_other_type=True)
+            free = 0 if loader.uneven else None
+            whole = _together(self._world, call, input_data, lambda t: collect(t, self._alike), free)
         extra = loader.surplus
         if not extra:
             return whole
@@ -128,6 +231,7 @@ class Collectives(Processes):
         """
         values = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach()
         weights = torch.as_tensor(weight, dtype=torch.float32, device=self.device).detach()
+        self._world.compare("mean", lambda: {"the value": _form(values, None), "the weight": _form(weights, None)})
         if values.ndim or weights.ndim:
             raise BatchError(
                 f"mean() takes one number and its weight a rank, not shapes {tuple(values.shape)} and {tuple(weights.shape)}: "
@@ -150,5 +254,6 @@ class Collectives(Processes):
 
     def check_trigger(self) -> bool:
         """Whether any rank has raised the flag since the last check; lowers it. All ranks must call it together."""
+        self._world.compare("check_trigger")
         raised, self._trigger = self._world.any(self._trigger), False
         return raised

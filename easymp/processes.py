@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -100,6 +100,7 @@ class Processes:
 
     def wait_for_everyone(self) -> None:
         """Return when every process has come here. What ranks did alone (strategy "local_sgd") is made one."""
+        self._world.compare("wait_for_everyone")
         self._world.settle()
         self._world.barrier()
 
@@ -156,24 +157,21 @@ class Processes:
 
         return run  # type: ignore[return-value]
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Process 0 runs the block before the others (to fill a cache that they then read)."""
-        yield from self._first(self.is_main_process)
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Process 0 runs the block before the others (to fill a cache that they then read), which wait as long as it is alive.
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """The first process of each node runs the block before the node's others."""
-        yield from self._first(self.is_local_main_process)
+        Raises:
+            WorldError: process 0 is gone, or has not answered for the run's timeout.
+        """
+        return self._world.in_turn("main_process_first", self.is_main_process)
 
-    def _first(self, first: bool) -> Iterator[None]:
-        if not first:
-            self.wait_for_everyone()
-        try:
-            yield
-        finally:
-            if first:
-                self.wait_for_everyone()
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """The first process of each node runs the block before the node's others, which wait as long as it is alive.
+
+        Raises:
+            WorldError: a process is gone, or has not answered for the run's timeout.
+        """
+        return self._world.in_turn("local_main_process_first", self.is_local_main_process)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:

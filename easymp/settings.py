@@ -55,7 +55,10 @@ class Settings:
     deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")
     timeout: float = setting(120.0, "seconds that a rank waits for the others in a collective", least=0.001, most=1e9)
     memory: Size | None = setting(None, "what a rank has, such as 16GiB, where auto decides by it; else what its device has")
-    debug: bool = setting(False, "compare shapes over the ranks before each collective")
+    debug: bool | None = setting(
+        None,
+        "compare over the ranks what a script passes to collectives, before each; on unless false. true: also gradients under zero1",
+    )
     project_dir: str | None = setting(None, "a folder, or a URL of fsspec, for checkpoints and logs; else the working directory")
     log_with: str | None = setting(
         None,

@@ -82,17 +82,23 @@ def _rebuild(tree: Any, items: Any) -> Any:
 
 def leaves(tree: Any) -> Iterator[Any]:
     """Every leaf, depth first."""
+    for _, leaf in places(tree):
+        yield leaf
+
+
+def places(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its place (``"['a'][0]"``), depth first, in the order of `map_leaves`."""
     if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves(value)
+        for key, value in tree.items():
+            yield from places(value, f"{place}[{key!r}]")
     elif isinstance(tree, (list, tuple)) and not _moves_itself(tree):
-        for item in tree:
-            yield from leaves(item)
+        for number, item in enumerate(tree):
+            yield from places(item, f"{place}[{number}]")
     elif _is_record(tree):
-        for value in _fields(tree).values():
-            yield from leaves(value)
+        for name, value in _fields(tree).items():
+            yield from places(value, f"{place}.{name}")
     else:
-        yield tree
+        yield place, tree
 
 
 def recursively_apply(

@@ -1,7 +1,7 @@
 """Where every rank is, when one of them waits in vain.
 
 A collective that times out says nothing about the others. So each rank keeps one thread that sleeps in the store until
-somebody asks; it then answers with the rank's last collective (torch's flight recorder) and the line its main thread is
+somebody asks; it then answers with the rank's last collective (torch's flight recorder) and the line its training thread is
 at. A rank that is stuck in a collective or asleep can still answer, for both release the interpreter; one that does not
 is dead or deaf, and that is an answer too.
 """
@@ -37,6 +37,8 @@ PEER_SIGNS = (
     "broken pipe",
     "failed to pass monitoredbarrier",
     "connectfullmesh",
+    "connection was likely closed",
+    "has left the run",
 )
 
 
@@ -47,6 +49,7 @@ class Watch:
         abort: called in the listener's thread when another rank breaks off, with the number of the group that it leaves.
 
     Attributes:
+        trains: the thread whose line is reported: the one that made this, until another one calls an Accelerator.
         heard: called in the listener's thread when another rank wants to agree on something (`call`); what it returns is this rank's
             answer, and None is none.
     """
@@ -58,7 +61,7 @@ class Watch:
         number = store.add(f"easymp/watches/{rank}", 1)
         self._store = dist.PrefixStore(f"easymp/watch/{number}", store.clone())
         self._ask = dist.PrefixStore(f"easymp/watch/{number}", store.clone())
-        self._main = threading.main_thread().ident
+        self.trains = threading.get_ident()
         self.heard: Callable[[], int | None] = lambda: None
         self._thread = threading.Thread(target=self._listen, name="easymp-watch", daemon=True)
         self._thread.start()
@@ -85,7 +88,7 @@ class Watch:
             return  # the store is gone, and with it everyone who could ask
 
     def _whereabouts(self) -> str:
-        frame = sys._current_frames().get(self._main)
+        frame = sys._current_frames().get(self.trains)
         stack = traceback.extract_stack(frame) if frame else []
         ours = [f for f in stack if "site-packages" not in f.filename and not f.filename.startswith(NOT_THE_USERS)]
         place = f"{ours[-1].filename}:{ours[-1].lineno} in {ours[-1].name}" if ours else "outside Python"
@@ -101,16 +104,81 @@ class Watch:
             for rank in range(self._size):
                 if rank == self._rank:
                     continue
-                answer = f"answer/{self._rank}-{rank}-{self._ask.add('answers', 1)}"
-                self._send(rank, answer)
-                try:
-                    self._ask.wait([answer], PATIENCE)
-                    lines.append(f"  rank {rank}: {self._ask.get(answer).decode()}")
-                except RuntimeError:
-                    lines.append(f"  rank {rank}: no answer: it has ended, was killed, or is stopped")
+                there = self._ask_where(rank)
+                lines.append(f"  rank {rank}: {there or 'no answer: it has ended, was killed, or is stopped'}")
         except RuntimeError:
             lines.append("  the other ranks cannot be asked: rank 0, which holds the store, has ended or was killed")
         return "\n".join(lines)
+
+    def _ask_where(self, rank: int) -> str:
+        """The whereabouts of `rank`, or ``""`` where it does not answer. RuntimeError: the store is gone."""
+        answer = f"answer/{self._rank}-{rank}-{self._ask.add('answers', 1)}"
+        self._send(rank, answer)
+        try:
+            self._ask.wait([answer], PATIENCE)
+        except RuntimeError:
+            return ""
+        return self._ask.get(answer).decode()
+
+    # -- meeting in the store -----------------------------------------------------------------------------------------
+
+    def compare(self, place: tuple[int, int], said: str, seconds: float) -> bool:
+        """Wait until all ranks have come to `place`; return whether they said the same.
+
+        Each rank makes a fixed number of requests to the store, whatever the world size.
+
+        Args:
+            place: group and number of the comparison. The keys of the comparison before it are deleted.
+
+        Raises:
+            RuntimeError: not all ranks came within `seconds`, one has left the run, or the store is gone.
+        """
+        group, number = place
+        store = dist.PrefixStore(f"compare/{group}/{number}", self._ask)
+        if store.compare_set("first", "", said).decode() != said:
+            store.set("unlike", "")
+        if store.add("came", 1) == self._size:
+            store.set("end", "unlike" if store.check(["unlike"]) else "alike")
+            for key in ("first", "came", "end"):  # all ranks have left the one before
+                self._ask.delete_key(f"compare/{group}/{number - 1}/{key}")
+        store.wait(["end"], timedelta(seconds=seconds))
+        end = store.get("end").decode()
+        if end.startswith("rank"):
+            raise RuntimeError(end)
+        return end == "alike"
+
+    def leave(self, place: tuple[int, int]) -> None:
+        """Tell ranks that wait for this one at `place` that it does not come: `compare` fails there."""
+        try:
+            self._ask.set(f"compare/{place[0]}/{place[1]}/end", f"rank {self._rank} has left the run")
+        except RuntimeError:
+            pass  # the store is gone, and the others know
+
+    def come(self, turn: int) -> None:
+        """Release what waits in `wait_for_all` for this rank."""
+        self._ask.set(f"turn/{turn}/{self._rank}", "")
+
+    def wait_for_all(self, turn: int, seconds: float) -> None:
+        """Wait until all ranks have come to `turn`, however long it takes, as long as they are alive.
+
+        Raises:
+            RuntimeError: a rank that has not come did not answer for `seconds`, or the store is gone.
+        """
+        keys = [f"turn/{turn}/{rank}" for rank in range(self._size)]
+        heard = asked = time.monotonic()
+        pause = 0.001
+        while not self._ask.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+            if time.monotonic() < asked + seconds / 4:
+                continue
+            late = next((rank for rank, key in enumerate(keys) if not self._ask.check([key])), self._rank)
+            answered = self._ask_where(late)
+            asked = time.monotonic()
+            if answered:
+                heard = asked
+            elif asked > heard + seconds:
+                raise RuntimeError(f"timed out: rank {late} has not answered for {seconds:g} s")
 
     def abort_others(self, group: int) -> None:
         """Let every other rank abort the collectives of this group: kernels that wait on the device end with an error."""

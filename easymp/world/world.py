@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import hashlib
 import importlib
 import os
 import socket
@@ -46,6 +47,7 @@ MOVABLE = {
 }  # fmt: skip
 
 
+ALIKE = "Every rank must pass the same structure, dtypes and shapes"
 BUCKET = 2**24  # elements averaged at a time: 64 MiB of fp32
 # A group that is bound to its device connects at once, and parts of it (those of a mesh of two dimensions) are split from it. Before
 # 2.10 torch splits no group of two backends: 2.8 stops with an assertion, and in 2.9 gloo's parts meet under one name.
@@ -61,7 +63,8 @@ class World:
         ranks: who this process is.
         device: where its tensors live; becomes this process's current one, so that nothing of it ends up on the first.
         timeout: seconds that a collective may wait for the other ranks.
-        debug: compare shapes and dtypes over the ranks before each collective.
+        debug: False: do not compare what the ranks pass to the collectives that a script calls (`compare`). True: zero1 also compares
+            the number of gradients in each step.
         backend: what the caller expects; None expects nothing.
 
     Raises:
@@ -69,7 +72,7 @@ class World:
     """
 
     def __init__(
-        self, ranks: Ranks, device: torch.device, timeout: float = 120.0, debug: bool = False, backend: str | None = None
+        self, ranks: Ranks, device: torch.device, timeout: float = 120.0, debug: bool | None = None, backend: str | None = None
     ) -> None:
         there = BACKENDS.get(device.type, "gloo")
         if backend is not None and backend not in (there, there.rpartition(":")[2]):
@@ -91,6 +94,8 @@ class World:
         self._store: dist.Store | None = None
         self._watch: Watch | None = None
         self._number = 0  # of the group that runs, the same on all ranks
+        self._compared = 0  # calls of `compare` in this group
+        self._turns = 0  # calls of `in_turn`
         self._ending = threading.Lock()
         if ranks.announced:
             self._join()
@@ -112,6 +117,7 @@ class World:
         # Each group has a place of its own in the store. Counted there and not here: a process that was started later than the
         # others, or lived through other worlds, would count differently.
         number = self._number = store.add(f"groups/{self.rank}", 1)
+        self._compared = 0
         # Its functions have the default group of the moment as default arguments: imported later (the first DDP does), it would
         # keep this group's connections open for good, and ranks that wait for this one would not hear that it left.
         importlib.import_module("torch.distributed.nn.functional")
@@ -149,6 +155,7 @@ class World:
         if self._process != os.getpid():
             return  # a forked child that ends: the connections are its parent's
         if self._watch is not None:
+            self._watch.leave((self._number, self._compared + 1))
             self._watch.close()
             self._watch = None
         if self.owned and dist.is_initialized():
@@ -202,6 +209,8 @@ class World:
 
     def break_off(self) -> None:
         """Cut this rank's connections, so that ranks that wait for it in a collective get an error now. Then `restart`."""
+        if self._watch is not None:
+            self._watch.leave((self._number, self._compared + 1))
         if self._watch is not None and self.device.type != "cpu":
             self._watch.abort_others(self._number)  # their kernels wait on the device, where a closed socket is not seen
         self._abort(self._number)
@@ -223,6 +232,66 @@ class World:
         forget_meshes()
         assert self._store is not None
         self._connect(self._store)
+
+    # -- what a script calls ------------------------------------------------------------------------------------------
+
+    def trains_here(self) -> None:
+        """This thread is the one that trains: its line is where this rank is, when the others wait for it."""
+        if self._watch is not None:
+            self._watch.trains = threading.get_ident()
+
+    def compare(self, call: str, facts: Callable[[], dict[str, str]] = dict, error: str = "", remedy: str = ALIKE) -> None:
+        """Before a collective that a script calls: raise one error on all ranks where their calls differ.
+
+        The ranks compare by the store, where no gradient's collective can be mistaken for it and no device is waited for.
+
+        Args:
+            call: name and arguments, which must be the same.
+            facts: what this rank passes, by its place in the tree.
+            error: why this rank cannot take part. Where all ranks say the same, the caller raises it.
+            remedy: what to do where facts differ.
+
+        Raises:
+            WorldError: ranks differ, one has left, or one does not come in time.
+        """
+        self.trains_here()
+        if self.size == 1 or self.debug is False:
+            return
+        own = (call, error, facts())
+        with self.explained(call):
+            assert self._watch is not None
+            self._compared += 1
+            said = hashlib.sha256(repr((call, error, sorted(own[2].items()))).encode()).hexdigest()
+            alike = self._watch.compare((self._number, self._compared), said, self.timeout)
+        if not alike:
+            raise WorldError(unlike(self.gather_objects(own), remedy))
+
+    @contextmanager
+    def in_turn(self, call: str, first: bool) -> Iterator[None]:
+        """The ranks with `first` run the block before the others, which wait as long as those are alive.
+
+        Raises:
+            WorldError: a rank that is waited for is gone, or has not answered for the world's timeout.
+        """
+        if self.size == 1:
+            yield
+            return
+        assert self._watch is not None
+        self._turns += 1
+        self.trains_here()
+        if not first:
+            with self.explained(call):
+                self._watch.come(self._turns)
+                self._watch.wait_for_all(self._turns, self.timeout)
+            self.settle()
+        try:
+            yield
+        finally:
+            if first:
+                with self.explained(call):
+                    self._watch.come(self._turns)
+        if first:
+            self.settle()
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -250,7 +319,6 @@ class World:
         """
         if self.size == 1:
             return tensor.clone()
-        self._compare("reduce", tensor)
         moved = tensor.detach().clone(memory_format=torch.contiguous_format)
         if tensor.dtype not in MOVABLE:
             moved = moved.to(torch.float32 if tensor.is_floating_point() else torch.int32)
@@ -297,7 +365,6 @@ class World:
             tensor = tensor[None]
         if self.size == 1:
             return tensor
-        self._compare("gather", tensor)
         moved = tensor.contiguous()
         if tensor.dtype not in MOVABLE:
             moved = moved.view(torch.uint8) if tensor.dtype != torch.bool else moved.to(torch.uint8)
@@ -327,7 +394,6 @@ class World:
         """The tensor of rank `source`, as a new tensor on every rank; shapes must agree."""
         if self.size == 1:
             return tensor
-        self._compare("broadcast", tensor)
         moved = tensor.detach().clone(memory_format=torch.contiguous_format)
         flat = moved if moved.dtype in MOVABLE else moved.reshape(-1).view(torch.uint8)
         with self.explained("broadcast"):
@@ -394,15 +460,6 @@ class World:
         if self._watch is not None and not isinstance(error, WorldError) and Watch.caused_by_peer(error):
             said = str(error).splitlines()[0]
             raise WorldError(f"rank {self.rank} gave up in {what}: {said}\n{self._watch.report()}") from error
-
-    def _compare(self, what: str, tensor: Tensor) -> None:
-        if not self.debug:
-            return
-        seen = self.gather_objects((tuple(tensor.shape), str(tensor.dtype)))
-        if any(s != seen[0] for s in seen):
-            raise WorldError(
-                f"{what}: the ranks' tensors differ: {odd_one_out(seen)}; every rank must pass the same shape and dtype"
-            )
 
 
 def _sign_in(ranks: Ranks, timeout: float) -> tuple[dist.Store, list[str]]:
@@ -495,10 +552,25 @@ def locate(ranks: Ranks, timeout: float) -> Ranks:
     return ranks._replace(local_rank=local, local_size=beside, unknown="")
 
 
-def odd_one_out(values: list[Any]) -> str:
+def odd_one_out(values: list[Any], verb: str = "has") -> str:
     """Sentence part that names the ranks whose value is not the common one: ``"rank 2 has X, the others Y"``."""
     common = max(values, key=lambda v: (values.count(v), -values.index(v)))
     if values.count(common) * 2 <= len(values):
-        return ", ".join(f"rank {r} has {v}" for r, v in enumerate(values))
-    odd = ", ".join(f"rank {r} has {v}" for r, v in enumerate(values) if v != common)
+        return ", ".join(f"rank {r} {verb} {v}" for r, v in enumerate(values))
+    odd = ", ".join(f"rank {r} {verb} {v}" for r, v in enumerate(values) if v != common)
     return f"{odd}, the others {common}"
+
+
+def unlike(everyone: list[tuple[str, str, dict[str, str]]], remedy: str) -> str:
+    """In what the ranks' calls differ (see `World.compare`): in the collective, in an error of some ranks, or in the first place."""
+    calls, errors, facts = zip(*everyone)
+    if len(set(calls)) > 1:
+        return f"the ranks call different collectives: {odd_one_out(list(calls), 'calls')}. All ranks must make the same calls in one order"
+    if any(errors):
+        words = "; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error)
+        return f"{calls[0]} cannot run, because of what some of the ranks passed. {words}"
+    for place in sorted({place for each in facts for place in each}):
+        values = [each.get(place, "nothing") for each in facts]
+        if len(set(values)) > 1:
+            return f"{calls[0]}: the ranks pass different things{place and f' at {place}'}: {odd_one_out(values)}. {remedy}"
+    raise AssertionError("the ranks said different things, and their facts are equal")

@@ -19,7 +19,6 @@ from easymp import (
     DistributedDataParallelKwargs,
     DistributedType,
     InitProcessGroupKwargs,
-    Settings,
 )
 from easymp import operations as ops
 
@@ -433,20 +432,6 @@ def different_plans() -> None:
 def test_ranks_that_decided_differently(ranks) -> None:
     for failure in ranks.fails(different_plans):
         assert "the ranks prepare different things: rank 0 has precision fp32, rank 1 has precision bf16" in failure.message
-
-
-def different_shapes() -> None:
-    with Accelerator(mixed_precision="no", settings=Settings(debug=True)) as acc:
-        acc.gather(torch.ones(3 if acc.process_index == 1 else 2))
-
-
-def test_debug_names_the_rank_with_another_shape(ranks) -> None:
-    for failure in ranks.fails(different_shapes, processes=3):
-        assert failure.type == "WorldError"
-        assert (
-            "gather: the ranks' tensors differ: rank 1 has ((3,), 'torch.float32'), the others ((2,), 'torch.float32')"
-            in failure.message
-        )
 
 
 def a_hang(path: Path) -> None:

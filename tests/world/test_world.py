@@ -410,17 +410,6 @@ def test_a_barrier_names_the_missing_rank(ranks, tmp_path):
     assert "rank 1" in failure.message
 
 
-def shapes(debug):
-    with joined(debug=debug) as world:
-        world.gather(torch.ones(3 if world.rank == 1 else 2))
-
-
-def test_debug_names_the_odd_shape_out(ranks):
-    for failure in ranks.fails(shapes, True, processes=3):
-        assert failure.type == "WorldError"
-        assert "gather: the ranks' tensors differ: rank 1 has ((3,), 'torch.float32'), the others ((2,)" in failure.message
-
-
 def own_error():
     with joined() as world:
         with world.explained("something"):

@@ -1,0 +1,194 @@
+"""Collectives that a script calls: alike on all ranks, or one error on all of them, which names the odd one out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import easymp
+from easymp import Accelerator, BatchError, SettingError, WorldError
+
+F, WHOLE = torch.ones(2), torch.ones(2, dtype=torch.int32)
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+# What ranks 0 and 1 do, what rank 2 does, and what all of them say.
+DIFFERENT = "the ranks pass different things"
+UNLIKE: list[tuple[Callable[[Accelerator], Any], Callable[[Accelerator], Any], str]] = [
+    (
+        lambda acc: acc.gather(F),
+        lambda acc: acc.gather(WHOLE),
+        f"gather: {DIFFERENT}: rank 2 has int32[2], the others float32[2]",
+    ),
+    (
+        lambda acc: acc.gather({"a": [F, F]}),
+        lambda acc: acc.gather({"a": [F, torch.ones(3)]}),
+        "rank 2 has float32[3], the others float32[2]. Every rank must pass the same structure, dtypes and shapes: pad_across_processes()",
+    ),
+    (
+        lambda acc: acc.reduce(F),
+        lambda acc: acc.reduce(F[None]),
+        "rank 2 has float32[1, 2], the others float32[2]",
+    ),
+    (
+        lambda acc: acc.reduce({"a": F, "b": F}),
+        lambda acc: acc.reduce({"a": F, "c": F}),
+        f"{DIFFERENT} at ['b']: rank 2 has nothing, the others float32[2]",
+    ),
+    (
+        lambda acc: acc.gather([F]),
+        lambda acc: acc.gather([F, F]),
+        "at [1]: rank 2 has float32[2], the others nothing",
+    ),
+    (
+        lambda acc: acc.gather(Pair(F, F)),
+        lambda acc: acc.gather(Pair(F, (F,))),
+        "at [1]: rank 2 has nothing, the others float32[2]",
+    ),
+    (
+        lambda acc: acc.gather(F),
+        lambda acc: acc.gather(1.0),
+        "rank 2 has a float, the others float32[2]",
+    ),
+    (
+        lambda acc: acc.gather(F),
+        lambda acc: acc.reduce(F),
+        "the ranks call different collectives: rank 2 calls reduce(reduction='sum', scale=1.0), the others gather. All ranks must",
+    ),
+    (
+        lambda acc: acc.reduce(F),
+        lambda acc: acc.reduce(F, "mean"),
+        "rank 2 calls reduce(reduction='mean', scale=1.0), the others reduce(reduction='sum', scale=1.0)",
+    ),
+    (lambda acc: acc.gather(F), lambda acc: easymp.gather_object([F]), "rank 2 calls gather_object, the others gather"),
+    (lambda acc: acc.wait_for_everyone(), lambda acc: acc.check_trigger(), "rank 2 calls check_trigger"),
+    (
+        lambda acc: acc.pad_across_processes(torch.ones(2, 2), dim=1),
+        lambda acc: acc.pad_across_processes(torch.ones(3, 5), dim=1),
+        "rank 2 has float32[3, *], the others float32[2, *]. Every rank must pass the same structure, dtypes and shapes; only dimension 1",
+    ),
+    (
+        lambda acc: acc.mean(1.0),
+        lambda acc: acc.mean([1.0, 2.0]),
+        f"mean: {DIFFERENT} at the value: rank 2 has float32[2], the others float32[]",
+    ),
+    (lambda acc: easymp.broadcast(F, 0), lambda acc: easymp.broadcast(F, 1), "rank 2 calls broadcast(from_process=1)"),
+    (
+        lambda acc: easymp.broadcast_object_list([1]),
+        lambda acc: easymp.broadcast_object_list([1, 2]),
+        "rank 2 has a list of 2, the others a list of 1",
+    ),
+    (
+        lambda acc: easymp.gather_object([1]),
+        lambda acc: easymp.gather_object("text"),
+        "rank 2: gather_object takes a list of objects, not a str",
+    ),
+    (lambda acc: easymp.gather(F), lambda acc: easymp.reduce(F), "rank 2 calls reduce(reduction='mean', scale=1.0)"),
+    (lambda acc: acc.gather(F), lambda acc: acc.gather_for_metrics(F), "rank 2 calls gather_for_metrics"),
+]
+
+
+def said(call: Callable[..., Any], *args: Any) -> str:
+    try:
+        call(*args)
+    except (BatchError, WorldError) as error:
+        return str(error)
+    return "no error"
+
+
+def all_unlike() -> list[str]:
+    with Accelerator(mixed_precision="no") as acc:
+        found = [said(odd if acc.process_index == 2 else common, acc) for common, odd, _ in UNLIKE]
+        assert acc.gather(torch.tensor(acc.process_index)).tolist() == [0, 1, 2]  # the ranks go on together
+        return found
+
+
+def test_unlike_calls_are_one_error_on_all_ranks(ranks) -> None:
+    for (_, _, words), *texts in zip(UNLIKE, *ranks(all_unlike, processes=3)):
+        assert all(words in text for text in texts), texts
+        assert len(set(texts)) == 1
+
+
+def metrics_of(rows: Callable[[torch.Tensor, int], Any]) -> str:
+    with Accelerator(mixed_precision="no") as acc:
+        loader = acc.prepare(DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2))
+        for (x,) in loader:
+            return said(acc.gather_for_metrics, rows(x, acc.process_index))
+
+
+def rows_of_one(x: torch.Tensor, rank: int) -> Any:
+    return x[: 2 - rank]
+
+
+def objects_of_one(x: torch.Tensor, rank: int) -> Any:
+    return x.tolist() if rank else x
+
+
+def test_metrics_that_are_no_batch_on_one_rank(ranks) -> None:
+    for rows, words in (
+        (rows_of_one, "rank 1: gather_for_metrics() got shape (1,), but"),
+        (objects_of_one, "rank 1 has objects"),
+    ):
+        zero, one = ranks(metrics_of, rows)
+        assert words in zero and zero == one
+
+
+def keys_in_another_order() -> tuple[list[str], dict[str, list[float]]]:
+    with Accelerator(mixed_precision="no") as acc:
+        given = {"a": torch.ones(1), "b": torch.zeros(2)}
+        total = acc.reduce(dict(reversed(given.items())) if acc.process_index else given)
+        return list(total), {name: value.tolist() for name, value in sorted(total.items())}
+
+
+def test_keys_in_another_order_are_right(ranks) -> None:
+    sums = {"a": [2.0], "b": [0.0, 0.0]}
+    assert ranks(keys_in_another_order) == [(["a", "b"], sums), (["b", "a"], sums)]
+
+
+def not_compared(environment: bool) -> list[float]:
+    with Accelerator(mixed_precision="no", debug=None if environment else False) as acc:
+        # Unlike, and harmless: moved by bytes of one size.
+        return acc.reduce(torch.ones(2, 1) if acc.process_index else torch.ones(1, 2)).flatten().tolist()
+
+
+def test_debug_false_compares_nothing(ranks) -> None:
+    assert ranks(not_compared, False) == [[2.0, 2.0]] * 2
+    assert ranks(not_compared, True, env={"EASYMP_DEBUG": "false"}) == [[2.0, 2.0]] * 2
+
+
+def one_leaves() -> str:
+    acc = Accelerator(mixed_precision="no")
+    if acc.process_index == 1:
+        acc.end_training()
+        return ""
+    try:
+        return said(acc.gather, F)
+    finally:
+        acc.end_training()
+
+
+def test_a_rank_that_has_left_is_named_at_once(ranks) -> None:
+    assert "rank 0 gave up in gather: rank 1 has left the run" in ranks(one_leaves)[0]
+
+
+def test_one_process_refuses_the_same_types() -> None:
+    with Accelerator(cpu=True) as acc:
+        for call in (acc.gather, acc.reduce, acc.pad_across_processes, easymp.broadcast):
+            with pytest.raises(BatchError, match=r"the leaf at \['a'\] is a float: pass tensors only"):
+                call({"a": 1.0})
+        with pytest.raises(BatchError, match="takes a list of objects, not a dict"):
+            easymp.gather_object({"a": 1})
+        with pytest.raises(BatchError, match="takes a list of objects, not a tuple"):
+            easymp.broadcast_object_list((1,))
+        with pytest.raises(WorldError, match="from_process=1 is not one of the 1 processes"):
+            easymp.broadcast(F, 1)
+        with pytest.raises(SettingError, match="neither yes nor no"):
+            Accelerator(debug="perhaps")
