@@ -101,6 +101,8 @@ def run(
                     start_method="fork",  # of functions: one from a notebook cannot be sent. Scripts are started afresh
                     **_grace(LocalElasticAgent, grace),
                 )
+                stopped: set[int] = set()
+                agent._start_workers = partial(_start_workers, agent._start_workers, weakref.proxy(agent), stopped)
                 if place.limit > 1:
                     # Weakly: an agent that holds itself would keep the store, and its port, until garbage is collected.
                     agent._exit_barrier = partial(_leave_together, weakref.proxy(agent), meeting)
@@ -109,7 +111,7 @@ def run(
                 result = agent.run()
                 if not result.is_failed():
                     return result.return_values
-                codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+                codes = {rank: failure.exitcode for rank, failure in result.failures.items() if rank not in stopped}
                 own = Report("", tuple(collect(Path(directory), codes, group.workers[0].global_rank)))
                 meeting.tell(own)
                 raise _ending(own, meeting.hear(own), group.workers[0].world_size)
@@ -127,6 +129,32 @@ def run(
         raise Interrupted(error.sigval) from None
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start_workers(start: Callable[[Any], Any], agent: Any, stopped: set[int], group: Any) -> Any:
+    """elastic's start of the workers, and in `stopped` the ranks that were alive when it began to stop them.
+
+    elastic lists the signals by which it ended those among the failures, as if they had come from elsewhere.
+    """
+    started = start(group)
+    stopped.clear()
+    first, close = group.workers[0].global_rank, agent._pcontext.close
+
+    def noted(*args: Any, **options: Any) -> None:
+        if not stopped:
+            stopped.update(first + local for local, process in agent._pcontext.pids().items() if _alive(process))
+        close(*args, **options)
+
+    agent._pcontext.close = noted
+    return started
+
+
+def _alive(child: int) -> bool:
+    """Whether a child process runs; it is not reaped."""
+    try:
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
 
 
 def _leave_together(agent: Any, meeting: Meeting) -> None:

@@ -21,6 +21,7 @@ HEAD = """\
 """
 # Of settings that have no default value, one that shows how they are written.
 EXAMPLES: Mapping[str, Any] = {
+    "debug": False,
     "ema_decay": 0.999,
     "seed": 0,
     "memory": 16 << 30,

@@ -141,7 +141,10 @@ class Watch:
             store.set("end", "unlike" if store.check(["unlike"]) else "alike")
             for key in ("first", "came", "end"):  # all ranks have left the one before
                 self._ask.delete_key(f"compare/{group}/{number - 1}/{key}")
-        store.wait(["end"], timedelta(seconds=seconds))
+        try:
+            store.wait(["end"], timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            raise RuntimeError(f"timed out: not all ranks have called it within {seconds:g} s") from None
         end = store.get("end").decode()
         if end.startswith("rank"):
             raise RuntimeError(end)

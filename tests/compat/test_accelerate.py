@@ -291,7 +291,9 @@ def evaluated() -> tuple[int, float, str]:
     logger.info("%s", acc.state, main_process_only=False, in_order=True)
     acc.end_training()
     with (
-        pytest.raises(WorldError, match=r"barrier after end_training\(\)") if acc.num_processes > 1 else contextlib.nullcontext()
+        pytest.raises(WorldError, match=r"wait_for_everyone after end_training\(\)")
+        if acc.num_processes > 1
+        else contextlib.nullcontext()
     ):
         acc.wait_for_everyone()
     return len(torch.cat(losses)), torch.cat(losses).mean().item(), logger.logger.name

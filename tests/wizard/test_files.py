@@ -147,7 +147,7 @@ def test_our_reason_goes_with_its_value() -> None:
 def test_a_setting_takes_the_place_of_the_line_that_showed_its_default() -> None:
     text = compose({"strategy": "ddp"}, {})
     after = edit(text, {"debug": True, "processes": 2}, {"processes": "two"})
-    assert after == text.replace("# debug = false", "debug = true").replace(
+    assert after == text.replace("# debug = false  # an example", "debug = true").replace(
         "# processes = 1  # an example", "# Here: two\nprocesses = 2"
     )
 
