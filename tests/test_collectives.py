@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import socket
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -192,3 +200,89 @@ def test_one_process_refuses_the_same_types() -> None:
             easymp.broadcast(F, 1)
         with pytest.raises(SettingError, match="neither yes nor no"):
             Accelerator(debug="perhaps")
+
+
+# -- one machine, and waiting for one process --------------------------------------------------------------------------
+
+
+def listens() -> set[str]:
+    """Addresses at which this process's store listens."""
+    with Accelerator(cpu=True):
+        mine = psutil.Process().net_connections("tcp")
+        port = int(os.environ["MASTER_PORT"])
+        return {c.laddr.ip for c in mine if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", socket.gethostname()])
+def test_the_store_of_one_machine_is_out_of_reach_for_others(ranks, address: str) -> None:
+    opened, other = ranks(listens, env={"MASTER_ADDR": address})
+    assert opened <= {"127.0.0.1", "::1"} and len(opened) == 1
+    assert not other
+
+
+def first_takes_long(path: Path) -> tuple[bool, bool]:
+    with Accelerator(cpu=True, timeout=1) as acc:
+        with acc.main_process_first():
+            if acc.is_main_process:
+                time.sleep(2.5)
+                path.touch()
+            first = path.exists()
+        with acc.local_main_process_first():
+            pass
+        return first, acc.check_trigger()
+
+
+def test_the_first_process_may_take_longer_than_the_timeout(ranks, tmp_path: Path) -> None:
+    assert ranks(first_takes_long, tmp_path / "cache") == [(True, False)] * 2
+
+
+def first_is_gone(number: int, path: Path) -> None:
+    with Accelerator(cpu=True, timeout=3) as acc:
+        if acc.is_main_process:
+            path.write_text(str(os.getpid()))
+        acc.wait_for_everyone()
+        try:
+            with acc.main_process_first():
+                if acc.is_main_process:
+                    os.kill(os.getpid(), number)
+        finally:
+            if number == signal.SIGSTOP:
+                os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_first_process_that_is_gone_is_not_waited_for(ranks, tmp_path: Path, number: int) -> None:
+    _, waiting = ranks.fails(first_is_gone, number, tmp_path / "pid")
+    assert waiting.type == "WorldError"
+    assert waiting.message.startswith("rank 1 gave up in main_process_first: ")
+
+
+def trained_in_a_thread(path: Path) -> str:
+    """As Ray Train does: the main thread waits elsewhere."""
+    found: list[str] = []
+
+    def train() -> None:
+        with Accelerator(cpu=True, timeout=2) as acc:
+            acc.wait_for_everyone()
+            if acc.process_index == 0:
+                found.append(said(acc.gather, F))
+                path.touch()
+            else:
+                busy(path)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    return "".join(found)
+
+
+def busy(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.05)
+
+
+def test_a_hang_shows_the_line_of_the_thread_that_trains(ranks, tmp_path: Path) -> None:
+    text = ranks(trained_in_a_thread, tmp_path / "given up")[0]
+    assert "rank 0 gave up in gather: timed out" in text
+    assert re.search(r"rank 0: .*test_collectives.py:\d+ in said", text)
+    assert re.search(r"rank 1: .*test_collectives.py:\d+ in busy", text)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -69,6 +67,8 @@ def open_store(place: Place, main: bool, name: str) -> Any:
 def _connect(place: Place, main: bool) -> Any:
     import torch.distributed as dist
 
+    from ..world.watch import in_time  # imports torch, which `easymp --help` does not need
+
     def connect() -> Any:
         return dist.TCPStore(
             place.address, place.port, is_master=main, wait_for_workers=False, timeout=timedelta(seconds=CONNECT)
@@ -77,31 +77,6 @@ def _connect(place: Place, main: bool) -> Any:
     store = in_time(connect, CONNECT)
     store.set_timeout(timedelta(seconds=ANSWER))
     return dist.PrefixStore(RUN, store)
-
-
-def in_time(call: Callable[[], Any], seconds: float) -> Any:
-    """What `call` returns. For torch's stores, which wait for an answer for ever where no store listens, and hear no signal meanwhile.
-
-    Raises:
-        TimeoutError: it took longer; it is left alone then.
-    """
-    found: list[Any] = []
-
-    def work() -> None:
-        try:
-            found.extend((call(), None))
-        except Exception as error:
-            found.extend((None, error))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not found:
-        raise TimeoutError(f"no answer in {seconds:g} seconds")
-    value, error = found
-    if error is not None:
-        raise error
-    return value
 
 
 def _knock(place: Place, start: float) -> None:

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,31 @@ PEER_SIGNS = (
 )
 
 
+def in_time(call: Callable[[], Any], seconds: float) -> Any:
+    """What `call` returns. For torch's stores, which wait for an answer for ever where no store listens, and hear no signal meanwhile.
+
+    Raises:
+        TimeoutError: it took longer; it is left alone then.
+    """
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.extend((call(), None))
+        except Exception as error:
+            found.extend((None, error))
+
+    thread = threading.Thread(target=work, name="easymp-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise TimeoutError(f"no answer in {seconds:g} seconds")
+    value, error = found
+    if error is not None:
+        raise error
+    return value
+
+
 class Watch:
     """One rank's listener. `close` ends it.
 
@@ -61,6 +87,8 @@ class Watch:
         number = store.add(f"easymp/watches/{rank}", 1)
         self._store = dist.PrefixStore(f"easymp/watch/{number}", store.clone())
         self._ask = dist.PrefixStore(f"easymp/watch/{number}", store.clone())
+        self._meet = dist.PrefixStore(f"easymp/watch/{number}", store.clone())  # for `compare`, which may be interrupted
+        self._silent = False  # whether the store has left a request without an answer
         self.trains = threading.get_ident()
         self.heard: Callable[[], int | None] = lambda: None
         self._thread = threading.Thread(target=self._listen, name="easymp-watch", daemon=True)
@@ -100,6 +128,8 @@ class Watch:
     def report(self) -> str:
         """One line a rank: its last collective and the line it is at."""
         lines = [f"  rank {self._rank}: {self._whereabouts()}"]
+        if not self.reachable():
+            return f"{lines[0]}\n  the other ranks cannot be asked: rank 0, which holds the store, has ended, was killed, or is stopped"
         try:
             for rank in range(self._size):
                 if rank == self._rank:
@@ -107,7 +137,7 @@ class Watch:
                 there = self._ask_where(rank)
                 lines.append(f"  rank {rank}: {there or 'no answer: it has ended, was killed, or is stopped'}")
         except RuntimeError:
-            lines.append("  the other ranks cannot be asked: rank 0, which holds the store, has ended or was killed")
+            lines.append("  no other rank can be asked any more: rank 0, which holds the store, has ended or was killed")
         return "\n".join(lines)
 
     def _ask_where(self, rank: int) -> str:
@@ -119,6 +149,15 @@ class Watch:
         except RuntimeError:
             return ""
         return self._ask.get(answer).decode()
+
+    def reachable(self) -> bool:
+        """Whether the store answers. A request to a stopped one would not return."""
+        if not self._silent:
+            try:
+                in_time(lambda: self._ask.check(["any"]), PATIENCE.total_seconds())
+            except (TimeoutError, RuntimeError):
+                self._silent = True
+        return not self._silent
 
     # -- meeting in the store -----------------------------------------------------------------------------------------
 
@@ -133,29 +172,33 @@ class Watch:
         Raises:
             RuntimeError: not all ranks came within `seconds`, one has left the run, or the store is gone.
         """
+        try:
+            end = in_time(lambda: self._come_and_wait(place, said, seconds), seconds + PATIENCE.total_seconds())
+        except dist.DistStoreError:
+            raise RuntimeError(f"timed out: not all ranks have called it within {seconds:g} s") from None
+        except TimeoutError:
+            self._silent = True
+            raise RuntimeError("timed out: rank 0, which holds the store, does not answer") from None
+        if end.startswith("rank"):
+            raise RuntimeError(end)
+        return end == "alike"
+
+    def _come_and_wait(self, place: tuple[int, int], said: str, seconds: float) -> str:
         group, number = place
-        store = dist.PrefixStore(f"compare/{group}/{number}", self._ask)
+        store = dist.PrefixStore(f"compare/{group}/{number}", self._meet)
         if store.compare_set("first", "", said).decode() != said:
             store.set("unlike", "")
         if store.add("came", 1) == self._size:
             store.set("end", "unlike" if store.check(["unlike"]) else "alike")
             for key in ("first", "came", "end"):  # all ranks have left the one before
-                self._ask.delete_key(f"compare/{group}/{number - 1}/{key}")
-        try:
-            store.wait(["end"], timedelta(seconds=seconds))
-        except dist.DistStoreError:
-            raise RuntimeError(f"timed out: not all ranks have called it within {seconds:g} s") from None
-        end = store.get("end").decode()
-        if end.startswith("rank"):
-            raise RuntimeError(end)
-        return end == "alike"
+                self._meet.delete_key(f"compare/{group}/{number - 1}/{key}")
+        store.wait(["end"], timedelta(seconds=seconds))
+        return store.get("end").decode()
 
     def leave(self, place: tuple[int, int]) -> None:
         """Tell ranks that wait for this one at `place` that it does not come: `compare` fails there."""
-        try:
+        if self.reachable():
             self._ask.set(f"compare/{place[0]}/{place[1]}/end", f"rank {self._rank} has left the run")
-        except RuntimeError:
-            pass  # the store is gone, and the others know
 
     def come(self, turn: int) -> None:
         """Release what waits in `wait_for_all` for this rank."""
@@ -170,18 +213,22 @@ class Watch:
         keys = [f"turn/{turn}/{rank}" for rank in range(self._size)]
         heard = asked = time.monotonic()
         pause = 0.001
-        while not self._ask.check(keys):
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
-            if time.monotonic() < asked + seconds / 4:
-                continue
-            late = next((rank for rank, key in enumerate(keys) if not self._ask.check([key])), self._rank)
-            answered = self._ask_where(late)
-            asked = time.monotonic()
-            if answered:
-                heard = asked
-            elif asked > heard + seconds:
-                raise RuntimeError(f"timed out: rank {late} has not answered for {seconds:g} s")
+        try:
+            while not in_time(lambda: self._ask.check(keys), seconds):
+                time.sleep(pause)
+                pause = min(2 * pause, 0.5)
+                if time.monotonic() < asked + seconds / 4:
+                    continue
+                late = next((rank for rank, key in enumerate(keys) if not self._ask.check([key])), self._rank)
+                answered = self._ask_where(late)
+                asked = time.monotonic()
+                if answered:
+                    heard = asked
+                elif asked > heard + seconds:
+                    raise RuntimeError(f"timed out: rank {late} has not answered for {seconds:g} s")
+        except TimeoutError:
+            self._silent = True
+            raise RuntimeError(f"timed out: rank 0, which holds the store, has not answered for {seconds:g} s") from None
 
     def abort_others(self, group: int) -> None:
         """Let every other rank abort the collectives of this group: kernels that wait on the device end with an error."""
@@ -207,11 +254,9 @@ class Watch:
         return [int(self._ask.get(key)) for key in keys]
 
     def close(self) -> None:
-        try:
+        if self.reachable():  # else the thread has ended by itself, or waits for ever
             self._send(self._rank, "close")
-        except RuntimeError:
-            pass  # the store is gone: the thread has ended by itself
-        self._thread.join(5.0)
+            self._thread.join(5.0)
 
     @staticmethod
     def caused_by_peer(error: BaseException) -> bool:

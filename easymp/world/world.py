@@ -11,6 +11,7 @@ import atexit
 import gc
 import hashlib
 import importlib
+import ipaddress
 import os
 import socket
 import sys
@@ -48,6 +49,7 @@ MOVABLE = {
 
 
 ALIKE = "Every rank must pass the same structure, dtypes and shapes"
+LOOPBACK = "127.0.0.1"
 BUCKET = 2**24  # elements averaged at a time: 64 MiB of fp32
 # A group that is bound to its device connects at once, and parts of it (those of a mesh of two dimensions) are split from it. Before
 # 2.10 torch splits no group of two backends: 2.8 stops with an assertion, and in 2.9 gloo's parts meet under one name.
@@ -154,7 +156,9 @@ class World:
         atexit.unregister(self.close)
         if self._process != os.getpid():
             return  # a forked child that ends: the connections are its parent's
+        reachable = True
         if self._watch is not None:
+            reachable = self._watch.reachable()
             self._watch.leave((self._number, self._compared + 1))
             self._watch.close()
             self._watch = None
@@ -162,7 +166,8 @@ class World:
             gc.collect()
             # A process that ends by an error does not wait for the others: they shall hear of it at once.
             failing = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
-            self._say_farewell(0.0 if failing else min(self.timeout, FAREWELL))
+            if reachable:
+                self._say_farewell(0.0 if failing else min(self.timeout, FAREWELL))
             dist.destroy_process_group()
             dist.distributed_c10d.default_pg_timeout = dist.constants.default_pg_timeout
             forget_meshes()
@@ -477,7 +482,12 @@ def _sign_in(ranks: Ranks, timeout: float) -> tuple[dist.Store, list[str]]:
         if shared:
             store = next(iter(dist.rendezvous("env://", ranks.rank, ranks.size, timeout=limit)))[0]
         else:
-            store = dist.TCPStore(address, port, None, ranks.rank == 0, limit, wait_for_workers=False, multi_tenant=True)
+            if not ranks.unknown and ranks.local_size == ranks.size:
+                address = LOOPBACK  # all ranks are on this machine
+            kept = _listen_here(address, port) if ranks.rank == 0 else None
+            store = dist.TCPStore(
+                address, port, None, ranks.rank == 0, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=kept
+            )
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
         raise WorldError(
             f"rank {ranks.rank} of {ranks.size} could not reach rank 0 at {address}:{port} within {timeout:g} s "
@@ -508,6 +518,21 @@ def _sign_in(ranks: Ranks, timeout: float) -> tuple[dist.Store, list[str]]:
             f"{timeout:g} s: start the training in all of them, or in a job of one (srun --ntasks 1, mpirun -n 1)"
         ) from error
     return store, keys
+
+
+def _listen_here(address: str, port: int) -> int | None:
+    """A socket for the store that other machines do not reach, where `address` is the loopback's.
+
+    None elsewhere, and where the port is taken: by the store of this process's last world, which the next one shares, or by another
+    program, of which torch's own attempt says more.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(target[0]).is_loopback:
+            return socket.create_server(target[:2], family=family).detach()
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 def _host() -> str:
