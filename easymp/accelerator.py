@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -109,6 +110,8 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         probe: let "auto" time fp32 and bf16 in the first training step where no rule is certain.
         timeout: seconds that a rank waits for the others in a collective.
         memory: what a rank has, in bytes or as "16GiB", where "auto" decides by what models need; else its device's memory.
+        replica_check: ranks that must hold the same parameters compare a checksum of them after the first updates of each optimizer and
+            after every so many, and the options of its param groups, too; a difference is a WorldError. None: 1000; 0: never.
         debug: before each collective that the script calls (`gather`, `reduce` …) the ranks compare the call, and structure, dtypes and
             shapes of what they pass. False: they do not. True: zero1 also compares the number of gradients in each step.
         project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``); the working directory where there is none.
@@ -153,6 +156,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         probe: bool | None = None,
         timeout: float | None = None,
         memory: int | str | None = None,
+        replica_check: int | None = None,
         debug: bool | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
@@ -193,6 +197,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             probe=probe,
             timeout=group.seconds if group and timeout is None else timeout,
             memory=memory,
+            replica_check=replica_check,
             debug=debug,
             project_dir=os.fspath(project_dir) if project_dir is not None else project.project_dir,
             log_with=log_words,
@@ -230,7 +235,8 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             steps = self._world.size if scheduler_steps_per_process else 1
             given = strategy_options is not None or DistributedDataParallelKwargs in handlers
             schedule = partial(self._make_scheduler, with_optimizer=step_scheduler_with_optimizer, steps=steps)
-            wishes = Wishes(device_placement, self._loading, schedule, given, initialize, recompute, compiled)
+            records = (options, plugin, self._autocast, scaling, self._loading)
+            wishes = Wishes(device_placement, self._loading, schedule, given, initialize, recompute, compiled, records)
             me = weakref.ref(self)
             self._prepared = Preparation(
                 *(self._run, strategy, self._precision, self._scaler, wishes), no_sync=lambda model: me().no_sync(model)
@@ -525,7 +531,21 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
                 stack.enter_context(self._prepared.strategy.no_sync(route.module))
             stack.callback(setattr, self, "_alone", self._alone)
             self._alone = True
+            stack.enter_context(self._not_compared())
             yield
+
+    @contextmanager
+    def _not_compared(self) -> Iterator[None]:
+        """Inside, the ranks may differ in parameters and in the number of updates."""
+        replicas = self._prepared.replicas
+        if replicas is None:
+            yield
+            return
+        before, replicas.paused = replicas.paused, True
+        try:
+            yield
+        finally:
+            replicas.paused = before
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
@@ -569,7 +589,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             loader.even_batches = even_batches
         self._scaler.agree = False  # ranks that are done do not take part; gradients are the same on those that are not
         try:
-            with self._prepared.strategy.join([route.module for route in self._prepared.routes(joinables)]):
+            with self._not_compared(), self._prepared.strategy.join([r.module for r in self._prepared.routes(joinables)]):
                 yield
             self._prepared.follow_longest()
         finally:
@@ -733,10 +753,18 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
 
         Raises:
             CheckpointError: what an asynchronous save met with, and no later call has raised.
+            WorldError: the last comparison of replicas found that they differ.
         """
         if self._closed:
             return
         self._closed = True
+        try:
+            if self._prepared.replicas is not None and sys.exc_info()[1] is None:
+                self._prepared.replicas.settle()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         try:
             self._nonfinite.finish()
             self._logbook.finish()

@@ -168,6 +168,7 @@ class Checkpointing(Registering):
 
         Raises:
             StepError: in the middle of an accumulation window, or where the ranks' models differ.
+            WorldError: the last comparison of replicas found that they differ.
             CheckpointError: it could not be written, on any rank; what was there before is untouched. Or another process saves in the
                 project's folder.
         """
@@ -177,6 +178,8 @@ class Checkpointing(Registering):
         if others:
             raise RefusedError(f"save_state({', '.join(others)}=…) is not honoured: files are written in one way. Leave it out")
         self._check_settled()
+        if self._prepared.replicas is not None:
+            self._prepared.replicas.settle()
         self._logbook.settle()  # before the save begins: trackers may take long to start
         try:
             return self._save_state(path, async_)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from enum import Enum
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ ELSEWHERE = {
     "megatron_lm_plugin": "pass strategy='tensor_parallel' or 'pipeline', and strategy_options",
     "parallelism_config": "pass strategy='hsdp' or 'tensor_parallel', and strategy_options",
 }
+ADDED = "add it to the model before prepare(), or call free_memory() and prepare model and optimizer anew"
 # What the constructor takes beside the settings.
 KEYWORDS = (
     *("device_placement", "dataloader_config", "gradient_accumulation_plugin", "step_scheduler_with_optimizer", "settings"),
@@ -114,5 +118,45 @@ def describe(item: Any) -> Iterator[str]:
     elif isinstance(item, torch.optim.Optimizer):
         for g, group in enumerate(item.param_groups):
             yield f"{kind} group {g} with {len(group['params'])} parameters"
+        yield from describe_options(item)
     elif hasattr(item, "dataset") and hasattr(item.dataset, "__len__"):
         yield f"{kind} of {len(item.dataset)} samples, batch size {item.batch_size}"
+        yield f"{kind} with a {type(getattr(item, 'sampler', None)).__name__} and drop_last={getattr(item, 'drop_last', None)}"
+    elif type(item).__module__ == "torch.optim.lr_scheduler":
+        yield from (f"{kind} {name}={_said(value)}" for name, value in vars(item).items() if name[0] != "_")
+
+
+def describe_options(optimizer: torch.optim.Optimizer, wait: bool = True) -> Iterator[str]:
+    """The options of each param group, a line each; but how the step runs (fused, foreach), which changes what it computes by rounding.
+
+    Args:
+        wait: for numbers on a device, which are left out otherwise.
+    """
+    from .optim.fused import IMPLEMENTATION  # loaded where there is an optimizer
+
+    kind = type(getattr(optimizer, "given", optimizer)).__name__
+    for g, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name not in ("params", "param_names", *IMPLEMENTATION):
+                yield f"{kind} group {g} {name}={_said(value, wait)}"
+
+
+def describe_record(record: Any) -> Iterator[str]:
+    """The fields of a dataclass, a line each."""
+    for f in dataclasses.fields(record):
+        yield f"{type(record).__name__} {f.name}={_said(getattr(record, f.name))}"
+
+
+def _said(value: Any, wait: bool = True) -> str:
+    """`value` as text that is the same on every rank where the value is: of what is no plain value, the type."""
+    if isinstance(value, Tensor):
+        known = value.numel() == 1 and (wait or value.device.type == "cpu")
+        return repr(value.item()) if known else f"tensor {tuple(value.shape)}"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return f"[{', '.join(sorted(map(_said, value)) if isinstance(value, (set, frozenset)) else [_said(v, wait) for v in value])}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_said(k)}: {_said(v, wait)}' for k, v in value.items())}}}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__name__}({', '.join(describe_record(value))})"
+    plain = value is None or isinstance(value, (bool, int, float, complex, str, Enum, torch.dtype, torch.device, timedelta))
+    return repr(value) if plain else getattr(value, "__qualname__", type(value).__qualname__)

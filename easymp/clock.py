@@ -43,7 +43,7 @@ class StepClock:
         inside: whether an `accumulate` block is open.
         end_with_loader: whether the last batch of the loader being read ends the window early.
         between: called where the body of a training loop has come to its end, if anyone wants to know.
-        stepped: called after each update of a prepared optimizer with the number of its updates, if anyone wants to know.
+        stepped: what is called with a prepared optimizer after each of its updates.
         timing: told what loaders wait for, while a profile is open.
         rounds: how many rounds of an outermost loop have been told of, by `hold`.
         resuming: ids of loaders whose next pass is the rest of one, of which a state was loaded.
@@ -76,7 +76,7 @@ class StepClock:
         self.accumulation = accumulation
         self.end_with_loader = end_with_loader
         self.between: Callable[[], None] | None = None
-        self.stepped: Callable[[int], None] | None = None
+        self.stepped: list[Callable[[Any], None]] = []
         self.timing: Timing | None = None
         self.rounds = 0
         self.resuming: set[int] = set()

@@ -6,9 +6,10 @@ Models come first, since optimizers are checked against them; then optimizers, l
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from . import cuda, optim
-from .checks import describe
+from .checks import ADDED, describe, describe_record
 from .data import PreparedLoader, SkippedLoader, prepare_loader
 from .errors import PrepareError, StepError, WorldError
 from .fitting import Fitting
@@ -35,15 +36,31 @@ from .strategies.compiling import CompileOptions, Compiling
 from .strategies.materialising import materialise, on_meta
 from .strategies.recomputing import Which, find_recomputed, recompute
 from .tree import send_to_device
-from .world import odd_one_out
+from .world import first_difference, odd_one_out
 
 if TYPE_CHECKING:
     from .optim import Masters
     from .optim.engines import Engine
     from .optim.optimizer import PreparedOptimizer
     from .optim.scheduler import PreparedScheduler
+    from .replicas import Replicas
 
 logger = get_logger(__name__)
+
+# Settings by which ranks may differ: what was decided by them is compared, or it does not change what is trained.
+MAY_DIFFER = {
+    *(
+        "mixed_precision",
+        "strategy",
+        "gradient_accumulation_steps",
+        "cpu",
+        "timeout",
+        "memory",
+        "project_dir",
+        "log_with",
+        "sources",
+    ),
+}
 
 
 class Prepared(NamedTuple):
@@ -64,6 +81,7 @@ class Wishes(NamedTuple):
         initialize: gives values to modules that were built on the meta device.
         recompute: which modules are computed again in backward.
         compile: what torch.compile is applied to, if anything.
+        records: options, as dataclasses, that must be the same on all ranks.
     """
 
     place: bool
@@ -73,6 +91,7 @@ class Wishes(NamedTuple):
     initialize: Callable[[nn.Module], None] | None = None
     recompute: Which = False
     compile: CompileOptions | None = None
+    records: Sequence[Any] = ()
 
 
 class Preparation:
@@ -87,6 +106,7 @@ class Preparation:
         sums: fp32 sums of low-precision gradients over a window.
         batch: how the global batch comes about, in words.
         converted: batch-norms that became synchronised ones, and the classes they had.
+        replicas: what compares parameters over the ranks; None where there is one rank, or it is off.
     """
 
     def __init__(
@@ -114,6 +134,13 @@ class Preparation:
         self._raised: dict[int, torch.dtype] = {}  # id of a parameter → the dtype that it came in
         self._told: list[str] = []  # of the weights, in the plan
         self.converted: list[tuple[nn.Module, type]] = []
+        self.replicas: Replicas | None = None
+        every = run.plan.settings.replica_check
+        if every and run.world.size > 1:
+            from .replicas import Replicas  # one process has no use for it
+
+            self.replicas = Replicas(run.world, every, self.models, self.optimizers, self.owner)
+            run.clock.stepped.append(self.replicas.stepped)
         self._whose: list[tuple[PreparedOptimizer, str | None]] = []  # optimizers, and why torch has no fused step for each
         self._compiling = Compiling(wishes.compile) if wishes.compile else None
         self._undo: list[Callable[[], None]] = []  # what is done to models in place, beside what a strategy does
@@ -133,6 +160,8 @@ class Preparation:
         optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
         new = [m for _, m in models if self._known(m) is None]
         self.strategy = self._fitting.choose(list(dict.fromkeys(new)), [self._plain(o) for o in optimizers], self.strategy)
+        if self.replicas is not None:
+            self.replicas.follow(self.strategy)
         self._outfit(list(dict.fromkeys(new)))
         for i, model in models:
             done[i] = self._prepare_model(model, optimizers, place[i])
@@ -233,17 +262,10 @@ class Preparation:
                 return prepared
         kind = type(optimizer).__name__
         for g, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if id(parameter) not in self.owner:
-                    raise PrepareError(
-                        f"{kind} holds a parameter of shape {tuple(parameter.shape)} (param group {g}) that belongs to no prepared "
-                        "model: prepare the model in the same call or before, and build the optimizer from that model's parameters"
-                    )
-                if id(parameter) in self.stepped_by:
-                    raise PrepareError(
-                        f"{kind} holds parameter {self.owner[id(parameter)]!r}, which another prepared optimizer steps already: give "
-                        "each parameter to one optimizer (free_memory() lets go of the old ones)"
-                    )
+            self._check_free(
+                *(f"{kind} holds", f" (param group {g})", group["params"]),
+                "prepare the model in the same call or before, and build the optimizer from that model's parameters",
+            )
         own = isinstance(optimizer, optim.FusedOptimizer)  # chooses its step itself
         if own and optimizer.options.ema_decay is not None and self._run.plan.settings.ema_decay is not None:
             raise PrepareError(
@@ -269,6 +291,7 @@ class Preparation:
         self._same_kernels(stepped, engine)
         prepared = optim.PreparedOptimizer(stepped, self._run.clock, self._scaler, optimizer, masters, self.sums, engine)
         self.stepped_by.update((p, prepared) for p in held)
+        vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
         self.optimizers.append(prepared)
         self._scaler.sharers = len(self.optimizers)
         if fused:
@@ -326,6 +349,32 @@ class Preparation:
         self._told = [*self._told, words]
         self._run.plan = self._run.plan.replace(weights=replace(choice, reason="; ".join(dict.fromkeys(self._told))))
         logger.info("weights: %s", words)
+
+    def _check_free(self, holds: str, where: str, parameters: Iterable[torch.Tensor], remedy: str) -> None:
+        """`parameters` are prepared models', and no prepared optimizer steps them."""
+        for parameter in parameters:
+            if id(parameter) not in self.owner:
+                raise PrepareError(
+                    f"{holds} a parameter of shape {tuple(parameter.shape)}{where} that belongs to no prepared model: {remedy}"
+                )
+            if id(parameter) in self.stepped_by:
+                raise PrepareError(
+                    f"{holds} parameter {self.owner[id(parameter)]!r}, which another prepared optimizer steps already: give each parameter "
+                    "to one optimizer (free_memory() lets go of the old ones)"
+                )
+
+    def _add_param_group(self, optimizer: torch.optim.Optimizer, prepared: PreparedOptimizer, group: dict[str, Any]) -> None:
+        """What the user's optimizer does from here on in place of its own `add_param_group`, which it calls."""
+        given = group["params"]
+        items = [given] if isinstance(given, torch.Tensor) else list(given)
+        added = [item[1] if isinstance(item, tuple) else item for item in items]
+        if self._run.world.size == 1:  # nothing is to be averaged, so that what models have been given since will do
+            self.owner.update((id(p), name) for model in self.models for name, p in model.route.original.named_parameters())
+        self._check_free(f"{type(optimizer).__name__}.add_param_group got", "", added, ADDED)
+        type(optimizer).add_param_group(optimizer, {**group, "params": items})
+        self.stepped_by.update((id(p), prepared) for p in added)
+        if self.replicas is not None:
+            self.replicas.begin_again(prepared)
 
     def _same_kernels(self, stepped: torch.optim.Optimizer, engine: Engine) -> None:
         """Our kernels run on all ranks, or on none: gradients are to be measured in the same way, by the same collectives."""
@@ -402,7 +451,8 @@ class Preparation:
         plan = self._run.plan
         decided = {"precision": plan.precision, "strategy": plan.strategy, "accumulation": plan.accumulation}
         mine = [f"{name} {choice.value}" for name, choice in decided.items()]
-        mine.append(f"convert_sync_batchnorm {plan.settings.convert_sync_batchnorm}")
+        mine += [line for line in describe_record(plan.settings) if line.split()[1].partition("=")[0] not in MAY_DIFFER]
+        mine += [line for record in self._wishes.records for line in describe_record(record)]
         mine += [line for o in objects for line in describe(o)]
         digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
         seen = self._run.world.gather_objects((digest, torch.initial_seed()))
@@ -410,13 +460,10 @@ class Preparation:
             self._seed = seen[0][1]
             self._alike = len({s[1] for s in seen}) == 1
         if any(s[0] != seen[0][0] for s in seen):
-            lists = self._run.world.gather_objects(mine)
-            first = next(
-                i for i in range(max(map(len, lists))) if len({line[i] if i < len(line) else None for line in lists}) > 1
-            )
-            there = [line[first] if first < len(line) else "nothing more" for line in lists]
+            there = first_difference(self._run.world.gather_objects(mine))
             raise WorldError(
-                f"the ranks prepare different things: {odd_one_out(there)}. All ranks must build and prepare the same objects"
+                f"the ranks prepare different things: {odd_one_out(there)}. All ranks must build and prepare the same objects, with the "
+                "same settings and hyperparameters"
             )
 
     def _say_sums(self) -> None:
@@ -498,6 +545,9 @@ class Preparation:
         """Let go of everything. Views stay callable, each rank for itself; optimizers hold their parameters again."""
         for optimizer in self.optimizers:
             optimizer.release()
+            vars(optimizer.given).pop("add_param_group", None)
+        if self.replicas is not None:
+            self.replicas.forget()
         self.sums.clear()
         for model in self.models:
             alone = self._precision.forward(model.route.original, self._run.world.device)

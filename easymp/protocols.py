@@ -152,6 +152,7 @@ class Strategy(Protocol):
     data_group: dist.ProcessGroup | None  # one rank of each slice, this one among them; None for all ranks
     whole: ClassVar[bool]  # whether layers see whole tensors in forward and backward
     apart: ClassVar[bool]  # whether what optimizers remember differs from rank to rank, of the same parameters
+    alike: ClassVar[bool]  # whether a parameter that is no DTensor is the same on all ranks (where `apart`: after each averaging)
     masters: ClassVar[bool]  # whether optimizers can step fp32 copies in place of low-precision parameters
     sums: (
         bool  # whether fp32 sums of gradients are kept outside: under no_sync `.grad` is this rank's, and `average` does the rest

@@ -55,6 +55,11 @@ class Settings:
     deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")
     timeout: float = setting(120.0, "seconds that a rank waits for the others in a collective", least=0.001, most=1e9)
     memory: Size | None = setting(None, "what a rank has, such as 16GiB, where auto decides by it; else what its device has")
+    replica_check: int = setting(
+        1000,
+        "compare the parameters of ranks that must hold equal ones after the first updates and every so many; 0 is off",
+        least=0,
+    )
     debug: bool | None = setting(
         None,
         "compare over the ranks what a script passes to collectives, before each; on unless false. true: also gradients under zero1",

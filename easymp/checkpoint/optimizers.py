@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StepError
 from ..optim import PreparedOptimizer
 from ..optim.fused import IMPLEMENTATION
 from .boxes import Box
@@ -45,7 +45,15 @@ class OptimizerState:
         self._name, self._optimizer, self._apart = name, optimizer, apart
         back = {id(master): parameter for parameter, master in optimizer.masters}
         laid_out = optimizer.laid_out()
-        self._names = {id(p): owner[id(back.get(id(p), p))] for p, _ in laid_out}
+        self._names = {}
+        for p, _ in laid_out:
+            full = owner.get(id(back.get(id(p), p)))
+            if full is None:
+                raise StepError(
+                    f"{type(optimizer.given).__name__} steps a parameter of shape {tuple(p.shape)} that belongs to no prepared model, so "
+                    "it has no name in a checkpoint: add it to the model before prepare(), or prepare a module that holds it"
+                )
+            self._names[id(p)] = full
         self._parameters = {self._names[id(p)]: p for p, _ in laid_out}
         self._like = {self._names[id(p)]: like for p, like in laid_out}
         self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}

@@ -90,8 +90,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.updates += 1
         low = self._masters is not None or (self._sums is not None and self._sums.on)
         result = self._step_low(closure) if low else self._step(closure)
-        if clock.stepped is not None:
-            clock.stepped(self.updates)
+        for hear in clock.stepped:
+            hear(self)
         return result
 
     def _end_window_by_hand(self) -> None:

@@ -56,7 +56,7 @@ class Recorder:
             plan=run.plan.as_dict(),
             machine=facts(run.plan.hardware),
         )
-        self._clock.stepped = self._stepped
+        self._clock.stepped.append(self._stepped)
         self._memory.start()
 
     # -- a tracker ----------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class Recorder:
         """Write the end. Calling it again does nothing."""
         if self._file.closed:
             return
-        self._clock.stepped = None
+        self._clock.stepped.remove(self._stepped)
         self._memory.stop()
         seconds = self._last - self._first
         if self._marks is not None and self._updates > 1:
@@ -92,8 +92,9 @@ class Recorder:
 
     # -- what it counts -----------------------------------------------------------------------------------------------
 
-    def _stepped(self, updates: int) -> None:
-        """An optimizer has made its update number `updates`; of several the first to do so counts."""
+    def _stepped(self, optimizer: Any) -> None:
+        """An optimizer has made an update; of several the first to make its number `updates` counts."""
+        updates = optimizer.updates
         if updates <= self._updates:
             return
         self._updates, self._last = updates, time.perf_counter() - self._begun

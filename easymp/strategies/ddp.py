@@ -40,6 +40,7 @@ class DDP:
     Options: ClassVar[type] = DistributedDataParallelKwargs
     whole: ClassVar[bool] = True
     apart: ClassVar[bool] = False
+    alike: ClassVar[bool] = True
     masters: ClassVar[bool] = True
     sharded: ClassVar[bool] = False
 

@@ -97,6 +97,7 @@ class FSDP:
     sharded: ClassVar[bool] = True
     whole: ClassVar[bool] = True  # in forward and backward each part is gathered
     apart: ClassVar[bool] = False
+    alike: ClassVar[bool] = True
     masters: ClassVar[bool] = True
     sums = False  # torch keeps its own, in the type that gradients are reduced in
 

@@ -8,7 +8,7 @@ that their counts stay the same. With ``every=1`` and plain SGD it is ddp.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -60,6 +60,7 @@ class LocalTraining:
     data_group = None
     whole: ClassVar[bool] = True
     apart: ClassVar[bool] = True
+    alike: ClassVar[bool] = True
     masters: ClassVar[bool] = False  # parameters are averaged, and masters would not know
     sums = True
 
@@ -69,6 +70,7 @@ class LocalTraining:
         self._every = options.every
         self._models: list[nn.Module] = []
         self._turns: list[Turn] = []
+        self.averaged: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None  # told of each averaging
         world.settling.append(self._settle)
 
     @staticmethod
@@ -113,6 +115,7 @@ class LocalTraining:
         mine = {id(p) for p in held}
         models = [m for m in self._models if any(id(p) in mine for p in m.parameters())]
         average([*held, *(b for m in models for b in m.buffers())], self._world)
+        self.averaged(turn.optimizer)
 
     def _settle(self) -> None:
         for turn in self._turns:

@@ -90,6 +90,7 @@ class Pipeline:
     Options: ClassVar[type] = PipelineOptions
     whole: ClassVar[bool] = True
     apart: ClassVar[bool] = False
+    alike: ClassVar[bool] = False
     masters: ClassVar[bool] = False  # optimizers take them before it shows which parameters are here
     sums = False  # likewise
     sharded: ClassVar[bool] = False

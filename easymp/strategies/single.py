@@ -28,6 +28,7 @@ class Single:
     apart: ClassVar[bool] = False
     masters: ClassVar[bool] = True
     sums = True
+    alike: ClassVar[bool] = True
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self._device = world.device

@@ -109,6 +109,7 @@ class TensorParallel:
     Options: ClassVar[type] = TensorParallelOptions
     whole: ClassVar[bool] = False
     apart: ClassVar[bool] = False
+    alike: ClassVar[bool] = True
     masters: ClassVar[bool] = True
     sharded: ClassVar[bool] = False
 

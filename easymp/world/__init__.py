@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from .ranks import Ranks as Ranks
     from .ranks import read_ranks as read_ranks
     from .world import World as World
+    from .world import first_difference as first_difference
     from .world import locate as locate
     from .world import odd_one_out as odd_one_out
 
-_HOMES = {"ranks": ("Ranks", "read_ranks"), "world": ("World", "locate", "odd_one_out")}
+_HOMES = {"ranks": ("Ranks", "read_ranks"), "world": ("World", "first_difference", "locate", "odd_one_out")}
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

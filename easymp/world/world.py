@@ -599,3 +599,12 @@ def unlike(everyone: list[tuple[str, str, dict[str, str]]], remedy: str) -> str:
         if len(set(values)) > 1:
             return f"{calls[0]}: the ranks pass different things{place and f' at {place}'}: {odd_one_out(values)}. {remedy}"
     raise AssertionError("the ranks said different things, and their facts are equal")
+
+
+def first_difference(lists: Sequence[Sequence[str]]) -> list[str]:
+    """The first line that is not the same in all of a rank's `lists`, as each has it; nothing where they are equal."""
+    for i in range(max(map(len, lists))):
+        there = [lines[i] if i < len(lines) else "nothing more" for lines in lists]
+        if len(set(there)) > 1:
+            return there
+    return []

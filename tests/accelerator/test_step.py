@@ -204,7 +204,7 @@ def test_body_and_head_are_clipped_one_after_the_other() -> None:
     with Accelerator(mixed_precision="fp16", kwargs_handlers=SMALL) as acc:
         model = make()
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        late = nn.Parameter(torch.ones(2))
+        late = model.late = nn.Parameter(torch.ones(2))
         optimizer.add_param_group({"params": [late]})
         acc.backward(model(torch.ones(2, 4)).sum() + late.sum())
         acc.clip_grad_norm_(model[0].parameters(), 0.1)

@@ -31,9 +31,9 @@ def train(log_with: str = "none", accumulation: int = 1, batches: int = 6, **set
             optimizer.step()
             optimizer.zero_grad()
         acc.log({"loss": loss, "deep": {"rate": 0.5}, "word": "no number", "lost": float("nan")})
-    heard = acc._clock.stepped is not None
+    heard = bool(acc._clock.stepped)
     acc.end_training()
-    return {"heard": heard, "still": acc._clock.stepped is not None}
+    return {"heard": heard, "still": bool(acc._clock.stepped)}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -168,7 +168,8 @@ def test_on_an_accelerator_its_own_memory_and_its_own_clock_count(tmp_path: Path
         world = SimpleNamespace(device=torch.device("cuda:0"), rank=0, size=1)
         recorder = Recorder(str(tmp_path), SimpleNamespace(world=world, clock=acc._clock, plan=acc.plan))
         for updates in (1, 2, 2, 3):  # of two optimizers
-            acc._clock.stepped(updates)
+            for hear in acc._clock.stepped:
+                hear(SimpleNamespace(updates=updates))
         recorder.finish()
         recorder.finish()
     assert asked == ["event cuda:0 True"] * 2 + ["record"] * 3 + ["wait"]

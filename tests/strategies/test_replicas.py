@@ -1,0 +1,340 @@
+"""Ranks that must hold equal parameters compare them: what drifts apart is an error on all ranks, with the parameter's name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from easymp import Accelerator, DataLoaderConfiguration, optim
+from easymp.errors import EasympError, PrepareError, StepError
+
+ALL = {
+    "ddp": ("ddp", None, 2),
+    "zero1": ("zero1", None, 2),
+    "fsdp": ("fsdp", None, 2),
+    "hsdp": ("hsdp", {"shard_size": 2}, 4),
+    "tensor_parallel": ("tensor_parallel", None, 2),
+    "local_sgd": ("local_sgd", {"every": 2}, 2),
+}
+BATCHES = 8
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 2).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.body(x))
+        return self.head(self.adapter(h) if hasattr(self, "adapter") else h)
+
+    def score(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.body(x)))
+
+
+def started(acc: Accelerator, lr: float = 0.1) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Net()
+    return acc.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
+
+
+def in_full(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What `run` makes of an Accelerator, or what easymp said."""
+    try:
+        with Accelerator(mixed_precision="no", cpu=True, **options) as acc:
+            return run(acc, *args)
+    except EasympError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def update(acc: Accelerator, model: Any, optimizer: Any, call: Callable[[Tensor], Tensor] | None = None) -> None:
+    generator = torch.Generator().manual_seed(acc.process_index)
+    loss = (call or model)(torch.randn(3, 4, generator=generator)).square().mean()
+    loss.backward() if call else acc.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- while training --------------------------------------------------------------------------------------------------------
+
+
+def other_method(acc: Accelerator, model: Any, optimizer: Any, inner: Any) -> Any:
+    return model.score
+
+
+def added_behind(acc: Accelerator, model: Any, optimizer: Any, inner: Any) -> None:
+    torch.manual_seed(1)
+    acc.unwrap_model(model).adapter = nn.Linear(8, 8)
+    optimizer.param_groups[0]["params"] += model.adapter.parameters()
+
+
+def other_rate(acc: Accelerator, model: Any, optimizer: Any, inner: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 1 + acc.process_index
+
+
+def thawed(acc: Accelerator, model: Any, optimizer: Any, inner: Any) -> None:
+    model.head.requires_grad_(True)
+
+
+def by_hand(acc: Accelerator, model: Any, optimizer: Any, inner: Any) -> None:
+    if acc.process_index == acc.num_processes - 1:
+        weight: Any = model.norm.weight.detach()
+        (weight.to_local() if hasattr(weight, "to_local") else weight)[0] += 1
+
+
+def swapped(acc: Accelerator, model: Any, optimizer: Any, inner: Any) -> None:
+    if acc.process_index:
+        model.head.bias.data = model.head.bias.data.flip(0)
+
+
+def unprepared(acc: Accelerator, model: Any, optimizer: Any, inner: Any) -> None:
+    acc.unwrap_model(model).adapter = nn.Linear(8, 8)  # which no prepared optimizer steps
+
+
+def drifting(how: Callable[..., Any], strategy: str, options: Any, after: int, **more: Any) -> list[Any]:
+    """After how many updates somebody says what, if `how` is done after update number `after`."""
+    done = [0]
+
+    def run(acc: Accelerator) -> None:
+        model, optimizer = started(acc)
+        call = None
+        for i in range(BATCHES):
+            if i == after:
+                call = how(acc, model, optimizer, optimizer.optimizer)
+            update(acc, model, optimizer, call)
+            done[0] += 1
+
+    said = in_full(run, strategy=strategy, strategy_options=options, **more)
+    return [done[0], said]
+
+
+CASES = {
+    "another method": (other_method, "'body.weight'", "another method than the model's call"),
+    "added": (added_behind, "'adapter.weight'", "It was added after prepare(): add it to the model before prepare()"),
+    "another rate": (other_rate, "SGD group 0 lr=0.2", "Set the same options on all ranks"),
+    "unfrozen": (thawed, "'head.weight'", "a parameter unfrozen after prepare()"),
+    "by hand": (by_hand, "'norm.weight'", "weights changed on some ranks only"),
+    "elements swapped": (swapped, "'head.bias'", "weights changed on some ranks only"),
+    "of no optimizer": (unprepared, "'adapter.weight'", "It was added after prepare()"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_under_ddp_drift_is_an_error_that_names_the_parameter(ranks, name: str) -> None:
+    how, named, cause = CASES[name]
+    zero, one = ranks(drifting, how, "ddp", None, 0)
+    assert zero == one
+    updates, said = zero
+    assert updates == 1  # said while the second one is made
+    assert said.startswith("WorldError: after update 1 of SGD")
+    assert named in said
+    assert cause in said
+    if "lr=" not in named:
+        assert "rank 1 and rank 0 differ" in said
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_under_each_strategy_options_that_drift_apart_are_an_error(ranks, strategy: str) -> None:
+    name, options, processes = ALL[strategy]
+    found = ranks(drifting, other_rate, name, options, 2, processes=processes)
+    assert found == [found[0]] * processes
+    assert "SGD group 0 lr=" in found[0][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "processes", "how", "said"),
+    [
+        ("zero1", None, 2, swapped, "rank 1 and rank 0 differ in parameter 'head.bias'"),
+        ("fsdp", {"ignore": "norm"}, 2, by_hand, "rank 1 and rank 0 differ in parameter 'norm.weight'"),
+        ("hsdp", {"shard_size": 2}, 4, by_hand, "rank 3 and rank 1 differ in parameter 'norm.weight'"),
+        ("tensor_parallel", None, 2, by_hand, "rank 1 and rank 0 differ in parameter 'norm.weight'"),
+        ("tensor_parallel", {"size": 2}, 4, by_hand, "rank 3 and rank 2 differ in parameter 'norm.weight'"),
+        (
+            "local_sgd",
+            {"every": 2},
+            2,
+            unprepared,
+            "after update 4 of SGD rank 1 and rank 0 differ in parameter 'adapter.weight'",
+        ),
+    ],
+)
+def test_copies_are_compared_where_a_strategy_has_some(
+    ranks, name: str, options: Any, processes: int, how: Callable[..., Any], said: str
+) -> None:
+    found = ranks(drifting, how, name, options, 2, processes=processes)
+    assert found == [found[0]] * processes
+    assert said in str(found[0][1])
+
+
+def test_after_the_first_updates_every_so_many_are_compared(ranks) -> None:
+    (updates, said), _ = ranks(every_sixth)
+    assert updates == 6
+    assert "after update 6 of SGD" in said
+
+
+def every_sixth() -> list[Any]:
+    return drifting(by_hand, "ddp", None, 4, replica_check=6)
+
+
+def never() -> list[Any]:
+    return drifting(by_hand, "ddp", None, 0, replica_check=0)
+
+
+def test_zero_compares_nothing(ranks) -> None:
+    assert ranks(never) == [[BATCHES, None]] * 2
+
+
+def at_the_end() -> Any:
+    def run(acc: Accelerator) -> None:
+        model, optimizer = started(acc)
+        update(acc, model, optimizer, model.score)
+
+    return in_full(run, strategy="ddp")
+
+
+def test_the_last_update_is_compared_at_the_end(ranks) -> None:
+    zero, one = ranks(at_the_end)
+    assert zero == one
+    assert "after update 1 of SGD rank 1 and rank 0 differ in parameter 'body.weight'" in zero
+
+
+def apart_for_a_while() -> Any:
+    def run(acc: Accelerator) -> str:
+        model, optimizer = started(acc)
+        with acc.no_sync(model):
+            for _ in range(2 + acc.process_index):
+                update(acc, model, optimizer)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(acc.reduce(parameter, "mean"))
+        for _ in range(5):
+            update(acc, model, optimizer)
+        with acc.join_uneven_inputs([model]):
+            for _ in range(2 + acc.process_index):
+                update(acc, model, optimizer)
+        for _ in range(5):
+            update(acc, model, optimizer)
+        return "equal"
+
+    return in_full(run, strategy="ddp", replica_check=1)
+
+
+def test_ranks_may_train_apart_where_they_say_so(ranks) -> None:
+    assert ranks(apart_for_a_while) == ["equal"] * 2
+
+
+def rounded_stochastically() -> Any:
+    def run(acc: Accelerator) -> str:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).bfloat16()
+        model, optimizer = acc.prepare(model, optim.AdamW(model.parameters(), lr=0.1, stochastic_rounding=True))
+        for _ in range(4):
+            acc.backward(model(torch.ones(2, 4, dtype=torch.bfloat16) + acc.process_index).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return "equal"
+
+    return in_full(run, strategy="ddp", replica_check=1)
+
+
+def test_stochastic_rounding_rounds_alike_on_all_ranks(ranks) -> None:
+    assert ranks(rounded_stochastically) == ["equal"] * 2
+
+
+# -- at prepare and after --------------------------------------------------------------------------------------------------
+
+
+def unlike(which: str) -> Any:
+    options: dict[str, Any] = {"seed": 1}
+
+    def run(acc: Accelerator) -> None:
+        rank = acc.process_index
+        model = Net()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        if which == "lr":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank), momentum=0.5)
+        elif which == "class":
+            optimizer = (torch.optim.SGD, torch.optim.RMSprop)[rank](model.parameters(), lr=0.1)
+        elif which == "groups":
+            parameters = list(model.parameters())
+            groups = [{"params": parameters}] if rank else [{"params": parameters[:1]}, {"params": parameters[1:]}]
+            optimizer = torch.optim.SGD(groups, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5 if which == "scheduler" and rank else 0.1)
+        acc.prepare(model, optimizer, scheduler)
+
+    rank = int(os.environ["RANK"])
+    if which in ("seed", "replica_check"):
+        options[which] = 5 + rank
+    if which == "data_seed":
+        options["dataloader_config"] = DataLoaderConfiguration(data_seed=rank)
+    return in_full(run, strategy="ddp", **options)
+
+
+@pytest.mark.parametrize(
+    ("which", "zero", "one"),
+    [
+        ("lr", "SGD group 0 lr=0.1", "SGD group 0 lr=0.2"),
+        ("class", "SGD", "RMSprop"),
+        ("groups", "SGD group 0 with 1 parameters", "SGD group 0 with 6 parameters"),
+        ("scheduler", "StepLR gamma=0.1", "StepLR gamma=0.5"),
+        ("seed", "Settings seed=5", "Settings seed=6"),
+        ("replica_check", "Settings replica_check=5", "Settings replica_check=6"),
+        ("data_seed", "DataLoaderConfiguration data_seed=0", "DataLoaderConfiguration data_seed=1"),
+    ],
+)
+def test_what_trains_is_compared_at_prepare(ranks, which: str, zero: str, one: str) -> None:
+    found = ranks(unlike, which)
+    assert found[0] == found[1]
+    assert found[0].startswith(f"WorldError: the ranks prepare different things: rank 0 has {zero}, rank 1 has {one}")
+
+
+def adding(strategy: str, options: Any) -> list[str]:
+    said = []
+
+    def run(acc: Accelerator, through: Callable[[Any], Any]) -> None:
+        model, optimizer = started(acc)
+        acc.unwrap_model(model).adapter = nn.Linear(8, 8)
+        through(optimizer).add_param_group({"params": model.adapter.parameters()})
+
+    for through in (lambda o: o, lambda o: o.optimizer, lambda o: o.given):
+        said.append(in_full(run, through, strategy=strategy, strategy_options=options))
+    return said
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_a_group_of_parameters_that_were_not_prepared_is_refused(ranks, strategy: str) -> None:
+    name, options, processes = ALL[strategy]
+    for found in ranks(adding, name, options, processes=processes):
+        for said in found:
+            assert said.startswith(
+                "PrepareError: SGD.add_param_group got a parameter of shape (8, 8) that belongs to no prepared model"
+            )
+            assert "add it to the model before prepare()" in said
+
+
+def test_on_one_process_a_model_may_grow(tmp_path: Path) -> None:
+    with Accelerator(mixed_precision="no", cpu=True) as acc:
+        model, optimizer = started(acc)
+        model.adapter = nn.Linear(8, 8)
+        optimizer.add_param_group({"params": model.adapter.parameters()})
+        before = model.adapter.weight.detach().clone()
+        update(acc, model, optimizer)
+        assert not torch.equal(model.adapter.weight, before)
+        acc.save_state(tmp_path / "there")
+        lone = nn.Parameter(torch.ones(3))
+        with pytest.raises(PrepareError, match=r"shape \(3,\) that belongs to no prepared model"):
+            optimizer.add_param_group({"params": lone})
+        assert len(optimizer.param_groups) == 2
+        optimizer.param_groups[0]["params"].append(lone)
+        with pytest.raises(StepError, match=r"SGD steps a parameter of shape \(3,\) that belongs to no prepared model"):
+            acc.save_state(tmp_path / "not there")
+        plain = optimizer.given
+    plain.add_param_group({"params": nn.Parameter(torch.ones(2))})  # the run has let go of it
