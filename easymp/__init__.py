@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .operations import reduce as reduce
     from .plan import Plan as Plan
     from .plan import make_plan as make_plan
+    from .prepared import forward_method as forward_method
     from .processes import DistributedType as DistributedType
     from .processes import PrecisionType as PrecisionType
     from .protocols import Choice as Choice
@@ -111,6 +112,7 @@ _HOMES = {
     "log": ("get_logger", "tqdm"),
     "memory_retry": ("find_executable_batch_size", "release_memory"),
     "operations": ("broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "reduce"),
+    "prepared": ("forward_method",),
     "plan": ("Plan", "make_plan"),
     "processes": ("DistributedType", "PrecisionType"),
     "protocols": ("Choice", "Source", "Tracker"),

@@ -9,7 +9,6 @@ import atexit
 import math
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -21,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from . import hardware, launcher, optim, profiling, trackers
-from .checks import by_kind, loss_trouble, refuse_unknown
+from .checks import by_kind, explain_second_backward, loss_trouble, refuse_unknown
 from .clock import StepClock
 from .data import PreparedLoader, Unprepared, skip_first_batches
-from .errors import EasympWarning, RefusedError, SettingError, StepError
+from .errors import RefusedError, SettingError, StepError
 from .exporting import Weights
 from .hardware import Hardware
 from .log import get_logger
@@ -370,31 +369,46 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
 
     # -- prepare ------------------------------------------------------------------------------------------------------
 
-    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+    def prepare(
+        self,
+        *objects: Any,
+        device_placement: Sequence[bool | None] | None = None,
+        forward_methods: str | Sequence[str] = (),
+    ) -> Any:
         """Models, optimizers, schedulers and loaders, in any order, ready for this run, in the same order.
 
         Args:
             objects: each a Module, Optimizer, scheduler, DataLoader, something prepared before, or None.
             device_placement: one value an object, over the constructor's.
+            forward_methods: names of methods that compute as forward does ("embed", "generate"): of the prepared model they are called
+                under autocast and the strategy, so that they train, too. Each model takes the names that it has; methods that
+                `easymp.forward_method` decorates need not be named.
 
         Raises:
-            PrepareError: objects that do not fit together, or cannot be prepared.
+            PrepareError: objects that do not fit together, or cannot be prepared; a name in `forward_methods` that no model has.
+            RefusedError: `forward_methods` under a strategy that runs forward alone.
             WorldError: the ranks passed different objects.
         """
-        done = self._prepared.prepare(objects, device_placement)
+        done = self._prepared.prepare(objects, device_placement, forward_methods)
         strategy = self._prepared.strategy
         if strategy.data_size > 1 and not self._clock.backwards:
             self._unprepared = Unprepared(self._world, strategy.data_rank, strategy.data_size)
         return done[0] if len(done) == 1 else tuple(done)
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+        forward_methods: str | Sequence[str] = (),
+    ) -> nn.Module:
         """As `prepare`. A model without trainable parameters is not wrapped for gradients, so `evaluation_mode` asks for that."""
         if evaluation_mode and any(p.requires_grad for p in model.parameters()):
             raise RefusedError(
                 f"evaluation_mode=True, but this {type(model).__name__} has trainable parameters: call requires_grad_(False) on it first, "
                 "or leave evaluation_mode out"
             )
-        return self.prepare(model, device_placement=[device_placement])
+        return self.prepare(model, device_placement=[device_placement], forward_methods=forward_methods)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
         return self.prepare(optimizer, device_placement=[device_placement])
@@ -430,7 +444,8 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             kwargs: for `Tensor.backward`.
 
         Raises:
-            StepError: a loss that is no scalar, or has no graph.
+            StepError: a loss that is no scalar, or has no graph; one that holds the gradient of a gradient, where that cannot be had;
+                gradients that no rank averages, since their model was not called.
             WorldError: another rank is missing or elsewhere.
         """
         clock = self._clock
@@ -472,10 +487,25 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         summed = sums.on and clock.accumulation != 1
         if summed:
             sums.begin()
-        if self._world.size == 1:
+        if self._world.size > 1:
+            self._world.trains_here()
+        reduces = self._world.size > 1 and clock.sync and not self._alone and not summed
+        modules = [model.route.module for model in prepared.models] if reduces else []
+        replicas: list[Any] = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
+        if replicas and kwargs.get("create_graph"):
+            raise StepError(
+                "backward(create_graph=True) under ddp, which averages gradients in place and keeps no graph of them: take the inner "
+                "gradient by torch.autograd.grad(..., create_graph=True), and call backward() on a loss made of it"
+            )
+        before = [replica.gradients() for replica in replicas]
+        try:
             loss.backward(**kwargs)
-        else:
-            self._backward_among_ranks(loss, kwargs)
+        except RuntimeError as error:
+            self._world.blame(error, "backward")
+            explain_second_backward(error)
+            raise
+        for replica, gradients in zip(replicas, before):
+            replica.check_averaged(gradients)
         if summed:
             sums.add()
             if clock.sync:
@@ -489,26 +519,6 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         if self._world.size > 1 and not self._sync_each_batch and not self._alone:
             modules = [model.route.module for model in self._prepared.models]
             self._prepared.sums.average(lambda gradients: self._prepared.strategy.average(modules, gradients))
-
-    def _backward_among_ranks(self, loss: Tensor, kwargs: dict[str, Any]) -> None:
-        self._world.trains_here()
-        if self._clock.sync:
-            called = not self._prepared.models
-            for model in self._prepared.models:
-                called |= model.route.called or model.route.local
-                model.route.called = False
-            if not called:
-                warnings.warn(
-                    "backward() on gradients that no rank will average: no prepared model was called since the last one. Call the "
-                    "model itself (model(x), not model.method(x)), and once for each backward()",
-                    EasympWarning,
-                    stacklevel=3,
-                )
-        try:
-            loss.backward(**kwargs)
-        except RuntimeError as error:
-            self._world.blame(error, "backward")
-            raise
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One micro-step: ``with accelerator.accumulate(model):`` around forward, backward, step and zero_grad.
@@ -551,7 +561,6 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Inside, backward reduces gradients, although `model` was called under `no_sync`."""
         (route,) = self._prepared.routes((model,))
-        route.called = True
         alone, self._alone = self._alone, False
         try:
             with self._prepared.strategy.force_sync(route.module):

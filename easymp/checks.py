@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import BatchError, PrepareError, RefusedError, SettingError, nearest
+from .errors import BatchError, PrepareError, RefusedError, SettingError, StepError, nearest
 from .records import HANDLERS
 from .settings import NAMES
 
@@ -81,6 +81,16 @@ def loss_trouble(loss: Any) -> str:
             "frozen parameters only"
         )
     return f"backward() got a loss of shape {tuple(loss.shape)}: reduce it to one number first, e.g. loss.mean()"
+
+
+def explain_second_backward(error: RuntimeError) -> None:
+    """Raises a StepError where `error` is torch's about a gradient of a gradient."""
+    said = str(error).splitlines()[0] if str(error) else ""
+    if "double backward" in said or "differentiate twice" in said:
+        raise StepError(
+            "the loss holds the gradient of a gradient, which a part of the model does not have: torch.compile's default backend, "
+            f"Linears in fp8 and synchronised batch-norm have none. Leave these out. torch said: {said}"
+        ) from error
 
 
 def check_batch(leaf: Any, size: int | None, objects: bool = False) -> None:

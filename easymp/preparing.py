@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 from . import cuda, optim
 from .checks import ADDED, describe, describe_record
 from .data import PreparedLoader, SkippedLoader, prepare_loader
-from .errors import PrepareError, StepError, WorldError
+from .errors import PrepareError, RefusedError, StepError, WorldError
 from .fitting import Fitting
 from .log import get_logger
 from .precision import Scaler
 from .precision.mixed import LOW, raise_weights
-from .prepared import Route, make_view
+from .prepared import Route, forward_methods, make_view
 from .protocols import Choice, Manner, Precision, Strategy
 from .rebind import follow
 from .records import DataLoaderConfiguration
@@ -147,24 +147,31 @@ class Preparation:
         self._seed = run.plan.settings.seed
         self._alike = self._seed is not None  # whether all ranks still draw from one random stream
 
-    def prepare(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None) -> list[Any]:
-        """`objects`, ready for this run, in the same order."""
+    def prepare(
+        self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None, methods: str | Sequence[str] = ()
+    ) -> list[Any]:
+        """`objects`, ready for this run, in the same order; `methods` of the models among them are called as forward is."""
         if device_placement is not None and len(device_placement) != len(objects):
             raise PrepareError(
                 f"device_placement has {len(device_placement)} values for {len(objects)} objects: pass one for each"
             )
-        self._agree(objects)
+        new = list(dict.fromkeys(o for o in objects if isinstance(o, nn.Module) and self._known(o) is None))
+        named = dict(zip(new, forward_methods(new, methods)))
+        self._agree(objects, [f"forward methods {names}" for names in named.values()])
         place = [self._wishes.place if p is None else p for p in device_placement or [None] * len(objects)]
         done: dict[int, Any] = {}
         models = [(i, o) for i, o in enumerate(objects) if isinstance(o, nn.Module)]
         optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
-        new = [m for _, m in models if self._known(m) is None]
-        self.strategy = self._fitting.choose(list(dict.fromkeys(new)), [self._plain(o) for o in optimizers], self.strategy)
+        self.strategy = self._fitting.choose(new, [self._plain(o) for o in optimizers], self.strategy)
+        if self.strategy.only_forward and any(names for names in named.values()):
+            raise RefusedError(
+                f"forward_methods: strategy {self.strategy.name!r} {self.strategy.only_forward}. Call the model itself, or use 'ddp'"
+            )
         if self.replicas is not None:
             self.replicas.follow(self.strategy)
-        self._outfit(list(dict.fromkeys(new)))
+        self._outfit(new)
         for i, model in models:
-            done[i] = self._prepare_model(model, optimizers, place[i])
+            done[i] = self._prepare_model(model, optimizers, place[i], named.get(model, ()))
         for kind in (torch.optim.Optimizer, DataLoader, object):  # what follows the models; schedulers follow the optimizers
             for i, item in enumerate(objects):
                 if i not in done and isinstance(item, kind):
@@ -214,7 +221,9 @@ class Preparation:
             "(a data set goes into a DataLoader first)"
         )
 
-    def _prepare_model(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], place: bool) -> nn.Module:
+    def _prepare_model(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], place: bool, methods: Sequence[str]
+    ) -> nn.Module:
         known = self._known(model)
         if known is not None:
             return known.view
@@ -236,12 +245,22 @@ class Preparation:
         manner = Manner(self._precision, place, self._wishes.initialize)
         if self._compiling:
             manner = manner._replace(compile=self._compiling.whole)
+        if methods:
+            self._precision.decide(model)  # a timing would be one of forward
         wrapped = self.strategy.wrap(model, plain, manner)
         self._run.world.hurry_groups()
         if self._precision.masters or (self.strategy.sums and self._run.clock.accumulation != 1):
             why = "gradients of low-precision parameters are summed in fp32, dense ones only"
             refuse_sparse(model, why, "keep its weights in fp32", narrow=True)
-        view, route = make_view(model, wrapped, self._run.world.blame, lambda: self._no_sync(model))
+        view, route = make_view(
+            model,
+            wrapped,
+            self._run.world.blame,
+            lambda: self._no_sync(model),
+            methods,
+            self.strategy.once,
+            self.strategy.sharded,
+        )
         self.models.append(Prepared(view, route))
         self.owner.update((id(p), name) for name, p in model.named_parameters())
         if self.strategy.sums and self.sums.watch(model):
@@ -446,7 +465,7 @@ class Preparation:
         self.loaders.append(prepared)
         return prepared
 
-    def _agree(self, objects: Sequence[Any]) -> None:
+    def _agree(self, objects: Sequence[Any], more: Sequence[str] = ()) -> None:
         """All ranks brought the same things, or an error says who did not; and one data seed for all."""
         plan = self._run.plan
         decided = {"precision": plan.precision, "strategy": plan.strategy, "accumulation": plan.accumulation}
@@ -454,6 +473,7 @@ class Preparation:
         mine += [line for line in describe_record(plan.settings) if line.split()[1].partition("=")[0] not in MAY_DIFFER]
         mine += [line for record in self._wishes.records for line in describe_record(record)]
         mine += [line for o in objects for line in describe(o)]
+        mine += more
         digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
         seen = self._run.world.gather_objects((digest, torch.initial_seed()))
         if self._seed is None:

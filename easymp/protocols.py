@@ -154,6 +154,8 @@ class Strategy(Protocol):
     apart: ClassVar[bool]  # whether what optimizers remember differs from rank to rank, of the same parameters
     alike: ClassVar[bool]  # whether a parameter that is no DTensor is the same on all ranks (where `apart`: after each averaging)
     masters: ClassVar[bool]  # whether optimizers can step fp32 copies in place of low-precision parameters
+    once: str  # why a gradient of a gradient cannot be had; "" where it can
+    only_forward: str  # why methods cannot be called as forward is, as "has …"; "" where they can
     sums: (
         bool  # whether fp32 sums of gradients are kept outside: under no_sync `.grad` is this rank's, and `average` does the rest
     )

@@ -51,6 +51,8 @@ class DataParallel(Single):
     def __init__(self, world: World, options: DataParallelOptions) -> None:  # type: ignore[override]
         self._device = world.device
         self._devices = choose_devices(world.device, options.devices)
+        if len(self._devices) > 1:
+            self.only_forward = "calls copies of the model, by forward alone"
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:

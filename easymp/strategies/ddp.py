@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import RefusedError, StepError
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..records import DistributedDataParallelKwargs
+from ..tree import leaves
 from ..world import World
 from .blocks import refuse_sparse
 from .compiling import passed_over
@@ -43,6 +44,8 @@ class DDP:
     alike: ClassVar[bool] = True
     masters: ClassVar[bool] = True
     sharded: ClassVar[bool] = False
+    once = ""
+    only_forward = ""
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self.data_rank, self.data_size = world.rank, world.size
@@ -51,6 +54,8 @@ class DDP:
         self.sums = options.comm_hook in ("no", "fp32")
         self._world = world
         self._options = options
+        if options.static_graph:
+            self.once = "with static_graph=True the first backward counts as the one that is averaged. Leave static_graph out"
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:
@@ -100,7 +105,7 @@ class DDP:
             yield
             return
         before = model.require_backward_grad_sync
-        model.require_backward_grad_sync = True
+        model.require_backward_grad_sync = model.armed = True  # type: ignore[assignment]
         model.reducer.prepare_for_backward([])  # what forward does when it expects a reduction
         try:
             yield
@@ -156,6 +161,11 @@ class Replica(DistributedDataParallel):
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
         self._begun = False  # whether gradients have been reduced once
+        self.armed = False  # whether a backward averages gradients, which a call makes so, and only once
+        self._all = tuple(root.parameters())
+        self._outputs: list[Tensor] = []  # of calls since the last backward, for find_unused_parameters
+        self._done = False  # whether there has been one
+        self._frozen = tuple((name, p) for name, p in root.named_parameters() if not p.requires_grad)
 
     def _build_params_for_reducer(self) -> Any:
         parameters, sparse = super()._build_params_for_reducer()
@@ -163,15 +173,36 @@ class Replica(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
+            if self.require_backward_grad_sync and torch.is_grad_enabled():
+                self.armed = True
             if not self._begun and torch.is_grad_enabled():
                 self._begun = True
                 if self.static_graph and not self.require_backward_grad_sync:
                     return self._reduced(*args, **kwargs)
-            return super().forward(*args, **kwargs)
+            outputs = super().forward(*args, **kwargs)
+            if self.find_unused_parameters and self.armed and torch.is_grad_enabled():
+                self._look_from(outputs)
+            return outputs
         except RuntimeError as error:
             if UNFINISHED in str(error):
                 raise StepError(self._unused(str(error))) from error
             raise
+
+    def _look_from(self, outputs: Any) -> None:
+        """Unused parameters are those that no call since the last backward uses; torch looks from the last call's outputs alone."""
+        if self._done:
+            self._outputs.clear()
+            self._done = False
+        several = bool(self._outputs)
+        for leaf in leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._backward_came)
+                self._outputs.append(leaf)
+        if several and not self.static_graph:
+            self.reducer.prepare_for_backward(self._outputs)
+
+    def _backward_came(self, gradient: Tensor) -> None:
+        self._done = True
 
     def _reduced(self, *args: Any, **kwargs: Any) -> Any:
         # Of a static graph, torch's reducer needs one reduced iteration before it may skip one. Reducing early changes no
@@ -181,6 +212,37 @@ class Replica(DistributedDataParallel):
             return super().forward(*args, **kwargs)
         finally:
             self.require_backward_grad_sync = False
+
+    def gradients(self) -> list[tuple[Tensor, Tensor | None, int]]:
+        """Each parameter with its gradient and that one's version, for `check_averaged` after a backward."""
+        return [(p, grad, 0 if grad is None else grad._version) for p in self._all for grad in [p.grad]]
+
+    def check_averaged(self, before: Sequence[tuple[Tensor, Tensor | None, int]]) -> None:
+        """After a backward that was to average gradients.
+
+        Raises:
+            StepError: it added gradients that no rank averages.
+        """
+
+        def changed(parameter: Tensor, grad: Tensor | None, version: int) -> bool:
+            return parameter.grad is not grad or (grad is not None and grad._version != version)
+
+        if not any(changed(*one) for one in before):
+            return
+        if not self.armed:
+            raise StepError(
+                "backward() added gradients that no rank averages: the model was not called since the last backward() that averaged them. "
+                "Call the model itself, once for each backward() (add losses up first), not a part of it; name another method that "
+                "trains in prepare(model, forward_methods=('name',)), or decorate it with @easymp.forward_method"
+            )
+        self.armed = False
+        late = {id(p): name for name, p in self._frozen if p.grad is not None}
+        for parameter, grad, version in before if late else ():
+            if id(parameter) in late and changed(parameter, grad, version):
+                raise StepError(
+                    f"backward() added a gradient that no rank averages: {late[id(parameter)]!r} had requires_grad=False when the model "
+                    "was prepared. Leave it trainable until after prepare(), or prepare the model anew (free_memory() lets go of it)"
+                )
 
     def _unused(self, said: str) -> str:
         """torch's sentence about parameters that it waits for, with their names and the way out for these options."""

@@ -16,7 +16,3 @@ class Framed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
-
-
-class Alone(Framed):
-    """Calls a module whose gradients no other rank waits for: strategy "local_sgd"'s."""

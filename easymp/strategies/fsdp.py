@@ -99,6 +99,11 @@ class FSDP:
     apart: ClassVar[bool] = False
     alike: ClassVar[bool] = True
     masters: ClassVar[bool] = True
+    once = (
+        "fsdp frees a block's gathered parameters after its backward, which that would need again. Use strategy='ddp', or a loss without "
+        "the gradient of a gradient"
+    )
+    only_forward = ""
     sums = False  # torch keeps its own, in the type that gradients are reduced in
 
     def __init__(self, world: World, options: FSDPOptions) -> None:
@@ -151,7 +156,9 @@ class FSDP:
         rebind(model, optimizers, names)
         module = policy.forward(model, self._world.device)
         manner.compile(module)
-        return Sharded(module, model, parts, self._world, self._options, whole, policy.gather)
+        sharded = Sharded(module, model, parts, self._world, self._options, whole, policy.gather)
+        sharded.watch_parts()
+        return sharded
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         check_sums(optimizer, self.name)
@@ -405,6 +412,13 @@ class Sharded(nn.Module):
             for grad, mean in zip(grads, flat.split([g.numel() for g in grads])):
                 grad.copy_(mean.view(grad.shape))
 
+    def watch_parts(self) -> None:
+        """Explain calls of a module whose parameters the model's own call gathers, from elsewhere than there."""
+        inside = {id(m) for part in self.parts if part is not self.root for m in part.modules()}
+        for module in self.root.modules():
+            if module is not self.root and id(module) not in inside and any(True for _ in module.parameters(recurse=False)):
+                self._hooks.append(module.register_forward_pre_hook(_check_gathered))
+
     def forget(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -430,6 +444,14 @@ class Sharded(nn.Module):
         finally:
             self.reduces = before
             self.root.set_requires_gradient_sync(before)
+
+
+def _check_gathered(module: nn.Module, args: Any) -> None:
+    if any(hasattr(p, "to_local") for p in module.parameters(recurse=False)):
+        raise StepError(
+            f"a {type(module).__name__} is called outside of the model's forward, where its parameters are shards. Call the model itself; "
+            "name another method that computes in prepare(model, forward_methods=('name',)), or decorate it with @easymp.forward_method"
+        )
 
 
 def _of(model: nn.Module) -> Sharded:

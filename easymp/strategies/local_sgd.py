@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import EasympWarning, RefusedError, SettingError
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..world import World
-from .framed import Alone
+from .framed import Framed
 from .norms import clip_whole
 
 
@@ -57,6 +57,8 @@ class LocalTraining:
     name: ClassVar[str] = "local_sgd"
     Options: ClassVar[type] = LocalSGDOptions
     sharded: ClassVar[bool] = False
+    once = ""
+    only_forward = ""
     data_group = None
     whole: ClassVar[bool] = True
     apart: ClassVar[bool] = True
@@ -97,7 +99,7 @@ class LocalTraining:
         self._models.append(model)
         module = manner.policy.forward(model, self._world.device)
         manner.compile(module)
-        return Alone(module)
+        return Framed(module)
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self._turns.append(Turn(optimizer, self))

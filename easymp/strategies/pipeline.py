@@ -94,6 +94,11 @@ class Pipeline:
     masters: ClassVar[bool] = False  # optimizers take them before it shows which parameters are here
     sums = False  # likewise
     sharded: ClassVar[bool] = False
+    once = (
+        "under pipeline gradients travel between stages without a graph. Use strategy='ddp', or a loss without the gradient of a "
+        "gradient"
+    )
+    only_forward = "divides forward into stages, and no other method"
     data_rank = 0
     data_size = 1
     data_group = None

@@ -193,4 +193,19 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Abstract
             for m, name, buffer in kept:
                 m._buffers[name] = buffer
 
-    return first(), second()
+    return first(), _Again(second)
+
+
+class _Again(AbstractContextManager[None]):
+    """A context that can be entered more than once: for a gradient of a gradient torch recomputes twice."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._open: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._open.append(self._make())
+        self._open[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.pop().__exit__(*error)

@@ -21,6 +21,8 @@ class Single:
     name: ClassVar[str] = "single"
     Options: ClassVar[type] = DistributedDataParallelKwargs
     sharded: ClassVar[bool] = False
+    once = ""
+    only_forward = ""
     data_rank = 0
     data_size = 1
     data_group = None

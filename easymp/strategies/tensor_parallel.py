@@ -112,6 +112,11 @@ class TensorParallel:
     alike: ClassVar[bool] = True
     masters: ClassVar[bool] = True
     sharded: ClassVar[bool] = False
+    once = (
+        "under tensor_parallel torch's DTensor keeps no graph of a backward. Use strategy='ddp', or a loss without the gradient of a "
+        "gradient"
+    )
+    only_forward = ""
 
     def __init__(self, world: World, options: TensorParallelOptions) -> None:
         self._size = world.size if options.size is None else options.size

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import Accelerator, DataLoaderConfiguration, GradScalerKwargs, PrepareError
+import easymp
+from easymp import (
+    Accelerator,
+    CompileOptions,
+    DataLoaderConfiguration,
+    GradScalerKwargs,
+    PrepareError,
+    RefusedError,
+    StepError,
+)
 
 PRECISE = 1e-6
 
@@ -157,3 +168,267 @@ def refused(strategy: str, precision: str) -> str:
 @pytest.mark.parametrize(("strategy", "precision"), [("zero1", "no"), ("fsdp", "no"), ("ddp", "O2")])
 def test_sparse_gradients_are_refused_by_name(ranks, strategy: str, precision: str) -> None:
     assert all("'words' has sparse gradients, and" in said for said in ranks(refused, strategy, precision))
+
+
+# -- the gradient of a gradient -----------------------------------------------------------------------------------------
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def penalised(strategy: str | None, how: dict[str, Any]) -> list[torch.Tensor]:
+    """A Wasserstein critic with a gradient penalty."""
+    torch.manual_seed(0)
+    with Accelerator(mixed_precision="no", strategy=strategy, cpu=True, **how) as acc:
+        model = Critic()
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        part, parts = share(strategy, acc.process_index)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            x = torch.randn(8, 8, generator=generator).chunk(parts)[part].requires_grad_(True)
+            with acc.accumulate(model):
+                out = model(x)
+                (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+                acc.backward((slope.norm(dim=1) - 1).square().mean() + out.mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+
+HOWS: list[dict[str, Any]] = [
+    {},
+    {"activation_checkpointing": True},
+    {"compile": CompileOptions(backend="eager")},
+    {"gradient_accumulation_steps": 2},
+]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_a_gradient_penalty_trains(ranks, how: dict[str, Any]) -> None:
+    one = penalised(None, how)
+    if "gradient_accumulation_steps" not in how:
+        assert far(one, penalised(None, {})) < PRECISE
+    assert far(ranks(penalised, "ddp", how)[1], one) < PRECISE
+
+
+def test_a_gradient_penalty_under_zero1_and_local_sgd(ranks) -> None:
+    assert far(ranks(penalised, "zero1", {})[1], penalised(None, {})) < PRECISE
+    assert far(ranks(penalised, "local_sgd", {"strategy_options": {"every": 1}})[1], penalised(None, {})) < PRECISE
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how", "words"),
+    [
+        ("fsdp", {}, "fsdp frees a block's gathered parameters"),
+        ("tensor_parallel", {}, "DTensor keeps no graph"),
+        ("ddp", {"strategy_options": {"static_graph": True}}, "Leave static_graph out"),
+        ("pipeline", {}, "an input of a pipelined model requires a gradient"),
+    ],
+    ids=str,
+)
+def test_a_gradient_penalty_is_refused_when_its_graph_is_asked_for(ranks, strategy: str, how: Any, words: str) -> None:
+    for failure in ranks.fails(penalised, strategy, how):
+        assert failure.type == "StepError"
+        assert words in failure.message
+
+
+def test_compiled_code_has_no_second_gradient() -> None:
+    with pytest.raises(StepError, match="holds the gradient of a gradient, which a part of the model does not have"):
+        penalised(None, {"compile": CompileOptions(backend="aot_eager")})
+
+
+def with_a_graph() -> None:
+    with Accelerator(mixed_precision="no", strategy="ddp") as acc:
+        model = acc.prepare(nn.Linear(2, 1))
+        acc.backward(model(torch.ones(1, 2)).square().sum(), create_graph=True)
+
+
+def test_averaged_gradients_keep_no_graph(ranks) -> None:
+    for failure in ranks.fails(with_a_graph):
+        assert "backward(create_graph=True) under ddp" in failure.message
+
+
+# -- methods that compute as forward does -------------------------------------------------------------------------------
+
+
+class Tower(Critic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+    @easymp.forward_method
+    def score(self, h: torch.Tensor) -> torch.Tensor:
+        return self.head(h)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.score(self.embed(x))
+
+    def around(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self(x)
+
+
+WAYS = {
+    "forward": lambda m, x: m.forward(x),
+    "methods": lambda m, x: m.score(m.embed(x)),
+    "twice": lambda m, x: m.score(m.embed(x) * m.embed(-x)) + m(x) + m.around(x),
+    "embed": lambda m, x: m.embed(x),
+    "child": lambda m, x: m.head(x),
+}
+
+
+def through(strategy: str | None, way: str, how: dict[str, Any], named: bool = True) -> tuple[list[torch.Tensor] | None, str]:
+    torch.manual_seed(0)
+    precision = how.get("mixed_precision", "no")
+    with Accelerator(**{**how, "mixed_precision": precision, "strategy": strategy, "cpu": True}) as acc:
+        model = Tower()
+        model, optimizer = acc.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.01), forward_methods=("embed", "around") if named else ()
+        )
+        part, parts = share(strategy, acc.process_index)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            x = torch.randn(8, 8, generator=generator).chunk(parts)[part]
+            with acc.accumulate(model):
+                out = WAYS[way](model, x)
+                acc.backward(out.square().mean() + out.mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        kind = str(torch.float32 if strategy == "pipeline" else model.embed(x).dtype)
+        state = acc.get_state_dict(model)
+        return list(state.values()) if acc.is_main_process else None, kind
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor_parallel"])
+@pytest.mark.parametrize("way", ["forward", "methods", "twice"])
+def test_methods_train_as_forward_does(ranks, strategy: str, way: str) -> None:
+    for how in ({}, {"gradient_accumulation_steps": 2}):
+        assert far(ranks(through, strategy, way, how)[0][0], through(None, way, how)[0]) < PRECISE
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"strategy_options": {"find_unused_parameters": True}},
+        {"compile": CompileOptions(backend="eager")},
+        {"activation_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_methods_with_options(ranks, how: dict[str, Any]) -> None:
+    assert far(ranks(through, "ddp", "twice", how)[0][0], through(None, "twice", {})[0]) < PRECISE
+
+
+def test_methods_on_four_ranks(ranks) -> None:
+    want = through(None, "twice", {})[0]
+    assert far(ranks(through_four, "hsdp", {"shard_size": 2}, processes=4)[0], want) < PRECISE
+    assert far(ranks(through_four, "tensor_parallel", {"size": 2}, processes=4)[0], want) < PRECISE
+
+
+def through_four(strategy: str, options: dict[str, int]) -> list[torch.Tensor] | None:
+    torch.manual_seed(0)
+    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options, cpu=True) as acc:
+        model = Tower()
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), forward_methods=("embed", "around"))
+        part, parts = (acc.process_index, 4) if strategy == "hsdp" else (acc.process_index // 2, 2)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            out = WAYS["twice"](model, torch.randn(8, 8, generator=generator).chunk(parts)[part])
+            acc.backward(out.square().mean() + out.mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        state = acc.get_state_dict(model)
+        return list(state.values()) if acc.is_main_process else None
+
+
+def test_methods_run_under_autocast() -> None:
+    weights, kind = through(None, "methods", {"mixed_precision": "bf16"})
+    assert kind == "torch.float32"  # bf16 products, given back as fp32, as forward's are
+    assert far(weights, through(None, "forward", {"mixed_precision": "bf16"})[0]) < 1e-3
+    assert far(weights, through(None, "methods", {})[0]) > 0
+
+
+@pytest.mark.parametrize("way", ["embed", "child"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_gradients_that_no_rank_averages_are_an_error(ranks, strategy: str, way: str) -> None:
+    for failure in ranks.fails(through, strategy, way, {}, way == "child"):
+        assert failure.type == "StepError"
+        assert "forward_methods=('" in failure.message
+
+
+class Late(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.late = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.late(self.inner(x))
+
+
+def unfrozen_late() -> None:
+    with Accelerator(mixed_precision="no", strategy="ddp") as acc:
+        model = acc.prepare(Late())
+        acc.backward(model(torch.ones(1, 2)).sum())
+        model.late.requires_grad_(True)
+        acc.backward(model(torch.ones(1, 2)).sum())
+
+
+def test_a_parameter_that_is_unfrozen_late_is_said(ranks) -> None:
+    for failure in ranks.fails(unfrozen_late):
+        assert "'late.weight' had requires_grad=False when the model was prepared" in failure.message
+
+
+def two_models() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    with Accelerator(mixed_precision="no", strategy="ddp") as acc:
+        first, second = acc.prepare(Critic(), Critic())
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 + acc.process_index))
+        a, b = first(x), second(x)
+        apart = nn.Parameter(torch.ones(1))
+        acc.backward(apart.sum())  # reaches neither
+        acc.backward(a.mean())
+        acc.backward(b.mean())
+        return [p.grad.clone() for model in (first, second) for p in model.parameters()]
+
+
+def test_each_model_has_its_own_backward(ranks) -> None:
+    zero, one = ranks(two_models)
+    assert far(zero, one) == 0
+
+
+def test_forward_methods_are_methods_of_a_model() -> None:
+    with Accelerator(mixed_precision="no", cpu=True) as acc:
+        for names, words in {
+            ("embedd",): "has no method 'embedd', did you mean 'embed'",
+            ("train",): "has no method 'train'",
+            "head": "'head' is a submodule: name a method of the model that calls it",
+        }.items():
+            with pytest.raises(PrepareError, match=words):
+                acc.prepare_model(Tower(), forward_methods=names)
+        with pytest.raises(PrepareError, match="no new model has no method 'embed'"):
+            acc.prepare(forward_methods="embed")
+        first, _ = acc.prepare(Tower(), Critic(), forward_methods="embed")
+        assert first.embed(torch.ones(1, 8)).shape == (1, 8)
+
+
+def refused_by_pipeline() -> str:
+    with Accelerator(mixed_precision="no", strategy="pipeline") as acc, pytest.raises(RefusedError) as caught:
+        acc.prepare(Tower())
+    return str(caught.value)
+
+
+def test_a_pipeline_runs_forward_alone(ranks) -> None:
+    assert all("strategy 'pipeline' divides forward into stages" in said for said in ranks(refused_by_pipeline))

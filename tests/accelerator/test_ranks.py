@@ -135,32 +135,6 @@ def test_ranks_start_alike_and_drop_differently(ranks) -> None:
     assert not torch.equal(drop0, drop1)
 
 
-class Detour(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-    def score(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
-def detour() -> str:
-    import warnings
-
-    with Accelerator(mixed_precision="no") as acc, warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        model = acc.prepare(Detour())
-        acc.backward(model.score(torch.ones(1, 2)).sum())
-        return str(seen[-1].message)
-
-
-def test_a_method_that_goes_round_the_reduction_is_said(ranks) -> None:
-    assert all("no prepared model was called" in words for words in ranks(detour))
-
-
 class Contrast(nn.Module):
     """Forward compares with the other ranks' batches."""
 

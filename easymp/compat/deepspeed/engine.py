@@ -172,9 +172,7 @@ class DeepSpeedEngine(nn.Module):
         steps = self._config.batch.steps
         if not scale_wrt_gas:
             loss = loss * steps
-        with self._watches("backward"), self._apart(), warnings.catch_warnings():
-            # Of a further backward after one forward: FSDP, and sums at the end of a window, average its gradients, too.
-            warnings.filterwarnings("ignore", "backward.. on gradients that no rank will average", EasympWarning)
+        with self._watches("backward"), self._apart():
             self.accelerator.backward(loss, retain_graph=retain_graph)
             if self._late and self.accelerator.sync_gradients:
                 self._share()
