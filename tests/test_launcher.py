@@ -414,6 +414,7 @@ def test_launch_of_a_module(script, tmp_path):
 def test_launch_returns_where_there_is_nothing_to_start(monkeypatch):
     launch(1)
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     launch(8)
 
 

@@ -69,7 +69,10 @@ def launched(port: int, words: list[list[str]], after: str = "", signals: int = 
     thread = threading.Thread(target=stop)
     if signals >> node & 1:
         thread.start()
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    announced = dict.fromkeys(
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )  # by the pool
+    with env.override(**announced), contextlib.redirect_stderr(io.StringIO()) as said:
         code = main(["launch", "--main-address", f"127.0.0.1:{port}", *words[node]])
     if thread.ident:
         thread.join()
