@@ -57,12 +57,14 @@ class Nonfinite:
         """Look at a loss of this rank, before backward."""
         if self._raises:
             self._bad |= not bool(local(loss.detach()).isfinite().all())
-        elif not self._said:
+        elif not self._said and not (loss.is_cpu and loss.ndim == 0 and math.isfinite(loss.item())):
             self._note(LOSS, local(loss.detach()), self._updates() + 1)
 
     def norm(self, norm: Tensor) -> None:
         """Look at a gradient norm. Not under a loss scale, where an overflow is how the scale is found."""
-        if not self._said and not self._raises and not self._scaler.scales:
+        if self._said or self._raises or self._scaler.scales:
+            return
+        if not (norm.is_cpu and math.isfinite(norm.item())):
             self._note(NORM, local(norm.detach()), self._updates() + 1)
 
     def _step(self, found: Tensor) -> None:

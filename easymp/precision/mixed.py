@@ -37,7 +37,8 @@ class Mixed(FP32):
 def raise_weights(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
     """Raise trainable bf16 and fp16 parameters of `model` to fp32, in place. Frozen ones keep their dtype.
 
-    They stay the objects that optimizers and tied modules hold. Parameters on the meta device are raised there.
+    They stay the objects that optimizers and tied modules hold. Parameters on the meta device are raised there. Buffers are raised, too
+    (a batch-norm takes weights and statistics of one dtype), but for those of a module whose own parameters are frozen.
 
     Returns:
         The raised parameters, each with the dtype that it had.
@@ -45,5 +46,8 @@ def raise_weights(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
     raised = [(p, p.dtype) for p in model.parameters() if p.requires_grad and p.dtype in LOW]
     chosen = {id(t) for p, _ in raised for t in (p, p.grad) if t is not None}
     for module in model.modules() if raised else ():
+        own = [p for p in module._parameters.values() if p is not None]
+        if not own or any(id(p) in chosen for p in own):
+            chosen.update(id(b) for b in module._buffers.values() if b is not None and b.dtype in LOW)
         module._apply(lambda t: t.float() if id(t) in chosen else t, recurse=False)
     return raised

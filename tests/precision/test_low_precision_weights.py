@@ -121,6 +121,30 @@ def test_what_is_raised_stays_the_same_object() -> None:
             prepared.step()
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "auto"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_statistics_go_with_their_weights(precision: str, affine: bool) -> None:
+    """A batch-norm takes weights and statistics of one dtype; a frozen one keeps both."""
+    with Accelerator(mixed_precision=precision, cpu=True, probe=False) as acc:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=affine)).bfloat16()
+        model.append(nn.Sequential(nn.Identity(), nn.BatchNorm1d(4).bfloat16().requires_grad_(False)))
+        called, optimizer = acc.prepare(Half(model), torch.optim.SGD(model.parameters(), lr=0.1))
+        assert [b.dtype for b in model.buffers() if b.is_floating_point()] == [FP32, FP32, BF16, BF16]
+        acc.backward(called(torch.randn(8, 4)).sum())
+        optimizer.step()
+
+
+class Half(nn.Module):
+    """Calls the first two layers of a model: torch's fp16 autocast and frozen bf16 layers do not go together."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model[1](self.model[0](x))
+
+
 def test_on_meta_and_in_recurrent_layers() -> None:
     with Accelerator(mixed_precision="bf16", cpu=True) as acc:
         with torch.device("meta"):
