@@ -341,7 +341,7 @@ def unlike() -> None:
 def test_ranks_must_agree(ranks: Any) -> None:
     for failure in ranks.fails(unlike):
         assert failure.type == "WorldError"
-        assert "convert_sync_batchnorm True" in failure.message and "convert_sync_batchnorm False" in failure.message
+        assert "convert_sync_batchnorm=True" in failure.message and "convert_sync_batchnorm=False" in failure.message
 
 
 def killed() -> None:
