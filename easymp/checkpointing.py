@@ -74,6 +74,10 @@ class Checkpointing(Registering):
     def _root(self) -> str:
         return checkpoint.below(self._project.project_dir or os.curdir, "checkpoints")
 
+    @property
+    def _project_root(self) -> str:
+        return checkpoint.below(*checkpoint.parted(self._root))
+
     def _claim_project(self, reading: bool = False) -> None:
         """From now on, and until `close`, no other process may save in the project's folder.
 
@@ -195,7 +199,7 @@ class Checkpointing(Registering):
         chosen = checkpoint.below(self._root, checkpoint.step_folder(step)) if path is None else path
         root, name = self._together(lambda: checkpoint.parted(chosen))
         place = checkpoint.below(root, name)
-        if path is None or root == checkpoint.below(*checkpoint.parted(self._root)):
+        if root == self._project_root:
             self._claim_project()
         before = self._listed(root, name)
         storage = checkpoint.open_storage(root)

@@ -36,8 +36,8 @@ class Resuming(Checkpointing):
         """Go on from the complete checkpoint that was saved last, if there is one; returns its folder, or None.
 
         Call it once, on all ranks, when everything is prepared and registered. Checkpoints that are not complete or were damaged since
-        are left out, with a line in the log; so is what was saved after an older one that a later run went on from. The project's folder is
-        this run's until `close`: another process that resumes or saves there is refused. To read only, use `load_state`.
+        are left out, with a line in the log; so is what was saved after an older one that a later run went on from. Without `path`, the
+        project's folder is this run's until `close`: another process that resumes or saves there is refused. `load_state` never is.
 
         From now on SIGTERM and SIGUSR1 save the run and end it, unless the Accelerator was made with ``save_on_signal=False``: see there.
 
@@ -49,7 +49,8 @@ class Resuming(Checkpointing):
             CheckpointError: the last complete checkpoint does not fit this run, or all there are were damaged, or another process saves
                 in the project's folder.
         """
-        self._claim_project(reading=True)
+        if path is None or checkpoint.below(*checkpoint.parted(path)) == self._project_root:
+            self._claim_project(reading=True)
         if self._save_on_signal is None:
             self._preemption.start()
         self._settle_saves()  # what is being written may be the newest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import threading
 
 import pytest
 
-from easymp.checkpoint import locks, markers
+from easymp.checkpoint import claims, locks, markers
 from easymp.checkpoint.claims import words
 from easymp.checkpoint.folders import lock_of
 from easymp.checkpoint.local import LocalStorage
@@ -94,6 +95,15 @@ def test_a_marker_of_a_killed_process_is_known_at_once(tmp_path, holder):
     claim = take(LocalStorage(tmp_path), "marker")
     assert claim.left["pid"] == other.pid
     claim.release()
+
+
+def test_another_process_with_the_number_of_a_dead_one_is_not_its_owner(tmp_path):
+    storage = LocalStorage(tmp_path)
+    dead = {**json.loads(words(folder="mine")), "started": "1"}  # this process's number, long ago
+    storage.replace(lock_of("best"), json.dumps(dead).encode())
+    assert markers.abandoned(storage, lock_of("best")) == (claims.started(os.getpid()) != "")
+    storage.replace(lock_of("best"), json.dumps({**dead, "space": "another container"}).encode())
+    assert not markers.abandoned(storage, lock_of("best"))
 
 
 def test_a_marker_of_another_machine_is_dead_when_it_stops_changing(tmp_path, quick, monkeypatch):

@@ -332,6 +332,9 @@ def test_a_second_live_run_is_refused_and_a_dead_one_is_not_waited_for(ranks: Ra
             Accelerator(project_dir=place, save_on_signal=True)
         with run(f"{place}/other") as it:
             it.to(1)
+        with run(place) as it:  # one of a sweep that has a folder of its own, and shares the project's
+            it.acc.resume(f"{place}/sweep")
+            it.acc.save_state(f"{place}/sweep/step-00000001")
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert resumed(place) == ("step-00000002", 2)
