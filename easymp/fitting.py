@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from .log import get_logger
-from .memory import Memory, estimate
-from .plan import AUTO, by_memory, candidates, fits, room
+from .memory import FP32, Memory, estimate
+from .plan import AUTO, SPARE, by_memory, candidates, fits, room
 from .protocols import Precision, Strategy
 from .state import Run
 from .strategies import STRATEGIES
+from .units import size
 
 logger = get_logger(__name__)
 
@@ -66,11 +68,39 @@ class Fitting:
         kind = STRATEGIES[choice.value]
         return kind(world, kind.Options())  # type: ignore[call-arg]
 
+    def reduce_early(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy, say: bool
+    ) -> None:
+        """Settle whether `strategy` reduces gradients at each micro-batch, where its options leave that open; a collective.
+
+        Args:
+            say: micro-batches are accumulated, and the plan tells how.
+        """
+        words = ""
+        if strategy.early is None and models:
+            need = self._need(strategy.name, models, optimizers, strategy.options)
+            whole = sum(p.numel() * FP32 for model in models for p in model.parameters() if p.requires_grad)
+            available = min(self._run.world.gather_objects(room(self._run.plan)))
+            strategy.early = not fits(replace(need, reducing=need.reducing + whole), available)
+            words = f": {size(whole)} of whole gradients {'do not fit' if strategy.early else 'fit'} beside {size(need.total)} a rank of "
+            words += f"{size(int(available * (1 - SPARE)))}"
+        plan = self._run.plan
+        if say and models and STRATEGIES[strategy.name].sharded and "gradients" not in plan.accumulation.reason:
+            way = (
+                "gradients are reduced to shards at each"
+                if strategy.early
+                else "gradients stay whole and are reduced at the last"
+            )
+            choice = plan.accumulation
+            self._run.plan = plan.replace(accumulation=replace(choice, reason=f"{choice.reason}; {way}{words}"))
+
     def forget(self) -> None:
         """The models are let go of: the next ones are the first again."""
         self._needs = None
 
-    def _need(self, name: str, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Memory:
+    def _need(
+        self, name: str, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: Any = None
+    ) -> Memory:
         world, total = self._run.world, None
         for model in models:
             own = {id(p) for p in model.parameters()}
@@ -82,6 +112,7 @@ class Fitting:
                 world=world.size,
                 per_node=world.local_size,
                 optimizer=mine or "adamw",  # prepared later: taken for the usual one
+                options=options,
                 averages=self._run.plan.settings.ema_decay is not None,
             )
             total = one if total is None else total + one

@@ -162,13 +162,15 @@ class Preparation:
         done: dict[int, Any] = {}
         models = [(i, o) for i, o in enumerate(objects) if isinstance(o, nn.Module)]
         optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
-        self.strategy = self._fitting.choose(new, [self._plain(o) for o in optimizers], self.strategy)
+        plain = [self._plain(o) for o in optimizers]
+        self.strategy = self._fitting.choose(new, plain, self.strategy)
         if self.strategy.only_forward and any(names for names in named.values()):
             raise RefusedError(
                 f"forward_methods: strategy {self.strategy.name!r} {self.strategy.only_forward}. Call the model itself, or use 'ddp'"
             )
         if self.replicas is not None:
             self.replicas.follow(self.strategy)
+        self._fitting.reduce_early(new, plain, self.strategy, self._run.clock.accumulation > 1)
         self._outfit(new)
         for i, model in models:
             done[i] = self._prepare_model(model, optimizers, place[i], named.get(model, ()))

@@ -160,6 +160,9 @@ class Strategy(Protocol):
         bool  # whether fp32 sums of gradients are kept outside: under no_sync `.grad` is this rank's, and `average` does the rest
     )
 
+    early: bool | None  # whether gradients are reduced to shards under no_sync, too; None: memory decides, before `wrap`
+    options: Any  # of type `Options`, where `early` can be None
+
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None: ...
 

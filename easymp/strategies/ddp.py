@@ -46,6 +46,7 @@ class DDP:
     sharded: ClassVar[bool] = False
     once = ""
     only_forward = ""
+    early: ClassVar[bool] = False
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self.data_rank, self.data_size = world.rank, world.size

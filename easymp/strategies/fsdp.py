@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -42,6 +43,9 @@ class FSDPOptions:
         wrap: what is gathered at a time, beside the model's rest: "blocks", the repeated ones found in the model; names of
             module classes; or a number: modules with at least so many parameters.
         cpu_offload: shards, their gradients and optimizer states lie in the host's memory (the identity on CPU).
+        reduce_every_micro_batch: reduce gradients to shards at each micro-batch of an accumulation window; False keeps them whole, in
+            fp32, until the window ends: more memory, less communication. None: False where memory for them is left at `prepare`. The
+            plan says which, and why.
         ignore: names of parameters or modules, or patterns of them (``"*.router"``), that stay whole on each rank; their gradients
             are averaged when backward has ended.
     """
@@ -49,12 +53,15 @@ class FSDPOptions:
     reshard_after_forward: bool = True
     wrap: str | tuple[str, ...] | int = "blocks"
     cpu_offload: bool = False
+    reduce_every_micro_batch: bool | None = None
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("reshard_after_forward", "cpu_offload"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingError(f"{name}={getattr(self, name)!r} is neither True nor False")
+        if not isinstance(self.reduce_every_micro_batch, bool | None):
+            raise SettingError(f"reduce_every_micro_batch={self.reduce_every_micro_batch!r} is neither True, False nor None")
         ignore = (self.ignore,) if isinstance(self.ignore, str) else self.ignore
         if not isinstance(ignore, (list, tuple)) or not all(isinstance(name, str) for name in ignore):
             raise SettingError(f"ignore={ignore!r} is no tuple of names of parameters or modules, or patterns of them")
@@ -81,8 +88,9 @@ class FSDP:
     parameters. Only calling the model itself gathers its parameters, not its other methods, and a parameter must be
     used on all ranks or on none. After the run is closed the model keeps its shards and can no longer be called.
 
-    Gradients that are not reduced yet (`no_sync`, accumulation) lie whole on each rank, out of sight: ``.grad`` is None and
-    `zero_grad` does not clear them. Reducing at each micro-step (``sync_each_batch``) keeps shards only.
+    Gradients that are not reduced yet (`no_sync`, accumulation) lie whole on each rank, in fp32, out of sight: ``.grad`` is None and
+    `zero_grad` does not clear them. Reduced at each micro-batch (``reduce_every_micro_batch``), they add up in ``.grad``, as shards in
+    the type of the parameters.
 
     What is ignored stays whole, and so does its gradient, which is averaged at the end of a backward that reduces. torch's foreach and
     fused optimizer steps do not take whole and sharded parameters in one param group: give each kind its own, or leave the choice open.
@@ -110,7 +118,8 @@ class FSDP:
         self.data_rank, self.data_size = world.rank, world.size
         self.data_group = None
         self._world = world
-        self._options = options
+        self.options = options
+        self.early = options.reduce_every_micro_batch
         self._shape: tuple[int, ...] = (world.size,)  # of the mesh
         self._mesh: Any = None
 
@@ -129,13 +138,13 @@ class FSDP:
 
     def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
         names = names_of(model, optimizers)
-        ignored = matching(model, self._options.ignore)
+        ignored = matching(model, self.options.ignore)
         check_shardable(model, ignored)
         policy = manner.policy
         policy.decide(model)
         model = policy.convert(model)
         whole = [p for name, p in model.named_parameters() if name in ignored]
-        groups = {id(part): group for group in find_groups(model, self._options.wrap, whole) for part in group}
+        groups = {id(part): group for group in find_groups(model, self.options.wrap, whole) for part in group}
         finished: set[int] = set()
         parts: list[Any] = []
 
@@ -145,7 +154,7 @@ class FSDP:
             if group and finished.issuperset(map(id, group)):
                 for module in group:
                     take_rank_0s(module, self._world, manner.place)
-                parts.extend(shard(group, self._over(), self._options, self._world.device, whole, policy.gather))
+                parts.extend(shard(group, self._over(), self.options, self._world.device, whole, policy.gather))
 
         if on_meta(model):
             # A block is drawn whole and then sharded: drawn as shards, all ranks would have the same numbers in different places.
@@ -156,7 +165,8 @@ class FSDP:
         rebind(model, optimizers, names)
         module = policy.forward(model, self._world.device)
         manner.compile(module)
-        sharded = Sharded(module, model, parts, self._world, self._options, whole, policy.gather)
+        sharded = Sharded(module, model, parts, self._world, self.options, whole, policy.gather)
+        sharded.early, sharded.replicated = bool(self.early), len(self._shape) > 1
         sharded.watch_parts()
         return sharded
 
@@ -368,25 +378,38 @@ class Sharded(nn.Module):
         self.parts = tuple(parts)
         self.world = world
         self.options = options
-        self.reduces = True  # whether backward reduces gradients
+        self.reduces = True  # whether backward ends an accumulation window
+        self.early = False  # whether backwards before it reduce gradients to shards
+        self.replicated = False  # whether shards are replicated: their gradients are averaged at the end of the window
         self.stale = True  # whether buffers may differ between the ranks
         self.gathered = False  # whether all parts have been gathered once
         self._whole = tuple(whole)  # a tuple: they are parameters of `root`, and of nothing else
         self._hooks = as_if_fp32(root) if gather else []
         self._hooks += [_when_accumulated(p, self._expect_average) for p in self._whole]
         self._expecting = False  # whether this backward ends with `_average`
+        self._empty: list[Tensor] | None = None  # parameters without a gradient when an early window of replicas began
+        self._used: set[int] = set()  # ids of those that have had one since
+        self._ending = False  # whether this backward ends with `_end_window`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.stale:
             self._share_buffers()
         training = torch.is_grad_enabled()
+        if training and not self.reduces and self.early and self.replicated and self._empty is None:
+            # torch keeps the sums of micro-batches without names: each must be of all parameters, with zeros for those that it did not use.
+            self._empty = [p for p in self.root.parameters() if p.requires_grad and hasattr(p, "to_local") and p.grad is None]
+            self.root.set_reduce_scatter_unused_params(True)
         self.stale = training and self.reduces
         with self.world.explained("forward"):
             outputs = self.module(*args, **kwargs)
         if training and not self.reduces and not self.gathered:
             # torch keeps unreduced gradients beside gathered parameters, and fails for a block that no forward has gathered yet.
             for part in self.parts:
+                places = [(m, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None]
                 part.unshard()
+                for module, name, shard in places if self.early and self.replicated else ():
+                    if module._parameters[name] is not shard:
+                        self._hooks.append(_when_accumulated(module._parameters[name], partial(self._note_use, id(shard))))
                 part.reshard()
             self.gathered = True
         if not training and not self.options.reshard_after_forward:
@@ -419,6 +442,24 @@ class Sharded(nn.Module):
             if module is not self.root and id(module) not in inside and any(True for _ in module.parameters(recurse=False)):
                 self._hooks.append(module.register_forward_pre_hook(_check_gathered))
 
+    def _note_use(self, shard: int, _: Tensor) -> None:
+        self._used.add(shard)
+        if self.reduces and self._empty is not None and not self._ending:
+            self._ending = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_window)
+
+    def _end_window(self) -> None:
+        """Take zeros away from parameters that no micro-batch used. Ranks use the same ones, or all of them."""
+        unused = [p for p in self._empty or () if id(p) not in self._used]
+        if unused:
+            counts = torch.tensor([id(p) in self._used for p in self._empty or ()], device=self.world.device)
+            for parameter, count in zip(self._empty or (), self.world.reduce(counts.float(), "sum").tolist()):
+                if not count:
+                    parameter.grad = None
+        self._empty, self._ending = None, False
+        self._used.clear()
+        self.root.set_reduce_scatter_unused_params(False)
+
     def forget(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -437,13 +478,19 @@ class Sharded(nn.Module):
 
     @contextmanager
     def reducing(self, wanted: bool) -> Iterator[None]:
-        before, self.reduces = self.reduces, wanted
-        self.root.set_requires_gradient_sync(wanted)
+        before = self.reduces
+        self._reduce(wanted)
         try:
             yield
         finally:
-            self.reduces = before
-            self.root.set_requires_gradient_sync(before)
+            self._reduce(before)
+
+    def _reduce(self, wanted: bool) -> None:
+        self.reduces = wanted
+        if not self.early:
+            self.root.set_requires_gradient_sync(wanted)
+        elif self.replicated:
+            self.root.set_requires_all_reduce(wanted)
 
 
 def _check_gathered(module: nn.Module, args: Any) -> None:

@@ -5,17 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from ..errors import RefusedError, SettingError
 from ..protocols import Facts, Layout, Refusal
+from ..release import TORCH
 from ..world import World
 from .fsdp import FSDP, FSDPOptions, shards_of
+
+ZEROS = (2, 13)  # the first release that can reduce zeros for parameters without a gradient
 
 
 @dataclass(frozen=True)
 class HSDPOptions(FSDPOptions):
     """Options of strategy "hsdp": those of "fsdp", and one more.
+
+    `reduce_every_micro_batch`: None is True. Each micro-batch's gradients are reduced inside a group, and sums are averaged between groups
+    when the window ends.
 
     Attributes:
         shard_size: neighbouring ranks that hold one copy of the model among them; None for as many as a node has. It divides the
@@ -36,7 +43,8 @@ class HSDPOptions(FSDPOptions):
 class HSDP(FSDP):
     """FSDP on a mesh of two dimensions: gathered and reduced inside a group of `shard_size` ranks, averaged between groups.
 
-    What it does to the user's model is what `FSDP` does; a rank holds 1/shard_size of it.
+    What it does to the user's model is what `FSDP` does; a rank holds 1/shard_size of it. In an accumulation window the sums of
+    micro-batches' gradients are kept as fp32 shards, out of sight until the window ends.
     """
 
     name: ClassVar[str] = "hsdp"
@@ -67,6 +75,15 @@ class HSDP(FSDP):
                 f"that divides {world.size}"
             )
         self._shape = (world.size // size, size)
+        if TORCH < ZEROS:
+            if self.early:
+                raise SettingError(
+                    f"reduce_every_micro_batch=True under hsdp needs torch {'.'.join(map(str, ZEROS))} or newer, and this is "
+                    f"{torch.__version__}: before, torch adds up gradients of different parameters. Leave it out"
+                )
+            self.early = False
+        elif self.early is None:
+            self.early = True
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:

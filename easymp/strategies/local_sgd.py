@@ -65,6 +65,7 @@ class LocalTraining:
     alike: ClassVar[bool] = True
     masters: ClassVar[bool] = False  # parameters are averaged, and masters would not know
     sums = True
+    early: ClassVar[bool] = False
 
     def __init__(self, world: World, options: LocalSGDOptions) -> None:
         self.data_rank, self.data_size = world.rank, world.size

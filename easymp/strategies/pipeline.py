@@ -93,6 +93,7 @@ class Pipeline:
     alike: ClassVar[bool] = False
     masters: ClassVar[bool] = False  # optimizers take them before it shows which parameters are here
     sums = False  # likewise
+    early: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
     once = (
         "under pipeline gradients travel between stages without a graph. Use strategy='ddp', or a loss without the gradient of a "

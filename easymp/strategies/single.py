@@ -31,6 +31,7 @@ class Single:
     masters: ClassVar[bool] = True
     sums = True
     alike: ClassVar[bool] = True
+    early: ClassVar[bool] = False
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self._device = world.device

@@ -128,7 +128,8 @@ class TensorParallel:
         self.data_rank, self.data_size = world.rank // self._size, world.size // self._size
         self.sums = self.data_size == 1  # where groups share the data, fsdp keeps its own
         self._world = world
-        self._options = options
+        self.options = options
+        self.early = options.fsdp.reduce_every_micro_batch if self.data_size > 1 else False
         self._grid: Any = None
         self._names: dict[int, str] = {}  # of parameters, by id, for messages
 
@@ -199,7 +200,7 @@ class TensorParallel:
         _check_whole(model)
         if self.data_size > 1:
             check_shardable(model)
-        policy, options = manner.policy, self._options
+        policy, options = manner.policy, self.options
         policy.decide(model)
         model = policy.convert(model)
         parts = read_plan(model, options.plan, self._size, options.sequence_parallel)
@@ -228,7 +229,11 @@ class TensorParallel:
         module = policy.forward(model, self._world.device)
         manner.compile(module)
         split = Split(module)
-        return Sharded(split, model, pieces, self._world, options.fsdp, gather=policy.gather) if pieces else split
+        if not pieces:
+            return split
+        sharded = Sharded(split, model, pieces, self._world, options.fsdp, gather=policy.gather)
+        sharded.early = bool(self.early)
+        return sharded
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         check_sums(optimizer, self.name)

@@ -17,8 +17,8 @@ from torch import nn
 import easymp
 from easymp import Accelerator, DistributedDataParallelKwargs, FSDPOptions, GradientAccumulationPlugin, PartialState
 from easymp.errors import PrepareError, RefusedError, SettingError, StepError
-from easymp.strategies import STRATEGIES
-from easymp.strategies.blocks import find_blocks
+from easymp.strategies import STRATEGIES, blocks
+from easymp.strategies.blocks import find_blocks, find_layers
 
 from ..world.hurry import hurry
 from .models import Tied, make, train, whole
@@ -90,6 +90,8 @@ def test_in_half_precision_as_in_ddp(ranks, kind: str, precision: str, rel: floa
         {"wrap": 500},
         {"wrap": 1},
         {"cpu_offload": True},
+        {"reduce_every_micro_batch": True},
+        {"reduce_every_micro_batch": False},
         {"wrap": ("Block", "Sequential"), "reshard_after_forward": False},
     ],
 )
@@ -186,6 +188,30 @@ def test_accumulation_by_hand(ranks, how: str) -> None:
     assert any(g.abs().max() == 0.01 for g in one)
     for got in ranks(by_hand, "fsdp", how):
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, one))
+
+
+def early(options: Any) -> tuple[bool, str]:
+    """Whether the first of two micro-batches leaves reduced gradients, and what the plan says."""
+    with Accelerator(
+        mixed_precision="no", strategy="fsdp", strategy_options=options, gradient_accumulation_steps=2, cpu=True
+    ) as acc:
+        model = acc.prepare(Words())
+        with acc.accumulate(model):
+            acc.backward(model(torch.arange(12).view(2, 6)).square().mean())
+        return model.head.weight.grad is not None, acc.plan.accumulation.reason
+
+
+def test_memory_decides_when_gradients_are_reduced(ranks) -> None:
+    many = "2 micro-batches an update"
+    for memory, wanted, words in (("2MiB", True, "do not fit"), ("1GiB", False, "fit")):
+        for reduced, reason in ranks(early, None, env={"EASYMP_MEMORY": memory}):
+            assert reduced is wanted
+            way = "reduced to shards at each" if wanted else "whole and are reduced at the last"
+            assert re.fullmatch(rf"{many}; gradients .*{way}: .* of whole gradients {words} beside .* a rank of .*", reason), (
+                reason
+            )
+    for reduced, reason in ranks(early, {"reduce_every_micro_batch": True}):
+        assert reduced and reason == f"{many}; gradients are reduced to shards at each"
 
 
 def norms() -> list[float]:
@@ -359,6 +385,41 @@ def test_repeated_blocks_are_found() -> None:
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "blocks") == []
 
 
+class Reads(Words):
+    """Its head is the embedding, whose weight is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(self.norm(x), self.embed.weight)
+
+
+def test_large_layers_outside_of_blocks_are_found() -> None:
+    words, tied, reads = Words(), Tied(), Reads()
+    assert find_layers(words, list(words.blocks)) == [(words.embed,), (words.head,)]
+    together = [(tied.embed, tied.head)] if blocks.TIED_GROUPS else []
+    assert [group for group in find_layers(tied, []) if tied.embed in group] == together
+    assert find_layers(reads, list(reads.blocks)) == []
+
+
+def read_weight(strategy: str) -> list[torch.Tensor]:
+    with Accelerator(mixed_precision="no", strategy=strategy) as acc:
+        torch.manual_seed(0)
+        model = acc.prepare(Reads())
+        acc.backward(model(torch.arange(12).view(2, 6)).square().mean())
+        return [whole(p.grad) for p in model.parameters()]
+
+
+def test_a_layer_whose_weight_is_read_stays_with_the_model(ranks) -> None:
+    for a, b in zip(ranks(read_weight, "fsdp")[0], read_weight("single")):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
 def test_blocks_that_share_a_parameter_with_the_outside_are_not_wrapped() -> None:
     model = Tied()
     model.blocks[1].think[0].bias = nn.Parameter(torch.zeros(32))
@@ -409,6 +470,7 @@ def test_one_process_is_refused() -> None:
         ({"find_unused_parameters": True}, "strategy 'fsdp' has no option 'find_unused_parameters'"),
         (DistributedDataParallelKwargs(), "is a DistributedDataParallelKwargs, but strategy 'fsdp' takes FSDPOptions"),
         ({"wrap": "layers"}, "wrap='layers' is neither 'blocks', nor a tuple"),
+        ({"reduce_every_micro_batch": 1}, "reduce_every_micro_batch=1 is neither True, False nor None"),
         ({"cpu_offload": 1}, "cpu_offload=1 is neither True nor False"),
     ],
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from easymp import Accelerator, HSDPOptions
 from easymp.errors import EasympError, SettingError
@@ -30,7 +33,10 @@ def test_it_trains_as_one_process(ranks, kind: str, steps: int, clip: float | No
 
 
 def placements(options: Any) -> tuple[Any, ...]:
-    with Accelerator(mixed_precision="no", strategy="hsdp", strategy_options=options) as acc:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % 2))
+        acc = Accelerator(mixed_precision="no", strategy="hsdp", strategy_options=options)
+    with acc:
         model = acc.prepare(make("mlp"))
         weight: Any = next(model.parameters())
         return (
@@ -49,12 +55,12 @@ def test_a_node_is_a_group(ranks) -> None:
 @pytest.mark.parametrize("how", ["no_sync", "trigger"])
 def test_accumulation_by_hand(ranks, how: str) -> None:
     one = by_hand("single", how)
-    for got in ranks(by_hand, "hsdp", how, processes=4, env={"LOCAL_WORLD_SIZE": "2"}):
+    for got in ranks(by_hand, "hsdp", how, PAIRS, processes=4):
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, one))
 
 
 def test_an_overflow_in_one_shard_skips_the_step_on_all(ranks) -> None:
-    assert ranks(overflow, "hsdp", True, processes=4, env={"LOCAL_WORLD_SIZE": "2"}) == [(True, 32768.0, 0.0)] * 4
+    assert ranks(overflow, "hsdp", True, PAIRS, processes=4) == [(True, 32768.0, 0.0)] * 4
 
 
 def norm_of_a_known_gradient() -> tuple[float, float]:
@@ -72,7 +78,10 @@ def test_each_shard_counts_once(ranks) -> None:
 
 def refused(options: Any) -> str:
     try:
-        with Accelerator(strategy="hsdp", strategy_options=options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) % int(os.environ["LOCAL_WORLD_SIZE"])))
+            acc = Accelerator(strategy="hsdp", strategy_options=options)
+        with acc:
             return ""
     except EasympError as error:
         return f"{type(error).__name__}: {error}"
@@ -131,3 +140,69 @@ def test_a_run_after_another_does_not_use_its_groups(ranks) -> None:
     """torch keeps layouts of tensors in caches, with the mesh that they were made for, and takes equal meshes for the same."""
     for one, other in ranks(after_another_run, 3, processes=4):
         assert one == other
+
+
+class Now(nn.Module):
+    """Uses another block in each micro-batch, one in all of them, and one in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.blocks[0](self.blocks[which](self.first(x)))
+
+
+def window(strategy: str, options: Any) -> tuple[list[Any], list[tuple[int, int]], str]:
+    """Gradients and parameters after two windows of two micro-batches, and how many reductions of each kind each micro-batch had."""
+    calls = [0, 0]
+    scatter = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+    def counted(name: str, i: int) -> Any:
+        real = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[i] += 1
+            return real(*args, **kwargs)
+
+        return call
+
+    with (
+        Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=2) as acc,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for i, name in enumerate((scatter, "all_reduce")):
+            patch.setattr(dist, name, counted(name, i))
+        torch.manual_seed(3)
+        model = Now()
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1))
+        generator = torch.Generator().manual_seed(1)
+        seen, grads = [], []
+        for step in range(4):
+            x = torch.randn(8, 12, generator=generator).chunk(acc.num_processes)[acc.process_index]
+            with acc.accumulate(model):
+                output = model(x, 1 + step % 2)
+                before = list(calls)
+                acc.backward(output.square().mean())
+                seen.append((calls[0] - before[0], calls[1] - before[1]))
+                if acc.sync_gradients:
+                    grads = [None if p.grad is None else whole(p.grad) for p in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*grads, *(whole(p) for p in model.parameters())], seen, acc.plan.accumulation.reason
+
+
+@pytest.mark.parametrize("early", [None, False])
+def test_a_window_keeps_shards_and_averages_replicas_once(ranks, early: bool | None) -> None:
+    one, _, _ = window("single", None)
+    assert [g is None for g in one[:10]] == [False] * 8 + [True] * 2
+    for got, seen, reason in ranks(window, "hsdp", {"shard_size": 2, "reduce_every_micro_batch": early}, processes=4):
+        for a, b in zip(got, one):
+            assert (a is None) == (b is None)
+            assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+        within, last = seen[::2], seen[1::2]
+        assert all(among == 0 for _, among in within)
+        assert all(among >= 4 for _, among in last)
+        assert all((scattered > 0) == (early is None) for scattered, _ in within)
+        assert ("reduced to shards at each" in reason) == (early is None)
