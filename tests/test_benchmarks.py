@@ -49,6 +49,14 @@ def test_overhead(processes: str, row: str, monkeypatch: pytest.MonkeyPatch, tmp
     assert out.read_text() == told
 
 
+@pytest.mark.slow
+def test_sharded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = run("sharded_memory", monkeypatch=monkeypatch)
+    rows = {row.split("|")[1].strip(): row.split("|")[2:] for row in told.splitlines() if row.startswith("| ")}
+    for precision in ("fp32", "bf16", "fp16"):
+        assert rows[f"{precision}, easymp fsdp"] == rows[f"{precision}, fully_shard"]
+
+
 def test_import_time(monkeypatch: pytest.MonkeyPatch) -> None:
     told = run("import_time", "--rounds", "1", monkeypatch=monkeypatch)
     assert "`easymp --help` does not import torch" in told
