@@ -83,11 +83,13 @@ def read(said: bytes) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def refusal(place: str, owner: Mapping[str, Any]) -> CheckpointError:
+def refusal(place: str, owner: Mapping[str, Any], lock: str = "") -> CheckpointError:
+    """What the second writer of `place` is told. `lock` is a file that a machine which is gone may hold on to."""
     who = f"process {owner.get('pid', '?')} on {owner.get('host', 'a host that it does not name')}"
     return CheckpointError(
         f"{place} is being written by {who}{_since(owner.get('since'))}, and two writers would only overtake each other: give this run a "
         "folder of its own, or wait until that one is done"
+        + (f". If that machine is gone, remove {lock}" if lock and owner.get("host") != socket.gethostname() else "")
     )
 
 

@@ -55,7 +55,7 @@ class Lock:
                     fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:
                     if error.errno in (errno.EACCES, errno.EAGAIN):
-                        raise refusal(place, read(os.pread(descriptor, LARGEST, 0))) from None
+                        raise refusal(place, read(os.pread(descriptor, LARGEST, 0)), self._path) from None
                     raise
                 if self._is_there(descriptor):
                     left = read(os.pread(descriptor, LARGEST, 0))

@@ -80,6 +80,10 @@ def test_another_process_is_refused_by_name_and_owns_nothing_once_killed(tmp_pat
     storage, other = LocalStorage(tmp_path), holder("lock")
     with pytest.raises(CheckpointError, match=rf"process {other.pid} on {socket.gethostname()} since 2.* s\), and two writers"):
         take(storage, "lock")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "elsewhere")
+        with pytest.raises(CheckpointError, match=rf"is gone, remove {tmp_path}/.tmp-best.lock"):
+            take(storage, "lock")
     other.send_signal(signal.SIGKILL)
     other.wait()
     claim = take(storage, "lock")
