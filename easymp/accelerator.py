@@ -53,8 +53,8 @@ from .settings import Settings, resolve
 from .shards import local
 from .state import AcceleratorState, GradientState, Run, register, unregister
 from .strategies import STRATEGIES, read_options
-from .strategies.compiling import CompileOptions, read_compile
-from .strategies.recomputing import read_which
+from .strategies.compiling import CompileOptions, compile_setting, read_compile
+from .strategies.recomputing import read_which, read_words, worded
 from .switches import switch
 from .tracking import Tracking
 from .world import World, locate, read_ranks
@@ -79,7 +79,8 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             low-precision weights. "no", "fp32", "tf32" and "O0" cast nothing. Low-precision weights that are kept are stepped by fp32
             masters, or with stochastic rounding where the optimizer is of `easymp.optim` ("O3" only rounds). The plan says which.
         strategy: "auto", "single", "data_parallel", "ddp", "zero1", "fsdp", "hsdp", "tensor_parallel", "pipeline", "local_sgd".
-        strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs` …) or a dict of the fields.
+        strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs` …) or a dict of the fields;
+            else those of the table ``[strategy_options]`` of ``easymp.toml``.
         gradient_accumulation_steps: micro-batches an update; use `accumulate`.
         cpu: train on the CPU although there is an accelerator.
         device_placement: move models and batches to the device.
@@ -143,8 +144,8 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         scheduler_steps_per_process: bool = False,
         kwargs_handlers: Sequence[Any] = (),
         initialize: Callable[[nn.Module], None] | None = None,
-        activation_checkpointing: bool | str | Sequence[str] = False,
-        compile: bool | str | CompileOptions = False,
+        activation_checkpointing: bool | str | Sequence[str] | None = None,
+        compile: bool | str | CompileOptions | None = None,
         dynamo_backend: str | None = None,
         seed: int | None = None,
         deterministic: bool | None = None,
@@ -165,7 +166,8 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         **others: Never,
     ) -> None:
         refuse_unknown(others)
-        recompute, compiled = read_which(activation_checkpointing), read_compile(compile, dynamo_backend)
+        recompute = read_which(False if activation_checkpointing is None else activation_checkpointing)
+        compiled = read_compile(False if compile is None else compile, dynamo_backend)
         handlers = by_kind(kwargs_handlers)
         project = project_config or ProjectConfiguration()
         if project_dir is not None and project.project_dir not in (None, os.fspath(project_dir)):
@@ -181,8 +183,12 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             gradient_accumulation_steps = gradient_accumulation_plugin.num_steps
         group = handlers.get(InitProcessGroupKwargs)
         log_words, own_trackers = trackers.words_of(log_with)
+        parts = compile.what if isinstance(compile, CompileOptions) else {True: "model", False: "no"}.get(compile, compile)  # type: ignore[arg-type]
+        again = None if activation_checkpointing is None else worded(recompute)
         asked = resolve(
             settings,
+            compile=parts,
+            activation_checkpointing=again,
             mixed_precision=mixed_precision,
             strategy=strategy,
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -201,11 +207,22 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             project_dir=os.fspath(project_dir) if project_dir is not None else project.project_dir,
             log_with=log_words,
         )
+        if asked.compile != parts:
+            compiled = compile_setting(asked.compile, dynamo_backend)
+        if asked.activation_checkpointing != again:
+            recompute = read_words(str(asked.activation_checkpointing))
         if asked.project_dir not in (None, project.project_dir):
             project.set_directories(asked.project_dir)
         plan = make_plan(asked, hardware.detect(), locate(read_ranks(), asked.timeout))
         spread = STRATEGIES[plan.strategy.value]
-        options = read_options(spread, strategy_options, handlers)
+        try:
+            options = read_options(spread, asked.strategy_options if strategy_options is None else strategy_options, handlers)
+        except SettingError as error:
+            raise (
+                error
+                if strategy_options is not None or asked.strategy_options is None
+                else SettingError(f"{asked.source('strategy_options')[1]}: {error}")
+            ) from None
         plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(plan.accumulation.value)
         self._sync_each_batch = plugin.sync_each_batch
         self._clock = StepClock(plan.accumulation.value, plugin.sync_with_dataloader)
@@ -232,7 +249,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             self._scaler = Scaler(rule_from(scaling), self._world, scaled, guard)
             self._loading = dataloader_config or DataLoaderConfiguration()
             steps = self._world.size if scheduler_steps_per_process else 1
-            given = strategy_options is not None or DistributedDataParallelKwargs in handlers
+            given = (
+                strategy_options is not None or asked.strategy_options is not None or DistributedDataParallelKwargs in handlers
+            )
             schedule = partial(self._make_scheduler, with_optimizer=step_scheduler_with_optimizer, steps=steps)
             records = (options, plugin, self._autocast, scaling, self._loading)
             wishes = Wishes(device_placement, self._loading, schedule, given, initialize, recompute, compiled, records)

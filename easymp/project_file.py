@@ -1,6 +1,6 @@
 """``easymp.toml``: what a project says of its runs, in a file that people write and read.
 
-Settings stand at its top, those of `easymp launch` in the table ``[launch]``.
+Settings stand at its top, those of `easymp launch` in the table ``[launch]``, options of the strategy in ``[strategy_options]``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .errors import SettingError
 FILE = "easymp.toml"
 VARIABLE = env.PREFIX + "CONFIG"  # names another one
 LAUNCH = "launch"  # the table of `easymp launch`
+OPTIONS = "strategy_options"  # the table of the strategy's own
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from . import env, project_file
 from .errors import SettingError, nearest
-from .project_file import LAUNCH, ProjectFile
+from .project_file import LAUNCH, OPTIONS, ProjectFile
 from .protocols import Source
 from .registry import ALIASES, PRECISIONS, STRATEGIES
 from .values import Size, checked, setting
@@ -51,6 +51,12 @@ class Settings:
         "what a loss or gradient that is not finite does: raise, skip the step, or warn once; else skip under a loss scale, and warn",
         ("raise", "skip", "warn"),
     )
+    compile: str | None = setting(None, "torch.compile: of the whole model, or of each repeated block", ("no", "model", "blocks"))
+    activation_checkpointing: str | None = setting(
+        None,
+        "what keeps only its inputs and is computed again in backward: blocks (the repeated ones), patterns of module or class names "
+        "with commas, or no",
+    )
     seed: int | None = setting(None, "seed of all random streams", least=0, most=2**64 - 1)
     deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")
     timeout: float = setting(120.0, "seconds that a rank waits for the others in a collective", least=0.001, most=1e9)
@@ -69,6 +75,7 @@ class Settings:
         None,
         "what `log` writes to: jsonl (the default), tensorboard, wandb, mlflow, several with commas, all that are installed, or none",
     )
+    strategy_options: Mapping[str, Any] | None = None  # in the file, the table of this name
     sources: Mapping[str, tuple[Source, str]] = field(default_factory=dict, compare=False, repr=False)
 
     def __new__(cls, *values: Any, **named: Any) -> Settings:
@@ -91,7 +98,7 @@ class Settings:
         return Source.DEFAULT, "default"
 
 
-NAMES: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings) if f.name != "sources"}
+NAMES: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings) if f.name not in ("sources", OPTIONS)}
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,9 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
         values[name], sources[name] = value, (source, words)
 
     file = project_file.read()
+    if OPTIONS in file.content:
+        table = _table(file, OPTIONS)
+        take(OPTIONS, {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}, Source.CONFIG, file.where(OPTIONS))
     for name, value in _read(file, NAMES).items():
         take(name, value, Source.CONFIG, str(file.path))
     for name, (value, words) in _from_environment().items():
@@ -140,6 +150,8 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
         source, words = given.source(name)
         if source is not Source.DEFAULT:
             take(name, getattr(given, name), source, words)
+    if given is not None and given.strategy_options is not None:
+        take(OPTIONS, given.strategy_options, Source.ASKED, "asked for")
     for name, value in arguments.items():
         if name not in NAMES:
             raise SettingError(f"{name!r} is no setting{nearest(name, NAMES) or '.'} Known: {', '.join(NAMES)}")
@@ -171,10 +183,14 @@ def written(file: ProjectFile) -> dict[str, Any]:
 
 
 def _launching(file: ProjectFile) -> dict[str, Any]:
-    table = file.content.get(LAUNCH, {})
+    return _read(dataclasses.replace(file, content=_table(file, LAUNCH)), LAUNCHING, LAUNCH)
+
+
+def _table(file: ProjectFile, name: str) -> dict[str, Any]:
+    table = file.content.get(name, {})
     if not isinstance(table, dict):
-        raise SettingError(f"{file.where(LAUNCH)}: {LAUNCH} = {table!r} is no table: write [{LAUNCH}], and its settings below")
-    return _read(dataclasses.replace(file, content=table), LAUNCHING, LAUNCH)
+        raise SettingError(f"{file.where(name)}: {name} = {table!r} is no table: write [{name}], and its settings below")
+    return table
 
 
 def _read(file: ProjectFile, known: Mapping[str, dataclasses.Field[Any]], table: str = "") -> dict[str, Any]:
@@ -183,7 +199,7 @@ def _read(file: ProjectFile, known: Mapping[str, dataclasses.Field[Any]], table:
     for key, value in file.content.items():
         if key in known:
             found[key] = checked(known[key], value, f"{file.where(key, table)}: {key} = ")
-        elif table or key != LAUNCH:
+        elif table or key not in (LAUNCH, OPTIONS):
             place = f" of [{table}]" if table else ""
             other, home = (NAMES, "the top of the file") if table else (LAUNCHING, f"the table [{LAUNCH}]")
             hint = f": it belongs to {home}." if key in other else nearest(key, known) or "."

@@ -7,14 +7,17 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from easymp import env
+from easymp import Accelerator, env
 from easymp.errors import SettingError
 from easymp.protocols import Source
 from easymp.settings import NAMES, Launching, Settings, resolve, resolve_launching
+
+from .conftest import Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -359,3 +362,63 @@ def test_precedence_whatever_is_given_where(given_in: dict[str, int]) -> None:
 def test_a_name_from_elsewhere_is_answered_with_ours(setting: str, theirs: str, ours: str) -> None:
     with pytest.raises(SettingError, match=f"{theirs!r} is not one of .* did you mean {ours!r}"):
         Settings(**{setting: theirs})
+
+
+def blocks() -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(4, 1, 8, 0.0, batch_first=True) for _ in range(2)))
+
+
+def recomputed(model: torch.nn.Module) -> bool:
+    """Whether the first block runs again in backward."""
+    calls: list[int] = []
+    model[0].linear1.register_forward_hook(lambda *_: calls.append(1))
+    model(torch.ones(1, 2, 4)).sum().backward()
+    return len(calls) > 1
+
+
+@pytest.mark.parametrize("text", ["blocks", "TransformerEncoderLayer", "0, 1", "no"])
+def test_the_file_says_what_is_recomputed_and_compiled(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("easymp.toml").write_text(f'activation_checkpointing = "{text}"\ncompile = "blocks"\n')
+    with Accelerator(cpu=True, mixed_precision="no", compile=False) as acc:
+        assert recomputed(acc.prepare(blocks())) == (text != "no")
+    with Accelerator(cpu=True, mixed_precision="no", compile=False, activation_checkpointing=False) as acc:
+        assert not recomputed(acc.prepare(blocks()))
+    with Accelerator(cpu=True, mixed_precision="no", activation_checkpointing=False) as acc:
+        assert acc.prepare(blocks())[0]._compiled_call_impl is not None
+    monkeypatch.setenv("EASYMP_COMPILE", "no")
+    with Accelerator(cpu=True, mixed_precision="no") as acc:
+        assert acc.prepare(blocks())[0]._compiled_call_impl is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("strategy_options = 3", "line 1: strategy_options = 3 is no table: write .strategy_options., and its settings below"),
+        ("seed = 1\n[strategy_options]\nbuckets = 1", "line 2: strategy 'single' has no option 'buckets'"),
+        ("compile = true", "line 1: compile = True is of type bool, but a word is needed: one of no, model, blocks"),
+        ("compile = 'layers'", "line 1: compile = 'layers' is not one of no, model, blocks"),
+        ("activation_checkpointing = ','", "nor a pattern of module or class names"),
+    ],
+)
+def test_wrong_options_in_the_file_are_refused(text: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("easymp.toml").write_text(text)
+    with pytest.raises(SettingError, match=said):
+        Accelerator(cpu=True)
+
+
+def train_as_the_file_says() -> str:
+    with Accelerator(cpu=True, mixed_precision="no") as acc:
+        acc.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+        return acc.plan.strategy.value
+
+
+def test_options_of_the_strategy_stand_in_the_file(ranks: Ranks, tmp_path: Path) -> None:
+    """Both are options of fsdp only, and the second names a class that the model does not have."""
+    file = tmp_path / "easymp.toml"
+    file.write_text('strategy = "fsdp"\n[strategy_options]\nwrap = ["Linear"]\n')
+    assert ranks(train_as_the_file_says, env={"EASYMP_CONFIG": str(file)}) == ["fsdp", "fsdp"]
+    file.write_text('strategy = "fsdp"\n[strategy_options]\nwrap = ["Conv2d"]\n')
+    failed = ranks.fails(train_as_the_file_says, env={"EASYMP_CONFIG": str(file)})
+    assert "is a 'Conv2d'" in failed[0].message

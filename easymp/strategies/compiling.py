@@ -85,6 +85,11 @@ def read_compile(given: Any, backend: Any) -> CompileOptions | None:
     return options
 
 
+def compile_setting(word: str | None, backend: Any) -> CompileOptions | None:
+    """What the setting `compile` asks for beside `dynamo_backend`; see `read_compile`."""
+    return read_compile(False if word in (None, "no") else word, backend)
+
+
 class Compiling:
     """Compiles what one run prepares, and undoes it when the run lets go."""
 

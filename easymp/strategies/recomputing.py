@@ -49,6 +49,20 @@ def read_which(given: Any) -> Which:
     )
 
 
+def worded(which: Which) -> str:
+    """`which` as the setting is written."""
+    return ("blocks" if which else "no") if isinstance(which, bool) else ",".join(which)
+
+
+def read_words(text: str) -> Which:
+    """What `worded` or a person has written.
+
+    Raises:
+        SettingError: an empty pattern.
+    """
+    return read_which({"blocks": True, "no": False}.get(text.lower(), tuple(word.strip() for word in text.split(","))))
+
+
 def find_recomputed(models: Sequence[nn.Module], which: Which) -> list[nn.Module]:
     """The modules inside `models` that `which` means; of those inside one another, the outermost.
 

@@ -208,7 +208,7 @@ def _smallest(take: Taking, value: Any) -> str:
 
 
 def _recompute(take: Taking, value: Any) -> str:
-    return take.argument(activation_checkpointing=True) if take.yes(value) else "nothing to take: off"
+    return take.set("activation_checkpointing", "blocks") if take.yes(value) else "nothing to take: off"
 
 
 def _stage(take: Taking, value: Any) -> str:

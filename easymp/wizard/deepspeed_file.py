@@ -250,7 +250,7 @@ def _tracker(take: Taking, value: Any) -> str:
 
 
 def _compile(take: Taking, value: Any) -> str:
-    return take.argument(compile=True) if take.yes(value) else "nothing to take: off"
+    return take.set("compile", "model") if take.yes(value) else "nothing to take: off"
 
 
 OFFLOAD: Rules = {

@@ -22,6 +22,7 @@ HEAD = """\
 # Of settings that have no default value, one that shows how they are written.
 EXAMPLES: Mapping[str, Any] = {
     "debug": False,
+    "activation_checkpointing": "blocks",
     "ema_decay": 0.999,
     "seed": 0,
     "memory": 16 << 30,
@@ -79,7 +80,8 @@ def unset(name: str) -> str:
     if f.default is not None:
         return f"# {name} = {literal(f, f.default)}"
     number = not str(f.type).startswith("str")
-    return f"# {name} = {literal(f, EXAMPLES.get(name, f.metadata['least'] or 1 if number else '...'))}  # an example"
+    usual = f.metadata["choices"][-1] if f.metadata["choices"] else f.metadata["least"] or 1 if number else "..."
+    return f"# {name} = {literal(f, EXAMPLES.get(name, usual))}  # an example"
 
 
 def _comment(text: str) -> list[str]:

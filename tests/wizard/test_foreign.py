@@ -67,11 +67,15 @@ def said(found: Foreign, start: str) -> str:
 
 def test_a_sharded_training_of_accelerate(tmp_path: Path) -> None:
     found = read(tmp_path, SHARDED)
-    assert found.settings == {"debug": True, "strategy": "fsdp", "mixed_precision": "bf16"}
+    assert found.settings == {
+        "debug": True,
+        "strategy": "fsdp",
+        "mixed_precision": "bf16",
+        "activation_checkpointing": "blocks",
+    }
     assert found.launching == {"main_address": "10.0.0.1", "main_port": 29501, "nodes": "2", "processes": 8}
     assert found.script == (
-        "Accelerator(activation_checkpointing=True, strategy_options={'cpu_offload': True, 'reshard_after_forward': False, "
-        "'wrap': ('GPT2Block', 'BertLayer')})"
+        "Accelerator(strategy_options={'cpu_offload': True, 'reshard_after_forward': False, 'wrap': ('GPT2Block', 'BertLayer')})"
     )
     assert len(found.lines) == SHARDED.count(":") - 1  # one a line, the section's own not
     assert "--node-rank 1" in said(found, "machine_rank")
