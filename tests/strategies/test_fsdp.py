@@ -360,6 +360,32 @@ def beside_plain(strategy: str, options: Any, precision: str) -> dict[str, Any]:
         }
 
 
+class Gains(nn.Module):
+    """Vectors of norms, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.batch, self.linear = nn.LayerNorm(32), nn.BatchNorm1d(32), nn.Linear(32, 32)
+        self.gain = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * self.batch(self.linear(self.norm(x)))
+
+
+def recomputed(strategy: str, which: Any) -> tuple[float, float]:
+    with Accelerator(strategy=strategy, mixed_precision="bf16", activation_checkpointing=which, cpu=True) as acc:
+        torch.manual_seed(0)
+        model = acc.prepare(nn.Sequential(*(Gains() for _ in range(3))))
+        out = model(torch.randn(8, 32, generator=torch.Generator().manual_seed(1)))
+        acc.backward(out.square().mean())
+        return float(out.detach().sum()), float(whole(model[0].gain.grad).sum())
+
+
+@pytest.mark.parametrize("which", [True, "LayerNorm"])
+def test_what_is_computed_again_sees_the_same_weights(ranks, which: Any) -> None:
+    assert ranks(recomputed, "fsdp", which)[0] == pytest.approx(ranks(recomputed, "ddp", False)[0], rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("strategy", "options", "processes", "precision"),
     [("fsdp", None, 2, "bf16"), ("fsdp", None, 2, "fp16"), ("fsdp", None, 2, "no"), ("hsdp", {"shard_size": 2}, 4, "bf16")],
