@@ -16,25 +16,34 @@ from torch import Tensor
 
 from .errors import BatchError
 
+CYCLE = "a batch holds a list, dict or tuple that contains itself: return plain nested containers from the collate function"
+
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, skip: Collection[Any] = ()) -> Any:
     """`tree` with every leaf replaced by ``function(leaf)``; container types, keys and order stay.
 
     What mappings hold under a key in `skip` stays as it is.
     """
+    try:
+        return _map(function, tree, skip)
+    except RecursionError:
+        raise BatchError(CYCLE) from None
+
+
+def _map(function: Callable[[Any], Any], tree: Any, skip: Collection[Any]) -> Any:
     if isinstance(tree, (Tensor, str, bytes)) or _moves_itself(tree):
         return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(function, item, skip) for item in tree))
+        return type(tree)(*(_map(function, item, skip) for item in tree))
     if type(tree) is tuple or type(tree) is list:
-        return type(tree)([map_leaves(function, item, skip) for item in tree])
+        return type(tree)([_map(function, item, skip) for item in tree])
     if isinstance(tree, Mapping):
-        items = {key: value if key in skip else map_leaves(function, value, skip) for key, value in tree.items()}
+        items = {key: value if key in skip else _map(function, value, skip) for key, value in tree.items()}
         return items if type(tree) is dict else _rebuild(tree, items)
     if isinstance(tree, (list, tuple)):
-        return _rebuild(tree, [map_leaves(function, item, skip) for item in tree])
+        return _rebuild(tree, [_map(function, item, skip) for item in tree])
     if _is_record(tree):
-        return _with_fields(tree, {key: map_leaves(function, value, skip) for key, value in _fields(tree).items()})
+        return _with_fields(tree, {key: _map(function, value, skip) for key, value in _fields(tree).items()})
     return function(tree)
 
 
@@ -82,6 +91,13 @@ def _rebuild(tree: Any, items: Any) -> Any:
 
 def leaves(tree: Any) -> Iterator[Any]:
     """Every leaf, depth first."""
+    try:
+        yield from _leaves(tree)
+    except RecursionError:
+        raise BatchError(CYCLE) from None
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
     for _, leaf in places(tree):
         yield leaf
 

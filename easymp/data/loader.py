@@ -49,6 +49,7 @@ class PreparedLoader:
         device: torch.device | None,
         non_blocking: bool = True,
         at_end: Callable[[], None] = lambda: None,
+        forwards: Callable[[], int] | None = None,
     ) -> None:
         self.loader = source.loader
         self.batch_size = batch_size
@@ -60,6 +61,7 @@ class PreparedLoader:
         self._differ = differ  # batches have no common size
         self._device, self._non_blocking = device, non_blocking
         self._at_end = at_end  # called when a pass has come to its end, and was not left before
+        self._forwards = forwards  # counts forwards that need every rank, where a strategy has such
         self._surplus = 0
         self._pass: object | None = None  # the running pass
         self._next_epoch: int | None = None  # set_epoch, while a pass runs
@@ -199,9 +201,14 @@ class PreparedLoader:
         try:
             if clock.timing is not None:
                 clock.timing.asks(self)
-            for batch, (_, self.position, self._surplus, self.local_size, self.last, mark) in feed:
+            counts = self._unlike_counts(skip)
+            forwards = self._forwards() if self._forwards is not None else 0
+            for given, (batch, note) in enumerate(feed):
+                _, self.position, self._surplus, self.local_size, self.last, mark = note
                 if clock.timing is not None:
                     clock.timing.has(self)
+                if counts and given == min(counts):
+                    self._refuse_uneven(counts, forwards)
                 if mark is not None:
                     source.passed(mark)
                 yield batch
@@ -213,6 +220,8 @@ class PreparedLoader:
                     clock.between()
                 if clock.timing is not None:
                     clock.timing.asks(self)
+            if counts:
+                self._refuse_uneven(counts, forwards)
             self._at_end()
         finally:
             if clock.timing is not None:
@@ -220,6 +229,27 @@ class PreparedLoader:
             clock.leave(self)
             if self._pass is me:
                 self._end()
+
+    def _unlike_counts(self, skip: int) -> list[int]:
+        """How many batches each rank has in a pass from its beginning, where they differ and a forward may need every rank."""
+        if self._forwards is None or skip or self.position or not self.uneven:
+            return []
+        counts = [self._source.batches(rank) for rank in range(self._source.cut.ranks)]
+        known = [count for count in counts if count is not None]
+        return known if len(set(known)) > 1 and len(known) == len(counts) else []
+
+    def _refuse_uneven(self, counts: list[int], forwards: int) -> None:
+        """Some ranks are out of batches and others are not: all of them say so, unless the loop has not called such a model.
+
+        Raises:
+            BatchError: it has.
+        """
+        if self._forwards is not None and self._forwards() != forwards:
+            raise BatchError(
+                f"the ranks have {', '.join(map(str, counts))} batches in this pass, and the model's parameters are sharded, so that each "
+                "forward needs every rank: keep even_batches=True in DataLoaderConfiguration, make the DataLoader with drop_last=True, or "
+                f"leave the loop after {min(counts)} batches"
+            )
 
     def _begin(self, skip: int) -> tuple[object, int]:
         if self._pass is not None:  # a pass left early that nobody has collected yet, or a loop inside a loop

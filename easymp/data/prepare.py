@@ -82,6 +82,7 @@ def prepare_loader(
         device=placed,
         non_blocking=config.non_blocking,
         at_end=world.settle,
+        forwards=lambda: world.forwards,
     )
 
 

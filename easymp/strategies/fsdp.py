@@ -390,11 +390,32 @@ class Sharded(nn.Module):
         self._empty: list[Tensor] | None = None  # parameters without a gradient when an early window of replicas began
         self._used: set[int] = set()  # ids of those that have had one since
         self._ending = False  # whether this backward ends with `_end_window`
+        self._parts_of_root = tuple(root.parameters())
+        self._frozen = [not p.requires_grad for p in self._parts_of_root]
+
+    def _agree(self, frozen: list[bool]) -> None:
+        """Parameters were frozen or unfrozen here: the ranks reduce gradients of the same ones, or say that they do not.
+
+        Raises:
+            WorldError: other ranks froze others, or none.
+        """
+        names = {id(p): name for name, p in self.root.named_parameters()}
+        now = {names.get(id(p), "?"): "frozen" if f else "trained" for p, f in zip(self._parts_of_root, frozen)}
+        changed = [name for name, f, before in zip(now, frozen, self._frozen) if f != before]
+        self.world.compare(
+            f"a forward after requires_grad was changed, first of {changed[0]!r}",
+            lambda: now,
+            remedy="freeze and unfreeze the same parameters on all ranks, before the same forward",
+        )
+        self._frozen = frozen
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.stale:
             self._share_buffers()
         training = torch.is_grad_enabled()
+        self.world.forwards += 1
+        if training and (frozen := [not p.requires_grad for p in self._parts_of_root]) != self._frozen:
+            self._agree(frozen)
         if training and not self.reduces and self.early and self.replicated and self._empty is None:
             # torch keeps the sums of micro-batches without names: each must be of all parameters, with zeros for those that it did not use.
             self._empty = [p for p in self.root.parameters() if p.requires_grad and hasattr(p, "to_local") and p.grad is None]

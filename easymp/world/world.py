@@ -89,6 +89,7 @@ class World:
         self.debug = debug
         self.backend: str | None = None
         self.settling: list[Callable[[], None]] = []  # see `settle`
+        self.forwards = 0  # of models whose forward needs every rank
         self.carried: list[Any] = []  # what a journey of gradients leaves on this rank for the next, with a state_dict
         self._process = os.getpid()
         self._left = False

@@ -432,3 +432,58 @@ def refused_by_pipeline() -> str:
 
 def test_a_pipeline_runs_forward_alone(ranks) -> None:
     assert all("strategy 'pipeline' divides forward into stages" in said for said in ranks(refused_by_pipeline))
+
+
+# -- what sharded ranks must do together --------------------------------------------------------------------------------
+
+
+def out_of_batches(strategy: str, calls: bool, leave: int) -> int:
+    config = DataLoaderConfiguration(even_batches=False)
+    with Accelerator(mixed_precision="no", strategy=strategy, dataloader_config=config, timeout=30) as acc:
+        data = TensorDataset(torch.randn(12, 8))
+        model, loader = acc.prepare(Critic(), DataLoader(data, batch_size=4))
+        seen = 0
+        for (x,) in loader:
+            if calls:
+                acc.backward(model(x).mean())
+            seen += 1
+            if seen == leave:
+                break
+        return seen
+
+
+@pytest.mark.parametrize("strategy", ["fsdp"])
+def test_sharded_ranks_say_that_one_is_out_of_batches(ranks, strategy: str) -> None:
+    for failure in ranks.fails(out_of_batches, strategy, True, 0):
+        assert failure.type == "BatchError"
+        assert "the ranks have 2, 1 batches in this pass" in failure.message
+    assert ranks(out_of_batches, strategy, True, 1) == [1, 1]
+    assert ranks(out_of_batches, strategy, False, 0) == [2, 1]
+
+
+def frozen_late(both: bool) -> float:
+    with Accelerator(mixed_precision="no", strategy="fsdp", timeout=4) as acc:
+        model = acc.prepare(Critic())
+        for step in range(2):
+            if step and (both or acc.process_index):
+                model.head.requires_grad_(False)
+            acc.backward(model(torch.ones(2, 8)).mean())
+        return float(model.blocks[0][0].weight.grad.full_tensor().sum())
+
+
+def test_a_parameter_that_one_rank_freezes_late(ranks) -> None:
+    zero, one = ranks(frozen_late, True)
+    assert zero == one
+    waiting, frozen = ranks.fails(frozen_late, False)
+    assert (waiting.type, frozen.type) == ("WorldError", "WorldError")
+    assert "after requires_grad was changed, first of 'head.weight'" in frozen.message
+
+
+def test_a_batch_that_holds_itself() -> None:
+    batch: list[Any] = [torch.ones(2)]
+    batch.append(batch)
+    with pytest.raises(easymp.BatchError, match="contains itself"):
+        easymp.send_to_device(batch, "cpu")
+    del batch[0]
+    with pytest.raises(easymp.BatchError, match="contains itself"):
+        easymp.find_batch_size(batch)
