@@ -102,9 +102,9 @@ def run(
                     **_grace(LocalElasticAgent, grace),
                 )
                 stopped: set[int] = set()
-                agent._start_workers = partial(_start_workers, agent._start_workers, weakref.proxy(agent), stopped)
+                # Weakly: an agent that holds itself would keep the store, and its port, until garbage is collected.
+                agent._start_workers = partial(_start_workers, LocalElasticAgent._start_workers, weakref.proxy(agent), stopped)
                 if place.limit > 1:
-                    # Weakly: an agent that holds itself would keep the store, and its port, until garbage is collected.
                     agent._exit_barrier = partial(_leave_together, weakref.proxy(agent), meeting)
                 group = agent.get_worker_group()
                 workers.append(group)
@@ -131,12 +131,12 @@ def run(
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _start_workers(start: Callable[[Any], Any], agent: Any, stopped: set[int], group: Any) -> Any:
+def _start_workers(start: Callable[[Any, Any], Any], agent: Any, stopped: set[int], group: Any) -> Any:
     """elastic's start of the workers, and in `stopped` the ranks that were alive when it began to stop them.
 
     elastic lists the signals by which it ended those among the failures, as if they had come from elsewhere.
     """
-    started = start(group)
+    started = start(agent, group)
     stopped.clear()
     first, close = group.workers[0].global_rank, agent._pcontext.close
 
