@@ -269,6 +269,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             self._profiling: ProfileKwargs | None = handlers.get(ProfileKwargs)
             self._foreign: ForeignSteps | None = None
             self._alone = False  # inside no_sync
+            self._trains = False  # whether there has been a backward pass
             self._unprepared: Unprepared | None = None  # until a backward pass has shown where the data comes from
             self._closed = False
             self._begin_checkpoints(project)
@@ -494,9 +495,10 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         for optimizer in prepared.optimizers:
             if optimizer.factor is not None:  # of a clip without a step: this backward adds to gradients that were clipped
                 optimizer.apply_factor()
-        if not clock.backwards:
-            self._training_begins()
         clock.backwards += 1
+        if not self._trains:
+            self._trains = True
+            self._training_begins()
         if self._logbook.waiting:
             self._logbook.poll()
         scaler = self._scaler
@@ -510,13 +512,13 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             self._world.trains_here()
         reduces = self._world.size > 1 and clock.sync and not self._alone and not summed
         modules = [model.route.module for model in prepared.models] if reduces else []
-        replicas: list[Any] = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
+        replicas: list[Any] = [m for m in modules if isinstance(m, nn.parallel.DistributedDataParallel)] if modules else modules
         if replicas and kwargs.get("create_graph"):
             raise StepError(
                 "backward(create_graph=True) under ddp, which averages gradients in place and keeps no graph of them: take the inner "
                 "gradient by torch.autograd.grad(..., create_graph=True), and call backward() on a loss made of it"
             )
-        before = [replica.gradients() for replica in replicas]
+        before = [replica.gradients() for replica in replicas] if replicas else ()
         try:
             loss.backward(**kwargs)
         except RuntimeError as error:

@@ -31,6 +31,7 @@ EXAMPLES: Mapping[str, Any] = {
     "nodes": "2",
     "main_address": "node0",
     "main_port": 29500,
+    "nonfinite": "warn",
     "log_with": "jsonl",
 }
 ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
