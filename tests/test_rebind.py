@@ -95,7 +95,7 @@ def test_what_an_optimizer_remembers_follows_its_parameters(how: dict[str, bool]
     moved = {p: dict(state) for p, state in zip(model.parameters(), optimizer.state.values(), strict=True)}
     optimizer.state.clear()
     optimizer.state.update(moved)
-    follow(optimizer)
+    follow(optimizer, {})
     for state in optimizer.state.values():
         assert {key: state[key].device.type for key in ("step", "exp_avg", "exp_avg_sq")} == {
             "step": counter,

@@ -76,7 +76,7 @@ def test_another_that_comes_too_late_or_was_there_before():
     scaler.update()
     found = scaler.begin_step(optimizer)
     step.step(None, found, scale=scaler.lend(optimizer))
-    for call in (scaler.begin_step, scaler.unscale_, lambda one: scaler.scale_of([one])):
+    for call in (scaler.begin_step, scaler.unscale_, lambda one: scaler.scale_of([one], True)):
         with pytest.raises(StepError, match=r"prepare\(\) all optimizers before the first step"):
             call(late)
     scaler.update()

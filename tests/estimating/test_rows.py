@@ -54,12 +54,12 @@ def test_rows_are_those_of_the_arithmetic() -> None:
         ),
         ("7B", EIGHT, {}, "fsdp on 8 with bf16 fits with"),
         ("7B", EIGHT, {"optimizer": "sgd", "processes": [2]}, "on 2 with"),
-        ("70B", EIGHT, {"processes": [8]}, "nothing fits: fsdp on 8 with fp32 comes nearest"),
-        ("70B", EIGHT, {"processes": [64]}, "fsdp on 64 with fp32 fits"),
+        ("70B", EIGHT, {"processes": [8]}, "nothing fits: fsdp on 8 with bf16 comes nearest"),
+        ("70B", EIGHT, {"processes": [64]}, "fsdp on 64 with bf16 fits"),
         ("350M", VOLTA, {"processes": [1]}, "single on 1 with fp16 fits"),
         ("350M", LAPTOP, {"processes": [1]}, "single on 1 with fp32 fits"),
         ("350M", SERVER, {"processes": [1]}, "single on 1 with bf16 fits"),
-        ("7B", LAPTOP, {"memory": 80 * GB, "processes": [8]}, "fsdp on 8 with bf16 fits with 29.5 GiB to spare"),
+        ("7B", LAPTOP, {"memory": 80 * GB, "processes": [8]}, "fsdp on 8 with bf16 fits with 44.6 GiB to spare"),
     ],
 )
 def test_what_is_suggested(text: str, machine: Hardware, asked: dict[str, Any], words: str) -> None:
