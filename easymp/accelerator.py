@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -23,7 +22,7 @@ from . import hardware, launcher, optim, profiling, trackers
 from .checks import by_kind, explain_second_backward, loss_trouble, refuse_unknown
 from .clock import StepClock
 from .data import PreparedLoader, Unprepared, skip_first_batches
-from .errors import RefusedError, SettingError, StepError
+from .errors import RefusedError, SettingError, StepError, failing
 from .exporting import Weights
 from .hardware import Hardware
 from .log import get_logger
@@ -789,7 +788,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             return
         self._closed = True
         try:
-            if self._prepared.replicas is not None and sys.exc_info()[1] is None:
+            if self._prepared.replicas is not None and not failing():
                 self._prepared.replicas.settle()
         finally:
             self._end()

@@ -168,5 +168,5 @@ def _said(value: Any, wait: bool = True) -> str:
         return f"{{{', '.join(f'{_said(k)}: {_said(v, wait)}' for k, v in value.items())}}}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return f"{type(value).__name__}({', '.join(describe_record(value))})"
-    plain = value is None or isinstance(value, (bool, int, float, complex, str, Enum, torch.dtype, torch.device, timedelta))
+    plain = value is None or isinstance(value, (bool, int, float, complex, str, Enum, torch.dtype, timedelta))
     return repr(value) if plain else getattr(value, "__qualname__", type(value).__qualname__)

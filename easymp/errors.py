@@ -6,6 +6,7 @@ The classes also derive from the builtin that a careful caller would expect (Val
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -87,3 +88,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return f", did you mean {same!r}?"
     close = get_close_matches(str(name).lower(), spelled, n=1, cutoff=0.5)
     return f", did you mean {spelled[close[0]]!r}?" if close else ""
+
+
+def failing() -> bool:
+    """Inside of an ``except`` or ``finally`` of an error, or at the exit of an interpreter that ends by one."""
+    return sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None

@@ -210,10 +210,10 @@ def make_view(
         "__doc__": kind.__doc__,
         "_easymp_route": route,
     }
-    if _is_method(original, "forward"):  # no scripted one's
-        body["forward"] = wraps(kind.forward)(forward)
     if sharded:
         body.update((name, guarded(name)) for name in dir(kind) if not name.startswith("_") and _is_method(original, name))
+    if _is_method(original, "forward"):  # no scripted one's
+        body["forward"] = wraps(kind.forward)(forward)
     body.update((name, routed(name)) for name in methods if name != "forward")
     body.update((slot, _forwarded(original, slot)) for slot in _slots(kind))
     # The class is nobody's business: a metaclass or __init_subclass__ that keeps a register, or wants arguments, is passed by.

@@ -49,17 +49,8 @@ logger = get_logger(__name__)
 
 # Settings by which ranks may differ: what was decided by them is compared, or it does not change what is trained.
 MAY_DIFFER = {
-    *(
-        "mixed_precision",
-        "strategy",
-        "gradient_accumulation_steps",
-        "cpu",
-        "timeout",
-        "memory",
-        "project_dir",
-        "log_with",
-        "sources",
-    ),
+    *("mixed_precision", "strategy", "gradient_accumulation_steps"),
+    *("cpu", "timeout", "memory", "project_dir", "log_with", "sources"),
 }
 
 
@@ -297,7 +288,7 @@ class Preparation:
         why_not: str | None = None
         fused = self._run.plan.settings.fused
         masters = self._masters_for(optimizer)
-        self._keep_frozen(optimizer)
+        self._keep_frozen(optimizer, (p for group in optimizer.param_groups for p in group["params"]))
         if own and not fused:
             optimizer.use_plain_torch()
         if fused and not own:  # before it is spread: an optimizer in its place has a class of its own
@@ -346,23 +337,27 @@ class Preparation:
         self._say_weights(f"{kind} steps fp32 masters of {number}")
         return optim.Masters(optimizer, self.masters, frozen=policy.masters)
 
-    def _keep_frozen(self, optimizer: torch.optim.Optimizer) -> None:
-        """Low-precision parameters that are frozen now keep their dtype, so a step that finds one of them unfrozen is refused."""
-        frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad and p.dtype in LOW]
+    def _keep_frozen(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+        """Low-precision `parameters` that are frozen now keep their dtype, so a step that finds one of them unfrozen is refused."""
+        frozen = [p for p in parameters if not p.requires_grad and p.dtype in LOW]
         if not frozen or self._precision.masters or not self._precision.keeps_updates:
             return
 
         def check(*_: Any) -> None:
             for parameter in frozen:
-                if parameter.requires_grad:
-                    raise StepError(
-                        f"{self.owner.get(id(parameter), 'a parameter')!r} trains now, but was frozen in {parameter.dtype} when it was "
-                        "prepared, where small updates are lost: call requires_grad_(True) before prepare() (free_memory() lets you "
-                        "prepare again)"
-                    )
+                self._check_wide(parameter)
 
         optim.indifferent.add(check)
         self._undo.append(optimizer.register_step_pre_hook(check).remove)
+
+    def _check_wide(self, parameter: torch.Tensor) -> None:
+        """It is no low-precision parameter that trains since `prepare`, which raises it or gives it a master."""
+        if parameter.requires_grad and parameter.dtype in LOW:
+            raise StepError(
+                f"{self.owner.get(id(parameter), 'a parameter')!r} trains now, but was frozen or in no optimizer when it was prepared, and "
+                f"stayed {parameter.dtype}, where small updates are lost: call requires_grad_(True) and give it to the optimizer before "
+                "prepare() (free_memory() lets you prepare again)"
+            )
 
     def _say_weights(self, words: str) -> None:
         """One more sentence about the weights, in the plan."""
@@ -386,13 +381,20 @@ class Preparation:
 
     def _add_param_group(self, optimizer: torch.optim.Optimizer, prepared: PreparedOptimizer, group: dict[str, Any]) -> None:
         """What the user's optimizer does from here on in place of its own `add_param_group`, which it calls."""
-        given = group["params"]
-        items = [given] if isinstance(given, torch.Tensor) else list(given)
-        added = [item[1] if isinstance(item, tuple) else item for item in items]
+        items = group["params"]
+        if not isinstance(items, (torch.Tensor, set)):  # of a set torch says that it has no order
+            items = group["params"] = list(items)
+        added = [items] if isinstance(items, torch.Tensor) else [p[1] if isinstance(p, tuple) else p for p in items]
         if self._run.world.size == 1:  # nothing is to be averaged, so that what models have been given since will do
             self.owner.update((id(p), name) for model in self.models for name, p in model.route.original.named_parameters())
         self._check_free(f"{type(optimizer).__name__}.add_param_group got", "", added, ADDED)
-        type(optimizer).add_param_group(optimizer, {**group, "params": items})
+        rounds = isinstance(optimizer, optim.FusedOptimizer) and optimizer.options.stochastic_rounding is not False
+        if self._precision.keeps_updates and not prepared.has_masters and not rounds:
+            for parameter in added:
+                self._check_wide(parameter)
+        type(optimizer).add_param_group(optimizer, group)
+        self._keep_frozen(optimizer, added)
+        prepared.take_group()
         self.stepped_by.update((id(p), prepared) for p in added)
         if self.replicas is not None:
             self.replicas.begin_again(prepared)

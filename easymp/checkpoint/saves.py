@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, failing
 from ..log import get_logger
 from ..world import World
 from .agreeing import Agreement, Parts, agree, trouble
@@ -121,13 +121,13 @@ class Saves:
 
     def close(self) -> None:
         """As `wait`; the run is over. One that ends by an error ends by that one, and waits only for ranks that show life."""
-        failing = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
-        if failing and self._store is not None:
+        fails = failing()
+        if fails and self._store is not None:
             self._store.hurried = True
         try:
             self.wait()
         except CheckpointError:
-            if not failing:
+            if not fails:
                 raise
         finally:
             self._image = Image()

@@ -230,6 +230,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self.optimizer.defaults
 
     @property
+    def has_masters(self) -> bool:
+        return self._masters is not None
+
+    @property
     def masters(self) -> list[tuple[Tensor, Tensor]]:
         """Low-precision parameters, each with the fp32 master that is stepped in its place, up to date."""
         return [] if self._masters is None else self._masters.pairs()
@@ -302,6 +306,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
+
+    def take_group(self) -> None:
+        """The wrapped optimizer has got another param group."""
         if self._masters is not None:
             self._masters.take(self.optimizer.param_groups[-1:])
         fill_momentum(self.optimizer)

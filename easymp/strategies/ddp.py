@@ -247,7 +247,8 @@ class Replica(DistributedDataParallel):
             if id(parameter) in late and changed(parameter, grad, version):
                 raise StepError(
                     f"backward() added a gradient that no rank averages: {late[id(parameter)]!r} had requires_grad=False when the model "
-                    "was prepared. Leave it trainable until after prepare(), or prepare the model anew (free_memory() lets go of it)"
+                    "was prepared. Freeze it after prepare() instead, with DistributedDataParallelKwargs(find_unused_parameters=True); or "
+                    "prepare the model anew once it trains (free_memory() lets go of it)"
                 )
 
     def _unused(self, said: str) -> str:

@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import EasympError, TrackerError
+from ..errors import EasympError, TrackerError, failing
 from ..log import get_logger
 from ..rng import apart
 from . import TRACKERS
 from .config import plain
-from .ending import failing
 from .own import adapted
 from .pending import Pending
 from .rows import Row

@@ -13,9 +13,9 @@ from typing import Any
 
 from .. import env
 from ..apart import keep_apart
+from ..errors import failing
 from ..log import get_logger
 from .config import concise
-from .ending import failing
 from .rows import Row
 
 logger = get_logger(__name__)

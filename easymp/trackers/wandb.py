@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..apart import keep_apart
+from ..errors import failing
 from ..log import get_logger
-from .ending import failing
 from .rows import Row
 
 logger = get_logger(__name__)

@@ -14,7 +14,6 @@ import importlib
 import ipaddress
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import env
-from ..errors import RefusedError, WorldError
+from ..errors import RefusedError, WorldError, failing
 from ..release import TORCH
 from .meshes import forget_meshes
 from .ranks import Ranks
@@ -166,9 +165,8 @@ class World:
         if self.owned and dist.is_initialized():
             gc.collect()
             # A process that ends by an error does not wait for the others: they shall hear of it at once.
-            failing = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
             if reachable:
-                self._say_farewell(0.0 if failing else min(self.timeout, FAREWELL))
+                self._say_farewell(0.0 if failing() else min(self.timeout, FAREWELL))
             dist.destroy_process_group()
             dist.distributed_c10d.default_pg_timeout = dist.constants.default_pg_timeout
             forget_meshes()

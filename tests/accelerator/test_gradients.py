@@ -319,6 +319,16 @@ def test_methods_train_as_forward_does(ranks, strategy: str, way: str) -> None:
         assert far(ranks(through, strategy, way, how)[0][0], through(None, way, how)[0]) < PRECISE
 
 
+def by_name_and_by_call() -> bool:
+    with Accelerator(mixed_precision="no", strategy="fsdp") as acc:
+        model = acc.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+        return torch.equal(model.forward(torch.ones(1, 4)), model(torch.ones(1, 4)))
+
+
+def test_forward_by_name_gathers_shards(ranks) -> None:
+    assert ranks(by_name_and_by_call) == [True] * 2
+
+
 @pytest.mark.parametrize(
     "how",
     [

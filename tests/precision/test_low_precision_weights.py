@@ -117,7 +117,9 @@ def test_what_is_raised_stays_the_same_object() -> None:
         assert f"{sum(p.numel() for p in held if p.requires_grad):,} trainable parameters of Tied" in acc.plan.weights.reason
         plain.frozen.requires_grad_(True)
         acc.backward(model(torch.arange(4)).square().mean())
-        with pytest.raises(StepError, match=r"'frozen.weight' trains now, but was frozen in torch.bfloat16.*before prepare\(\)"):
+        with pytest.raises(
+            StepError, match=r"'frozen.weight' trains now, but was frozen .* stayed torch.bfloat16.*before prepare\(\)"
+        ):
             prepared.step()
 
 
@@ -261,3 +263,36 @@ def test_a_checkpoint_of_bf16_weights_loads_into_raised_ones(tmp_path: Path) -> 
         assert all(torch.equal(p, s.float()) for p, s in zip(model.parameters(), saved))
         step(acc, model, optimizer)
         assert {v.dtype for state in optimizer.state.values() for v in state.values()} == {FP32}
+
+
+@pytest.mark.parametrize("through", [lambda o: o, lambda o: o.given], ids=["prepared", "as given"])
+def test_groups_that_are_added_get_masters(through: Any) -> None:
+    with Accelerator(mixed_precision="bf16-true", cpu=True) as acc:
+        model = net()
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model[0].parameters(), lr=1e-4))
+        before = model[2].bias.detach().clone()
+        through(optimizer).add_param_group({"params": model[2].parameters()})
+        assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {FP32}
+        for _ in range(50):
+            acc.backward(model(INPUTS).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not torch.equal(model[2].bias, before)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_frozen_layer_that_is_added_to_train_later_is_refused(when: str) -> None:
+    with Accelerator(mixed_precision="bf16", cpu=True) as acc:
+        model = net().bfloat16()
+        model[0].requires_grad_(False)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model[2].parameters(), lr=1e-4))
+
+        def train() -> None:
+            model[0].requires_grad_(when == "before")
+            optimizer.add_param_group({"params": model[0].parameters()})
+            model[0].requires_grad_(True)
+            step(acc, model, optimizer)
+
+        with pytest.raises(StepError, match=r"'0.weight' trains now, but was .* in no optimizer .* stayed torch.bfloat16"):
+            train()
+        assert len(optimizer.param_groups) == (1 if when == "before" else 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,41 @@ def test_what_trains_is_compared_at_prepare(ranks, which: str, zero: str, one: s
     assert found[0].startswith(f"WorldError: the ranks prepare different things: rank 0 has {zero}, rank 1 has {one}")
 
 
+def ends_by_an_error() -> Any:
+    def run(acc: Accelerator) -> str:
+        model, optimizer = started(acc)
+        with torch.no_grad():
+            model.body.weight.add_(acc.process_index)
+        update(acc, model, optimizer)
+        sys.last_value = ValueError("as the interpreter does before it calls exit handlers")
+        try:
+            acc.close()
+        finally:
+            del sys.last_value
+        return "left"
+
+    return in_full(run, strategy="ddp")
+
+
+def test_a_rank_that_ends_by_an_error_does_not_wait_for_a_comparison(ranks) -> None:
+    assert ranks(ends_by_an_error) == ["left"] * 2
+
+
+def with_devices() -> Any:
+    def run(acc: Accelerator) -> str:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.param_groups[0]["device"] = torch.device("cpu", acc.process_index)
+        update(acc, *acc.prepare(model, optimizer))
+        return "equal"
+
+    return in_full(run, strategy="ddp")
+
+
+def test_a_param_group_may_hold_the_device_of_its_rank(ranks) -> None:
+    assert ranks(with_devices) == ["equal"] * 2
+
+
 def adding(strategy: str, options: Any) -> list[str]:
     said = []
 
@@ -325,7 +361,9 @@ def test_on_one_process_a_model_may_grow(tmp_path: Path) -> None:
     with Accelerator(mixed_precision="no", cpu=True) as acc:
         model, optimizer = started(acc)
         model.adapter = nn.Linear(8, 8)
-        optimizer.add_param_group({"params": model.adapter.parameters()})
+        group = {"params": model.adapter.parameters()}
+        optimizer.add_param_group(group)
+        assert optimizer.param_groups[-1] is group  # as in torch: a script may change its options later
         before = model.adapter.weight.detach().clone()
         update(acc, model, optimizer)
         assert not torch.equal(model.adapter.weight, before)
@@ -337,5 +375,8 @@ def test_on_one_process_a_model_may_grow(tmp_path: Path) -> None:
         optimizer.param_groups[0]["params"].append(lone)
         with pytest.raises(StepError, match=r"SGD steps a parameter of shape \(3,\) that belongs to no prepared model"):
             acc.save_state(tmp_path / "not there")
+        model.other = nn.Linear(8, 8)
+        with pytest.raises(TypeError, match="set"):
+            optimizer.add_param_group({"params": set(model.other.parameters())})
         plain = optimizer.given
     plain.add_param_group({"params": nn.Parameter(torch.ones(2))})  # the run has let go of it
