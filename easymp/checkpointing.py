@@ -130,7 +130,7 @@ class Checkpointing(Registering):
         for i, item in enumerate(training):
             yield LeftOut(checkpoint.numbered("model", i)) if i < len(modules) and i not in models else item
         for i, loader in enumerate(prepared.loaders):
-            yield checkpoint.ObjectState(f"loader_{i}", loader)
+            yield checkpoint.ObjectState(f"loader_{i}", loader, free=("data set", "seed"))  # a seed may need 64 unsigned bits
         for i, item in enumerate(self._objects):
             yield checkpoint.ObjectState(f"object_{i}", item, free=True)
         yield checkpoint.ObjectState("steps", Skipped(self._scaler, prepared.optimizers))
@@ -199,7 +199,7 @@ class Checkpointing(Registering):
         chosen = checkpoint.below(self._root, checkpoint.step_folder(step)) if path is None else path
         root, name = self._together(lambda: checkpoint.parted(chosen))
         place = checkpoint.below(root, name)
-        if root == self._project_root:
+        if root == self._project_root and checkpoint.step_of(name) is not None:
             self._claim_project()
         before = self._listed(root, name)
         storage = checkpoint.open_storage(root)

@@ -47,7 +47,7 @@ _INNER = {
     "extra": ("NONE",),
     "finding": ("below", "damage", "is_checkpoint", "newest"),
     "fitting": ("check_like",),
-    "folders": ("step_folder",),
+    "folders": ("step_folder", "step_of"),
     "gathering": ("Gathering", "on_host"),
     "handover": ("hand_over",),
     "hook_folders": ("HookFolder", "folder_to_read"),

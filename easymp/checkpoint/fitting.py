@@ -41,6 +41,11 @@ def once(box: Box, live: Tensor) -> tuple[Box, Tensor]:
     return Box(box.offset, tuple(live.shape)), live
 
 
+def is_known(thing: Any) -> bool:
+    """Whether the states of `thing` have one form, by its class: torch's and easymp's have; a user's own may have another each time."""
+    return type(thing).__module__.partition(".")[0] in ("torch", "easymp")
+
+
 def kind_of(value: Any) -> str:
     """The kind of a stored value, in words. Numbers of any type and one-element tensors are one kind, as are lists and tuples."""
     if isinstance(value, bool):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
 from ..errors import CheckpointError
 from ..optim import PreparedScheduler
 from ..precision import Scaler
-from .fitting import check_like
+from .fitting import check_like, is_known
 from .models import nothing
 from .snapshot import Reading, Snapshot, Trial
 
@@ -19,10 +19,11 @@ class ObjectState:
     """The state of `thing` under `name`; of rank 0, unless it is each rank's `own`.
 
     Args:
-        free: the state may have another form each time, as a user's own may; else it is compared with the live one before it is loaded.
+        free: keys of the state that may hold something of another form each time, as a user's own objects do; True for all. The rest is
+            compared with the live state before it is loaded.
     """
 
-    def __init__(self, name: str, thing: Any, own: bool = False, free: bool = False) -> None:
+    def __init__(self, name: str, thing: Any, own: bool = False, free: bool | Collection[str] = ()) -> None:
         self.name, self._name, self._thing, self._own, self._free = name, f"state/{name}", thing, own, free
 
     def bring(self, into: Snapshot) -> None:
@@ -39,8 +40,8 @@ class ObjectState:
         before: list[Any] = []
         with suppress(Exception):  # a thing whose state cannot be had now may well take another
             before.append(copy.deepcopy(self._thing.state_dict()))
-        if before and not self._free:
-            check_like(self._name, state, before[0])
+        if before and not isinstance(self._free, bool):
+            check_like(self._name, state, {key: value for key, value in before[0].items() if key not in self._free})
 
         def change() -> None:
             self._thing.load_state_dict(state)
@@ -73,7 +74,7 @@ class ScheduleState:
 
     def __init__(self, name: str, scheduler: PreparedScheduler) -> None:
         self._name, self._scheduler = f"state/{name}/behind", scheduler
-        self._inner = ObjectState(name, scheduler)
+        self._inner = ObjectState(name, scheduler, free=not is_known(scheduler.scheduler) or ())
 
     def bring(self, into: Snapshot) -> None:
         self._inner.bring(into)

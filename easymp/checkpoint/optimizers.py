@@ -13,7 +13,7 @@ from ..errors import CheckpointError, StepError
 from ..optim import PreparedOptimizer
 from ..optim.fused import IMPLEMENTATION
 from .boxes import Box
-from .fitting import check_like, names_apart, several
+from .fitting import check_like, is_known, names_apart, several
 from .manifest import Stored
 from .models import nothing
 from .places import place_of
@@ -177,13 +177,15 @@ class OptimizerState:
         return ""
 
     def _check_kinds(self, saved: Any) -> None:
-        """What is remembered of a parameter is a dict without text, and of the same kinds as of the other parameters."""
+        """What is remembered of a parameter is a dict; of torch's classes and easymp's, one without text, and of the same kinds as of the
+        other parameters."""
         kinds: dict[Any, Any] = {}
+        known = is_known(self._optimizer.given)
         check_like(f"{self._name}/state", saved, kinds)
         for name, state in saved.items():
             what = f"{self._name}/state[{name!r:.80}]"
-            check_like(what, state, kinds)
-            for key, value in state.items():
+            check_like(what, state, kinds if known else {})
+            for key, value in state.items() if known else ():
                 if isinstance(value, (str, bytes)) and not isinstance(value, FullName):
                     raise CheckpointError(
                         f"{what}[{key!r:.80}] is {value!r:.80}, which no optimizer keeps: load another checkpoint"

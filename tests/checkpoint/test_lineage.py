@@ -335,6 +335,7 @@ def test_a_second_live_run_is_refused_and_a_dead_one_is_not_waited_for(ranks: Ra
         with run(place) as it:  # one of a sweep that has a folder of its own, and shares the project's
             it.acc.resume(f"{place}/sweep")
             it.acc.save_state(f"{place}/sweep/step-00000001")
+            it.acc.save_state(f"{place}/checkpoints/trial-1")  # no step's name: `resume` never takes it
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert resumed(place) == ("step-00000002", 2)

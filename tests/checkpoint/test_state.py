@@ -223,6 +223,70 @@ def test_objects_of_the_users_own(tmp_path: Path) -> None:
         assert run.acc.load_state(strict=False).skipped
 
 
+class Ragged(torch.optim.Optimizer):
+    """What it keeps differs in kind by parameter, as in SOAP and Shampoo."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            matrix = parameter.ndim == 2
+            self.state[parameter] = {"blocks": [torch.ones(2)] if matrix else [[]], "form": "matrix" if matrix else "vector"}
+            parameter.sub_(0.1 * parameter.grad)
+
+
+class Watching(torch.optim.lr_scheduler.LRScheduler):
+    """Its state grows, changes its kind, and has a generator's number of 128 bits."""
+
+    seen: Any = ()
+    best: Any = False
+
+    def get_lr(self) -> list[Any]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, *args: Any) -> None:
+        super().step(*args)
+        self.seen, self.best, self.draws = (*self.seen, 1.5), 0.5, 2**100
+
+
+class Drawing(Numbered):
+    seen: Any = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "draws": 2**100}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def ragged(folder: Path) -> tuple[Accelerator, list[Any], list[Any]]:
+    acc = Accelerator(mixed_precision="no", seed=2**64 - 1, project_dir=folder)
+    model = nn.Linear(12, 5)
+    optimizer = Ragged(model.parameters())
+    schedule, data = Watching(optimizer), Drawing()
+    return acc, [optimizer, schedule, data], list(acc.prepare(model, optimizer, schedule, DataLoader(data, 8)))
+
+
+def test_states_of_the_users_own_classes_may_change_their_form(tmp_path: Path) -> None:
+    acc, (_, schedule, data), (model, optimizer, stepped, loader) = ragged(tmp_path)
+    with acc:
+        for _, x, *_ in loader:
+            acc.backward(model(x).sum())
+            optimizer.step()
+            stepped.step()
+            optimizer.zero_grad()
+        data.seen = (1, 2)
+        acc.save_state()
+    acc, (given, again, drawing), _ = ragged(tmp_path)
+    with acc:
+        assert acc.resume()
+        assert (again.seen, again.best, again.draws, drawing.seen) == (schedule.seen, 0.5, 2**100, (1, 2))
+        assert [state["form"] for state in given.state.values()] == ["matrix", "vector"]
+        assert [state["blocks"][0] for state in given.state.values()][1] == []
+
+
 def test_hooks(tmp_path: Path) -> None:
     called: list[Any] = []
 
