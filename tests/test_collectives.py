@@ -220,6 +220,12 @@ def test_the_store_of_one_machine_is_out_of_reach_for_others(ranks, address: str
     assert not other
 
 
+def test_the_store_listens_for_other_machines_where_there_may_be_some(ranks) -> None:
+    """Rank 0's own name is the loopback's on Debian (127.0.1.1), and Kubeflow gives it "localhost"; others are told an address."""
+    opened, _ = ranks(listens, env={"MASTER_ADDR": "localhost", "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None})
+    assert opened & {"::", "0.0.0.0"}
+
+
 def first_takes_long(path: Path) -> tuple[bool, bool]:
     with Accelerator(cpu=True, timeout=1) as acc:
         with acc.main_process_first():

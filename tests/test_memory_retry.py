@@ -201,6 +201,30 @@ def test_what_was_prepared_before_stays() -> None:
             pass
 
 
+def one_rank_runs_out_before_its_turn() -> list[int]:
+    tried = []
+    acc = Accelerator(mixed_precision="no")
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> None:
+        tried.append(batch_size)
+        if acc.process_index == 0 and batch_size > 2:
+            out_of_memory()
+        with acc.main_process_first():  # rank 1 waits here for rank 0, which is alive
+            pass
+
+    train()
+    with acc.main_process_first():
+        pass
+    acc.close()
+    current_world().close()
+    return tried
+
+
+def test_a_rank_that_waits_for_its_turn_is_taken_along(ranks) -> None:
+    assert ranks(one_rank_runs_out_before_its_turn, timeout=60) == [[4, 2]] * 2
+
+
 def one_rank_fails() -> None:
     outer = Accelerator(mixed_precision="no")
 

@@ -196,27 +196,33 @@ class Watch:
         return store.get("end").decode()
 
     def leave(self, place: tuple[int, int]) -> None:
-        """Tell ranks that wait for this one at `place` that it does not come: `compare` fails there."""
+        """Tell ranks that wait for this one that it does not come: `compare` fails at `place`, and so does `wait_for_all`."""
         if self.reachable():
-            self._ask.set(f"compare/{place[0]}/{place[1]}/end", f"rank {self._rank} has left the run")
+            group, number = place
+            for key in (f"compare/{group}/{number}/end", f"left/{group}/{self._rank}", f"left/{group}"):
+                self._ask.set(key, f"rank {self._rank} has left the run")
 
-    def come(self, turn: int) -> None:
-        """Release what waits in `wait_for_all` for this rank."""
-        self._ask.set(f"turn/{turn}/{self._rank}", "")
+    def come(self, turn: tuple[int, int]) -> None:
+        """Release what waits in `wait_for_all` for this rank, at this number of a turn in a group."""
+        self._ask.set(f"turn/{turn[0]}/{turn[1]}/{self._rank}", "")
 
-    def wait_for_all(self, turn: int, seconds: float) -> None:
-        """Wait until all ranks have come to `turn`, however long it takes, as long as they are alive.
+    def wait_for_all(self, turn: tuple[int, int], seconds: float) -> None:
+        """Wait until all ranks have come to `turn`, however long it takes, as long as they are alive and in its group.
 
         Raises:
-            RuntimeError: a rank that has not come did not answer for `seconds`, or the store is gone.
+            RuntimeError: a rank that has not come has left the run, or did not answer for `seconds`; or the store is gone.
         """
-        keys = [f"turn/{turn}/{rank}" for rank in range(self._size)]
+        keys = [f"turn/{turn[0]}/{turn[1]}/{rank}" for rank in range(self._size)]
         heard = asked = time.monotonic()
         pause = 0.001
         try:
             while not in_time(lambda: self._ask.check(keys), seconds):
                 time.sleep(pause)
                 pause = min(2 * pause, 0.5)
+                if self._ask.check([f"left/{turn[0]}"]):
+                    for rank, key in enumerate(keys):
+                        if self._ask.check([f"left/{turn[0]}/{rank}"]) and not self._ask.check([key]):
+                            raise RuntimeError(f"rank {rank} has left the run")
                 if time.monotonic() < asked + seconds / 4:
                     continue
                 late = next((rank for rank, key in enumerate(keys) if not self._ask.check([key])), self._rank)

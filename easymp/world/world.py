@@ -11,7 +11,6 @@ import atexit
 import gc
 import hashlib
 import importlib
-import ipaddress
 import os
 import socket
 import threading
@@ -97,7 +96,7 @@ class World:
         self._watch: Watch | None = None
         self._number = 0  # of the group that runs, the same on all ranks
         self._compared = 0  # calls of `compare` in this group
-        self._turns = 0  # calls of `in_turn`
+        self._turns = 0  # calls of `in_turn` in this group
         self._ending = threading.Lock()
         if ranks.announced:
             self._join()
@@ -119,7 +118,7 @@ class World:
         # Each group has a place of its own in the store. Counted there and not here: a process that was started later than the
         # others, or lived through other worlds, would count differently.
         number = self._number = store.add(f"groups/{self.rank}", 1)
-        self._compared = 0
+        self._compared = self._turns = 0
         # Its functions have the default group of the moment as default arguments: imported later (the first DDP does), it would
         # keep this group's connections open for good, and ranks that wait for this one would not hear that it left.
         importlib.import_module("torch.distributed.nn.functional")
@@ -282,18 +281,19 @@ class World:
             return
         assert self._watch is not None
         self._turns += 1
+        turn = (self._number, self._turns)
         self.trains_here()
         if not first:
             with self.explained(call):
-                self._watch.come(self._turns)
-                self._watch.wait_for_all(self._turns, self.timeout)
+                self._watch.come(turn)
+                self._watch.wait_for_all(turn, self.timeout)
             self.settle()
         try:
             yield
         finally:
             if first:
                 with self.explained(call):
-                    self._watch.come(self._turns)
+                    self._watch.come(turn)
         if first:
             self.settle()
 
@@ -481,9 +481,10 @@ def _sign_in(ranks: Ranks, timeout: float) -> tuple[dist.Store, list[str]]:
         if shared:
             store = next(iter(dist.rendezvous("env://", ranks.rank, ranks.size, timeout=limit)))[0]
         else:
-            if not ranks.unknown and ranks.local_size == ranks.size:
-                address = LOOPBACK  # all ranks are on this machine
-            kept = _listen_here(address, port) if ranks.rank == 0 else None
+            kept = None
+            if not ranks.unknown and ranks.local_size == ranks.size:  # all ranks are on this machine
+                address = LOOPBACK
+                kept = _listen_here(port) if ranks.rank == 0 else None
             store = dist.TCPStore(
                 address, port, None, ranks.rank == 0, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=kept
             )
@@ -519,19 +520,16 @@ def _sign_in(ranks: Ranks, timeout: float) -> tuple[dist.Store, list[str]]:
     return store, keys
 
 
-def _listen_here(address: str, port: int) -> int | None:
-    """A socket for the store that other machines do not reach, where `address` is the loopback's.
+def _listen_here(port: int) -> int | None:
+    """A socket for the store that other machines do not reach.
 
-    None elsewhere, and where the port is taken: by the store of this process's last world, which the next one shares, or by another
-    program, of which torch's own attempt says more.
+    None where the port is taken: by the store of this process's last world, which the next one shares, or by another program, of which
+    torch's own attempt says more.
     """
     try:
-        family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        if ipaddress.ip_address(target[0]).is_loopback:
-            return socket.create_server(target[:2], family=family).detach()
-    except (OSError, ValueError):
-        pass
-    return None
+        return socket.create_server((LOOPBACK, port)).detach()
+    except OSError:
+        return None
 
 
 def _host() -> str:
