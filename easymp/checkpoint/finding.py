@@ -155,7 +155,7 @@ class Line:
         after = max((it.written for it in [*there, *([last] if last else [])]), default="")
         it = Saved(name, _later(after), step, Lineage(line, parent, forks))
         left = [other.folder for other in there if not other.leads_to(it)]
-        if left:
+        if left and step_of(name) is not None:  # `resume` takes no others
             logger.warning(
                 "%s: a new line of checkpoints begins %s, and resume() goes on with it from now on. Not on it, and kept: %s",
                 *(storage.place, f"at {parent}" if parent else "without resume()", few(left)),
@@ -177,7 +177,8 @@ class Line:
     def saved(self, storage: Storage, it: Saved) -> None:
         """`it`, which `next` gave, is committed."""
         self.last, self._loaded = it, None
-        self._surveyed.add(_real(storage))
+        if step_of(it.folder) is not None:
+            self._surveyed.add(_real(storage))
 
 
 def few(names: Sequence[str]) -> str:
