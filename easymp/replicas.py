@@ -75,6 +75,7 @@ class Replicas:
         self._world, self._every = world, every
         self._models, self._optimizers, self._owner = models, optimizers, owner
         self._updates: dict[int, int] = {}
+        self._frozen: dict[int, list[Tensor]] = {}  # what an optimizer holds and did not train at its first update
         self._sent: dict[int, _Sent] = {}
         self._weights: dict[torch.device, Tensor] = {}
         self.paused = False
@@ -90,6 +91,10 @@ class Replicas:
         if self.paused or self._apart:
             return
         key = id(optimizer)
+        if any(p.requires_grad for p in self._frozen.get(key, ())):
+            self.begin_again(optimizer)
+        if key not in self._updates:
+            self._frozen[key] = [p for _, p in optimizer.parameters() if not p.requires_grad]
         updates = self._updates[key] = self._updates.get(key, 0) + 1
         if key in self._sent:
             self._read(key)
@@ -119,6 +124,7 @@ class Replicas:
 
     def forget(self) -> None:
         self._updates.clear()
+        self._frozen.clear()
         self._sent.clear()
 
     # -- sending ------------------------------------------------------------------------------------------------------
@@ -195,7 +201,10 @@ class Replicas:
                 return
 
     def _explain(self, sent: _Sent) -> None:
-        names = {id(p): repr(name) for model in self._models for name, p in model.route.original.named_parameters()}
+        names: dict[int, str] = {}
+        for i, model in enumerate(self._models):  # of which several may have the same names
+            of = f" of {type(model.route.original).__name__} (model {i})" if len(self._models) > 1 else ""
+            names.update((id(p), repr(name) + of) for name, p in model.route.original.named_parameters())
         said = [names.get(id(p), f"number {i} of shape {tuple(p.shape)}") for i, (p, _) in enumerate(sent.held)]
         strangers = [name for name, (p, _) in zip(said, sent.held) if id(p) not in self._owner]
         strangers += [

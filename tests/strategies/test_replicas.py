@@ -298,6 +298,26 @@ def test_what_trains_is_compared_at_prepare(ranks, which: str, zero: str, one: s
     assert found[0].startswith(f"WorldError: the ranks prepare different things: rank 0 has {zero}, rank 1 has {one}")
 
 
+def unfrozen_after_the_first_updates() -> Any:
+    def run(acc: Accelerator) -> str:
+        torch.manual_seed(0)
+        body, head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)
+        optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+        body, head, optimizer = acc.prepare(body, head, optimizer)
+        for step in range(8):
+            body.requires_grad_(step > 4)
+            update(acc, nn.Sequential(body, head), optimizer)
+        return "not seen"
+
+    return in_full(run, strategy="ddp")
+
+
+def test_a_model_that_is_unfrozen_after_the_first_updates_is_compared(ranks) -> None:
+    for said in ranks(unfrozen_after_the_first_updates):
+        assert "after update 6 of SGD rank 1 and rank 0 differ in parameter 'weight' of Linear (model 0) (and 1 more)" in said
+        assert "unfrozen after prepare()" in said
+
+
 def ends_by_an_error() -> Any:
     def run(acc: Accelerator) -> str:
         model, optimizer = started(acc)
