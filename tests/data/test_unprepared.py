@@ -27,6 +27,12 @@ class Own(Dataset[torch.Tensor]):
         return X[i]
 
 
+class Graph(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.edges, self.empty = torch.eye(8).to_sparse(), torch.empty(2, device="meta")
+
+
 class Stream(IterableDataset[torch.Tensor]):
     """All samples, in order."""
 
@@ -46,6 +52,7 @@ def make(kind: str, rank: int, size: int) -> DataLoader[Any]:
         "indices": lambda: DataLoader(Subset(whole, list(range(rank, 16, size))), batch_size=4, shuffle=True),
         "tensors": lambda: DataLoader(TensorDataset(X[rank::size].clone()), batch_size=4, shuffle=True),
         "files": lambda: DataLoader(Own(rank * 8), batch_size=4, shuffle=True),
+        "graph": lambda: DataLoader(Graph(), batch_size=4),
     }[kind]()
 
 
@@ -90,6 +97,7 @@ def test_ranks_that_read_the_same_are_warned_once(ranks, kind):
         ("indices", "data not prepared a DataLoader (Subset, RandomSampler) that was not passed to prepare() is read"),
         ("tensors", "data not prepared a DataLoader (TensorDataset, RandomSampler) that was not passed to prepare() is read"),
         ("files", "data not prepared a DataLoader (Own, RandomSampler) that was not passed to prepare() is read"),
+        ("graph", "data not prepared a DataLoader (Graph, SequentialSampler) that was not passed to prepare() is read"),
     ],
 )
 def test_a_program_that_may_split_its_data_is_not_warned(ranks, kind, line):
