@@ -18,50 +18,47 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from . import hardware, launcher, optim, profiling, trackers
-from .checks import by_kind, explain_second_backward, loss_trouble, refuse_unknown
+from . import hardware, launcher, optim, profiling, trackers, world
 from .clock import StepClock
-from .data import PreparedLoader, Unprepared, skip_first_batches
 from .errors import RefusedError, SettingError, StepError, failing
 from .exporting import Weights
-from .hardware import Hardware
+from .first_use import modules_at_first_use
 from .log import get_logger
-from .memory_retry import release_memory
-from .microstep import ForeignSteps, MicroStep
-from .nonfinite import Nonfinite
 from .operations import Collectives
-from .plan import Plan, make_plan
-from .precision import PRECISIONS, Measured, Scaler, rule_from
 from .prepared import unwrap
-from .preparing import Preparation, Wishes
-from .protocols import Choice
-from .recording import begin
-from .records import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
-    ProjectConfiguration,
-)
 from .resuming import Resuming
 from .rng import set_seed
-from .settings import Settings, resolve
 from .shards import local
-from .state import AcceleratorState, GradientState, Run, register, unregister
-from .strategies import STRATEGIES, read_options
-from .strategies.compiling import CompileOptions, compile_setting, read_compile
-from .strategies.recomputing import read_which, read_words, worded
 from .switches import switch
 from .tracking import Tracking
-from .world import World, locate, read_ranks
 
 if TYPE_CHECKING:
+    from . import checks, data, memory_retry, microstep, precision, preparing, recording, records, state, strategies
+    from . import nonfinite as guards
+    from . import plan as planning
+    from . import settings as setting
+    from .hardware import Hardware
     from .optim.optimizer import PreparedOptimizer
     from .optim.scheduler import PreparedScheduler
+    from .plan import Plan
+    from .protocols import Choice
+    from .records import AutocastKwargs, DataLoaderConfiguration, GradientAccumulationPlugin, ProfileKwargs, ProjectConfiguration
+    from .settings import Settings
+    from .state import AcceleratorState, GradientState
+    from .strategies import compiling, recomputing
+    from .strategies.compiling import CompileOptions
 
+# What an Accelerator needs when it is made or runs, and the import of this class does not.
+modules_at_first_use(
+    globals(),
+    *("checks", "data", "memory_retry", "microstep", "precision", "preparing", "recording", "records", "state"),
+    "strategies",
+    guards="nonfinite",
+    planning="plan",
+    setting="settings",
+    compiling="strategies.compiling",
+    recomputing="strategies.recomputing",
+)
 logger = get_logger(__name__)
 
 
@@ -164,11 +161,11 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         settings: Settings | None = None,
         **others: Never,
     ) -> None:
-        refuse_unknown(others)
-        recompute = read_which(False if activation_checkpointing is None else activation_checkpointing)
-        compiled = read_compile(False if compile is None else compile, dynamo_backend)
-        handlers = by_kind(kwargs_handlers)
-        project = project_config or ProjectConfiguration()
+        checks.refuse_unknown(others)
+        recompute = recomputing.read_which(False if activation_checkpointing is None else activation_checkpointing)
+        compiled = compiling.read_compile(False if compile is None else compile, dynamo_backend)
+        handlers = checks.by_kind(kwargs_handlers)
+        project = project_config or records.ProjectConfiguration()
         if project_dir is not None and project.project_dir not in (None, os.fspath(project_dir)):
             raise SettingError(
                 f"project_dir={project_dir!r} contradicts project_config's {project.project_dir!r}: pass one of them"
@@ -180,11 +177,12 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
                     f"{gradient_accumulation_plugin.num_steps}: pass one of them"
                 )
             gradient_accumulation_steps = gradient_accumulation_plugin.num_steps
-        group = handlers.get(InitProcessGroupKwargs)
+        group = handlers.get(records.InitProcessGroupKwargs)
         log_words, own_trackers = trackers.words_of(log_with)
-        parts = compile.what if isinstance(compile, CompileOptions) else {True: "model", False: "no"}.get(compile, compile)  # type: ignore[arg-type]
-        again = None if activation_checkpointing is None else worded(recompute)
-        asked = resolve(
+        words = {True: "model", False: "no"}
+        parts = compile.what if isinstance(compile, compiling.CompileOptions) else words.get(compile, compile)  # type: ignore[arg-type]
+        again = None if activation_checkpointing is None else recomputing.worded(recompute)
+        asked = setting.resolve(
             settings,
             compile=parts,
             activation_checkpointing=again,
@@ -207,37 +205,39 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             log_with=log_words,
         )
         if asked.compile != parts:
-            compiled = compile_setting(asked.compile, dynamo_backend)
+            compiled = compiling.compile_setting(asked.compile, dynamo_backend)
         if asked.activation_checkpointing != again:
-            recompute = read_words(str(asked.activation_checkpointing))
+            recompute = recomputing.read_words(str(asked.activation_checkpointing))
         if asked.project_dir not in (None, project.project_dir):
             project.set_directories(asked.project_dir)
-        plan = make_plan(asked, hardware.detect(), locate(read_ranks(), asked.timeout))
-        spread = STRATEGIES[plan.strategy.value]
+        plan = planning.make_plan(asked, hardware.detect(), world.locate(world.read_ranks(), asked.timeout))
+        spread = strategies.STRATEGIES[plan.strategy.value]
         try:
-            options = read_options(spread, asked.strategy_options if strategy_options is None else strategy_options, handlers)
+            options = strategies.read_options(
+                spread, asked.strategy_options if strategy_options is None else strategy_options, handlers
+            )
         except SettingError as error:
             raise (
                 error
                 if strategy_options is not None or asked.strategy_options is None
                 else SettingError(f"{asked.source('strategy_options')[1]}: {error}")
             ) from None
-        plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(plan.accumulation.value)
+        plugin = gradient_accumulation_plugin or records.GradientAccumulationPlugin(plan.accumulation.value)
         self._sync_each_batch = plugin.sync_each_batch
         self._clock = StepClock(plan.accumulation.value, plugin.sync_with_dataloader)
         device = torch.device(plan.device.value)
         self._undo = ExitStack()
-        self._world = World(plan.ranks, device, asked.timeout, asked.debug, group.backend if group else None)
+        self._world = world.World(plan.ranks, device, asked.timeout, asked.debug, group.backend if group else None)
         with ExitStack() as begun:  # which ends again where something is refused
             begun.callback(self._world.close)
             begun.callback(self._undo.close)
             strategy = spread(self._world, options)  # type: ignore[call-arg]
-            self._run = Run(self._world, plan, self._clock, weakref.ref(self))
-            register(self._run)
-            begun.callback(unregister, self._run)
-            self._autocast: AutocastKwargs = handlers.get(AutocastKwargs, AutocastKwargs())
+            self._run = state.Run(self._world, plan, self._clock, weakref.ref(self))
+            state.register(self._run)
+            begun.callback(state.unregister, self._run)
+            self._autocast: AutocastKwargs = handlers.get(records.AutocastKwargs, records.AutocastKwargs())
             self._precision = self._make_precision(asked)
-            scaling = handlers.get(GradScalerKwargs, GradScalerKwargs())
+            scaling = handlers.get(records.GradScalerKwargs, records.GradScalerKwargs())
             scaled = self._precision.scaled and scaling.enabled
             guard = not scaled and asked.nonfinite in ("skip", "raise")
             if guard and asked.nonfinite == "skip" and getattr(options, "remembers", False):
@@ -245,31 +245,33 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
                     f"nonfinite='skip' with comm_hook={options.comm_hook!r}, which remembers what it did not send: a gradient that is not "
                     "finite would stay in it for good. Use nonfinite='raise', or another comm_hook"
                 )
-            self._scaler = Scaler(rule_from(scaling), self._world, scaled, guard)
-            self._loading = dataloader_config or DataLoaderConfiguration()
+            self._scaler = precision.Scaler(precision.rule_from(scaling), self._world, scaled, guard)
+            self._loading = dataloader_config or records.DataLoaderConfiguration()
             steps = self._world.size if scheduler_steps_per_process else 1
             given = (
-                strategy_options is not None or asked.strategy_options is not None or DistributedDataParallelKwargs in handlers
+                strategy_options is not None
+                or asked.strategy_options is not None
+                or records.DistributedDataParallelKwargs in handlers
             )
             schedule = partial(self._make_scheduler, with_optimizer=step_scheduler_with_optimizer, steps=steps)
-            records = (options, plugin, self._autocast, scaling, self._loading)
-            wishes = Wishes(device_placement, self._loading, schedule, given, initialize, recompute, compiled, records)
+            told = (options, plugin, self._autocast, scaling, self._loading)
+            wishes = preparing.Wishes(device_placement, self._loading, schedule, given, initialize, recompute, compiled, told)
             me = weakref.ref(self)
-            self._prepared = Preparation(
+            self._prepared = preparing.Preparation(
                 *(self._run, strategy, self._precision, self._scaler, wishes), no_sync=lambda model: me().no_sync(model)
             )
             self._items = optim.ItemWindow(self._world)
-            prepared, precision = self._prepared, self._precision
-            self._nonfinite = Nonfinite(
+            prepared, dtypes = self._prepared, self._precision
+            self._nonfinite = guards.Nonfinite(
                 *(asked.nonfinite, self._world, self._scaler),
                 updates=lambda: prepared.optimizers[0].updates if prepared.optimizers else 0,
-                precision=lambda: precision.name,
+                precision=lambda: dtypes.name,
             )
-            self._profiling: ProfileKwargs | None = handlers.get(ProfileKwargs)
-            self._foreign: ForeignSteps | None = None
+            self._profiling: ProfileKwargs | None = handlers.get(records.ProfileKwargs)
+            self._foreign: microstep.ForeignSteps | None = None
             self._alone = False  # inside no_sync
             self._trains = False  # whether there has been a backward pass
-            self._unprepared: Unprepared | None = None  # until a backward pass has shown where the data comes from
+            self._unprepared: data.Unprepared | None = None  # until a backward pass has shown where the data comes from
             self._closed = False
             self._begin_checkpoints(project)
             self._begin_tracking(asked, own_trackers)
@@ -278,7 +280,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             switch(self._precision.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
             if asked.seed is not None:
                 set_seed(asked.seed)
-            recorder = begin(self._run)
+            recorder = recording.begin(self._run)
             if recorder is not None:
                 self._logbook.attached[recorder.name] = recorder
                 self._undo.callback(recorder.finish)
@@ -289,10 +291,10 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
     # -- the decision -------------------------------------------------------------------------------------------------
 
     def _make_precision(self, asked: Settings) -> Any:
-        kind = PRECISIONS.get(self.plan.precision.value)
+        kind = precision.PRECISIONS.get(self.plan.precision.value)
         if kind is not None:
             return kind(self._autocast)  # type: ignore[call-arg]
-        return Measured(self._autocast, self._world, asked.probe and not asked.deterministic, self._decided)
+        return precision.Measured(self._autocast, self._world, asked.probe and not asked.deterministic, self._decided)
 
     def _decided(self, choice: Choice[str]) -> None:
         self._run.plan = self.plan.replace(precision=choice)
@@ -326,7 +328,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         return "no" if self._precision.name == "fp32" else self._precision.name
 
     @property
-    def scaler(self) -> Scaler:
+    def scaler(self) -> precision.Scaler:
         """The loss scaler, up to date; one that scales by one unless the run is fp16."""
         self._scaler.settle()
         return self._scaler
@@ -337,7 +339,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self._clock.accumulation = GradientAccumulationPlugin(steps).num_steps
+        self._clock.accumulation = records.GradientAccumulationPlugin(steps).num_steps
 
     @property
     def sync_gradients(self) -> bool:
@@ -351,11 +353,11 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
 
     @property
     def gradient_state(self) -> GradientState:
-        return GradientState(self._clock)
+        return state.GradientState(self._clock)
 
     @property
     def state(self) -> AcceleratorState:
-        return AcceleratorState()
+        return state.AcceleratorState()
 
     @property
     def split_batches(self) -> bool:
@@ -411,7 +413,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         done = self._prepared.prepare(objects, device_placement, forward_methods)
         strategy = self._prepared.strategy
         if strategy.data_size > 1 and not self._clock.backwards:
-            self._unprepared = Unprepared(self._world, strategy.data_rank, strategy.data_size)
+            self._unprepared = data.Unprepared(self._world, strategy.data_rank, strategy.data_size)
         return done[0] if len(done) == 1 else tuple(done)
 
     def prepare_model(
@@ -439,12 +441,12 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
     def _make_scheduler(scheduler: Any, optimizers: Sequence[PreparedOptimizer], **how: Any) -> PreparedScheduler:
         return optim.PreparedScheduler(scheduler, optimizers, **how)
 
-    def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None) -> PreparedLoader:
+    def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None) -> data.PreparedLoader:
         return self.prepare(data_loader, device_placement=[device_placement])
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def _look_at_data(self, unprepared: Unprepared) -> None:
+    def _look_at_data(self, unprepared: data.Unprepared) -> None:
         """Say, in the plan or once as a warning, that the data of several ranks comes from a loader that is not prepared."""
         if self.plan.data is not None:
             self._unprepared = unprepared if unprepared.further() else None
@@ -475,7 +477,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             or not loss.requires_grad
             or (loss.ndim and loss.numel() != 1 and "gradient" not in kwargs)
         ):
-            raise StepError(loss_trouble(loss))
+            raise StepError(checks.loss_trouble(loss))
         self._nonfinite.loss(loss)
         if num_items is not None:
             if not self._scaler.agree and self._world.size > 1:
@@ -522,7 +524,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             loss.backward(**kwargs)
         except RuntimeError as error:
             self._world.blame(error, "backward")
-            explain_second_backward(error)
+            checks.explain_second_backward(error)
             raise
         for replica, gradients in zip(replicas, before):
             replica.check_averaged(gradients)
@@ -548,10 +550,12 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         """
         if self._foreign is None and self._clock.accumulation != 1:
             prepared = self._prepared
-            foreign = ForeignSteps(self._clock, prepared.owner, prepared.stepped_by, prepared.optimizers)
+            foreign = microstep.ForeignSteps(self._clock, prepared.owner, prepared.stepped_by, prepared.optimizers)
             self._foreign = self._undo.enter_context(foreign)
         modules = () if self._sync_each_batch or self._world.size == 1 else [r.module for r in self._prepared.routes(models)]
-        return MicroStep(self._clock, self._prepared.strategy, modules, self._prepared.sums.on and self._clock.accumulation != 1)
+        return microstep.MicroStep(
+            self._clock, self._prepared.strategy, modules, self._prepared.sums.on and self._clock.accumulation != 1
+        )
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -743,7 +747,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The loader without its first `num_batches` batches, for one pass."""
-        return skip_first_batches(dataloader, num_batches)
+        return data.skip_first_batches(dataloader, num_batches)
 
     def total_updates(self, loader: Any, epochs: int = 1) -> int:
         """Optimizer updates in `epochs` passes over a prepared loader: the horizon of a learning-rate schedule."""
@@ -768,7 +772,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         self._clock.reset()
         nothing = (None,) * len(objects)
         del objects
-        release_memory(device=self.device)
+        memory_retry.release_memory(device=self.device)
         return None if len(nothing) <= 1 else nothing
 
     clear = free_memory
@@ -802,7 +806,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         finally:
             self.free_memory()
             self._undo.close()
-            unregister(self._run)
+            state.unregister(self._run)
             self._world.close()
 
     def __enter__(self) -> Accelerator:

@@ -13,20 +13,23 @@ from typing import TYPE_CHECKING, Any
 from . import checkpoint
 from .epochs import Epochs
 from .errors import CheckpointError, EasympError, RefusedError, SettingError, StepError, WorldError
-from .kept import Carried, LeftOut, Owed, RunState, Skipped, Tracked, drawing_devices
+from .first_use import modules_at_first_use
 from .log import get_logger
-from .precision import Scaler
-from .preparing import Preparation
-from .records import ProjectConfiguration
 from .registering import Registering
-from .state import Run
 
 if TYPE_CHECKING:
+    from . import kept
     from .checkpoint.accelerated import Translated
     from .checkpoint.loading import Loaded
     from .checkpoint.saves import Saves
     from .checkpoint.snapshot import Kept
+    from .precision import Scaler
+    from .preparing import Preparation
+    from .records import ProjectConfiguration
+    from .state import Run
     from .trackers.logbook import Logbook
+
+modules_at_first_use(globals(), "kept")
 
 logger = get_logger(__name__)
 Path = str | os.PathLike[str]
@@ -128,20 +131,20 @@ class Checkpointing(Registering):
             *(modules, prepared.optimizers, prepared.schedulers, self._scaler, prepared.masters.keys(), prepared.strategy.apart)
         )
         for i, item in enumerate(training):
-            yield LeftOut(checkpoint.numbered("model", i)) if i < len(modules) and i not in models else item
+            yield kept.LeftOut(checkpoint.numbered("model", i)) if i < len(modules) and i not in models else item
         for i, loader in enumerate(prepared.loaders):
             yield checkpoint.ObjectState(f"loader_{i}", loader, free=("data set", "seed"))  # a seed may need 64 unsigned bits
         for i, item in enumerate(self._objects):
             yield checkpoint.ObjectState(f"object_{i}", item, free=True)
-        yield checkpoint.ObjectState("steps", Skipped(self._scaler, prepared.optimizers))
-        yield checkpoint.ObjectState("run", RunState(run, self._precision, self._project))
+        yield checkpoint.ObjectState("steps", kept.Skipped(self._scaler, prepared.optimizers))
+        yield checkpoint.ObjectState("run", kept.RunState(run, self._precision, self._project))
         yield checkpoint.ObjectState("epochs", self._epochs)
         for i, carried in enumerate(carried for carried in run.world.carried if carried.alive):
-            yield Carried(i, carried, run.world)
-        yield Owed(prepared.schedulers)
-        yield Tracked(self._logbook)
+            yield kept.Carried(i, carried, run.world)
+        yield kept.Owed(prepared.schedulers)
+        yield kept.Tracked(self._logbook)
         spread, world = prepared.strategy, run.world
-        devices = drawing_devices(run, world.device)
+        devices = kept.drawing_devices(run, world.device)
         # The last one, so that nothing draws after it.
         yield checkpoint.RandomState(world.rank, world.size, devices, spread.data_rank, spread.data_size, prepared.seed)
 

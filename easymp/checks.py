@@ -6,14 +6,20 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .errors import BatchError, PrepareError, RefusedError, SettingError, StepError, nearest
+from .first_use import modules_at_first_use
 from .records import HANDLERS
 from .settings import NAMES
+
+if TYPE_CHECKING:
+    from .optim import fused
+
+modules_at_first_use(globals(), fused="optim.fused")
 
 # Keywords of the peer that have another place here, or none yet.
 ELSEWHERE = {
@@ -142,12 +148,10 @@ def describe_options(optimizer: torch.optim.Optimizer, wait: bool = True) -> Ite
     Args:
         wait: for numbers on a device, which are left out otherwise.
     """
-    from .optim.fused import IMPLEMENTATION  # loaded where there is an optimizer
-
     kind = type(getattr(optimizer, "given", optimizer)).__name__
     for g, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            if name not in ("params", "param_names", *IMPLEMENTATION):
+            if name not in ("params", "param_names", *fused.IMPLEMENTATION):
                 yield f"{kind} group {g} {name}={_said(value, wait)}"
 
 

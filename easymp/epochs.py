@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .clock import StepClock
-from .data import PreparedLoader
 from .errors import StepError
+
+if TYPE_CHECKING:
+    from .clock import StepClock
+    from .data import PreparedLoader
 
 
 class Epochs:

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+ALIKE = "Every rank must pass the same structure, dtypes and shapes"
+
 
 class EasympError(Exception):
     """Base of every error that easymp raises on purpose."""

@@ -9,15 +9,18 @@ from torch import Tensor, nn
 
 from . import checkpoint
 from .errors import CheckpointError, RefusedError
+from .first_use import modules_at_first_use
 from .prepared import unwrap as unwrapped
-from .state import Run
-from .strategies.materialising import left_to_others
 from .values import read_bytes
 
 if TYPE_CHECKING:
     from .checkpoint.huggingface import Bring
     from .checkpoint.sharding import Item
     from .checkpoint.storage import Storage
+    from .state import Run
+    from .strategies import materialising
+
+modules_at_first_use(globals(), materialising="strategies.materialising")
 
 
 class Weights:
@@ -150,7 +153,7 @@ def _refuse_code(safe: bool, what: str) -> None:
 
 def _spread(module: nn.Module, state: dict[str, Any]) -> bool:
     """Whether ranks hold different parts; all of them see the same."""
-    return left_to_others(module) or any(hasattr(t, "to_local") for t in state.values())
+    return materialising.left_to_others(module) or any(hasattr(t, "to_local") for t in state.values())
 
 
 def _distinct(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:

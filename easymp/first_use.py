@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 Homes = Mapping[str, Sequence[str]]  # file below the package → the names that it has
@@ -41,12 +42,48 @@ def at_first_use(
     return listed, load, lambda: listed
 
 
+def modules_at_first_use(namespace: dict[str, Any], *files: str, **renamed: str) -> None:
+    """Name modules of ours in the caller's `namespace`; all of them are loaded when an attribute of one is first asked for.
+
+    The caller imports the same modules under TYPE_CHECKING, for type checkers and for the check of the layers.
+
+    Args:
+        namespace: its ``globals()``.
+        files: modules of the caller's package, under their own names.
+        renamed: modules under another name: ``planning="plan"``.
+    """
+    home = dict(zip(files, files)) | renamed
+
+    def load(name: str) -> Any:
+        modules = _together([f".{file}" for file in home.values()], namespace["__package__"])
+        namespace.update(zip(home, modules))
+        return namespace[name]
+
+    namespace.update({name: _Waiting(name, load) for name in home})
+
+
+class _Waiting(ModuleType):
+    """Stands for a module until an attribute of it is asked for."""
+
+    def __init__(self, name: str, load: Callable[[str], Any]) -> None:
+        super().__init__(name)
+        self._load = load
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._load(self.__name__), attribute)
+
+
 def imported(file: str, package: str) -> Any:
-    """A module of ours, with the garbage collector off: what an import makes stays, and a collection would look through all of torch."""
+    """A module of ours."""
+    return _together([file], package)[0]
+
+
+def _together(files: Sequence[str], package: str) -> list[Any]:
+    """Modules, with the garbage collector off: what an import makes stays, and a collection would look through all of torch."""
     collects = gc.isenabled()
     gc.disable()
     try:
-        return importlib.import_module(file, package)
+        return [importlib.import_module(file, package) for file in files]
     finally:
         if collects:
             gc.enable()

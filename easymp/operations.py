@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .checks import check_batch
-from .errors import BatchError, SettingError, WorldError
+from .errors import ALIKE, BatchError, SettingError, WorldError
+from .first_use import modules_at_first_use
 from .processes import Processes
-from .state import Run, current_world
 from .tree import leaves, map_leaves, places, recursively_apply
-from .world.world import ALIKE, World
+
+if TYPE_CHECKING:
+    from . import checks, state
+    from .world import World
+
+modules_at_first_use(globals(), "checks", "state")
 
 LENGTHS = (
     f"{ALIKE}: pad_across_processes() makes tensors equally long, and gather_for_metrics() takes those of the current batch "
@@ -28,7 +32,7 @@ def gather(tensor: Any, *, world: World | None = None) -> Any:
         WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks.
         BatchError: a leaf is not a tensor.
     """
-    there = world or current_world()
+    there = world or state.current_world()
     return _together(there, "gather", tensor, there.gather, remedy=LENGTHS)
 
 
@@ -39,7 +43,7 @@ def gather_object(object: list[Any], *, world: World | None = None, every: int =
         WorldError: another rank calls something else.
         BatchError: `object` is not a list or tuple.
     """
-    there = world or current_world()
+    there = world or state.current_world()
     _compare_lists(there, "gather_object", object)
     parts = there.gather_objects(object)[::every]
     return [item for part in parts for item in part]
@@ -52,7 +56,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, world: World | None = None)
         WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks. Or there is no such process.
         BatchError: a leaf is not a tensor.
     """
-    there = world or current_world()
+    there = world or state.current_world()
     call = f"broadcast(from_process={_process(there, from_process)})"
     return _together(there, call, tensor, lambda leaf: there.broadcast(leaf, from_process))
 
@@ -64,7 +68,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, worl
         WorldError: the ranks' calls or lengths of lists differ; on all ranks. Or there is no such process.
         BatchError: `object_list` is not a list.
     """
-    there = world or current_world()
+    there = world or state.current_world()
     call = f"broadcast_object_list(from_process={_process(there, from_process)})"
     _compare_lists(there, call, object_list, {"": f"a list of {len(object_list)}"} if isinstance(object_list, list) else None)
     return there.broadcast_objects(object_list, from_process)
@@ -80,7 +84,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, world: W
     """
     if reduction not in ("sum", "mean", "none"):
         raise SettingError(f"reduction={reduction!r} is not one of sum, mean, none")
-    there = world or current_world()
+    there = world or state.current_world()
 
     def one(leaf: Tensor) -> Tensor:
         out = leaf.clone() if reduction == "none" else there.reduce(leaf, reduction)
@@ -99,7 +103,7 @@ def pad_across_processes(
         WorldError: the ranks' calls, structures, dtypes or other dimensions differ; on all ranks.
         BatchError: a leaf is not a tensor.
     """
-    there = world or current_world()
+    there = world or state.current_world()
 
     def one(leaf: Tensor) -> Tensor:
         if not -leaf.ndim <= dim < leaf.ndim:
@@ -170,7 +174,7 @@ def _process(world: World, number: int) -> int:
 class Collectives(Processes):
     """The same for whoever holds a world, and what knows of the batch being read."""
 
-    _run: Run
+    _run: state.Run
     _trigger = False
 
     @property
@@ -205,7 +209,7 @@ class Collectives(Processes):
             if not objects and short is not None and usual is not None and short < usual:
                 input_data = recursively_apply(lambda t: t[:short] if t.ndim and t.shape[0] == usual else t, input_data)
             for leaf in [input_data] if objects else leaves(input_data):
-                check_batch(leaf, loader.local_size, objects)
+                checks.check_batch(leaf, loader.local_size, objects)
         except BatchError as trouble:
             error = str(trouble)
         if error or objects:

@@ -20,6 +20,7 @@ from . import cuda, optim
 from .checks import ADDED, describe, describe_record
 from .data import PreparedLoader, SkippedLoader, prepare_loader
 from .errors import PrepareError, RefusedError, StepError, WorldError
+from .first_use import modules_at_first_use
 from .fitting import Fitting
 from .log import get_logger
 from .precision import Scaler
@@ -39,11 +40,13 @@ from .tree import send_to_device
 from .world import first_difference, odd_one_out
 
 if TYPE_CHECKING:
+    from . import replicas as checking
     from .optim import Masters
     from .optim.engines import Engine
     from .optim.optimizer import PreparedOptimizer
     from .optim.scheduler import PreparedScheduler
-    from .replicas import Replicas
+
+modules_at_first_use(globals(), checking="replicas")  # one process has no use for it
 
 logger = get_logger(__name__)
 
@@ -125,12 +128,10 @@ class Preparation:
         self._raised: dict[int, torch.dtype] = {}  # id of a parameter → the dtype that it came in
         self._told: list[str] = []  # of the weights, in the plan
         self.converted: list[tuple[nn.Module, type]] = []
-        self.replicas: Replicas | None = None
+        self.replicas: checking.Replicas | None = None
         every = run.plan.settings.replica_check
         if every and run.world.size > 1:
-            from .replicas import Replicas  # one process has no use for it
-
-            self.replicas = Replicas(run.world, every, self.models, self.optimizers, self.owner)
+            self.replicas = checking.Replicas(run.world, every, self.models, self.optimizers, self.owner)
             run.clock.stepped.append(self.replicas.stepped)
         self._whose: list[tuple[PreparedOptimizer, str | None]] = []  # optimizers, and why torch has no fused step for each
         self._compiling = Compiling(wishes.compile) if wishes.compile else None

@@ -6,13 +6,15 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .errors import BatchError, WorldError
-from .world import World
+
+if TYPE_CHECKING:
+    from .world import World
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -10,12 +10,12 @@ from torch.utils.hooks import RemovableHandle
 
 from . import checkpoint
 from .errors import CheckpointError
-from .preparing import Preparation
-from .state import Run
 
 if TYPE_CHECKING:
     from .checkpoint.extra import Extra
     from .checkpoint.storage import Storage
+    from .preparing import Preparation
+    from .state import Run
 
 
 class Registering:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 from . import checkpoint
 from .checkpointing import Checkpointing, Path
 from .epochs import Epochs
 from .errors import CheckpointError, RefusedError, SettingError
-from .launcher.failure import RESTART
+from .first_use import modules_at_first_use
 from .log import get_logger
-from .preemption import Preemption
+
+if TYPE_CHECKING:
+    from . import preemption
+
+modules_at_first_use(globals(), "preemption")
 
 logger = get_logger(__name__)
 
@@ -23,7 +28,7 @@ class Resuming(Checkpointing):
     close: Callable[[], None]
 
     def _listen(self, save_on_signal: bool | None) -> None:
-        self._preemption = Preemption(self._run.world, self._run.clock, self._leave)
+        self._preemption = preemption.Preemption(self._run.world, self._run.clock, self._leave)
         self._save_on_signal = save_on_signal
         if save_on_signal:
             self._claim_project()
@@ -115,6 +120,8 @@ class Resuming(Checkpointing):
             logger.error("%s", error)
         place = self.save_state()
         self._settle_saves()
-        logger.warning("preempted%s: saved %s, and exiting with %d", f" by signal {number}" if number else "", place, RESTART)
+        logger.warning(
+            "preempted%s: saved %s, and exiting with %d", f" by signal {number}" if number else "", place, preemption.RESTART
+        )
         self.close()
-        raise SystemExit(RESTART)
+        raise SystemExit(preemption.RESTART)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import trackers
 from .errors import SettingError, StepError, TrackerError, nearest
-from .preparing import Preparation
-from .records import ProjectConfiguration
-from .settings import Settings
-from .state import Run
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .preparing import Preparation
+    from .records import ProjectConfiguration
+    from .settings import Settings
+    from .state import Run
     from .trackers.logbook import Logbook
 
 

@@ -118,6 +118,18 @@ def test_the_accelerator_imports_nothing_optional() -> None:
     assert (ours - torchs).isdisjoint(OPTIONAL)
 
 
+def test_the_import_of_the_accelerator_loads_what_its_class_needs() -> None:
+    """Plan, settings, records, data, strategies … are loaded when an Accelerator is made: records are slow to define."""
+    ours = {name for name in loaded_by("from easymp import Accelerator") if name.startswith("easymp.")}
+    rooms = ("checkpoint", "data", "hardware", "launcher", "optim", "precision", "recording", "strategies", "trackers", "world")
+    assert not {name for name in ours if name.startswith(tuple(f"easymp.{room}." for room in rooms))}
+    assert ours.isdisjoint(
+        f"easymp.{name}"
+        for name in ("checks", "kept", "memory", "nonfinite", "plan", "preparing", "records", "settings", "state")
+    )
+    assert len(ours) < 35
+
+
 STEP = """
 import torch
 from easymp import Accelerator

@@ -11,12 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..first_use import at_first_use
-from .facts import CPU as CPU
-from .facts import Device as Device
-from .facts import Hardware as Hardware
 
 if TYPE_CHECKING:
     from .detecting import detect as detect
+    from .facts import CPU as CPU
+    from .facts import Device as Device
+    from .facts import Hardware as Hardware
 
-__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), {"detecting": ("detect",)})
-__all__ += ["CPU", "Device", "Hardware"]
+_HOMES = {"detecting": ("detect",), "facts": ("CPU", "Device", "Hardware")}
+
+__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

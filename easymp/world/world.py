@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import env
-from ..errors import RefusedError, WorldError, failing
+from ..errors import ALIKE, RefusedError, WorldError, failing
 from ..release import TORCH
 from .meshes import forget_meshes
 from .ranks import Ranks
@@ -46,7 +46,6 @@ MOVABLE = {
 }  # fmt: skip
 
 
-ALIKE = "Every rank must pass the same structure, dtypes and shapes"
 LOOPBACK = "127.0.0.1"
 BUCKET = 2**24  # elements averaged at a time: 64 MiB of fp32
 # A group that is bound to its device connects at once, and parts of it (those of a mesh of two dimensions) are split from it. Before

@@ -19,8 +19,8 @@ from ...checkpoint.unpacking import unpack
 from ...checkpoint.weights import load_weights
 from ...errors import EasympWarning, RefusedError, SettingError, StepError
 from ...log import get_logger
-from ...operations import current_world
 from ...records import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
+from ...state import current_world
 from ...world import read_ranks
 from . import making
 from .config import Config
