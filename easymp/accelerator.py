@@ -270,7 +270,6 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             self._profiling: ProfileKwargs | None = handlers.get(records.ProfileKwargs)
             self._foreign: microstep.ForeignSteps | None = None
             self._alone = False  # inside no_sync
-            self._trains = False  # whether there has been a backward pass
             self._unprepared: data.Unprepared | None = None  # until a backward pass has shown where the data comes from
             self._closed = False
             self._begin_checkpoints(project)
@@ -409,11 +408,14 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             PrepareError: objects that do not fit together, or cannot be prepared; a name in `forward_methods` that no model has.
             RefusedError: `forward_methods` under a strategy that runs forward alone.
             WorldError: the ranks passed different objects.
+            CheckpointError: an optimizer of a run that is to save in the project's folder, which another process has claimed.
         """
         done = self._prepared.prepare(objects, device_placement, forward_methods)
         strategy = self._prepared.strategy
         if strategy.data_size > 1 and not self._clock.backwards:
             self._unprepared = data.Unprepared(self._world, strategy.data_rank, strategy.data_size)
+        if self._prepared.optimizers:
+            self._claim_early()
         return done[0] if len(done) == 1 else tuple(done)
 
     def prepare_model(
@@ -497,9 +499,6 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             if optimizer.factor is not None:  # of a clip without a step: this backward adds to gradients that were clipped
                 optimizer.apply_factor()
         clock.backwards += 1
-        if not self._trains:
-            self._trains = True
-            self._training_begins()
         if self._logbook.waiting:
             self._logbook.poll()
         scaler = self._scaler

@@ -45,6 +45,7 @@ class Checkpointing(Registering):
     _alone: bool
     _logbook: Logbook
     _saves: Saves | None = None  # from the first save or load on
+    _save_on_signal: bool | None = None
     _claimed = False  # whether this run has the project's folder of checkpoints to itself
     _undo: ExitStack
 
@@ -106,9 +107,9 @@ class Checkpointing(Registering):
 
         self._claimed = self._together(claim)
 
-    def _training_begins(self) -> None:
-        """At the first backward pass: a run whose settings say that it will save in the project's folder need not wait for that."""
-        if self._project.total_limit is not None or self._project.automatic_checkpoint_naming:
+    def _claim_early(self) -> None:
+        """Claim the project's folder when a run that trains is prepared, if its settings say that it will save there."""
+        if self._project.total_limit is not None or self._project.automatic_checkpoint_naming or self._save_on_signal:
             self._claim_project()
 
     def _saver(self) -> Saves:

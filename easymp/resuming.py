@@ -30,8 +30,6 @@ class Resuming(Checkpointing):
     def _listen(self, save_on_signal: bool | None) -> None:
         self._preemption = preemption.Preemption(self._run.world, self._run.clock, self._leave)
         self._save_on_signal = save_on_signal
-        if save_on_signal:
-            self._claim_project()
         if save_on_signal and not self._preemption.start():
             raise RefusedError(
                 "save_on_signal=True in a thread: Python takes signals in the main thread only. Make the Accelerator there"
