@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from .norms import clip_whole
 
 # Options that torch takes as they are.
 TORCHS = ("dim", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+CALLS = 8  # before one backward, whose outputs are looked at under find_unused_parameters
 
 
 class DDP:
@@ -165,7 +167,7 @@ class Replica(DistributedDataParallel):
         self.armed = False  # whether a backward averages gradients, which a call makes so, and only once
         self._all = tuple(root.parameters())
         self._few = (*self._all[:4], *self._all[4:][-4:])
-        self._outputs: list[Tensor] = []  # of calls since the last backward, for find_unused_parameters
+        self._outputs: deque[list[Tensor]] = deque(maxlen=CALLS)  # since the last backward, for find_unused_parameters
         self._done = False  # whether there has been one
         self._frozen = tuple((name, p) for name, p in root.named_parameters() if not p.requires_grad)
 
@@ -191,17 +193,19 @@ class Replica(DistributedDataParallel):
             raise
 
     def _look_from(self, outputs: Any) -> None:
-        """Unused parameters are those that no call since the last backward uses; torch looks from the last call's outputs alone."""
+        """Unused parameters are those that no call since the last backward uses; torch looks from the last call's outputs alone.
+
+        The outputs of the last few calls are kept: calls that no backward follows would keep all of their graphs.
+        """
         if self._done:
             self._outputs.clear()
             self._done = False
-        several = bool(self._outputs)
-        for leaf in leaves(outputs):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._backward_came)
-                self._outputs.append(leaf)
-        if several and not self.static_graph:
-            self.reducer.prepare_for_backward(self._outputs)
+        found = [leaf for leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for leaf in found:
+            leaf.register_hook(self._backward_came)
+        self._outputs.append(found)
+        if len(self._outputs) > 1 and not self.static_graph:
+            self.reducer.prepare_for_backward([leaf for call in self._outputs for leaf in call])
 
     def _backward_came(self, gradient: Tensor) -> None:
         self._done = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -340,6 +341,17 @@ def test_forward_by_name_gathers_shards(ranks) -> None:
 )
 def test_methods_with_options(ranks, how: dict[str, Any]) -> None:
     assert far(ranks(through, "ddp", "twice", how)[0][0], through(None, "twice", {})[0]) < PRECISE
+
+
+def dropped_calls() -> int:
+    with Accelerator(mixed_precision="no", strategy="ddp", strategy_options={"find_unused_parameters": True}) as acc:
+        model = acc.prepare(nn.Linear(4, 2))
+        outputs = [weakref.ref(model(torch.ones(1, 4))) for _ in range(50)]
+        return sum(output() is not None for output in outputs)
+
+
+def test_calls_that_no_backward_follows_keep_few_graphs(ranks) -> None:
+    assert max(ranks(dropped_calls)) <= 10
 
 
 def test_methods_on_four_ranks(ranks) -> None:
