@@ -164,9 +164,10 @@ class Notes:
         self._rank, self._keys = world.rank, [str(r) for r in range(world.size)]
 
     def write(self, outcome: str) -> None:
-        self._store.set(str(self._rank), outcome)
         if outcome == "out of memory":
             self._store.set("ran out", str(self._rank))
+        self._store.set(str(self._rank), outcome)
+        self._store.get(str(self._rank))  # `set` returns before it has arrived, and another connection may overtake it
 
     def someone_ran_out(self, wait: bool = False) -> bool:
         """Whether any rank ran out of memory; `wait` until all have said how they fared."""
