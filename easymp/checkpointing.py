@@ -168,8 +168,8 @@ class Checkpointing(Registering):
         Args:
             path: the checkpoint's own folder, or a URL of fsspec; one that is there is replaced when the new one is complete. None takes
                 ``checkpoints/step-00000100`` in the project's folder, by the number of optimizer updates, and leaves as many of those as
-                `ProjectConfiguration.total_limit` says. What has that name and is no part of what this run continues (it loaded an earlier
-                checkpoint, or none) gets another name: ``step-00000100.line-1c9e02d7``.
+                `ProjectConfiguration.total_limit` says. A checkpoint of that name on another line (this run loaded an earlier one, or none)
+                is renamed: ``step-00000100.line-1c9e02d7``.
             async_: return as soon as the state is copied, and write it meanwhile.
             output_dir: another name for `path`.
             safe_serialization: True only: other files would run code when they are read.

@@ -27,12 +27,18 @@ _guard = threading.Lock()
 def words(**more: str) -> bytes:
     """Who this process is, for those who come second."""
     since = datetime.now(UTC).isoformat(timespec="seconds")
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "space": space(), "started": started(os.getpid())}
+    me = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "since": since,
+        "space": pid_namespace(),
+        "started": started(os.getpid()),
+    }
     return strict.dumps({**me, **more})
 
 
-def space() -> str:
-    """What tells machines, their starts and containers apart, within which a process has its number; "" where nothing does."""
+def pid_namespace() -> str:
+    """Identifier of the running machine and PID namespace, within which a process number is unique; "" where the system has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -138,7 +138,7 @@ class Line:
         self.last, self._loaded = Saved(folder, manifest.written, manifest.step, manifest.lineage), storage
 
     def begin_anew(self) -> None:
-        """The run goes on from something that is no checkpoint of ours."""
+        """The run goes on from a checkpoint that easymp did not write."""
         self.last = self._loaded = None
 
     def next(self, storage: Storage, name: str, step: int) -> Saved:

@@ -60,7 +60,7 @@ def kind_of(value: Any) -> str:
 def check_like(what: str, saved: Any, live: Any) -> None:
     """Compare a state with the live one, key by key: wrong kinds are found here, before anything live takes them.
 
-    None fits everything, and keys on one side only are left to whoever loads the state.
+    None fits every kind. Keys that only one of the two has are not compared.
 
     Raises:
         CheckpointError: a value is of another kind, or an integer is too large for 64 bits.

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from . import strict
-from .claims import LARGEST, read, refusal, space, started
+from .claims import LARGEST, pid_namespace, read, refusal, started
 from .storage import Storage
 
 BEAT = 3.0  # seconds between two writes of a marker
@@ -76,7 +76,11 @@ class Marker:
 def abandoned(storage: Storage, name: str) -> bool:
     """Whether it is certain, without watching it for a while, that nobody writes a marker any more."""
     owner = _owner(storage, name)
-    if owner.get("host") == socket.gethostname() and owner.get("space", space()) == space() and type(owner.get("pid")) is int:
+    if (
+        owner.get("host") == socket.gethostname()
+        and owner.get("space", pid_namespace()) == pid_namespace()
+        and type(owner.get("pid")) is int
+    ):
         try:
             os.kill(owner["pid"], 0)
             if owner.get("started", "") != started(owner["pid"]) != "" != owner.get("started", ""):
