@@ -70,7 +70,12 @@ class Footprint:
         return self._line
 
     def counts(self) -> list[int]:
-        return [len({name for name, _, _ in self.functions}), len(self.functions), len(self.lines), self.depth]
+        return [
+            len({name for name, _, _ in self.functions}),
+            len(self.functions),
+            len(self.lines),
+            self.depth,
+        ]
 
 
 def objects() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
@@ -102,7 +107,9 @@ def fabric() -> tuple[Prepare, Callable[[Tensor], None]]:
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.launch()
 
-    def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]) -> tuple[Any, ...]:
+    def prepare(
+        model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]
+    ) -> tuple[Any, ...]:
         return *fabric.setup(model, optimizer), fabric.setup_dataloaders(loader)
 
     return prepare, fabric.backward

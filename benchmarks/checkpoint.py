@@ -63,7 +63,20 @@ import psutil
 import report
 import torch
 import torch.distributed as dist
-from checkpointers import ASYNC, BASE, CONTENDERS, OURS, SIZES, THEIRS, Contender, Job, described, local, memory_of, sync
+from checkpointers import (
+    ASYNC,
+    BASE,
+    CONTENDERS,
+    OURS,
+    SIZES,
+    THEIRS,
+    Contender,
+    Job,
+    described,
+    local,
+    memory_of,
+    sync,
+)
 
 from easymp.checkpoint.checksums import crc32
 
@@ -74,8 +87,17 @@ RUNS = {  # rounds
 }  # fmt: skip
 STEPS = 12  # before and after a save, to know what a step costs alone
 AIMS = {"1GB": 1.05, "4GB": 0.9}  # durable save / plain write
-AGAIN = {"one": 2.5, "fsdp": 3.5, "ddp": 4.5}  # copies of the state that a live load may take, live and loaded in each process
-LIMITS = {"tiny": 20.0, "64MB": 30.0, "1GB": 60.0, "4GB": 90.0}  # seconds for one measurement: what takes longer hangs
+AGAIN = {
+    "one": 2.5,
+    "fsdp": 3.5,
+    "ddp": 4.5,
+}  # copies of the state that a live load may take, live and loaded in each process
+LIMITS = {
+    "tiny": 20.0,
+    "64MB": 30.0,
+    "1GB": 60.0,
+    "4GB": 90.0,
+}  # seconds for one measurement: what takes longer hangs
 LEFT = 75  # exit code: there is work left (EX_TEMPFAIL)
 
 
@@ -115,7 +137,9 @@ def drop_cache(path: Path) -> float:
                 count = -(-size // mmap.PAGESIZE)
                 said = (ctypes.c_ubyte * count)()
                 first = (ctypes.c_char * size).from_buffer(view)
-                ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), said)
+                ctypes.CDLL(None).mincore(
+                    ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), said
+                )
                 del first
                 there, pages = there + sum(b & 1 for b in said), pages + count
         os.close(descriptor)
@@ -127,7 +151,9 @@ def drop_cache(path: Path) -> float:
 
 def resident(pid: int | str = "self") -> dict[str, int]:
     """Bytes: anonymous and shared pages ("held"), those of mapped files, all, and the most there were of all."""
-    found = dict.fromkeys(("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem"), 0)  # a process that has ended has none
+    found = dict.fromkeys(
+        ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem"), 0
+    )  # a process that has ended has none
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         word, _, value = line.partition(":")
         if word in found:
@@ -230,7 +256,9 @@ def loading_twice(told: Measuring, path: Path, wanted: Any) -> dict[str, Any]:
     run.load(path)
     touch(run)
     touched = time.perf_counter()
-    touch(run)  # finds all in memory: what looking takes, which would be a quarter of a plain read into used memory
+    touch(
+        run
+    )  # finds all in memory: what looking takes, which would be a quarter of a plain read into used memory
     live = touched - begin - (time.perf_counter() - touched)
     compare(run, wanted)
     return {**first, "live": live}
@@ -341,7 +369,9 @@ FRESH = ("warm", "warm, live", "cold", "flip")  # what begins with a run that wa
 ALONE = ("save beside training", "copy")  # on one thread, as a process that drives a GPU
 
 
-def child(pipe: Connection, log: str, job: Job, name: str, case: str, phase: str, rank: int, port: int, rest: Any) -> None:
+def child(
+    pipe: Connection, log: str, job: Job, name: str, case: str, phase: str, rank: int, port: int, rest: Any
+) -> None:
     """A measuring process's whole life."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -351,7 +381,9 @@ def child(pipe: Connection, log: str, job: Job, name: str, case: str, phase: str
     torch.set_num_threads(1 if phase in ALONE else max(1, (os.cpu_count() or 1) // size))
     try:
         if size > 1:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
+            )
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             dist.init_process_group("gloo")
         if phase in FRESH:
@@ -384,7 +416,9 @@ def free_port() -> int:
         return there.getsockname()[1]
 
 
-def measured(job: Job, name: str, case: str, phase: str, path: Path, wanted: Any = None) -> list[dict[str, Any]]:
+def measured(
+    job: Job, name: str, case: str, phase: str, path: Path, wanted: Any = None
+) -> list[dict[str, Any]]:
     """What each rank found; "peak" is the most that it held above its start. Raises Failed, after `LIMITS` seconds at the latest."""
     context = multiprocessing.get_context("fork")
     port, size = free_port(), CASES[case]
@@ -394,7 +428,11 @@ def measured(job: Job, name: str, case: str, phase: str, path: Path, wanted: Any
         for rank in range(size):
             mine, theirs = context.Pipe()
             rest = (path, wanted)
-            workers.append(context.Process(target=child, args=(theirs, log.name, job, name, case, phase, rank, port, rest)))
+            workers.append(
+                context.Process(
+                    target=child, args=(theirs, log.name, job, name, case, phase, rank, port, rest)
+                )
+            )
             workers[-1].start()
             theirs.close()
             pipes.append(mine)
@@ -420,7 +458,10 @@ def measured(job: Job, name: str, case: str, phase: str, path: Path, wanted: Any
                     elif said == "end":
                         start.pop(rank, None)
                     elif isinstance(said, str):
-                        raise Failed(f"fails: {phase!r}: {said.strip().splitlines()[-1]}", f"rank {rank}: {said}\n{log.read()}")
+                        raise Failed(
+                            f"fails: {phase!r}: {said.strip().splitlines()[-1]}",
+                            f"rank {rank}: {said}\n{log.read()}",
+                        )
                     else:
                         results[rank], modules = said
                         load_modules(modules)
@@ -476,9 +517,15 @@ class Records:
 
     def why_not(self, case: str, size: str) -> dict[str, str]:
         """Contender → why it has no figures, or no more of them. One that failed its rehearsal (of any size) has none."""
-        there = {name: f"left out: {kind.left_out[case]}" for name, kind in CONTENDERS.items() if case in kind.left_out}
+        there = {
+            name: f"left out: {kind.left_out[case]}"
+            for name, kind in CONTENDERS.items()
+            if case in kind.left_out
+        }
         return there | {
-            r["contender"]: r["why"] for r in self.all if "why" in r and r["case"] == case and r["size"] in ("tiny", size)
+            r["contender"]: r["why"]
+            for r in self.all
+            if "why" in r and r["case"] == case and r["size"] in ("tiny", size)
         }
 
     def told(self, word: str) -> dict[str, Any]:
@@ -498,7 +545,9 @@ def one_round(job: Job, name: str, case: str, folder: Path) -> dict[str, float]:
         os.sync()  # what others have written is not this one's to wait for
         beside = CONTENDERS[name].asynchronous
         saved = measured(job, name, case, "save beside training" if beside else "save", path)
-        figures = {k: most(saved, k) for k in ("durable", "durable_first")} | {"save_peak": most(saved, "peak")}
+        figures = {k: most(saved, k) for k in ("durable", "durable_first")} | {
+            "save_peak": most(saved, "peak")
+        }
         if beside:
             figures |= {k: most(saved, k) for k in ("blocked_first", "blocked", "stall", "step", "slower")}
         wanted = [found["digests"] for found in saved]
@@ -528,7 +577,9 @@ def rehearse(job: Job, name: str, case: str, records: Records, folder: Path) -> 
     if name not in records.told("noticed"):
         path = folder / "checkpoint"
         saved = measured(job, name, "one", "save", path)
-        noticed = measured(job, name, "one", "flip", path, [found["digests"] for found in saved])[0]["noticed"]
+        noticed = measured(job, name, "one", "flip", path, [found["digests"] for found in saved])[0][
+            "noticed"
+        ]
         shutil.rmtree(path)
         records.add({"contender": name, "noticed": noticed})
 
@@ -563,7 +614,11 @@ def values(found: Found, name: str, word: str) -> list[float]:
 def ratios(found: Found, name: str, word: str, base: str, other: str) -> list[float]:
     """Of one round each."""
     there = found.get(base, {})
-    return [f[word] / there[r][other] for r, f in sorted(found[name].items()) if word in f and other in there.get(r, {})]
+    return [
+        f[word] / there[r][other]
+        for r, f in sorted(found[name].items())
+        if word in f and other in there.get(r, {})
+    ]
 
 
 def cell(numbers: list[float]) -> str:
@@ -666,18 +721,35 @@ def aims(found: Found, size: str, state: int) -> Iterator[str]:
 
     yield from line("durable save / plain write", ratio(OURS, "durable", BASE, "durable"), AIMS[size])
     peers = [v for n in found if n not in (BASE, OURS, ASYNC) and (v := median(n, "durable")) is not None]
-    yield from line("durable save, seconds, beside the quickest peer", median(OURS, "durable"), min(peers, default=None))
+    yield from line(
+        "durable save, seconds, beside the quickest peer", median(OURS, "durable"), min(peers, default=None)
+    )
     yield from line("verified warm load / plain read into new memory", ratio(OURS, "warm", BASE, "warm"), 1.6)
-    yield from line("verified warm load / plain read into used memory", ratio(OURS, "warm", BASE, "warm_used"), 1.6)
+    yield from line(
+        "verified warm load / plain read into used memory", ratio(OURS, "warm", BASE, "warm_used"), 1.6
+    )
     yield from line("verified warm load / Accelerate's", ratio(OURS, "warm", "Accelerate", "warm"), 0.5)
-    yield from line("verified warm load, live / plain read into used memory", ratio(OURS, "warm_used", BASE, "warm_used"), 1.6)
-    yield from line("verified warm load, live / Accelerate's, live", ratio(OURS, "warm_used", "Accelerate", "warm_used"), 0.5)
+    yield from line(
+        "verified warm load, live / plain read into used memory",
+        ratio(OURS, "warm_used", BASE, "warm_used"),
+        1.6,
+    )
+    yield from line(
+        "verified warm load, live / Accelerate's, live",
+        ratio(OURS, "warm_used", "Accelerate", "warm_used"),
+        0.5,
+    )
     yield from line("blocked / a copy of the state", ratio(ASYNC, "blocked", BASE, "copy"), 1.0)
     yield from line("stall / DCP async_save's", ratio(ASYNC, "stall", THEIRS, "stall"), 0.2)
     held = median(OURS, "save_peak")
     yield from line("memory beyond the state, synchronous", None if held is None else held / 1e6, 64, " MB")
     held = median(ASYNC, "save_peak")
-    yield from line("memory beyond the state, asynchronous", None if held is None else held / 1e6, 1.05 * state / 1e6, " MB")
+    yield from line(
+        "memory beyond the state, asynchronous",
+        None if held is None else held / 1e6,
+        1.05 * state / 1e6,
+        " MB",
+    )
 
 
 def section(found: Found, why_not: dict[str, str], case: str, size: str) -> str:
@@ -717,16 +789,31 @@ def checksum_engine() -> str:
 def main() -> None:
     begun = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, help="turns of each contender (3; 1 with 4 GB on two processes)")
+    parser.add_argument(
+        "--rounds", type=int, help="turns of each contender (3; 1 with 4 GB on two processes)"
+    )
     parser.add_argument("--size", nargs="*", choices=list(SIZES), help="of the state (1GB and 4GB)")
     parser.add_argument("--case", nargs="*", choices=list(CASES), help="all of them")
-    parser.add_argument("--only", nargs="*", metavar="CONTENDER", choices=list(CONTENDERS), help="these, beside the plain bytes")
     parser.add_argument(
-        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure (the temporary one)"
+        "--only",
+        nargs="*",
+        metavar="CONTENDER",
+        choices=list(CONTENDERS),
+        help="these, beside the plain bytes",
     )
-    parser.add_argument("--record", type=Path, help="file that keeps every measurement; those it has are not made again")
     parser.add_argument(
-        "--seconds", type=float, help=f"begin no measurement after that many; the exit code is {LEFT} where some are left"
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="on the disk to measure (the temporary one)",
+    )
+    parser.add_argument(
+        "--record", type=Path, help="file that keeps every measurement; those it has are not made again"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help=f"begin no measurement after that many; the exit code is {LEFT} where some are left",
     )
     report.options(parser, "checkpoint")
     asked = parser.parse_args()
@@ -750,7 +837,9 @@ def main() -> None:
     ]
     names = [name for name in CONTENDERS if not asked.only or name in asked.only or name == BASE]
     records = Records(asked.record)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and remove what lies on the disk
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # and remove what lies on the disk
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - begun:6.0f} s  {text}", file=sys.stderr, flush=True)

@@ -70,7 +70,9 @@ class Job:
             return tensor
 
         with torch.no_grad():
-            self.moments = [{k: fill(torch.empty_like(p)) for k in MOMENTS} for p in map(fill, self.net.parameters())]
+            self.moments = [
+                {k: fill(torch.empty_like(p)) for k in MOMENTS} for p in map(fill, self.net.parameters())
+            ]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -147,7 +149,10 @@ class Contender:
     def live(self) -> list[Tensor]:
         """The state, as far as it is on this rank."""
         parameters = list(self.net.parameters())
-        return [local(t) for t in [*parameters, *(self.optimizer.state[p][k] for p in parameters for k in MOMENTS)]]
+        return [
+            local(t)
+            for t in [*parameters, *(self.optimizer.state[p][k] for p in parameters for k in MOMENTS)]
+        ]
 
     def save(self, path: Path) -> None:
         raise NotImplementedError
@@ -250,7 +255,11 @@ class Whole(Contender):
             self.net.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             return
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
 
         state = read() if self.rank == 0 else {"model": {}, "optimizer": {}}
         sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -319,7 +328,9 @@ class DCP(Contender):
                 return {"model": weights, "optimizer": states}
 
             def load_state_dict(self, state: dict[str, Any]) -> None:
-                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+                set_state_dict(
+                    model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+                )
 
         return {"app": App()}
 

@@ -93,7 +93,9 @@ def said(error: Exception) -> str:
 # -- all train alike ---------------------------------------------------------------------------------------------------------------
 
 
-def apart(contenders: Mapping[str, Contender], kind: str, size: str, device: torch.device, launcher: Launcher | None) -> str:
+def apart(
+    contenders: Mapping[str, Contender], kind: str, size: str, device: torch.device, launcher: Launcher | None
+) -> str:
     """Which of them does not end three steps where the first one does, so that the times compare nothing; "" where all do."""
     wanted: list[Tensor] = []
     first = ""
@@ -180,7 +182,9 @@ def take_turns(runs: Mapping[str, Run], rounds: int, turn: Callable[[Run], tuple
     return times
 
 
-def ready(contenders: Mapping[str, Contender], job: Job) -> tuple[dict[str, Run], dict[str, str], dict[str, str]]:
+def ready(
+    contenders: Mapping[str, Contender], job: Job
+) -> tuple[dict[str, Run], dict[str, str], dict[str, str]]:
     """What is timed of each, called a few times; what it says of itself; and of those that fail, why."""
     runs: dict[str, Run] = {}
     words: dict[str, str] = {}
@@ -203,7 +207,9 @@ class Records:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         there = path is not None and path.exists()
-        self._all = [json.loads(line) for line in path.read_text().splitlines()] if there and path is not None else []
+        self._all = (
+            [json.loads(line) for line in path.read_text().splitlines()] if there and path is not None else []
+        )
 
     def get(self, make: Callable[[], dict[str, Any]], **key: Any) -> dict[str, Any]:
         for entry in self._all:
@@ -211,7 +217,11 @@ class Records:
                 return entry["found"]
         begin = time.monotonic()
         found = make()
-        print(f"{', '.join(map(str, key.values()))}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{', '.join(map(str, key.values()))}: {time.monotonic() - begin:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
         self._all.append({"key": key, "found": found})
         if self._path is not None:
             with self._path.open("a") as out:
@@ -269,11 +279,22 @@ def cpu_report(sizes: list[str], rounds: int | None, most: int, records: Records
                     if ours not in theirs:
                         engines.add(found["words"][ours])
                         middle, low, high = ratios(times[ours], times[best])
-                        line += [f"{statistics.median(times[ours]):.1f}", f"{middle:.3f} ({low:.3f} … {high:.3f})"]
+                        line += [
+                            f"{statistics.median(times[ours]):.1f}",
+                            f"{middle:.3f} ({low:.3f} … {high:.3f})",
+                        ]
                         if low > 1.0:
                             missed.append(f"{row}: {ours}")
                 lines.append(line)
-    head = ["ms", "AdamW(fused)", "AdamW(foreach)", "Accelerator", "/ torch's best", "easymp.optim.AdamW", "/ torch's best"]
+    head = [
+        "ms",
+        "AdamW(fused)",
+        "AdamW(foreach)",
+        "Accelerator",
+        "/ torch's best",
+        "easymp.optim.AdamW",
+        "/ torch's best",
+    ]
     engine = " and ".join(f"'{word}'" for word in sorted(engines))
     return "\n".join([
         "# The step after backward, on a CPU",
@@ -335,13 +356,21 @@ def on_gpu(size: str, kind: str, device: torch.device, launcher: Launcher, round
     copied = min(numbers * contenders[KERNELS].bytes // 2, MOST_COPIED)
     needed, free = numbers * HELD[kind] + 2 * copied, torch.cuda.mem_get_info(device)[0]
     if needed > 0.95 * free:
-        return {"why": f"it needs {needed / 2**30:.0f} GiB of the device's memory, and {free / 2**30:.0f} are free"}
+        return {
+            "why": f"it needs {needed / 2**30:.0f} GiB of the device's memory, and {free / 2**30:.0f} are free"
+        }
     job = Job(size, kind, device, launcher)
     runs, words, failed = ready(contenders, job)
     one, other = (torch.empty(copied // 4, device=device) for _ in range(2))
     runs[COPY] = lambda: one.copy_(other)
     times = take_turns(runs, rounds, turn_on_gpu)
-    return {"times": times, "words": words, "failed": failed, "count": numbers, "copied": 2 * (copied // 4 * 4)}
+    return {
+        "times": times,
+        "words": words,
+        "failed": failed,
+        "count": numbers,
+        "copied": 2 * (copied // 4 * 4),
+    }
 
 
 # What makes the host wait for the device, by its name in a trace.
@@ -365,7 +394,9 @@ def waits(run: Run) -> dict[str, Any]:
     host = [e for e in events if e.device_type == DeviceType.CPU]
     there = [e for e in events if e.device_type == DeviceType.CUDA and e.name != MARK]
     spans = [(e.time_range.start, e.time_range.end) for e in host if e.name == MARK]
-    found = [e.name for e in host if WAIT.search(e.name) and any(a <= e.time_range.start <= b for a, b in spans)]
+    found = [
+        e.name for e in host if WAIT.search(e.name) and any(a <= e.time_range.start <= b for a, b in spans)
+    ]
     found += [e.name for e in there if WAIT.search(e.name)]
     works = [e for e in there if not re.match("Memcpy|Memset", e.name)]
     return {"steps": len(spans), "waits": sorted(found), "kernels": len(works) / 3}
@@ -391,7 +422,9 @@ def traces(size: str, device: torch.device, launcher: Launcher) -> dict[str, Any
     return {"traces": found, "failed": failed}
 
 
-def gpu_table(kind: str, sizes: list[str], blocks: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
+def gpu_table(
+    kind: str, sizes: list[str], blocks: Mapping[str, dict[str, Any]]
+) -> tuple[list[str], list[str]]:
     """The table of one kind, with notes; and what the aims come to."""
     contenders = KINDS[kind]
     against = next(iter(contenders))
@@ -407,7 +440,9 @@ def gpu_table(kind: str, sizes: list[str], blocks: Mapping[str, dict[str, Any]])
         notes += [f"- {size}, {name}: {why}" for name, why in block["failed"].items()]
         copy = [block["copied"] / ms for ms in times[COPY]["ms"]]  # bytes a millisecond
         rate = statistics.median(copy)
-        lines.append([f"{size}, {COPY}", "", f"{block['copied'] / rate:.3f}", f"{rate / 1e9:.2f}", "", "", ""])
+        lines.append(
+            [f"{size}, {COPY}", "", f"{block['copied'] / rate:.3f}", f"{rate / 1e9:.2f}", "", "", ""]
+        )
         for name, contender in contenders.items():
             if name not in times:
                 continue
@@ -421,7 +456,9 @@ def gpu_table(kind: str, sizes: list[str], blocks: Mapping[str, dict[str, Any]])
                 )
                 if faster is not None:
                     told = met(faster[0] >= SPEED_AIM)
-                    aims.append(f"- {size}: {faster[0]:.2f} times as fast as {against}, with an aim of {SPEED_AIM}: {told}")
+                    aims.append(
+                        f"- {size}: {faster[0]:.2f} times as fast as {against}, with an aim of {SPEED_AIM}: {told}"
+                    )
             middle = statistics.median(ms)
             lines.append([
                 f"{size}, {name}" + (f": {word}" if word else ""),
@@ -432,11 +469,21 @@ def gpu_table(kind: str, sizes: list[str], blocks: Mapping[str, dict[str, Any]])
                 "" if faster is None else "{:.2f} ({:.2f} … {:.2f})".format(*faster),
                 f"{statistics.median(times[name]['host']):.0f}",
             ])  # fmt: skip
-    head = [f"{TITLES[kind]}", "bytes a parameter", "ms", "TB/s", "of a copy", f"times as fast as {against}", "host, µs"]
+    head = [
+        f"{TITLES[kind]}",
+        "bytes a parameter",
+        "ms",
+        "TB/s",
+        "of a copy",
+        f"times as fast as {against}",
+        "host, µs",
+    ]
     return [report.table(head, lines), "", *notes, *([""] if notes else [])], aims
 
 
-def gpu_report(sizes: list[str], rounds: int | None, records: Records, device: torch.device, launcher: Launcher) -> str:
+def gpu_report(
+    sizes: list[str], rounds: int | None, records: Records, device: torch.device, launcher: Launcher
+) -> str:
     least = sizes[0]
     replay = records.get(lambda: replays_alike(least, device, launcher), part="replay", size=least)
     tables: list[str] = []
@@ -518,7 +565,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def cell(size: str, rounds: int, device: torch.device, launcher: Launcher) -> dict[str, Any]:
     """Of our kernels alone, as they are in this process; printed by ``--cell``."""
     if why := apart(
-        {name: KINDS["fp32"][name] for name in list(KINDS["fp32"])[:1] + [KERNELS]}, "fp32", "tiny", device, launcher
+        {name: KINDS["fp32"][name] for name in list(KINDS["fp32"])[:1] + [KERNELS]},
+        "fp32",
+        "tiny",
+        device,
+        launcher,
     ):
         return {"why": why}
     job = Job(size, "fp32", device, launcher)
@@ -526,20 +577,40 @@ def cell(size: str, rounds: int, device: torch.device, launcher: Launcher) -> di
     if failed:
         return {"why": failed[KERNELS]}
     turn = turn_on_gpu if device.type == "cuda" else turn_on_cpu
-    return {"ms": statistics.median(take_turns(runs, rounds, turn)[KERNELS]["ms"]), "threads": THREADS, "chunk": CHUNK}
+    return {
+        "ms": statistics.median(take_turns(runs, rounds, turn)[KERNELS]["ms"]),
+        "threads": THREADS,
+        "chunk": CHUNK,
+    }
 
 
 def one_cell(size: str, threads: int, chunk: int) -> dict[str, Any]:
     here = os.fspath(Path(__file__).resolve().parent)
-    paths = os.pathsep.join(filter(None, (here, os.fspath(Path(here).parent), os.environ.get("PYTHONPATH", ""))))
+    paths = os.pathsep.join(
+        filter(None, (here, os.fspath(Path(here).parent), os.environ.get("PYTHONPATH", "")))
+    )
     done = subprocess.run(
-        [sys.executable, "-c", BEGIN, str(threads), str(chunk), os.path.abspath(__file__), "--cell", "--size", size],
+        [
+            sys.executable,
+            "-c",
+            BEGIN,
+            str(threads),
+            str(chunk),
+            os.path.abspath(__file__),
+            "--cell",
+            "--size",
+            size,
+        ],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": paths},
     )
     if done.returncode:
-        return {"why": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"it ended with {done.returncode}"}
+        return {
+            "why": done.stderr.strip().splitlines()[-1]
+            if done.stderr.strip()
+            else f"it ended with {done.returncode}"
+        }
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -570,14 +641,24 @@ def main() -> None:
     on_cpu_only = not gpu or "--cpu" in sys.argv or "--smoke" in sys.argv
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cpu", action="store_true", help="our step on this CPU, though there be a GPU")
-    parser.add_argument("--smoke", action="store_true", help="see that the CPU's part runs: tiny, two rounds, one thread")
-    parser.add_argument("--sweep", action="store_true", help="chunks and threads of our kernels, at 124M (or --size)")
+    parser.add_argument(
+        "--smoke", action="store_true", help="see that the CPU's part runs: tiny, two rounds, one thread"
+    )
+    parser.add_argument(
+        "--sweep", action="store_true", help="chunks and threads of our kernels, at 124M (or --size)"
+    )
     parser.add_argument("--cell", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--size", nargs="*", choices=list(CPU_ROUNDS), help="parameters (10M and 124M on a CPU, all on a GPU)")
+    parser.add_argument(
+        "--size", nargs="*", choices=list(CPU_ROUNDS), help="parameters (10M and 124M on a CPU, all on a GPU)"
+    )
     parser.add_argument("--rounds", type=int, help="turns of each contender, two at least")
-    parser.add_argument("--record", type=Path, help="file that keeps every measurement; those it has are not made again")
+    parser.add_argument(
+        "--record", type=Path, help="file that keeps every measurement; those it has are not made again"
+    )
     report.options(
-        parser, "fused-step-cpu" if on_cpu_only else "fused-step", None if on_cpu_only else torch.cuda.get_device_name()
+        parser,
+        "fused-step-cpu" if on_cpu_only else "fused-step",
+        None if on_cpu_only else torch.cuda.get_device_name(),
     )
     asked = parser.parse_args()
     if asked.rounds is not None and asked.rounds < 2:
@@ -599,7 +680,11 @@ def main() -> None:
     if isinstance(launcher, Unavailable):
         raise SystemExit(f"our kernels do not run here: {launcher.reason}. --cpu measures the CPU")
     if asked.cell:
-        print(json.dumps(cell((asked.size or ["124M"])[0], asked.rounds or GPU_ROUNDS["124M"], device, launcher)))
+        print(
+            json.dumps(
+                cell((asked.size or ["124M"])[0], asked.rounds or GPU_ROUNDS["124M"], device, launcher)
+            )
+        )
     elif asked.sweep:
         report.hand_in(sweep_report(asked.size or ["124M"], records, device), asked.out)
     else:

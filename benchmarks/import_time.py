@@ -29,7 +29,9 @@ def inside(before: str, timed: str) -> Callable[[], float]:
     code = f"import time\n{before}\nbegin = time.perf_counter()\n{timed}\nprint((time.perf_counter() - begin) * 1e3)"
 
     def once() -> float:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=FRESH)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=FRESH
+        )
         return float(done.stdout.split()[-1])
 
     return once
@@ -62,9 +64,21 @@ def refuse_torch() -> None:
 CASES: list[tuple[str, str, Callable[[], float]]] = [
     ("`import torch`", "", inside("", "import torch")),
     ("`import easymp` alone", "", inside("", "import easymp")),
-    ("`from easymp import Accelerator`, after torch", "easymp", inside("import torch", "from easymp import Accelerator")),
-    ("`from lightning_fabric import Fabric`, after torch", "", inside("import torch", "from lightning_fabric import Fabric")),
-    ("`from accelerate import Accelerator`, after torch", "", inside("import torch", "from accelerate import Accelerator")),
+    (
+        "`from easymp import Accelerator`, after torch",
+        "easymp",
+        inside("import torch", "from easymp import Accelerator"),
+    ),
+    (
+        "`from lightning_fabric import Fabric`, after torch",
+        "",
+        inside("import torch", "from lightning_fabric import Fabric"),
+    ),
+    (
+        "`from accelerate import Accelerator`, after torch",
+        "",
+        inside("import torch", "from accelerate import Accelerator"),
+    ),
     ("`python -c pass`, the whole command", "", whole(sys.executable, "-c", "pass")),
     ("`easymp --help`, the whole command", "easymp --help", whole(*command_line(), "--help")),
 ]

@@ -125,7 +125,10 @@ def by_easymp(job: Job) -> Iterator[None]:
 
     row = job.row
     accelerator = Accelerator(
-        mixed_precision="bf16" if row.bf16 else "no", gradient_accumulation_steps=row.accumulation, cpu=True, seed=0
+        mixed_precision="bf16" if row.bf16 else "no",
+        gradient_accumulation_steps=row.accumulation,
+        cpu=True,
+        seed=0,
     )
     model, optimizer, loader = accelerator.prepare(job.model, job.optimizer, job.loader())
     while True:
@@ -177,7 +180,12 @@ def by_fabric(job: Job) -> Iterator[None]:
 
     row = job.row
     strategy = "ddp" if job.size > 1 else "auto"
-    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=job.size, precision="bf16-mixed" if row.bf16 else "32-true")
+    fabric = Fabric(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=job.size,
+        precision="bf16-mixed" if row.bf16 else "32-true",
+    )
     fabric.launch()
     model, optimizer = fabric.setup(job.model, job.optimizer)
     loader = fabric.setup_dataloaders(job.loader())
@@ -230,7 +238,9 @@ def check(row: Row) -> None:
         ends[name] = torch.cat([p.detach().reshape(-1) for p in job.model.parameters()])
     for name, end in ends.items():
         if not torch.allclose(end, ends[HAND], atol=1e-5, rtol=1e-4):
-            raise SystemExit(f"{name} trains otherwise than the hand-written loop in row {row.name!r}: no use timing it")
+            raise SystemExit(
+                f"{name} trains otherwise than the hand-written loop in row {row.name!r}: no use timing it"
+            )
 
 
 Times = dict[str, dict[str, list[float]]]  # clock → contender → microseconds a micro-step, one figure a round
@@ -286,11 +296,23 @@ def worker(row: Row, rounds: int, steps: int, out: Path) -> None:
 def timed(row: Row, processes: int, rounds: int, steps: int) -> Times:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
-        script = [__file__, "--row", row.name, "--rounds", str(rounds), "--steps", str(steps), "--times", str(out)]
+        script = [
+            __file__,
+            "--row",
+            row.name,
+            "--rounds",
+            str(rounds),
+            "--steps",
+            str(steps),
+            "--times",
+            str(out),
+        ]
         launch = [] if processes == 1 else ["-m", "easymp", "launch", "--processes", str(processes)]
         done = subprocess.run([sys.executable, *launch, *script], capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"row {row.name!r} on {processes} process(es) failed:\n{done.stdout}{done.stderr}")
+            raise SystemExit(
+                f"row {row.name!r} on {processes} process(es) failed:\n{done.stdout}{done.stderr}"
+            )
         return json.loads(out.read_text())
 
 
@@ -315,10 +337,14 @@ def verdict(results: dict[str, Times]) -> str:
     lost = [
         row
         for row, clocks in results.items()
-        if any(beyond(clocks["processor"], "easymp")[0] >= beyond(clocks["processor"], name)[0] for name in PEERS)
+        if any(
+            beyond(clocks["processor"], "easymp")[0] >= beyond(clocks["processor"], name)[0] for name in PEERS
+        )
     ]
     first = (
-        f"easymp is not the least of the three in: {'; '.join(lost)}" if lost else "easymp is the least of the three in every row"
+        f"easymp is not the least of the three in: {'; '.join(lost)}"
+        if lost
+        else "easymp is the least of the three in every row"
     )
     plain = [
         f"{row}: {beyond(clocks['processor'], 'easymp')[0]:+.1f} µs, with a goal of 10"
@@ -331,9 +357,13 @@ def verdict(results: dict[str, Times]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=300, help="turns of each contender (300)")
-    parser.add_argument("--steps", type=int, default=12, help="timed micro-steps a turn, a multiple of 4 (12)")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="timed micro-steps a turn, a multiple of 4 (12)"
+    )
     parser.add_argument("--processes", type=int, nargs="*", default=[1, 2], metavar="N", help="(1 2)")
-    parser.add_argument("--only", nargs="*", metavar="ROW", choices=[row.name for row in ROWS], help="these rows")
+    parser.add_argument(
+        "--only", nargs="*", metavar="ROW", choices=[row.name for row in ROWS], help="these rows"
+    )
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--times", type=Path, help=argparse.SUPPRESS)
     if "--times" in sys.argv:
@@ -346,7 +376,9 @@ def main() -> None:
     where = report.here("accelerate", "lightning-fabric")
     rows = [row for row in ROWS if not asked.only or row.name in asked.only]
     results = {
-        f"{row.name}, {processes} process{'es' if processes > 1 else ''}": timed(row, processes, asked.rounds, asked.steps)
+        f"{row.name}, {processes} process{'es' if processes > 1 else ''}": timed(
+            row, processes, asked.rounds, asked.steps
+        )
         for processes in asked.processes
         for row in rows
     }

@@ -22,7 +22,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [list(map(str, head)), *(list(map(str, row)) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     rule = [f"{'-' * widths[0]}", *(f"{'-' * (w - 1)}:" for w in widths[1:])]
-    told = [[line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))] for line in lines]
+    told = [
+        [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]
+        for line in lines
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in [told[0], rule, *told[1:]])
 
 
@@ -35,7 +38,11 @@ def processor() -> str:
 def here(*packages: str) -> str:
     """Machine, versions and load, in a line each."""
     versions = [f"easymp {easymp.__version__}", *(f"{name} {metadata.version(name)}" for name in packages)]
-    busy = f"{os.getloadavg()[0]:.1f} processes were waiting or running in the last minute" if hasattr(os, "getloadavg") else ""
+    busy = (
+        f"{os.getloadavg()[0]:.1f} processes were waiting or running in the last minute"
+        if hasattr(os, "getloadavg")
+        else ""
+    )
     return "\n".join(
         f"- {line}"
         for line in (

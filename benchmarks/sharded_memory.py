@@ -99,7 +99,13 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     words = [sys.executable, "-W", "ignore", __file__]
     started = [
         subprocess.Popen(
@@ -117,7 +123,13 @@ def main() -> None:
         plain = by_name["fully_shard"]
         for name, sizes in by_name.items():
             off = max(abs(a - b) for a, b in zip(sizes, plain)) / plain[0]
-            rows.append([f"{precision}, {name}", *(f"{size:,}" for size in sizes), "" if sizes == plain else f"{off:.2%}"])
+            rows.append(
+                [
+                    f"{precision}, {name}",
+                    *(f"{size:,}" for size in sizes),
+                    "" if sizes == plain else f"{off:.2%}",
+                ]
+            )
     count = sum(p.numel() for p in Model().parameters())
     head = ["", "gathered in forward", "alive after forward", "gathered in backward", "largest difference"]
     text = f"# What a sharded model gathers and keeps\n\n{here()}\n\n{count:,} parameters, 2 processes, gloo; bytes a rank.\n\n"

@@ -69,16 +69,22 @@ class Job:
         scale: of the loss; gradients are so many times larger.
     """
 
-    def __init__(self, size: str, kind: str, device: torch.device, launcher: Launcher | None = None, scale: float = 1.0) -> None:
+    def __init__(
+        self, size: str, kind: str, device: torch.device, launcher: Launcher | None = None, scale: float = 1.0
+    ) -> None:
         self.kind, self.device, self.launcher = kind, device, launcher
         made = torch.Generator(device).manual_seed(0)
         low = torch.bfloat16 if kind in ("masters", "bf16") else torch.float32
-        self.parameters = [nn.Parameter(self._random(shape, made).mul_(0.02).to(low)) for shape in shapes(size)]
+        self.parameters = [
+            nn.Parameter(self._random(shape, made).mul_(0.02).to(low)) for shape in shapes(size)
+        ]
         for p in self.parameters:
             p.grad = self._random(tuple(p.shape), made).mul_(0.01 * scale).to(low)
         self.scaling = torch.tensor([0, 0, 1], dtype=torch.int32, device=device)  # as `Scale.state` has it
         self.scale = self.scaling[:1].view(torch.float32)[0].fill_(scale)
-        self.masters = [nn.Parameter(p.detach().float()) for p in self.parameters] if kind == "masters" else []
+        self.masters = (
+            [nn.Parameter(p.detach().float()) for p in self.parameters] if kind == "masters" else []
+        )
         self.held = self.masters or self.parameters  # by optimizers
         self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.held]
         self.averages = [p.detach().clone() for p in self.held] if kind == "ema" else []
@@ -86,7 +92,9 @@ class Job:
     def _random(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         return torch.randn(shape, device=self.device, generator=generator)
 
-    def optimizer(self, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
+    def optimizer(
+        self, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: Any
+    ) -> torch.optim.Optimizer:
         """One more that steps these parameters, on the same moments; counters are its own."""
         optimizer = make(self.held, lr=1e-4, weight_decay=0.01, **options)
         counters = torch.device("cpu") if options.get("foreach") else self.device  # where torch's own lie
@@ -252,7 +260,9 @@ def accelerator(precision: str) -> Make:
 
     def make(job: Job) -> tuple[Run, str]:
         start = GradScalerKwargs(init_scale=float(job.scale), growth_interval=NEVER)
-        accelerated = Accelerator(mixed_precision=precision, cpu=job.device.type == "cpu", kwargs_handlers=[start])
+        accelerated = Accelerator(
+            mixed_precision=precision, cpu=job.device.type == "cpu", kwargs_handlers=[start]
+        )
         _, optimizer = accelerated.prepare(nn.ParameterList(job.parameters), job.optimizer())
         scaler = accelerated.scaler
         scaler.scale(torch.zeros((), device=job.device))

@@ -87,7 +87,12 @@ def loss_of(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
-PLAN = {"blocks.*.[qkv]": "colwise", "blocks.*.o": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+PLAN = {
+    "blocks.*.[qkv]": "colwise",
+    "blocks.*.o": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+}
 
 
 class Job:
@@ -102,7 +107,9 @@ class Job:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         gpus = torch.cuda.is_available() and torch.cuda.device_count() >= self.world
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpus else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpus else torch.device("cpu")
+        )
         self.slices = self.world if row.divides else 1
         torch.manual_seed(0)
         self.model = GPT(size)
@@ -116,7 +123,9 @@ class Job:
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Matrices of the blocks apart from the rest: fused AdamW takes no DTensors and plain tensors in one group."""
-        split = [p for n, p in model.named_parameters() if n.split(".")[-2] in ("q", "k", "v", "up", "o", "down")]
+        split = [
+            p for n, p in model.named_parameters() if n.split(".")[-2] in ("q", "k", "v", "up", "o", "down")
+        ]
         known = {id(p) for p in split}
         return [{"params": split}, {"params": [p for p in model.parameters() if id(p) not in known]}]
 
@@ -162,7 +171,9 @@ def zero_by_torch(job: Job) -> Iterator[Tensor]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = ddp_of(job)
-    return loop(job, model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True))
+    return loop(
+        job, model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+    )
 
 
 def zero_by_rows(job: Job) -> Iterator[Tensor]:
@@ -219,7 +230,10 @@ def tensor_parallel(job: Job) -> Iterator[Tensor]:
         parallelize_module(
             block,
             mesh,
-            {n: RowwiseParallel() if n in ("o", "down") else ColwiseParallel() for n in ("q", "k", "v", "o", "up", "down")},
+            {
+                n: RowwiseParallel() if n in ("o", "down") else ColwiseParallel()
+                for n in ("q", "k", "v", "o", "up", "down")
+            },
         )
     return loop(job, model, adamw(job.groups(model)))
 
@@ -294,9 +308,14 @@ def local_steps(job: Job) -> Iterator[Tensor]:
 
 def ours(job: Job) -> Iterator[Tensor]:
     accelerator = Accelerator(
-        mixed_precision="no", strategy=job.row.name, strategy_options=job.row.options, cpu=job.device.type == "cpu" or None
+        mixed_precision="no",
+        strategy=job.row.name,
+        strategy_options=job.row.options,
+        cpu=job.device.type == "cpu" or None,
     )
-    optimizer = torch.optim.AdamW(job.groups(job.model) if job.row.name == "tensor_parallel" else job.model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(
+        job.groups(job.model) if job.row.name == "tensor_parallel" else job.model.parameters(), lr=1e-3
+    )
     model, optimizer = accelerator.prepare(job.model, optimizer)
     while True:
         optimizer.zero_grad()
@@ -361,7 +380,9 @@ class Alive(TorchDispatchMode):
                 storage = item.untyped_storage()
                 key = storage._cdata
                 if key not in self._storages:
-                    self._storages[key] = weakref.ref(storage, lambda _, key=key: self._storages.pop(key, None))
+                    self._storages[key] = weakref.ref(
+                        storage, lambda _, key=key: self._storages.pop(key, None)
+                    )
         self.peak = max(self.peak, self.now())
         return results
 
@@ -369,7 +390,9 @@ class Alive(TorchDispatchMode):
         return sum(there.nbytes() for ref in list(self._storages.values()) if (there := ref()) is not None)
 
 
-def footprint(contender: Callable[[Job], Iterator[Tensor]], row: Row, size: str) -> tuple[int, int, list[float]]:
+def footprint(
+    contender: Callable[[Job], Iterator[Tensor]], row: Row, size: str
+) -> tuple[int, int, list[float]]:
     """Bytes at the peak of three steps and after them, above the start, and the losses."""
 
     def steps() -> tuple[Iterator[Tensor], list[float]]:
@@ -438,7 +461,9 @@ def worker(row: Row, size: str, rounds: int, steps: int, out: Path) -> None:
     for name, losses in means.items():
         wanted = means[next(iter(row.hands))]
         if any(abs(a - b) > 1e-4 * abs(b) for a, b in zip(losses, wanted)):
-            raise SystemExit(f"{name} trains otherwise than by hand in row {row.name!r} ({losses}, {wanted}): no use timing it")
+            raise SystemExit(
+                f"{name} trains otherwise than by hand in row {row.name!r} ({losses}, {wanted}): no use timing it"
+            )
     bytes_ = {name: [max(there[name][i] for there in told) for i in (0, 1)] for name in seen}
     times = measure(row, size, rounds, steps)
     if not among or dist.get_rank() == 0:
@@ -493,7 +518,12 @@ def predicted(row: Row, size: str) -> tuple[int, int]:
     _, _, _, length, each = SIZES[size]
     sample = (torch.zeros(each, length, dtype=torch.long, device="meta"),)
     told = memory.estimate(
-        model, strategy=row.name, world=row.processes, optimizer="adamw", options=copy.copy(row.options), sample=sample
+        model,
+        strategy=row.name,
+        world=row.processes,
+        optimizer="adamw",
+        options=copy.copy(row.options),
+        sample=sample,
     )
     return told.total, told.lasting
 
@@ -508,7 +538,11 @@ def tables(results: dict[str, dict[str, Any]], size: str) -> str:
         for hand in row.hands:
             middle = statistics.median(found["times"][hand]) * 1e3
             cells = ["{:.3f} ({:.3f} … {:.3f})".format(*ratio(found["times"], OURS, hand))]
-            again = ["{:.3f} ({:.3f} … {:.3f})".format(*ratio(found["times"], AGAIN, hand))] if hand == first else [""]
+            again = (
+                ["{:.3f} ({:.3f} … {:.3f})".format(*ratio(found["times"], AGAIN, hand))]
+                if hand == first
+                else [""]
+            )
             times.append([f"{row.name}, {row.processes}", hand, f"{middle:.0f}", *cells, *again])
             off = found["bytes"][OURS][1] / lasting - 1
             told = [f"{lasting / 2**20:.1f}", f"{off:+.1%}", mb[hand][0], mb[OURS][0], f"{peak / 2**20:.1f}"]
@@ -517,13 +551,22 @@ def tables(results: dict[str, dict[str, Any]], size: str) -> str:
         [
             "## Time of a step",
             "",
-            report.table(["strategy, processes", "by hand", "ms", "easymp / by hand", "by hand again / by hand"], times),
+            report.table(
+                ["strategy, processes", "by hand", "ms", "easymp / by hand", "by hand again / by hand"], times
+            ),
             "",
             "## Memory of the fullest rank, MiB",
             "",
             report.table(
                 [
-                    *("strategy, processes", "by hand", "lasting, by hand", "lasting, easymp", "predicted", "off"),
+                    *(
+                        "strategy, processes",
+                        "by hand",
+                        "lasting, by hand",
+                        "lasting, easymp",
+                        "predicted",
+                        "off",
+                    ),
                     *("peak, by hand", "peak, easymp", "predicted, at most"),
                 ],
                 sizes,
@@ -537,12 +580,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="turns of each contender (40)")
     parser.add_argument("--steps", type=int, default=2, help="timed steps a turn (2)")
     parser.add_argument("--size", choices=list(SIZES), default="full", help="of the model (full)")
-    parser.add_argument("--only", nargs="*", metavar="STRATEGY", choices=[row.name for row in ROWS], help="these rows")
+    parser.add_argument(
+        "--only", nargs="*", metavar="STRATEGY", choices=[row.name for row in ROWS], help="these rows"
+    )
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--times", type=Path, help=argparse.SUPPRESS)
     if "--times" in sys.argv:
         asked = parser.parse_args()
-        worker(next(row for row in ROWS if row.name == asked.row), asked.size, asked.rounds, asked.steps, asked.times)
+        worker(
+            next(row for row in ROWS if row.name == asked.row),
+            asked.size,
+            asked.rounds,
+            asked.steps,
+            asked.times,
+        )
         return
 
     report.options(parser, "strategies")
@@ -550,7 +601,11 @@ def main() -> None:
     where = report.here()
     rows = [row for row in ROWS if not asked.only or row.name in asked.only]
     why_not = {row.name: said for row in rows if (said := refused(row))}
-    results = {row.name: launched(row, asked.size, asked.rounds, asked.steps) for row in rows if row.name not in why_not}
+    results = {
+        row.name: launched(row, asked.size, asked.rounds, asked.steps)
+        for row in rows
+        if row.name not in why_not
+    }
     width, blocks, words, length, each = SIZES[asked.size]
     count = sum(p.numel() for p in GPT(asked.size).parameters())
     text = "\n".join(

@@ -111,7 +111,14 @@ _HOMES = {
     "launcher.functions": ("debug_launcher", "notebook_launcher"),
     "log": ("get_logger", "tqdm"),
     "memory_retry": ("find_executable_batch_size", "release_memory"),
-    "operations": ("broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "reduce"),
+    "operations": (
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "pad_across_processes",
+        "reduce",
+    ),
     "prepared": ("forward_method",),
     "plan": ("Plan", "make_plan"),
     "processes": ("DistributedType", "PrecisionType"),
@@ -148,12 +155,32 @@ _ACCELERATES = (
         "FP8RecipeKwargs",
         "MegatronLMPlugin",
     ),
-    *("FullyShardedDataParallelPlugin", "ParallelismConfig", "TERecipeKwargs", "TorchDynamoPlugin", "TorchTensorParallelPlugin"),
-    *("cpu_offload", "disk_offload", "dispatch_model", "infer_auto_device_map", "init_empty_weights", "init_on_device"),
-    *("load_checkpoint_and_dispatch", "load_checkpoint_in_model", "synchronize_rng_states", "wait_for_everyone"),
+    *(
+        "FullyShardedDataParallelPlugin",
+        "ParallelismConfig",
+        "TERecipeKwargs",
+        "TorchDynamoPlugin",
+        "TorchTensorParallelPlugin",
+    ),
+    *(
+        "cpu_offload",
+        "disk_offload",
+        "dispatch_model",
+        "infer_auto_device_map",
+        "init_empty_weights",
+        "init_on_device",
+    ),
+    *(
+        "load_checkpoint_and_dispatch",
+        "load_checkpoint_in_model",
+        "synchronize_rng_states",
+        "wait_for_everyone",
+    ),
     *("extract_model_from_parallel", "is_torch_version", "patch_environment"),
 )
-_ELSEWHERE = dict.fromkeys(_ACCELERATES, "scripts for Accelerate find it, or what to write instead, in easymp.compat.accelerate")
+_ELSEWHERE = dict.fromkeys(
+    _ACCELERATES, "scripts for Accelerate find it, or what to write instead, in easymp.compat.accelerate"
+)
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES, elsewhere=_ELSEWHERE)
 __all__ += ["__version__"]  # the very list that __dir__ gives

@@ -33,7 +33,18 @@ from .switches import switch
 from .tracking import Tracking
 
 if TYPE_CHECKING:
-    from . import checks, data, memory_retry, microstep, precision, preparing, recording, records, state, strategies
+    from . import (
+        checks,
+        data,
+        memory_retry,
+        microstep,
+        precision,
+        preparing,
+        recording,
+        records,
+        state,
+        strategies,
+    )
     from . import nonfinite as guards
     from . import plan as planning
     from . import settings as setting
@@ -42,7 +53,13 @@ if TYPE_CHECKING:
     from .optim.scheduler import PreparedScheduler
     from .plan import Plan
     from .protocols import Choice
-    from .records import AutocastKwargs, DataLoaderConfiguration, GradientAccumulationPlugin, ProfileKwargs, ProjectConfiguration
+    from .records import (
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        GradientAccumulationPlugin,
+        ProfileKwargs,
+        ProjectConfiguration,
+    )
     from .settings import Settings
     from .state import AcceleratorState, GradientState
     from .strategies import compiling, recomputing
@@ -51,7 +68,17 @@ if TYPE_CHECKING:
 # What an Accelerator needs when it is made or runs, and the import of this class does not.
 modules_at_first_use(
     globals(),
-    *("checks", "data", "memory_retry", "microstep", "precision", "preparing", "recording", "records", "state"),
+    *(
+        "checks",
+        "data",
+        "memory_retry",
+        "microstep",
+        "precision",
+        "preparing",
+        "recording",
+        "records",
+        "state",
+    ),
     "strategies",
     guards="nonfinite",
     planning="plan",
@@ -162,7 +189,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         **others: Never,
     ) -> None:
         checks.refuse_unknown(others)
-        recompute = recomputing.read_which(False if activation_checkpointing is None else activation_checkpointing)
+        recompute = recomputing.read_which(
+            False if activation_checkpointing is None else activation_checkpointing
+        )
         compiled = compiling.read_compile(False if compile is None else compile, dynamo_backend)
         handlers = checks.by_kind(kwargs_handlers)
         project = project_config or records.ProjectConfiguration()
@@ -227,7 +256,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         self._clock = StepClock(plan.accumulation.value, plugin.sync_with_dataloader)
         device = torch.device(plan.device.value)
         self._undo = ExitStack()
-        self._world = world.World(plan.ranks, device, asked.timeout, asked.debug, group.backend if group else None)
+        self._world = world.World(
+            plan.ranks, device, asked.timeout, asked.debug, group.backend if group else None
+        )
         with ExitStack() as begun:  # which ends again where something is refused
             begun.callback(self._world.close)
             begun.callback(self._undo.close)
@@ -253,12 +284,17 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
                 or asked.strategy_options is not None
                 or records.DistributedDataParallelKwargs in handlers
             )
-            schedule = partial(self._make_scheduler, with_optimizer=step_scheduler_with_optimizer, steps=steps)
+            schedule = partial(
+                self._make_scheduler, with_optimizer=step_scheduler_with_optimizer, steps=steps
+            )
             told = (options, plugin, self._autocast, scaling, self._loading)
-            wishes = preparing.Wishes(device_placement, self._loading, schedule, given, initialize, recompute, compiled, told)
+            wishes = preparing.Wishes(
+                device_placement, self._loading, schedule, given, initialize, recompute, compiled, told
+            )
             me = weakref.ref(self)
             self._prepared = preparing.Preparation(
-                *(self._run, strategy, self._precision, self._scaler, wishes), no_sync=lambda model: me().no_sync(model)
+                *(self._run, strategy, self._precision, self._scaler, wishes),
+                no_sync=lambda model: me().no_sync(model),
             )
             self._items = optim.ItemWindow(self._world)
             prepared, dtypes = self._prepared, self._precision
@@ -270,7 +306,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             self._profiling: ProfileKwargs | None = handlers.get(records.ProfileKwargs)
             self._foreign: microstep.ForeignSteps | None = None
             self._alone = False  # inside no_sync
-            self._unprepared: data.Unprepared | None = None  # until a backward pass has shown where the data comes from
+            self._unprepared: data.Unprepared | None = (
+                None  # until a backward pass has shown where the data comes from
+            )
             self._closed = False
             self._begin_checkpoints(project)
             self._begin_tracking(asked, own_trackers)
@@ -293,18 +331,24 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         kind = precision.PRECISIONS.get(self.plan.precision.value)
         if kind is not None:
             return kind(self._autocast)  # type: ignore[call-arg]
-        return precision.Measured(self._autocast, self._world, asked.probe and not asked.deterministic, self._decided)
+        return precision.Measured(
+            self._autocast, self._world, asked.probe and not asked.deterministic, self._decided
+        )
 
     def _decided(self, choice: Choice[str]) -> None:
         self._run.plan = self.plan.replace(precision=choice)
         logger.info("precision %s: %s", choice.value, choice.reason)
 
     def __repr__(self) -> str:
-        decided = f"precision {self._precision.name}, strategy {self.plan.strategy.value}, device {self.device}"
+        decided = (
+            f"precision {self._precision.name}, strategy {self.plan.strategy.value}, device {self.device}"
+        )
         return f"{type(self).__name__}(process {self.process_index} of {self.num_processes}, {decided})"
 
     def __str__(self) -> str:
-        return self.plan.explain() + (f"\nbatch         {self._prepared.batch}" if self._prepared.batch else "")
+        return self.plan.explain() + (
+            f"\nbatch         {self._prepared.batch}" if self._prepared.batch else ""
+        )
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -433,17 +477,23 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             )
         return self.prepare(model, device_placement=[device_placement], forward_methods=forward_methods)
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
         return self.prepare(optimizer, device_placement=[device_placement])
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         return self.prepare(scheduler)
 
     @staticmethod
-    def _make_scheduler(scheduler: Any, optimizers: Sequence[PreparedOptimizer], **how: Any) -> PreparedScheduler:
+    def _make_scheduler(
+        scheduler: Any, optimizers: Sequence[PreparedOptimizer], **how: Any
+    ) -> PreparedScheduler:
         return optim.PreparedScheduler(scheduler, optimizers, **how)
 
-    def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None) -> data.PreparedLoader:
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+    ) -> data.PreparedLoader:
         return self.prepare(data_loader, device_placement=[device_placement])
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -496,7 +546,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             loss = loss / clock.accumulation
         prepared, sums = self._prepared, self._prepared.sums
         for optimizer in prepared.optimizers:
-            if optimizer.factor is not None:  # of a clip without a step: this backward adds to gradients that were clipped
+            if (
+                optimizer.factor is not None
+            ):  # of a clip without a step: this backward adds to gradients that were clipped
                 optimizer.apply_factor()
         clock.backwards += 1
         if self._logbook.waiting:
@@ -512,7 +564,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             self._world.trains_here()
         reduces = self._world.size > 1 and clock.sync and not self._alone and not summed
         modules = [model.route.module for model in prepared.models] if reduces else []
-        replicas: list[Any] = [m for m in modules if isinstance(m, nn.parallel.DistributedDataParallel)] if modules else modules
+        replicas: list[Any] = (
+            [m for m in modules if isinstance(m, nn.parallel.DistributedDataParallel)] if modules else modules
+        )
         if replicas and kwargs.get("create_graph"):
             raise StepError(
                 "backward(create_graph=True) under ddp, which averages gradients in place and keeps no graph of them: take the inner "
@@ -549,11 +603,20 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         """
         if self._foreign is None and self._clock.accumulation != 1:
             prepared = self._prepared
-            foreign = microstep.ForeignSteps(self._clock, prepared.owner, prepared.stepped_by, prepared.optimizers)
+            foreign = microstep.ForeignSteps(
+                self._clock, prepared.owner, prepared.stepped_by, prepared.optimizers
+            )
             self._foreign = self._undo.enter_context(foreign)
-        modules = () if self._sync_each_batch or self._world.size == 1 else [r.module for r in self._prepared.routes(models)]
+        modules = (
+            ()
+            if self._sync_each_batch or self._world.size == 1
+            else [r.module for r in self._prepared.routes(models)]
+        )
         return microstep.MicroStep(
-            self._clock, self._prepared.strategy, modules, self._prepared.sums.on and self._clock.accumulation != 1
+            self._clock,
+            self._prepared.strategy,
+            modules,
+            self._prepared.sums.on and self._clock.accumulation != 1,
         )
 
     @contextmanager
@@ -592,7 +655,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             self._alone = alone
 
     @contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[nn.Module], even_batches: bool | None = None) -> Iterator[None]:
+    def join_uneven_inputs(
+        self, joinables: Sequence[nn.Module], even_batches: bool | None = None
+    ) -> Iterator[None]:
         """Inside, ranks may run out of batches at different times; those that are done go along with the others' reductions.
 
         A gradient is the mean over the ranks that still have a batch, each rank's batch with the same weight: with batches of one size
@@ -616,12 +681,21 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
                 "join_uneven_inputs with gradient accumulation: a rank's last batch ends its window, in the middle of the windows of ranks "
                 "that have more batches. Keep even_batches=True, or set gradient_accumulation_steps=1"
             )
-        before = [(loader, loader.even_batches) for loader in self._prepared.loaders] if even_batches is not None else []
+        before = (
+            [(loader, loader.even_batches) for loader in self._prepared.loaders]
+            if even_batches is not None
+            else []
+        )
         for loader, _ in before:
             loader.even_batches = even_batches
-        self._scaler.agree = False  # ranks that are done do not take part; gradients are the same on those that are not
+        self._scaler.agree = (
+            False  # ranks that are done do not take part; gradients are the same on those that are not
+        )
         try:
-            with self._not_compared(), self._prepared.strategy.join([r.module for r in self._prepared.routes(joinables)]):
+            with (
+                self._not_compared(),
+                self._prepared.strategy.join([r.module for r in self._prepared.routes(joinables)]),
+            ):
                 yield
             self._prepared.follow_longest()
         finally:
@@ -638,15 +712,23 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         if self._clock.accumulation != 1 and not self._clock.sync:
             return
         chosen = (
-            self._prepared.optimizers if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+            self._prepared.optimizers
+            if optimizer is None
+            else optimizer
+            if isinstance(optimizer, (list, tuple))
+            else [optimizer]
         )
         for item in chosen:
             if isinstance(item, optim.PreparedOptimizer):
                 item.apply_factor()
                 item.gather(in_memory=True)
-            self._scaler.ensure_unscaled(item.optimizer if isinstance(item, optim.PreparedOptimizer) else item)
+            self._scaler.ensure_unscaled(
+                item.optimizer if isinstance(item, optim.PreparedOptimizer) else item
+            )
 
-    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
         """Scale gradients so that their total norm is at most `max_norm`; returns the norm before (0-dim).
 
         Acts once a window, as the optimizer does: None on other micro-steps.
@@ -678,7 +760,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         grads = []
         for parameter in self._unscaled(self._as_list(parameters)):
             if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()  # a row that came in several parts is clamped whole
+                parameter.grad = (
+                    parameter.grad.coalesce()
+                )  # a row that came in several parts is clamped whole
                 grads.append(parameter.grad._values())
             elif parameter.grad is not None:
                 grads.append(local(parameter.grad))
@@ -694,7 +778,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
     def _unscaled(self, parameters: list[Tensor]) -> list[Tensor]:
         """`parameters`, whose gradients are in memory what they shall be so far."""
         prepared = self._prepared
-        waiting = self._scaler.enabled or prepared.masters or any(o.factor is not None for o in prepared.optimizers)
+        waiting = (
+            self._scaler.enabled or prepared.masters or any(o.factor is not None for o in prepared.optimizers)
+        )
         for optimizer in prepared.optimizers_of(parameters) if waiting else ():
             optimizer.apply_factor()
             optimizer.gather(in_memory=True)
@@ -714,9 +800,15 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             RefusedError: without `ema_decay`.
         """
         if self.plan.settings.ema_decay is None:
-            raise RefusedError("averaged() without averages: none are kept unless Accelerator(ema_decay=0.999) asks for them")
+            raise RefusedError(
+                "averaged() without averages: none are kept unless Accelerator(ema_decay=0.999) asks for them"
+            )
         self._world.settle()
-        chosen = {id(p) for route in self._prepared.routes(models) for p in route.original.parameters()} if models else None
+        chosen = (
+            {id(p) for route in self._prepared.routes(models) for p in route.original.parameters()}
+            if models
+            else None
+        )
         with optim.averages_in(self._prepared.optimizers, chosen):
             yield
 
@@ -754,7 +846,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         steps = self._clock.accumulation
         return epochs * math.ceil(each / steps) if self._clock.end_with_loader else epochs * each // steps
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = False, keep_torch_compile: bool = True) -> nn.Module:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = False, keep_torch_compile: bool = True
+    ) -> nn.Module:
         """The user's own module. It never carries a wrapper for fp32 outputs, so there is none to keep."""
         if keep_fp32_wrapper:
             raise RefusedError(

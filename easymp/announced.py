@@ -27,9 +27,30 @@ EXPLICIT = "RANK and WORLD_SIZE"
 ONE = f"{EXPLICIT} announced one process"
 # Who announces, and its variables: rank, size, local rank, local size, and the job's identifier, the same in all processes of a run.
 LAUNCHERS = (
-    *[("Open MPI's mpirun", *(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), "PMIX_NAMESPACE")],
-    *[("MVAPICH2's mpirun", *(f"MV2_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), "")],
-    *[("PMI (mpirun of MPICH or Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "")],
+    *[
+        (
+            "Open MPI's mpirun",
+            *(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+            "PMIX_NAMESPACE",
+        )
+    ],
+    *[
+        (
+            "MVAPICH2's mpirun",
+            *(f"MV2_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+            "",
+        )
+    ],
+    *[
+        (
+            "PMI (mpirun of MPICH or Intel MPI)",
+            "PMI_RANK",
+            "PMI_SIZE",
+            "MPI_LOCALRANKID",
+            "MPI_LOCALNRANKS",
+            "",
+        )
+    ],
     *[("submitit", *(f"SUBMITIT_LOCAL_{n}" for n in ("GLOBALID", "NTASKS", "LOCALID", "NTASKS", "JOB_ID")))],
 )
 
@@ -64,7 +85,9 @@ def read() -> tuple[Announced | None, str]:
         WorldError: variables are incomplete or contradict each other, or say that there are others and not how to reach them.
     """
     rank, size = _pair("RANK", "WORLD_SIZE", "Start with `easymp launch`")
-    within = env.read("LOCAL_RANK") is not None or env.read("TORCHELASTIC_RUN_ID") is not None  # started by torchrun, as a rank
+    within = (
+        env.read("LOCAL_RANK") is not None or env.read("TORCHELASTIC_RUN_ID") is not None
+    )  # started by torchrun, as a rank
     if not within:
         node = _node()
         if node is not None and (rank is None or node.processes > 1):
@@ -113,7 +136,9 @@ def _by_launcher() -> tuple[Announced | None, str]:
         if size == 1:
             return None, f"{by} started one process"
         local = _local(names[2], names[3])
-        return Announced(rank, size, *local, *_place(by, rank, size, local[1], env.read(job) if job else None), by), ""
+        return Announced(
+            rank, size, *local, *_place(by, rank, size, local[1], env.read(job) if job else None), by
+        ), ""
     task, why = slurm.read_task()
     if task is not None:
         return Announced(*task, why), why
@@ -137,7 +162,9 @@ def _pair(rank: str, size: str, remedy: str) -> tuple[int | None, int | None]:
             f"or unset {there} to train in one process"
         )
     if not 0 <= number < many:
-        raise WorldError(f"{rank}={number} does not lie in 0 … {size} - 1 = {many - 1}: check the launcher's settings")
+        raise WorldError(
+            f"{rank}={number} does not lie in 0 … {size} - 1 = {many - 1}: check the launcher's settings"
+        )
     return number, many
 
 
@@ -176,7 +203,9 @@ def _node() -> Announced | None:
     """This node among those that are to call torchrun, by its options in variables."""
     nodes = re.fullmatch(r"(\d+)(?::(\d+))?", (text := env.read("PET_NNODES") or "1").strip())
     if nodes is None or int(nodes[1]) < 1:
-        raise WorldError(f"PET_NNODES={text!r} is not a number of nodes, such as 2 or 1:4: check the job's settings")
+        raise WorldError(
+            f"PET_NNODES={text!r} is not a number of nodes, such as 2 or 1:4: check the job's settings"
+        )
     least, most = int(nodes[1]), int(nodes[2] or nodes[1])
     each = env.read("PET_NPROC_PER_NODE") or "1"
     processes = int(each) if each.isdecimal() else 0  # "auto", "gpu", "cpu"
@@ -186,12 +215,18 @@ def _node() -> Announced | None:
     rank = env.integer("PET_NODE_RANK", env.integer("RANK") if explicit else None)
     host, _, port = (env.read("PET_RDZV_ENDPOINT") or "").rpartition(":")
     address = env.read("PET_MASTER_ADDR") or host or env.read("MASTER_ADDR") or None
-    number = env.integer("PET_MASTER_PORT", int(port) if port.isdecimal() else env.integer("MASTER_PORT", PORT))
+    number = env.integer(
+        "PET_MASTER_PORT", int(port) if port.isdecimal() else env.integer("MASTER_PORT", PORT)
+    )
     by = "PET_NNODES and PET_NPROC_PER_NODE"
     if most == least and rank is None and most > 1:
-        raise WorldError(f"PET_NNODES={text} is in the environment but PET_NODE_RANK is not: set it to the node's number, from 0")
+        raise WorldError(
+            f"PET_NNODES={text} is in the environment but PET_NODE_RANK is not: set it to the node's number, from 0"
+        )
     if rank is not None and not 0 <= rank < most:
-        raise WorldError(f"PET_NODE_RANK={rank} does not lie in 0 … {most - 1}, as it must for PET_NNODES={text}")
+        raise WorldError(
+            f"PET_NODE_RANK={rank} does not lie in 0 … {most - 1}, as it must for PET_NNODES={text}"
+        )
     if most > 1 and address is None:
         raise WorldError(
             f"PET_NNODES={text} is in the environment but PET_MASTER_ADDR is not: set it to the first node's address"

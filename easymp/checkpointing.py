@@ -109,7 +109,11 @@ class Checkpointing(Registering):
 
     def _claim_early(self) -> None:
         """Claim the project's folder when a run that trains is prepared, if its settings say that it will save there."""
-        if self._project.total_limit is not None or self._project.automatic_checkpoint_naming or self._save_on_signal:
+        if (
+            self._project.total_limit is not None
+            or self._project.automatic_checkpoint_naming
+            or self._save_on_signal
+        ):
             self._claim_project()
 
     def _saver(self) -> Saves:
@@ -129,12 +133,25 @@ class Checkpointing(Registering):
         modules = [model.route.original for model in prepared.models]
         self._scaler.settle()
         training = checkpoint.kept_of(
-            *(modules, prepared.optimizers, prepared.schedulers, self._scaler, prepared.masters.keys(), prepared.strategy.apart)
+            *(
+                modules,
+                prepared.optimizers,
+                prepared.schedulers,
+                self._scaler,
+                prepared.masters.keys(),
+                prepared.strategy.apart,
+            )
         )
         for i, item in enumerate(training):
-            yield kept.LeftOut(checkpoint.numbered("model", i)) if i < len(modules) and i not in models else item
+            yield (
+                kept.LeftOut(checkpoint.numbered("model", i))
+                if i < len(modules) and i not in models
+                else item
+            )
         for i, loader in enumerate(prepared.loaders):
-            yield checkpoint.ObjectState(f"loader_{i}", loader, free=("data set", "seed"))  # a seed may need 64 unsigned bits
+            yield checkpoint.ObjectState(
+                f"loader_{i}", loader, free=("data set", "seed")
+            )  # a seed may need 64 unsigned bits
         for i, item in enumerate(self._objects):
             yield checkpoint.ObjectState(f"object_{i}", item, free=True)
         yield checkpoint.ObjectState("steps", kept.Skipped(self._scaler, prepared.optimizers))
@@ -147,7 +164,9 @@ class Checkpointing(Registering):
         spread, world = prepared.strategy, run.world
         devices = kept.drawing_devices(run, world.device)
         # The last one, so that nothing draws after it.
-        yield checkpoint.RandomState(world.rank, world.size, devices, spread.data_rank, spread.data_size, prepared.seed)
+        yield checkpoint.RandomState(
+            world.rank, world.size, devices, spread.data_rank, spread.data_size, prepared.seed
+        )
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -182,9 +201,13 @@ class Checkpointing(Registering):
         """
         path = _either(path, output_dir, "output_dir")
         if not safe_serialization:
-            raise RefusedError("safe_serialization=False asks for files that run code when they are read: leave it out")
+            raise RefusedError(
+                "safe_serialization=False asks for files that run code when they are read: leave it out"
+            )
         if others:
-            raise RefusedError(f"save_state({', '.join(others)}=…) is not honoured: files are written in one way. Leave it out")
+            raise RefusedError(
+                f"save_state({', '.join(others)}=…) is not honoured: files are written in one way. Leave it out"
+            )
         self._check_settled()
         if self._prepared.replicas is not None:
             self._prepared.replicas.settle()
@@ -192,7 +215,9 @@ class Checkpointing(Registering):
         try:
             return self._save_state(path, async_)
         except WorldError as error:
-            error.add_note("save_state() is for all ranks: where it stands under `if accelerator.is_main_process:`, take it out")
+            error.add_note(
+                "save_state() is for all ranks: where it stands under `if accelerator.is_main_process:`, take it out"
+            )
             raise
 
     def _save_state(self, path: Path | None, async_: bool) -> str:
@@ -208,7 +233,9 @@ class Checkpointing(Registering):
         before = self._listed(root, name)
         storage = checkpoint.open_storage(root)
         models, extra = self._before_save(storage, name)
-        limit = None if path is not None or self._project.total_limit is None else self._project.total_limit - 1
+        limit = (
+            None if path is not None or self._project.total_limit is None else self._project.total_limit - 1
+        )
         self._project.iteration += 1
         try:
             if self._listed(root, name) != before:
@@ -292,7 +319,9 @@ class Checkpointing(Registering):
         accelerates = path is not None and self._together(lambda: checkpoint.is_accelerate_folder(path))
         if load_kwargs or (others and not accelerates):
             names = ", ".join([*(["load_kwargs"] if load_kwargs else []), *others])
-            raise RefusedError(f"load_state({names}=…) is not honoured: files are read in one way. Leave it out")
+            raise RefusedError(
+                f"load_state({names}=…) is not honoured: files are read in one way. Leave it out"
+            )
         if path is not None and accelerates:
             return self._load_accelerates(path, strict, others)
         self._settle_saves()  # what is being written may be what is asked for
@@ -304,11 +333,17 @@ class Checkpointing(Registering):
         prepared, world = self._prepared, self._run.world
         models = [model.route.original for model in prepared.models]
         unsaid = {f"loader_{i}" for i in range(len(prepared.loaders))} | {"steps", "run", "epochs"}
-        kept = [k for k in self._kept(left_to_hooks) if not (isinstance(k, checkpoint.ObjectState) and k.name in unsaid)]
+        kept = [
+            k
+            for k in self._kept(left_to_hooks)
+            if not (isinstance(k, checkpoint.ObjectState) and k.name in unsaid)
+        ]
         optimizers = [k for k in kept if isinstance(k, checkpoint.OptimizerState)]
 
         def open_it() -> Translated:
-            there = checkpoint.Translated(folder, models, optimizers, prepared.seed, world.rank, strict, **options)
+            there = checkpoint.Translated(
+                folder, models, optimizers, prepared.seed, world.rank, strict, **options
+            )
             there.skipped += [checkpoint.LOADERS] if prepared.loaders else []
             return there
 
@@ -332,7 +367,10 @@ class Checkpointing(Registering):
 
     def _load(self, root: str, name: str, strict: bool) -> Loaded:
         world, place, storage = self._run.world, checkpoint.below(root, name), checkpoint.open_storage(root)
-        with self._before_load(storage, name) as models, checkpoint.of_ranks(world, "loading", "loaded", place) as tick:
+        with (
+            self._before_load(storage, name) as models,
+            checkpoint.of_ranks(world, "loading", "loaded", place) as tick,
+        ):
             loaded = checkpoint.load(world, storage, name, list(self._kept(models)), strict, tick)
         self._saver().line.loaded(storage, name, loaded.manifest)
         return loaded

@@ -39,7 +39,13 @@ ELSEWHERE = {
 ADDED = "add it to the model before prepare(), or call free_memory() and prepare model and optimizer anew"
 # What the constructor takes beside the settings.
 KEYWORDS = (
-    *("device_placement", "dataloader_config", "gradient_accumulation_plugin", "step_scheduler_with_optimizer", "settings"),
+    *(
+        "device_placement",
+        "dataloader_config",
+        "gradient_accumulation_plugin",
+        "step_scheduler_with_optimizer",
+        "settings",
+    ),
     *(
         "scheduler_steps_per_process",
         "kwargs_handlers",
@@ -86,7 +92,9 @@ def loss_trouble(loss: Any) -> str:
             "backward() got a loss without a graph (requires_grad is False): it was computed under no_grad(), detached, or from "
             "frozen parameters only"
         )
-    return f"backward() got a loss of shape {tuple(loss.shape)}: reduce it to one number first, e.g. loss.mean()"
+    return (
+        f"backward() got a loss of shape {tuple(loss.shape)}: reduce it to one number first, e.g. loss.mean()"
+    )
 
 
 def explain_second_backward(error: RuntimeError) -> None:
@@ -102,7 +110,11 @@ def explain_second_backward(error: RuntimeError) -> None:
 def check_batch(leaf: Any, size: int | None, objects: bool = False) -> None:
     """Dimension 0 of what is gathered for metrics must be the batch, or repeated samples could not be told apart."""
     length = (
-        (leaf.shape[0] if leaf.ndim else None) if isinstance(leaf, Tensor) else len(leaf) if hasattr(leaf, "__len__") else None
+        (leaf.shape[0] if leaf.ndim else None)
+        if isinstance(leaf, Tensor)
+        else len(leaf)
+        if hasattr(leaf, "__len__")
+        else None
     )
     if length is None:
         raise BatchError(
@@ -116,7 +128,9 @@ def check_batch(leaf: Any, size: int | None, objects: bool = False) -> None:
             if objects
             else "dimension 0 must be the batch. Reshape to one row a sample, or use gather()"
         )
-        raise BatchError(f"gather_for_metrics() got {shape}, but this rank's batch has {size} samples: {cure}")
+        raise BatchError(
+            f"gather_for_metrics() got {shape}, but this rank's batch has {size} samples: {cure}"
+        )
 
 
 def describe(item: Any) -> Iterator[str]:

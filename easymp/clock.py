@@ -106,7 +106,9 @@ class StepClock:
         self.micro = 1 if self.sync else self.micro + 1
         self.backwards = 0
         reading = self.reading
-        self.sync = self.micro >= self.accumulation or bool(self.end_with_loader and reading is not None and reading.last)
+        self.sync = self.micro >= self.accumulation or bool(
+            self.end_with_loader and reading is not None and reading.last
+        )
         return self.sync
 
     def enter(self, loader: Reading, beside: bool = False) -> None:

@@ -84,4 +84,8 @@ class Epochs:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What comes next is what `state` says: the next round of a loop that is running, or the loops to come."""
-        self._saved = {"loop": int(state["loop"]), "epoch": int(state["epoch"]), "finished": [int(n) for n in state["finished"]]}
+        self._saved = {
+            "loop": int(state["loop"]),
+            "epoch": int(state["epoch"]),
+            "finished": [int(n) for n in state["finished"]],
+        }

@@ -68,7 +68,9 @@ class EasympWarning(UserWarning):
 # What strategies and precisions are called elsewhere, where the closest spelling is another one.
 ELSEWHERE = {
     **dict.fromkeys(("zero", "zero_1", "deepspeed_stage_1"), "zero1"),
-    **dict.fromkeys(("zero2", "zero_2", "zero3", "zero_3", "deepspeed", "deepspeed_stage_2", "deepspeed_stage_3"), "fsdp"),
+    **dict.fromkeys(
+        ("zero2", "zero_2", "zero3", "zero_3", "deepspeed", "deepspeed_stage_2", "deepspeed_stage_3"), "fsdp"
+    ),
     **dict.fromkeys(("fsdp1", "fsdp2", "full_shard", "shard_grad_op", "fully_shard"), "fsdp"),
     **dict.fromkeys(("hybrid_shard", "_hybrid_shard_zero2", "hybrid_shard_zero2"), "hsdp"),
     **dict.fromkeys(("dp", "no_shard", "ddp_spawn", "multi_gpu", "multi_cpu", "horovod"), "ddp"),

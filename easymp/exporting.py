@@ -47,7 +47,10 @@ class Weights:
         state = module.state_dict(keep_vars=True)
         names = {name: checkpoint.canonical(name) if unwrap else name for name in state}
         if not _spread(module, state):
-            return {names[name]: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
+            return {
+                names[name]: value.detach() if isinstance(value, Tensor) else value
+                for name, value in state.items()
+            }
         first, aliases = _distinct(state)
         gathering = checkpoint.Gathering(self._run.world, first)
         whole = {name: gathering.bring(name) for name in first}
@@ -93,15 +96,22 @@ class Weights:
         first, aliases = _distinct(state)
         tensors = {checkpoint.canonical(name): tensor for name, tensor in first.items()}
         others = {checkpoint.canonical(name): checkpoint.canonical(of) for name, of in aliases.items()}
-        shards = checkpoint.cut([checkpoint.Item(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], most)
+        shards = checkpoint.cut(
+            [checkpoint.Item(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], most
+        )
         place = os.fspath(save_directory)
         if not _spread(module, state):
             said = (
-                _written(place, shards, lambda name: checkpoint.on_host(tensors[name], name), others) if world.rank == 0 else ""
+                _written(place, shards, lambda name: checkpoint.on_host(tensors[name], name), others)
+                if world.rank == 0
+                else ""
             )
         else:
             said = checkpoint.hand_over(
-                world, checkpoint.Gathering(world, tensors), shards, lambda bring: _written(place, shards, bring, others)
+                world,
+                checkpoint.Gathering(world, tensors),
+                shards,
+                lambda bring: _written(place, shards, bring, others),
             )
         if said:
             raise CheckpointError(said)

@@ -35,7 +35,9 @@ class Fitting:
         self._planned = run.plan.strategy
         self._needs: Memory | None = None  # of all models so far
 
-    def choose(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy) -> Strategy:
+    def choose(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy
+    ) -> Strategy:
         """The strategy for `models`, none of which is wrapped: another than `strategy` only where these are the first.
 
         All ranks call it with alike models; for the first ones that takes a collective.
@@ -47,7 +49,11 @@ class Fitting:
             self._needs += self._need(strategy.name, models, optimizers)
             if not fits(self._needs, room(plan)):
                 short = by_memory({strategy.name: self._needs}, room(plan)).reason
-                logger.warning("strategy %s stays, for models are wrapped already; with this one %s", strategy.name, short)
+                logger.warning(
+                    "strategy %s stays, for models are wrapped already; with this one %s",
+                    strategy.name,
+                    short,
+                )
             return strategy
         names = candidates(plan) if self._free else iter([strategy.name])
         first = next(names)
@@ -58,7 +64,9 @@ class Fitting:
             needs.update({name: self._need(name, models, optimizers) for name in names})
             choice = by_memory(needs, available)
             if not self._free:
-                choice = replace(choice, reason=f"{choice.reason}; options of {choice.value} were given, so it stays")
+                choice = replace(
+                    choice, reason=f"{choice.reason}; options of {choice.value} were given, so it stays"
+                )
             tell = logger.info if fits(needs[choice.value], available) else logger.warning
             tell("strategy %s: %s", choice.value, choice.reason)
         self._needs = needs[choice.value]
@@ -69,7 +77,11 @@ class Fitting:
         return kind(world, kind.Options())  # type: ignore[call-arg]
 
     def reduce_early(
-        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy, say: bool
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        strategy: Strategy,
+        say: bool,
     ) -> None:
         """Settle whether `strategy` reduces gradients at each micro-batch, where its options leave that open; a collective.
 
@@ -85,26 +97,41 @@ class Fitting:
             words = f": {size(whole)} of whole gradients {'do not fit' if strategy.early else 'fit'} beside {size(need.total)} a rank of "
             words += f"{size(int(available * (1 - SPARE)))}"
         plan = self._run.plan
-        if say and models and STRATEGIES[strategy.name].sharded and "gradients" not in plan.accumulation.reason:
+        if (
+            say
+            and models
+            and STRATEGIES[strategy.name].sharded
+            and "gradients" not in plan.accumulation.reason
+        ):
             way = (
                 "gradients are reduced to shards at each"
                 if strategy.early
                 else "gradients stay whole and are reduced at the last"
             )
             choice = plan.accumulation
-            self._run.plan = plan.replace(accumulation=replace(choice, reason=f"{choice.reason}; {way}{words}"))
+            self._run.plan = plan.replace(
+                accumulation=replace(choice, reason=f"{choice.reason}; {way}{words}")
+            )
 
     def forget(self) -> None:
         """The models are let go of: the next ones are the first again."""
         self._needs = None
 
     def _need(
-        self, name: str, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], options: Any = None
+        self,
+        name: str,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        options: Any = None,
     ) -> Memory:
         world, total = self._run.world, None
         for model in models:
             own = {id(p) for p in model.parameters()}
-            mine = [o for o in optimizers if any(id(p) in own for group in o.param_groups for p in group["params"])]
+            mine = [
+                o
+                for o in optimizers
+                if any(id(p) in own for group in o.param_groups for p in group["params"])
+            ]
             one = estimate(
                 model,
                 strategy=name,

@@ -143,7 +143,11 @@ class RunState:
         """What decides in which order numbers are summed, beside what the plan says."""
         threads = torch.get_num_threads()
         words = [f"torch {torch.__version__}"]
-        return words if self._run.world.device.type != "cpu" else [*words, f"{threads} thread{'s' if threads > 1 else ''}"]
+        return (
+            words
+            if self._run.world.device.type != "cpu"
+            else [*words, f"{threads} thread{'s' if threads > 1 else ''}"]
+        )
 
     def _undecided(self) -> bool:
         return isinstance(self._precision, Measured) and self._precision.choice is None
@@ -151,8 +155,14 @@ class RunState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._project.iteration = state["iteration"]
         saved, precision = state["precision"], self._precision
-        if saved is not None and not (self._undecided() and precision.follow(saved)) and precision.name != saved:
-            logger.warning("the checkpoint was saved in precision %s, and this run goes on in %s", saved, precision.name)
+        if (
+            saved is not None
+            and not (self._undecided() and precision.follow(saved))
+            and precision.name != saved
+        ):
+            logger.warning(
+                "the checkpoint was saved in precision %s, and this run goes on in %s", saved, precision.name
+            )
         then, now, world = state.get("arithmetic"), self._arithmetic(), self._run.world
         if then is not None and then != now and state["processes"] == world.size and world.rank == 0:
             logger.warning(
@@ -163,7 +173,9 @@ class RunState:
         here = self._run.clock.accumulation
         if here != state["accumulation"]:
             logger.warning(
-                "the checkpoint was saved with %d micro-batches an update, and this run has %d", state["accumulation"], here
+                "the checkpoint was saved with %d micro-batches an update, and this run has %d",
+                state["accumulation"],
+                here,
             )
 
 
@@ -171,6 +183,10 @@ def drawing_devices(run: Run, device: torch.device) -> list[torch.device]:
     """Accelerators whose random streams this process may use, its own first: all that it sees, where it is the only process."""
     if device.type == "cpu":
         return []
-    count = torch.get_device_module(device).device_count() if run.world.size == 1 and device.type != "mps" else 0
-    others: list[torch.device] = [torch.device(device.type, i) for i in range(count) if i != (device.index or 0)]
+    count = (
+        torch.get_device_module(device).device_count() if run.world.size == 1 and device.type != "mps" else 0
+    )
+    others: list[torch.device] = [
+        torch.device(device.type, i) for i in range(count) if i != (device.index or 0)
+    ]
     return [device, *others]

@@ -34,7 +34,9 @@ class LocalSGD:
         SettingError: `local_sgd_steps` is no whole number of at least 1.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
         check_every("local_sgd_steps", local_sgd_steps)
         strategy = accelerator._prepared.strategy
         if enabled and type(strategy) not in (DDP, Single):
@@ -54,7 +56,9 @@ class LocalSGD:
             self._inside.enter_context(self.accelerator.no_sync(self.model))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self._inside:
             if kind is None:
                 self._average()

@@ -18,7 +18,9 @@ def is_main() -> bool:
 
 def is_local_main() -> bool:
     """Whether this process is the first on its node."""
-    return _number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", *RANKS) == 0
+    return (
+        _number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", *RANKS) == 0
+    )
 
 
 def _number(*names: str) -> int:
@@ -53,7 +55,9 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
     return RankLogger(logger, {})
 
 
-def tqdm(iterable: Iterable[Any] | None = None, *args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+def tqdm(
+    iterable: Iterable[Any] | None = None, *args: Any, main_process_only: bool = True, **kwargs: Any
+) -> Any:
     """tqdm's progress bar, on the first process of each node only (``main_process_only=False``: on all)."""
     from tqdm.auto import tqdm as bar
 

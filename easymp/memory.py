@@ -52,7 +52,17 @@ STATES: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
 }
 FP32 = 4
 NO_SAMPLE = "activations are not counted: pass a sample batch"
-ROWS = ("weights", "buffers", "gradients", "states", "masters", "copies", "gathered", "reducing", "activations")
+ROWS = (
+    "weights",
+    "buffers",
+    "gradients",
+    "states",
+    "masters",
+    "copies",
+    "gathered",
+    "reducing",
+    "activations",
+)
 
 Optimizer = str | int | type[torch.optim.Optimizer] | torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -104,7 +114,11 @@ class Memory:
 
     def __add__(self, other: Memory) -> Memory:
         """Two models at once, under one strategy and precision."""
-        activations = None if self.activations is None or other.activations is None else self.activations + other.activations
+        activations = (
+            None
+            if self.activations is None or other.activations is None
+            else self.activations + other.activations
+        )
         sums = {row: getattr(self, row) + getattr(other, row) for row in ROWS[:-1]}
         notes = tuple(dict.fromkeys(self.notes + other.notes))
         return replace(self, **sums, activations=activations, notes=notes)
@@ -115,7 +129,9 @@ class Memory:
         rows = [*self.rows.items(), ("total", self.total)]
         numbers = [f"{size / scale:,.2f}" for _, size in rows]
         widths = max(len(row) for row, _ in rows), max(map(len, numbers))
-        lines = [f"{row:<{widths[0]}}  {number:>{widths[1]}} {name}" for (row, _), number in zip(rows, numbers)]
+        lines = [
+            f"{row:<{widths[0]}}  {number:>{widths[1]}} {name}" for (row, _), number in zip(rows, numbers)
+        ]
         return "\n".join([f"{self.strategy}, {self.precision}, {many}; a rank needs", *lines, *self.notes])
 
 
@@ -138,15 +154,22 @@ class Table:
         cells = [["strategy", "precision", *columns, "total"]]
         for line in self.lines:
             sizes = [getattr(line, row) for row in columns] + [line.total]
-            cells.append([line.strategy, line.precision, *(f"{size / scale:,.2f}" if size else "–" for size in sizes)])
+            cells.append(
+                [line.strategy, line.precision, *(f"{size / scale:,.2f}" if size else "–" for size in sizes)]
+            )
         widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-        text = ["  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in cells]
+        text = [
+            "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
+            for row in cells
+        ]
         notes: dict[str, list[str]] = {}
         for line in self.lines:
             for note in line.notes:
                 notes.setdefault(note, []).append(line.strategy)
         every = {line.strategy for line in self.lines}
-        said = [n if set(who) == every else f"{', '.join(dict.fromkeys(who))}: {n}" for n, who in notes.items()]
+        said = [
+            n if set(who) == every else f"{', '.join(dict.fromkeys(who))}: {n}" for n, who in notes.items()
+        ]
         return "\n".join([*text, f"{name} a rank", *said])
 
 
@@ -189,13 +212,19 @@ def estimate(
         BatchError: the model's forward cannot be followed on `sample`.
     """
     kind = _named(STRATEGIES, strategy, "strategy")
-    policy = _named(PRECISIONS, ALIASES.get(precision, precision), "precision") if isinstance(precision, str) else precision
+    policy = (
+        _named(PRECISIONS, ALIASES.get(precision, precision), "precision")
+        if isinstance(precision, str)
+        else precision
+    )
     for name, number in (("world", world), ("per_node", world if per_node is None else per_node)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise SettingError(f"{name}={number!r} is not a whole number of at least 1")
     known = isinstance(model, nn.Module)
     module = model if isinstance(model, nn.Module) else Counted(model)
-    layout: Layout = kind.layout(module, read_options(kind, options, {}), world, min(world, per_node or world))
+    layout: Layout = kind.layout(
+        module, read_options(kind, options, {}), world, min(world, per_node or world)
+    )
     states = _states(optimizer, module)
     low = policy.compute.itemsize < 4 and policy.param.itemsize == 4
     half = _matrices(module) if low and not layout.gathers and not policy.swaps else set()
@@ -208,9 +237,15 @@ def estimate(
         if id(parameter) in half and size > policy.compute.itemsize:
             copies += layout.copies(name, parameter) * policy.compute.itemsize
         if parameter.requires_grad:
-            wide = FP32 if size < FP32 and policy.keeps_updates and (policy.masters or not _rounds(optimizer)) else 0
+            wide = (
+                FP32
+                if size < FP32 and policy.keeps_updates and (policy.masters or not _rounds(optimizer))
+                else 0
+            )
             gradients += layout.gradients(name, parameter) * (size + wide)
-            masters += layout.weights(name, parameter) * wide  # whole where weights are: states alone are cut (zero1)
+            masters += (
+                layout.weights(name, parameter) * wide
+            )  # whole where weights are: states alone are cut (zero1)
             kept += layout.states(name, parameter) * (states(parameter) * (wide or size) + FP32 * averages)
     there = policy.compute.itemsize if low and layout.gathers and widest <= FP32 else widest
     notes = [layout.note] if layout.note else []
@@ -222,13 +257,17 @@ def estimate(
         notes.append("from a count alone: what is gathered at a time is not known, and not counted")
     if activations is None and sample is not None:
         args, named = _arguments(sample)
-        autocast = policy.compute if policy.compute != torch.float32 and policy.param == torch.float32 else None
+        autocast = (
+            policy.compute if policy.compute != torch.float32 and policy.param == torch.float32 else None
+        )
         stored = policy.param if policy.param != torch.float32 else None
         activations = bytes_saved(module, args, named, autocast, stored)
         which = read_which(activation_checkpointing)
         if which is not False:
             many = len(find_recomputed([module], which))
-            kept = bytes_saved(module, args, named, autocast, stored, lambda copy: recompute(find_recomputed([copy], which)))
+            kept = bytes_saved(
+                module, args, named, autocast, stored, lambda copy: recompute(find_recomputed([copy], which))
+            )
             activations = kept + max(0, activations - kept) // many
     if activations is None:
         notes.append(NO_SAMPLE)
@@ -307,7 +346,9 @@ def _matrices(model: nn.Module) -> set[int]:
     for module in model.modules():
         own = [p for p in module._parameters.values() if p is not None]
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag, Counted)) and any(p.ndim > 1 for p in own):
-            found.update(id(p) for p in own if p.dtype == torch.float32 or (p.requires_grad and p.dtype in LOW))
+            found.update(
+                id(p) for p in own if p.dtype == torch.float32 or (p.requires_grad and p.dtype in LOW)
+            )
         elif isinstance(module, Counted):
             found.update(map(id, own))
     return found
@@ -331,7 +372,9 @@ def _states(optimizer: Optimizer, model: nn.Module) -> Callable[[Tensor], int]:
         keeps = _keeps(name) if name.removeprefix("fused") in STATES else STATES["adam"]
         counts.update((id(p), keeps(group)) for group in one.param_groups for p in group["params"])
     if counts and not any(id(p) in counts for p in model.parameters()):
-        raise SettingError("none of the optimizers holds a parameter of this model: pass those that were built from it")
+        raise SettingError(
+            "none of the optimizers holds a parameter of this model: pass those that were built from it"
+        )
     return lambda parameter: counts.get(id(parameter), 0)
 
 
@@ -359,4 +402,6 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(sample)
     if isinstance(sample, (tuple, list)):
         return tuple(sample), {}
-    raise SettingError(f"sample is a {type(sample).__name__}: pass the model's arguments as a tuple, a dict, or one tensor")
+    raise SettingError(
+        f"sample is a {type(sample).__name__}: pass the model's arguments as a tuple, a dict, or one tensor"
+    )

@@ -23,7 +23,12 @@ from .world import World
 
 logger = get_logger(__name__)
 
-SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")  # the last: cuBLAS's and cuDNN's
+SIGNS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "status_alloc_failed",
+)  # the last: cuBLAS's and cuDNN's
 AS_LONG_AS_IT_TAKES = timedelta(days=7)  # the others may have a whole training to finish
 
 
@@ -80,7 +85,9 @@ def find_executable_batch_size(
             keep_global_batch=keep_global_batch,
         )
     if keep_global_batch and reduce_batch_size_fn is not None:
-        raise SettingError("keep_global_batch=True halves the batch, so reduce_batch_size_fn cannot decide: pass one of them")
+        raise SettingError(
+            "keep_global_batch=True halves the batch, so reduce_batch_size_fn cannot decide: pass one of them"
+        )
     ours = 2 if keep_global_batch else 1
     names = list(inspect.signature(function).parameters)
     if len(names) < ours:
@@ -113,7 +120,9 @@ def find_executable_batch_size(
     return run
 
 
-def _attempt(world: World, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+def _attempt(
+    world: World, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, bool]:
     """The function's result, and whether it fitted into memory on every rank."""
     result = None
     notes = Notes(world) if world.size > 1 else None
@@ -167,7 +176,9 @@ class Notes:
         if outcome == "out of memory":
             self._store.set("ran out", str(self._rank))
         self._store.set(str(self._rank), outcome)
-        self._store.get(str(self._rank))  # `set` returns before it has arrived, and another connection may overtake it
+        self._store.get(
+            str(self._rank)
+        )  # `set` returns before it has arrived, and another connection may overtake it
 
     def someone_ran_out(self, wait: bool = False) -> bool:
         """Whether any rank ran out of memory; `wait` until all have said how they fared."""

@@ -20,7 +20,9 @@ class MicroStep:
 
     __slots__ = ("_clock", "_local", "_modules", "_open", "_strategy")
 
-    def __init__(self, clock: StepClock, strategy: Strategy, modules: Sequence[nn.Module], local: bool = False) -> None:
+    def __init__(
+        self, clock: StepClock, strategy: Strategy, modules: Sequence[nn.Module], local: bool = False
+    ) -> None:
         self._clock = clock
         self._strategy = strategy
         self._modules = modules
@@ -48,7 +50,11 @@ class ForeignSteps:
     """
 
     def __init__(
-        self, clock: StepClock, owner: Mapping[int, str], stepped_by: Mapping[int, Any], optimizers: Sequence[Any]
+        self,
+        clock: StepClock,
+        owner: Mapping[int, str],
+        stepped_by: Mapping[int, Any],
+        optimizers: Sequence[Any],
     ) -> None:
         self._clock, self._owner, self._stepped_by, self._optimizers = clock, owner, stepped_by, optimizers
 

@@ -41,14 +41,21 @@ class Nonfinite:
     """
 
     def __init__(
-        self, mode: str | None, world: World, scaler: Scaler, updates: Callable[[], int], precision: Callable[[], str]
+        self,
+        mode: str | None,
+        world: World,
+        scaler: Scaler,
+        updates: Callable[[], int],
+        precision: Callable[[], str],
     ) -> None:
         self._raises = mode == "raise"
         self._follows = FOLLOWS["skip" if scaler.enabled else "warn"]
         self._world, self._scaler, self._updates, self._precision = world, scaler, updates, precision
         self._pending = Pending()
         self._said = False
-        self._bad = False  # whether a loss of this rank was not finite since the last step, where that is raised
+        self._bad = (
+            False  # whether a loss of this rank was not finite since the last step, where that is raised
+        )
         self._steps = 0
         if scaler.enabled:
             scaler.found = self._step
@@ -77,7 +84,9 @@ class Nonfinite:
             self._steps += 1
             if not scaler.scales:
                 self._note(GRADIENTS, found, self._updates())
-            elif found.device.type == "cpu" or self._steps % TOGETHER == 0:  # it goes on, once the scale is down there
+            elif (
+                found.device.type == "cpu" or self._steps % TOGETHER == 0
+            ):  # it goes on, once the scale is down there
                 self._note(GRADIENTS, found * (scaler.current <= 1), self._updates())
 
     def finish(self) -> None:

@@ -61,7 +61,9 @@ def broadcast(tensor: Any, from_process: int = 0, *, world: World | None = None)
     return _together(there, call, tensor, lambda leaf: there.broadcast(leaf, from_process))
 
 
-def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, world: World | None = None) -> list[Any]:
+def broadcast_object_list(
+    object_list: list[Any], from_process: int = 0, *, world: World | None = None
+) -> list[Any]:
     """Rank `from_process`'s list, filled into the given one, which is returned.
 
     Raises:
@@ -70,7 +72,12 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, worl
     """
     there = world or state.current_world()
     call = f"broadcast_object_list(from_process={_process(there, from_process)})"
-    _compare_lists(there, call, object_list, {"": f"a list of {len(object_list)}"} if isinstance(object_list, list) else None)
+    _compare_lists(
+        there,
+        call,
+        object_list,
+        {"": f"a list of {len(object_list)}"} if isinstance(object_list, list) else None,
+    )
     return there.broadcast_objects(object_list, from_process)
 
 
@@ -122,7 +129,12 @@ def pad_across_processes(
 
 
 def _together(
-    world: World | None, call: str, tree: Any, one: Callable[[Tensor], Tensor], free: int | None = None, remedy: str = ALIKE
+    world: World | None,
+    call: str,
+    tree: Any,
+    one: Callable[[Tensor], Tensor],
+    free: int | None = None,
+    remedy: str = ALIKE,
 ) -> Any:
     """`tree` with ``one(leaf)`` for every leaf, once the ranks of `world` (None: only this one) have compared their trees.
 
@@ -159,7 +171,11 @@ def _form(leaf: Any, free: int | None) -> str:
 
 def _compare_lists(world: World, call: str, given: Any, facts: dict[str, str] | None = None) -> None:
     kinds = (list, tuple) if call == "gather_object" else list
-    error = "" if isinstance(given, kinds) else f"{call} takes a list of objects, not a {type(given).__name__}: pass [object]"
+    error = (
+        ""
+        if isinstance(given, kinds)
+        else f"{call} takes a list of objects, not a {type(given).__name__}: pass [object]"
+    )
     world.compare(call, lambda: facts or {}, error, "Every rank must pass a list of the same length")
     if error:
         raise BatchError(error)
@@ -167,7 +183,9 @@ def _compare_lists(world: World, call: str, given: Any, facts: dict[str, str] | 
 
 def _process(world: World, number: int) -> int:
     if not 0 <= number < world.size:
-        raise WorldError(f"from_process={number!r} is not one of the {world.size} processes, 0 … {world.size - 1}")
+        raise WorldError(
+            f"from_process={number!r} is not one of the {world.size} processes, 0 … {world.size - 1}"
+        )
     return number
 
 
@@ -207,7 +225,9 @@ class Collectives(Processes):
                 )
             short, usual = loader.local_size, loader.batch_size
             if not objects and short is not None and usual is not None and short < usual:
-                input_data = recursively_apply(lambda t: t[:short] if t.ndim and t.shape[0] == usual else t, input_data)
+                input_data = recursively_apply(
+                    lambda t: t[:short] if t.ndim and t.shape[0] == usual else t, input_data
+                )
             for leaf in [input_data] if objects else leaves(input_data):
                 checks.check_batch(leaf, loader.local_size, objects)
         except BatchError as trouble:
@@ -235,7 +255,9 @@ class Collectives(Processes):
         """
         values = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach()
         weights = torch.as_tensor(weight, dtype=torch.float32, device=self.device).detach()
-        self._world.compare("mean", lambda: {"the value": _form(values, None), "the weight": _form(weights, None)})
+        self._world.compare(
+            "mean", lambda: {"the value": _form(values, None), "the weight": _form(weights, None)}
+        )
         if values.ndim or weights.ndim:
             raise BatchError(
                 f"mean() takes one number and its weight a rank, not shapes {tuple(values.shape)} and {tuple(weights.shape)}: "
@@ -248,7 +270,9 @@ class Collectives(Processes):
         """Every tensor of the tree summed ("sum") or averaged ("mean") over the ranks, times `scale`."""
         return reduce(tensor, reduction, scale, world=self._world)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
         """Every tensor of the tree as long along `dim` as the longest rank's."""
         return pad_across_processes(tensor, dim, pad_index, pad_first, world=self._world)
 

@@ -62,14 +62,20 @@ class Plan:
     @property
     def choices(self) -> dict[str, Choice[Any]]:
         """The decisions by name, in order."""
-        return {f.name: choice for f in dataclasses.fields(self) if isinstance(choice := getattr(self, f.name), Choice)}
+        return {
+            f.name: choice
+            for f in dataclasses.fields(self)
+            if isinstance(choice := getattr(self, f.name), Choice)
+        }
 
     def explain(self) -> str:
         """A few aligned lines: name, value, reason."""
         rows = [("processes", self._processes(), self.ranks.announced or self.ranks.alone)]
         rows += [(name, str(choice.value), choice.reason) for name, choice in self.choices.items()]
         widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-        return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {reason}" for name, value, reason in rows)
+        return "\n".join(
+            f"{name:<{widths[0]}}  {value:<{widths[1]}}  {reason}" for name, value, reason in rows
+        )
 
     def _processes(self) -> str:
         nodes = f" on {self.ranks.nodes} nodes" if self.ranks.nodes > 1 else ""
@@ -79,7 +85,10 @@ class Plan:
         """The same for programs: plain values only."""
         return {
             "processes": self.ranks.size,
-            **{n: {"value": c.value, "reason": c.reason, "source": c.source.value} for n, c in self.choices.items()},
+            **{
+                n: {"value": c.value, "reason": c.reason, "source": c.source.value}
+                for n, c in self.choices.items()
+            },
         }
 
 
@@ -94,7 +103,9 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
     precision, strategy = _precision(settings, facts), _strategy(settings, facts)
     refusal = together(PRECISIONS.get(precision.value, Measured), STRATEGIES[strategy.value])
     if refusal is not None:
-        raise RefusedError(f"precision {precision.value} and strategy {strategy.value} do not go together: {refusal}")
+        raise RefusedError(
+            f"precision {precision.value} and strategy {strategy.value} do not go together: {refusal}"
+        )
     return Plan(
         device=device,
         precision=precision,
@@ -109,7 +120,9 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
 
 
 def _facts(hardware: Hardware, ranks: Ranks, device: str) -> Facts:
-    mine = hardware.devices[: max(ranks.local_size, ranks.local_rank + 1)]  # what the ranks of this node train on
+    mine = hardware.devices[
+        : max(ranks.local_size, ranks.local_rank + 1)
+    ]  # what the ranks of this node train on
     return Facts(dataclasses.replace(hardware, devices=mine), device.split(":")[0], ranks.size)
 
 
@@ -140,7 +153,9 @@ def _device(settings: Settings, hardware: Hardware, ranks: Ranks) -> Choice[str]
             f"{device.name} is {device.architecture}, for which this build of torch has no code: install a torch built for "
             f"{device.architecture} (its CUDA version must know the card), or train on the CPU with cpu=True"
         )
-    return Choice(f"{device.kind}:{device.index}" if device.kind != "mps" else "mps", device.name, Source.DETECTED)
+    return Choice(
+        f"{device.kind}:{device.index}" if device.kind != "mps" else "mps", device.name, Source.DETECTED
+    )
 
 
 def _precision(settings: Settings, facts: Facts) -> Choice[str]:
@@ -166,7 +181,9 @@ def _candidates(facts: Facts) -> list[tuple[str, str]]:
     if facts.device == "cpu":
         cpu = facts.hardware.cpu
         if cpu.bf16:
-            kind = next((f for f in ("amx_bf16", "avx512_bf16", "sve_bf16", "neon_bf16") if f in cpu.features), "bf16")
+            kind = next(
+                (f for f in ("amx_bf16", "avx512_bf16", "sve_bf16", "neon_bf16") if f in cpu.features), "bf16"
+            )
             return [(AUTO, f"{kind} instructions: the first training step times bf16 against fp32"), fp32]
         return [("fp32", "this CPU has no bf16 instructions")]
     if facts.device == "mps":
@@ -174,13 +191,27 @@ def _candidates(facts: Facts) -> list[tuple[str, str]]:
     # The ranks of a node decide alike, so the weakest of their cards decides.
     device = min(facts.hardware.devices, key=lambda d: (d.fp16, d.bf16))
     if device.bf16:
-        return [("bf16", f"native bf16 on {device.architecture or device.name}: fp32's range, no loss scale needed"), fp32]
-    if device.fp16:
         return [
-            ("fp16", f"{device.architecture or device.name} has Tensor Cores for fp16 and no bf16 units; with a loss scale"),
+            (
+                "bf16",
+                f"native bf16 on {device.architecture or device.name}: fp32's range, no loss scale needed",
+            ),
             fp32,
         ]
-    return [("fp32", f"{device.name} ({device.architecture}) has no Tensor Cores: half precision gains nothing in speed")]
+    if device.fp16:
+        return [
+            (
+                "fp16",
+                f"{device.architecture or device.name} has Tensor Cores for fp16 and no bf16 units; with a loss scale",
+            ),
+            fp32,
+        ]
+    return [
+        (
+            "fp32",
+            f"{device.name} ({device.architecture}) has no Tensor Cores: half precision gains nothing in speed",
+        )
+    ]
 
 
 def _weights(precision: Choice[str]) -> Choice[str]:
@@ -190,7 +221,13 @@ def _weights(precision: Choice[str]) -> Choice[str]:
         return Choice("fp32", "trainable parameters in bf16 or fp16 are raised at prepare", precision.source)
     if kind.param == torch.float32:
         return Choice("as given", "no parameter is cast", precision.source)
-    how = "fp32 masters" if kind.masters else "fp32 masters, or stochastic rounding" if kind.keeps_updates else "plain rounding"
+    how = (
+        "fp32 masters"
+        if kind.masters
+        else "fp32 masters, or stochastic rounding"
+        if kind.keeps_updates
+        else "plain rounding"
+    )
     return Choice(str(kind.param).removeprefix("torch."), f"stepped with {how}", precision.source)
 
 
@@ -200,7 +237,11 @@ def _caveat(name: str, facts: Facts) -> str:
         **dict.fromkeys(("fp16", "fp16-true", "O1", "O2", "O3"), "fp16"),
     }
     kind = needs.get(name)
-    if facts.device == "cpu" and kind and not {"bf16": facts.hardware.cpu.bf16, "fp16": facts.hardware.cpu.fp16}[kind]:
+    if (
+        facts.device == "cpu"
+        and kind
+        and not {"bf16": facts.hardware.cpu.bf16, "fp16": facts.hardware.cpu.fp16}[kind]
+    ):
         return f"; this CPU has no {kind} instructions, so it is slower than fp32"
     return ""
 

@@ -29,9 +29,7 @@ from .world import World
 
 logger = get_logger(__name__)
 SIGNALS = ("SIGTERM", "SIGUSR1")
-RESTART = (
-    75  # EX_TEMPFAIL of sysexits.h: a failure that will pass, try again. Nobody else's: a bare SIGTERM gives 143, an error 1
-)
+RESTART = 75  # EX_TEMPFAIL of sysexits.h: a failure that will pass, try again. Nobody else's: a bare SIGTERM gives 143, an error 1
 AGAIN = 5.0  # seconds: a scheduler and a launcher that both hand one signal on do so within less
 PATIENCE = 20.0  # seconds that the others' listeners have for their answer
 
@@ -80,7 +78,9 @@ class Preemption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        child = os.getpid() != self._process  # a worker of a DataLoader, by fork: the signal is its parent's business
+        child = (
+            os.getpid() != self._process
+        )  # a worker of a DataLoader, by fork: the signal is its parent's business
         if (child and number == signal.SIGTERM) or (self._signal is not None and now - self._since > AGAIN):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

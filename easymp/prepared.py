@@ -56,8 +56,15 @@ def forward_methods(models: Sequence[nn.Module], names: str | Sequence[str]) -> 
             )
         if not any(_is_method(model, name) for model in models):
             said = " and ".join(f"this {type(model).__name__}" for model in models) or "no new model"
-            known = [n for model in models for n in dir(type(model)) if not n.startswith("_") and _is_method(model, n)]
-            raise PrepareError(f"forward_methods={names!r}: {said} has no method {name!r}{nearest(name, known)}")
+            known = [
+                n
+                for model in models
+                for n in dir(type(model))
+                if not n.startswith("_") and _is_method(model, n)
+            ]
+            raise PrepareError(
+                f"forward_methods={names!r}: {said} has no method {name!r}{nearest(name, known)}"
+            )
     found = []
     for model in models:
         marked = [n for c in type(model).__mro__ for n, value in vars(c).items() if _is_marked(value)]
@@ -112,7 +119,9 @@ class Route:
 
     def _refuse_graph(self, gradient: Tensor) -> None:
         if torch.is_grad_enabled():  # which autograd sees to for create_graph
-            raise StepError(f"a gradient that can be differentiated again was asked for (create_graph=True), and {self.once}")
+            raise StepError(
+                f"a gradient that can be differentiated again was asked for (create_graph=True), and {self.once}"
+            )
 
     @contextmanager
     def instead(self, name: str) -> Iterator[None]:
@@ -171,7 +180,9 @@ def make_view(
     route = Route(original, module, explain, no_sync, once)
     if module is original:
         return original, route
-    kind = next(c for c in type(original).__mro__ if c is not _View and "_easymp_route" not in vars(c))  # also of a view
+    kind = next(
+        c for c in type(original).__mro__ if c is not _View and "_easymp_route" not in vars(c)
+    )  # also of a view
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return route.call(*args, **kwargs)
@@ -211,7 +222,11 @@ def make_view(
         "_easymp_route": route,
     }
     if sharded:
-        body.update((name, guarded(name)) for name in dir(kind) if not name.startswith("_") and _is_method(original, name))
+        body.update(
+            (name, guarded(name))
+            for name in dir(kind)
+            if not name.startswith("_") and _is_method(original, name)
+        )
     if _is_method(original, "forward"):  # no scripted one's
         body["forward"] = wraps(kind.forward)(forward)
     body.update((name, routed(name)) for name in methods if name != "forward")
@@ -268,7 +283,9 @@ def _slots(kind: type) -> Iterator[str]:
 
 def _forwarded(original: nn.Module, name: str) -> property:
     return property(
-        lambda _: getattr(original, name), lambda _, value: setattr(original, name, value), lambda _: delattr(original, name)
+        lambda _: getattr(original, name),
+        lambda _, value: setattr(original, name, value),
+        lambda _: delattr(original, name),
     )
 
 

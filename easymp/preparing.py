@@ -133,14 +133,21 @@ class Preparation:
         if every and run.world.size > 1:
             self.replicas = checking.Replicas(run.world, every, self.models, self.optimizers, self.owner)
             run.clock.stepped.append(self.replicas.stepped)
-        self._whose: list[tuple[PreparedOptimizer, str | None]] = []  # optimizers, and why torch has no fused step for each
+        self._whose: list[
+            tuple[PreparedOptimizer, str | None]
+        ] = []  # optimizers, and why torch has no fused step for each
         self._compiling = Compiling(wishes.compile) if wishes.compile else None
-        self._undo: list[Callable[[], None]] = []  # what is done to models in place, beside what a strategy does
+        self._undo: list[
+            Callable[[], None]
+        ] = []  # what is done to models in place, beside what a strategy does
         self._seed = run.plan.settings.seed
         self._alike = self._seed is not None  # whether all ranks still draw from one random stream
 
     def prepare(
-        self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None, methods: str | Sequence[str] = ()
+        self,
+        objects: Sequence[Any],
+        device_placement: Sequence[bool | None] | None,
+        methods: str | Sequence[str] = (),
     ) -> list[Any]:
         """`objects`, ready for this run, in the same order; `methods` of the models among them are called as forward is."""
         if device_placement is not None and len(device_placement) != len(objects):
@@ -166,7 +173,11 @@ class Preparation:
         self._outfit(new)
         for i, model in models:
             done[i] = self._prepare_model(model, optimizers, place[i], named.get(model, ()))
-        for kind in (torch.optim.Optimizer, DataLoader, object):  # what follows the models; schedulers follow the optimizers
+        for kind in (
+            torch.optim.Optimizer,
+            DataLoader,
+            object,
+        ):  # what follows the models; schedulers follow the optimizers
             for i, item in enumerate(objects):
                 if i not in done and isinstance(item, kind):
                     done[i] = self._prepare_other(item, place[i])
@@ -202,7 +213,9 @@ class Preparation:
             self._compiling.blocks(models, self.strategy.sharded)
 
     def _prepare_other(self, item: Any, place: bool) -> Any:
-        if item is None or isinstance(item, (optim.PreparedOptimizer, optim.PreparedScheduler, PreparedLoader, SkippedLoader)):
+        if item is None or isinstance(
+            item, (optim.PreparedOptimizer, optim.PreparedScheduler, PreparedLoader, SkippedLoader)
+        ):
             return item
         if isinstance(item, torch.optim.Optimizer):
             return self._prepare_optimizer(item)
@@ -216,7 +229,11 @@ class Preparation:
         )
 
     def _prepare_model(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], place: bool, methods: Sequence[str]
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        place: bool,
+        methods: Sequence[str],
     ) -> nn.Module:
         known = self._known(model)
         if known is not None:
@@ -235,7 +252,9 @@ class Preparation:
         if self._precision.raises:
             self._raise_weights(model)
         if not self.strategy.sharded and on_meta(model):
-            materialise(model, self._run.world.device if place else torch.device("cpu"), self._wishes.initialize)
+            materialise(
+                model, self._run.world.device if place else torch.device("cpu"), self._wishes.initialize
+            )
         manner = Manner(self._precision, place, self._wishes.initialize)
         if self._compiling:
             manner = manner._replace(compile=self._compiling.whole)
@@ -267,7 +286,9 @@ class Preparation:
             self._raised.update((id(p), dtype) for p, dtype in raised)
             kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in raised}))
             number = sum(p.numel() for p, _ in raised)
-            self._say_weights(f"{number:,} trainable parameters of {type(model).__name__} raised from {kinds}")
+            self._say_weights(
+                f"{number:,} trainable parameters of {type(model).__name__} raised from {kinds}"
+            )
 
     def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
         for prepared in self.optimizers:
@@ -298,11 +319,20 @@ class Preparation:
         if isinstance(stepped, optim.FusedOptimizer) and self.strategy.counting.add is not None:
             stepped.count_by(self.strategy.counting)
         engine = optim.engine_for(
-            *(stepped, self.strategy.counting, fused, self._run.plan.settings.ema_decay, masters, self._gave_way),
+            *(
+                stepped,
+                self.strategy.counting,
+                fused,
+                self._run.plan.settings.ema_decay,
+                masters,
+                self._gave_way,
+            ),
             scaled=self._scaler.enabled,
         )
         self._same_kernels(stepped, engine)
-        prepared = optim.PreparedOptimizer(stepped, self._run.clock, self._scaler, optimizer, masters, self.sums, engine)
+        prepared = optim.PreparedOptimizer(
+            stepped, self._run.clock, self._scaler, optimizer, masters, self.sums, engine
+        )
         self.stepped_by.update((p, prepared) for p in held)
         vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
         self.optimizers.append(prepared)
@@ -319,7 +349,12 @@ class Preparation:
             PrepareError: they are needed, and the strategy has no place for them.
         """
         policy, kind = self._precision, type(optimizer).__name__
-        low = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.dtype in LOW]
+        low = [
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.requires_grad and p.dtype in LOW
+        ]
         number = f"{sum(p.numel() for p in low):,} low-precision parameters"
         if not policy.masters:
             if not low or not policy.keeps_updates:
@@ -364,7 +399,9 @@ class Preparation:
         """One more sentence about the weights, in the plan."""
         choice = self._run.plan.weights
         self._told = [*self._told, words]
-        self._run.plan = self._run.plan.replace(weights=replace(choice, reason="; ".join(dict.fromkeys(self._told))))
+        self._run.plan = self._run.plan.replace(
+            weights=replace(choice, reason="; ".join(dict.fromkeys(self._told)))
+        )
         logger.info("weights: %s", words)
 
     def _check_free(self, holds: str, where: str, parameters: Iterable[torch.Tensor], remedy: str) -> None:
@@ -380,16 +417,28 @@ class Preparation:
                     "to one optimizer (free_memory() lets go of the old ones)"
                 )
 
-    def _add_param_group(self, optimizer: torch.optim.Optimizer, prepared: PreparedOptimizer, group: dict[str, Any]) -> None:
+    def _add_param_group(
+        self, optimizer: torch.optim.Optimizer, prepared: PreparedOptimizer, group: dict[str, Any]
+    ) -> None:
         """What the user's optimizer does from here on in place of its own `add_param_group`, which it calls."""
         items = group["params"]
         if not isinstance(items, (torch.Tensor, set)):  # of a set torch says that it has no order
             items = group["params"] = list(items)
-        added = [items] if isinstance(items, torch.Tensor) else [p[1] if isinstance(p, tuple) else p for p in items]
-        if self._run.world.size == 1:  # nothing is to be averaged, so that what models have been given since will do
-            self.owner.update((id(p), name) for model in self.models for name, p in model.route.original.named_parameters())
+        added = (
+            [items]
+            if isinstance(items, torch.Tensor)
+            else [p[1] if isinstance(p, tuple) else p for p in items]
+        )
+        if (
+            self._run.world.size == 1
+        ):  # nothing is to be averaged, so that what models have been given since will do
+            self.owner.update(
+                (id(p), name) for model in self.models for name, p in model.route.original.named_parameters()
+            )
         self._check_free(f"{type(optimizer).__name__}.add_param_group got", "", added, ADDED)
-        rounds = isinstance(optimizer, optim.FusedOptimizer) and optimizer.options.stochastic_rounding is not False
+        rounds = (
+            isinstance(optimizer, optim.FusedOptimizer) and optimizer.options.stochastic_rounding is not False
+        )
         if self._precision.keeps_updates and not prepared.has_masters and not rounds:
             for parameter in added:
                 self._check_wide(parameter)
@@ -424,13 +473,17 @@ class Preparation:
                 continue
             if isinstance(optimizer.given, optim.FusedOptimizer):
                 way = optimizer.given.engine
-                steps["CuPy" if way.kernels else "fused"].append(f"easymp's {kind} by {way.name}: {way.reason}")
+                steps["CuPy" if way.kernels else "fused"].append(
+                    f"easymp's {kind} by {way.name}: {way.reason}"
+                )
                 continue
             because = f": {engine.reason}" if engine.reason and self._run.world.device.type == "cuda" else ""
             steps["as given" if why_not else "fused"].append((why_not or f"torch's fused {kind}") + because)
         value = ", ".join(v for v, reasons in steps.items() if reasons)
         reason = "; ".join(dict.fromkeys(r for reasons in steps.values() for r in reasons))
-        self._run.plan = self._run.plan.replace(optimizer=Choice(value, reason, self._run.plan.optimizer.source))
+        self._run.plan = self._run.plan.replace(
+            optimizer=Choice(value, reason, self._run.plan.optimizer.source)
+        )
 
     def _gave_way(self, reason: str) -> None:
         """Kernels failed, and torch steps from here on."""
@@ -475,7 +528,11 @@ class Preparation:
         plan = self._run.plan
         decided = {"precision": plan.precision, "strategy": plan.strategy, "accumulation": plan.accumulation}
         mine = [f"{name} {choice.value}" for name, choice in decided.items()]
-        mine += [line for line in describe_record(plan.settings) if line.split()[1].partition("=")[0] not in MAY_DIFFER]
+        mine += [
+            line
+            for line in describe_record(plan.settings)
+            if line.split()[1].partition("=")[0] not in MAY_DIFFER
+        ]
         mine += [line for record in self._wishes.records for line in describe_record(record)]
         mine += [line for o in objects for line in describe(o)]
         mine += more
@@ -495,13 +552,19 @@ class Preparation:
         choice = self._run.plan.accumulation
         words = ", their low-precision gradients summed in fp32"
         if choice.value > 1 and not choice.reason.endswith(words):
-            self._run.plan = self._run.plan.replace(accumulation=Choice(choice.value, choice.reason + words, choice.source))
+            self._run.plan = self._run.plan.replace(
+                accumulation=Choice(choice.value, choice.reason + words, choice.source)
+            )
 
     def _say_batch(self) -> None:
         for loader in self.loaders[:1]:
-            steps = f" × {self._run.clock.accumulation} accumulation" if self._run.clock.accumulation > 1 else ""
+            steps = (
+                f" × {self._run.clock.accumulation} accumulation" if self._run.clock.accumulation > 1 else ""
+            )
             if loader.total_batch_size is not None:
-                self.batch = f"{loader.size_line()}{steps} = {loader.total_batch_size * self._run.clock.accumulation}"
+                self.batch = (
+                    f"{loader.size_line()}{steps} = {loader.total_batch_size * self._run.clock.accumulation}"
+                )
                 logger.info("batch: %s", self.batch)
 
     def routes(self, models: Sequence[nn.Module]) -> list[Route]:
@@ -530,7 +593,11 @@ class Preparation:
     def optimizers_of(self, parameters: Sequence[torch.Tensor]) -> list[PreparedOptimizer]:
         """The prepared optimizers that hold any of `parameters`, groups that were added later included."""
         wanted = {id(p) for p in parameters}
-        return [o for o in self.optimizers if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
+        return [
+            o
+            for o in self.optimizers
+            if any(id(p) in wanted for group in o.param_groups for p in group["params"])
+        ]
 
     def steppers(self, parameters: Sequence[torch.Tensor]) -> list[PreparedOptimizer] | None:
         """The optimizers that step just `parameters` of those that train or have gradients; None: there are none, or it is not worth it."""
@@ -539,7 +606,12 @@ class Preparation:
         wanted = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
         found = []
         for optimizer in self.optimizers:
-            held = [id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad or p.grad is not None]
+            held = [
+                id(p)
+                for g in optimizer.param_groups
+                for p in g["params"]
+                if p.requires_grad or p.grad is not None
+            ]
             mine = sum(p in wanted for p in held)
             if mine:
                 if mine < len(held):
@@ -556,7 +628,9 @@ class Preparation:
             return
         source = max(range(world.size), key=lambda rank: sum(updates[rank]))
         parts = [*self.optimizers, *self.schedulers, self._scaler]
-        states = [send_to_device(part.state_dict(), "cpu") if world.rank == source else None for part in parts]
+        states = [
+            send_to_device(part.state_dict(), "cpu") if world.rank == source else None for part in parts
+        ]
         world.broadcast_objects(states, source)
         for optimizer, made in zip(self.optimizers, updates[source]):
             optimizer.updates = made

@@ -44,7 +44,9 @@ class ProjectFile:
                 inside = header[1].strip("\"'")
                 if not table and inside.split(".")[0].strip("\"' ") == key:
                     return f"{self.path}, line {number}"
-            elif re.match(rf"\s*{name}\s*[.=]" if inside == table else rf"\s*{re.escape(table)}\s*\.\s*{name}\s*=", line):
+            elif re.match(
+                rf"\s*{name}\s*[.=]" if inside == table else rf"\s*{re.escape(table)}\s*\.\s*{name}\s*=", line
+            ):
                 return f"{self.path}, line {number}"
         return str(self.path)
 
@@ -59,9 +61,13 @@ def read(path: Path | str | None = None) -> ProjectFile:
     place = Path(named or FILE)
     if not place.is_file():
         if path is not None:
-            raise SettingError(f"{named!r} is no file: pass the path of a project file, as `easymp config` writes it")
+            raise SettingError(
+                f"{named!r} is no file: pass the path of a project file, as `easymp config` writes it"
+            )
         if named:
-            raise SettingError(f"{VARIABLE}={named!r} in the environment names no file: correct the path or unset it")
+            raise SettingError(
+                f"{VARIABLE}={named!r} in the environment names no file: correct the path or unset it"
+            )
         return ProjectFile()
     import tomllib  # not needed by most runs, and not free
 

@@ -146,21 +146,27 @@ class Strategy(Protocol):
 
     name: ClassVar[str]
     Options: ClassVar[type]  # the record of its options, which the constructor takes after the world
-    sharded: ClassVar[bool]  # no rank holds the whole model: `wrap` gives meta parameters values itself, part by part
+    sharded: ClassVar[
+        bool
+    ]  # no rank holds the whole model: `wrap` gives meta parameters values itself, part by part
     data_rank: int  # which slice of the data this process sees (under tensor parallelism: 0 of 1)
     data_size: int
     data_group: dist.ProcessGroup | None  # one rank of each slice, this one among them; None for all ranks
     whole: ClassVar[bool]  # whether layers see whole tensors in forward and backward
-    apart: ClassVar[bool]  # whether what optimizers remember differs from rank to rank, of the same parameters
-    alike: ClassVar[bool]  # whether a parameter that is no DTensor is the same on all ranks (where `apart`: after each averaging)
+    apart: ClassVar[
+        bool
+    ]  # whether what optimizers remember differs from rank to rank, of the same parameters
+    alike: ClassVar[
+        bool
+    ]  # whether a parameter that is no DTensor is the same on all ranks (where `apart`: after each averaging)
     masters: ClassVar[bool]  # whether optimizers can step fp32 copies in place of low-precision parameters
     once: str  # why a gradient of a gradient cannot be had; "" where it can
     only_forward: str  # why methods cannot be called as forward is, as "has …"; "" where they can
-    sums: (
-        bool  # whether fp32 sums of gradients are kept outside: under no_sync `.grad` is this rank's, and `average` does the rest
-    )
+    sums: bool  # whether fp32 sums of gradients are kept outside: under no_sync `.grad` is this rank's, and `average` does the rest
 
-    early: bool | None  # whether gradients are reduced to shards under no_sync, too; None: memory decides, before `wrap`
+    early: (
+        bool | None
+    )  # whether gradients are reduced to shards under no_sync, too; None: memory decides, before `wrap`
     options: Any  # of type `Options`, where `early` can be None
 
     @staticmethod
@@ -176,7 +182,9 @@ class Strategy(Protocol):
         """
         ...
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+    ) -> nn.Module:
         """Spread `model`; returns the module to call in its place.
 
         Where parameters are replaced, `optimizers` (those of the same `prepare`, plain ones) take the new ones.

@@ -44,11 +44,19 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("split_batches", "even_batches", "use_seedable_sampler", "non_blocking", "use_stateful_dataloader"):
+        for name in (
+            "split_batches",
+            "even_batches",
+            "use_seedable_sampler",
+            "non_blocking",
+            "use_stateful_dataloader",
+        ):
             _yes_or_no(name, getattr(self, name))
         if self.dispatch_batches is not None:
             _yes_or_no("dispatch_batches", self.dispatch_batches)
-        if self.data_seed is not None and (isinstance(self.data_seed, bool) or not isinstance(self.data_seed, int)):
+        if self.data_seed is not None and (
+            isinstance(self.data_seed, bool) or not isinstance(self.data_seed, int)
+        ):
             raise SettingError(f"data_seed={self.data_seed!r} is not a whole number")
 
 
@@ -77,7 +85,9 @@ class ProjectConfiguration:
         for name in ("automatic_checkpoint_naming", "save_on_each_node"):
             _yes_or_no(name, getattr(self, name))
         if self.total_limit is not None and not _whole(self.total_limit, 1):
-            raise SettingError(f"total_limit={self.total_limit!r} is not a whole number of checkpoints of at least 1")
+            raise SettingError(
+                f"total_limit={self.total_limit!r} is not a whole number of checkpoints of at least 1"
+            )
         if not _whole(self.iteration, 0):
             raise SettingError(f"iteration={self.iteration!r} is not a whole number")
         if self.save_on_each_node:
@@ -136,7 +146,9 @@ class AutocastKwargs:
         if self.output_dtype is not None and not (
             isinstance(self.output_dtype, torch.dtype) and self.output_dtype.is_floating_point
         ):
-            raise SettingError(f"output_dtype={self.output_dtype!r} is no floating-point type: pass torch.float32, or None")
+            raise SettingError(
+                f"output_dtype={self.output_dtype!r} is no floating-point type: pass torch.float32, or None"
+            )
 
 
 @dataclass(frozen=True)
@@ -258,11 +270,19 @@ class DistributedDataParallelKwargs:
         return self.low_rank and (state.get("use_error_feedback", True) or state.get("warm_start", True))
 
     def __post_init__(self) -> None:
-        for name in ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"):
+        for name in (
+            "broadcast_buffers",
+            "find_unused_parameters",
+            "gradient_as_bucket_view",
+            "static_graph",
+        ):
             _yes_or_no(name, getattr(self, name))
         if not _number(self.bucket_cap_mb) or self.bucket_cap_mb <= 0:
             raise SettingError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of MB above 0")
-        for name, known in (("comm_hook", list(DDPCommunicationHookType)), ("comm_wrapper", ["no", "fp16", "bf16"])):
+        for name, known in (
+            ("comm_hook", list(DDPCommunicationHookType)),
+            ("comm_wrapper", ["no", "fp16", "bf16"]),
+        ):
             given = getattr(self, name)
             word = given.value if isinstance(given, Enum) else given
             if word not in known:
@@ -288,7 +308,9 @@ class DistributedDataParallelKwargs:
     def _check_power_sgd(self) -> None:
         given = self.comm_state_option
         if not isinstance(given, Mapping):
-            raise SettingError(f"comm_state_option is a {type(given).__name__}, not a dict of PowerSGDState's options")
+            raise SettingError(
+                f"comm_state_option is a {type(given).__name__}, not a dict of PowerSGDState's options"
+            )
         if given and not self.low_rank:
             raise SettingError(
                 f"comm_state_option holds options of PowerSGD, but comm_hook={self.comm_hook!r}: pass comm_hook='power_sgd', or leave "
@@ -329,8 +351,14 @@ class InitProcessGroupKwargs:
                 f"init_method={self.init_method!r} is not honoured: ranks meet where the launcher says (MASTER_ADDR and MASTER_PORT). "
                 "Leave it out"
             )
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float, timedelta)) or self.seconds <= 0:
-            raise SettingError(f"timeout={self.timeout!r} is neither a timedelta nor a number of seconds above 0")
+        if (
+            isinstance(self.timeout, bool)
+            or not isinstance(self.timeout, (int, float, timedelta))
+            or self.seconds <= 0
+        ):
+            raise SettingError(
+                f"timeout={self.timeout!r} is neither a timedelta nor a number of seconds above 0"
+            )
 
     @property
     def seconds(self) -> float:
@@ -365,15 +393,21 @@ class ProfileKwargs:
         for name in ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules"):
             _yes_or_no(name, getattr(self, name))
         if self.on_trace_ready is not None and not callable(self.on_trace_ready):
-            raise SettingError(f"on_trace_ready={self.on_trace_ready!r} is no function: it is called with the profile")
+            raise SettingError(
+                f"on_trace_ready={self.on_trace_ready!r} is no function: it is called with the profile"
+            )
         if self.activities is not None:
             if isinstance(self.activities, str) or not self.activities:
-                raise SettingError(f'activities={self.activities!r} is no list of what to record, such as ["cpu", "cuda"]')
+                raise SettingError(
+                    f'activities={self.activities!r} is no list of what to record, such as ["cpu", "cuda"]'
+                )
             for given in self.activities:
                 word = activity_word(given)
                 if word not in ACTIVITIES:
                     known = ", ".join(repr(k) for k in ACTIVITIES)
-                    raise SettingError(f"activities holds {given!r}, which is none of {known}{nearest(word, ACTIVITIES)}")
+                    raise SettingError(
+                        f"activities holds {given!r}, which is none of {known}{nearest(word, ACTIVITIES)}"
+                    )
         if self.schedule_option is not None:
             self._check_schedule(self.schedule_option)
 
@@ -393,11 +427,20 @@ class ProfileKwargs:
                     f"{name}={value!r} in schedule_option is not a whole number of steps of at least {SCHEDULE[name]}"
                 )
         if "active" not in given:
-            raise SettingError("schedule_option names no active steps, so nothing would be recorded: add active=3")
+            raise SettingError(
+                "schedule_option names no active steps, so nothing would be recorded: add active=3"
+            )
 
 
 ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu")
-SCHEDULE = {"wait": 0, "warmup": 0, "active": 1, "repeat": 0, "skip_first": 0, "skip_first_wait": 0}  # with the least of each
+SCHEDULE = {
+    "wait": 0,
+    "warmup": 0,
+    "active": 1,
+    "repeat": 0,
+    "skip_first": 0,
+    "skip_first_wait": 0,
+}  # with the least of each
 
 
 def activity_word(given: Any) -> str:

@@ -37,7 +37,9 @@ class Registering:
             CheckpointError: an object without `state_dict` or `load_state_dict`.
         """
         for item in objects:
-            lacks = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(item, name, None))]
+            lacks = [
+                name for name in ("state_dict", "load_state_dict") if not callable(getattr(item, name, None))
+            ]
             if lacks:
                 raise CheckpointError(
                     f"a {type(item).__name__} cannot be kept in checkpoints: it has no {' and no '.join(lacks)}"
@@ -111,7 +113,9 @@ class Registering:
     ) -> list[int]:
         """The numbers of those of `items` that all `hooks` leave in the list which `call` gives them; raises on all ranks."""
         known = {id(item): i for i, item in enumerate(items)}
-        left = list(items)  # `items` holds them all, so that no other object gets the id of one that was removed
+        left = list(
+            items
+        )  # `items` holds them all, so that no other object gets the id of one that was removed
         error: list[Exception] = []
 
         def act() -> None:

@@ -53,9 +53,15 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "zero1": ("strategies.zero1:ZeRO1", "as ddp, with a part of the optimizer's states each"),
         "fsdp": ("strategies.fsdp:FSDP", "each process holds a part of everything: the least memory"),
         "hsdp": ("strategies.hsdp:HSDP", "as fsdp inside a node, with copies on each node"),
-        "tensor_parallel": ("strategies.tensor_parallel:TensorParallel", "each process holds a part of each layer"),
+        "tensor_parallel": (
+            "strategies.tensor_parallel:TensorParallel",
+            "each process holds a part of each layer",
+        ),
         "pipeline": ("strategies.pipeline:Pipeline", "each process holds some of the layers"),
-        "local_sgd": ("strategies.local_sgd:LocalTraining", "each process trains alone, and models are averaged now and then"),
+        "local_sgd": (
+            "strategies.local_sgd:LocalTraining",
+            "each process trains alone, and models are averaged now and then",
+        ),
     }
 )
 PRECISIONS: Registry[type[Precision]] = Registry(
@@ -65,8 +71,14 @@ PRECISIONS: Registry[type[Precision]] = Registry(
         "bf16": ("precision.bf16:BF16", "half the bits with fp32's range: no loss scale"),
         "fp16": ("precision.fp16:FP16", "half the bits with more digits and less range: the loss is scaled"),
         "fp8": ("precision.fp8:FP8", "a quarter of the bits in Linear layers, the rest as bf16"),
-        "bf16-true": ("precision.levels:BF16True", "bf16 weights, stepped by fp32 masters or with stochastic rounding"),
-        "fp16-true": ("precision.levels:FP16True", "fp16 weights, stepped by fp32 masters: the loss is scaled"),
+        "bf16-true": (
+            "precision.levels:BF16True",
+            "bf16 weights, stepped by fp32 masters or with stochastic rounding",
+        ),
+        "fp16-true": (
+            "precision.levels:FP16True",
+            "fp16 weights, stepped by fp32 masters: the loss is scaled",
+        ),
         "O0": ("precision.levels:O0", "fp32 under Apex's name"),
         "O1": ("precision.levels:O1", "fp16 by Apex's lists of operations"),
         "O2": ("precision.levels:O2", "an fp16 model, with fp32 copies for the optimizer"),

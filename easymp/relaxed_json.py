@@ -39,7 +39,9 @@ def located(text: str, name: str) -> tuple[Any, dict[Path, int]]:
     value = reader.value(())
     kind, word, line = reader.next()
     if kind:
-        raise SettingError(f"{name}, line {line}: {word!r} after the end of the JSON value: remove it, or join the two")
+        raise SettingError(
+            f"{name}, line {line}: {word!r} after the end of the JSON value: remove it, or join the two"
+        )
     return value, reader.lines
 
 
@@ -84,11 +86,15 @@ class _Reader:
         while (token := self.next())[1] != "}" or token[0] != "mark":
             kind, word, line = token
             if kind != "string":
-                raise self._wrong(line, f'{repr(word) if word else "the text ends"} where a key in quotes, or "}}", should stand')
+                raise self._wrong(
+                    line,
+                    f'{repr(word) if word else "the text ends"} where a key in quotes, or "}}", should stand',
+                )
             key = self._string(word, line)
             if key in found:
                 raise self._wrong(
-                    line, f"the key {key!r} stands there before, on line {self.lines[*path, key]}: remove one of the two"
+                    line,
+                    f"the key {key!r} stands there before, on line {self.lines[*path, key]}: remove one of the two",
                 )
             colon = self.next()
             if colon[:2] != ("mark", ":"):
@@ -111,7 +117,9 @@ class _Reader:
         """After a value: whether what it stands in ends; else there was a comma."""
         kind, word, line = self.next()
         if kind != "mark" or word not in (",", mark):
-            raise self._wrong(line, f"{repr(word) if kind else 'the text ends'} where ',' or {mark!r} should stand")
+            raise self._wrong(
+                line, f"{repr(word) if kind else 'the text ends'} where ',' or {mark!r} should stand"
+            )
         return word == mark
 
     def _string(self, word: str, line: int) -> str:
@@ -128,7 +136,9 @@ class _Reader:
             return value
         except ValueError:  # JSONDecodeError, and whole numbers of thousands of digits
             shown = word if len(word) < 40 else f"{word[:37]}..."
-            raise self._wrong(line, f"{shown!r} is neither a finite number nor true, false, null or a string in quotes") from None
+            raise self._wrong(
+                line, f"{shown!r} is neither a finite number nor true, false, null or a string in quotes"
+            ) from None
 
     def _wrong(self, line: int, why: str) -> SettingError:
         return SettingError(f"{self._name}, line {line}: {why}")

@@ -70,12 +70,19 @@ class Replicas:
     """
 
     def __init__(
-        self, world: World, every: int, models: Sequence[Any], optimizers: Sequence[PreparedOptimizer], owner: Mapping[int, str]
+        self,
+        world: World,
+        every: int,
+        models: Sequence[Any],
+        optimizers: Sequence[PreparedOptimizer],
+        owner: Mapping[int, str],
     ) -> None:
         self._world, self._every = world, every
         self._models, self._optimizers, self._owner = models, optimizers, owner
         self._updates: dict[int, int] = {}
-        self._frozen: dict[int, list[Tensor]] = {}  # what an optimizer holds and did not train at its first update
+        self._frozen: dict[
+            int, list[Tensor]
+        ] = {}  # what an optimizer holds and did not train at its first update
         self._sent: dict[int, _Sent] = {}
         self._weights: dict[torch.device, Tensor] = {}
         self.paused = False
@@ -133,7 +140,9 @@ class Replicas:
         held = [p for _, p in optimizer.parameters()]
         if optimizer is self._optimizers[0]:
             theirs = {id(p) for other in self._optimizers for _, p in other.parameters()}
-            held += [p for model in self._models for p in model.route.original.parameters() if id(p) not in theirs]
+            held += [
+                p for model in self._models for p in model.route.original.parameters() if id(p) not in theirs
+            ]
         return held
 
     @torch.no_grad()
@@ -163,14 +172,20 @@ class Replicas:
     def _piece(self, parameter: Any) -> int | None:
         """Which piece of `parameter` lies here, that lies on other ranks, too; None: no other has it."""
         placements = getattr(parameter, "placements", None)
-        if parameter.is_meta or (placements is None and not self._alike) or copies(parameter, self._world.size) == 1:
+        if (
+            parameter.is_meta
+            or (placements is None and not self._alike)
+            or copies(parameter, self._world.size) == 1
+        ):
             return None
         if type(local(parameter)).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return None  # a subclass that says itself what its bits are
         piece = WHOLE
         for dim, placement in enumerate(placements or ()):
             if not placement.is_replicate():
-                piece = max(piece, 0) * parameter.device_mesh.size(dim) + parameter.device_mesh.get_local_rank(dim)
+                piece = max(piece, 0) * parameter.device_mesh.size(
+                    dim
+                ) + parameter.device_mesh.get_local_rank(dim)
         return piece
 
     def _sum(self, tensor: Tensor) -> Tensor:
@@ -196,7 +211,11 @@ class Replicas:
                 sent.event.synchronize()
         pieces: dict[int, int] = {}
         for options, strangers, piece, whole, part in (rows := sent.rows.tolist()):
-            if strangers or (options, whole) != (rows[0][0], rows[0][3]) or pieces.setdefault(piece, part) != part:
+            if (
+                strangers
+                or (options, whole) != (rows[0][0], rows[0][3])
+                or pieces.setdefault(piece, part) != part
+            ):
                 self._explain(sent)  # on all ranks together: they have the same rows
                 return
 
@@ -205,12 +224,18 @@ class Replicas:
         for i, model in enumerate(self._models):  # of which several may have the same names
             of = f" of {type(model.route.original).__name__} (model {i})" if len(self._models) > 1 else ""
             names.update((id(p), repr(name) + of) for name, p in model.route.original.named_parameters())
-        said = [names.get(id(p), f"number {i} of shape {tuple(p.shape)}") for i, (p, _) in enumerate(sent.held)]
+        said = [
+            names.get(id(p), f"number {i} of shape {tuple(p.shape)}") for i, (p, _) in enumerate(sent.held)
+        ]
         strangers = [name for name, (p, _) in zip(said, sent.held) if id(p) not in self._owner]
         strangers += [
-            f"a parameter of shape {tuple(p.shape)}" for _, p in sent.optimizer.parameters() if id(p) not in self._owner
+            f"a parameter of shape {tuple(p.shape)}"
+            for _, p in sent.optimizer.parameters()
+            if id(p) not in self._owner
         ]
-        mine = [(name, piece, number) for name, (_, piece), number in zip(said, sent.held, sent.sums.tolist())]
+        mine = [
+            (name, piece, number) for name, (_, piece), number in zip(said, sent.held, sent.sums.tolist())
+        ]
         seen = self._world.gather_objects((sent.options, strangers, mine))
         after = f"after update {sent.update} of {type(sent.optimizer.given).__name__}"
         if there := first_difference([options for options, _, _ in seen]):

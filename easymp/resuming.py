@@ -119,7 +119,10 @@ class Resuming(Checkpointing):
         place = self.save_state()
         self._settle_saves()
         logger.warning(
-            "preempted%s: saved %s, and exiting with %d", f" by signal {number}" if number else "", place, preemption.RESTART
+            "preempted%s: saved %s, and exiting with %d",
+            f" by signal {number}" if number else "",
+            place,
+            preemption.RESTART,
         )
         self.close()
         raise SystemExit(preemption.RESTART)

@@ -20,9 +20,16 @@ from .protocols import Source
 from .registry import ALIASES, PRECISIONS, STRATEGIES
 from .values import Size, checked, setting
 
-OVERRIDE = env.PREFIX + "OVERRIDE"  # settings that win over arguments, too: "mixed_precision=bf16 strategy=fsdp"
+OVERRIDE = (
+    env.PREFIX + "OVERRIDE"
+)  # settings that win over arguments, too: "mixed_precision=bf16 strategy=fsdp"
 RECORD = env.PREFIX + "RECORD"  # a folder in which the run writes down what it does; see `easymp.recording`
-NO_SETTINGS = {project_file.VARIABLE, env.PREFIX + "LOG_LEVEL", OVERRIDE, RECORD}  # variables of ours that are none
+NO_SETTINGS = {
+    project_file.VARIABLE,
+    env.PREFIX + "LOG_LEVEL",
+    OVERRIDE,
+    RECORD,
+}  # variables of ours that are none
 
 
 @dataclass(frozen=True)
@@ -37,21 +44,27 @@ class Settings:
     strategy: str = setting("auto", "how the model is spread over the processes", ("auto", *STRATEGIES))
     gradient_accumulation_steps: int = setting(1, "micro-batches in one optimizer update", least=1)
     cpu: bool = setting(False, "train on the CPU even where there is an accelerator")
-    fused: bool = setting(True, "let plain torch optimizers run their fused step where torch has one for the device")
+    fused: bool = setting(
+        True, "let plain torch optimizers run their fused step where torch has one for the device"
+    )
     ema_decay: float | None = setting(
         None,
         "keep an exponential moving average of the weights, of which each step keeps so much; 0.999 is usual",
         least=0,
         most=0.999999999,
     )
-    probe: bool = setting(True, "time fp32 and bf16 in the first training step where no rule is certain; off: the rule alone")
+    probe: bool = setting(
+        True, "time fp32 and bf16 in the first training step where no rule is certain; off: the rule alone"
+    )
     convert_sync_batchnorm: bool = setting(False, "batch-norm in training by the samples of all processes")
     nonfinite: str | None = setting(
         None,
         "what a loss or gradient that is not finite does: raise, skip the step, or warn once; else skip under a loss scale, and warn",
         ("raise", "skip", "warn"),
     )
-    compile: str | None = setting(None, "torch.compile: of the whole model, or of each repeated block", ("no", "model", "blocks"))
+    compile: str | None = setting(
+        None, "torch.compile: of the whole model, or of each repeated block", ("no", "model", "blocks")
+    )
     activation_checkpointing: str | None = setting(
         None,
         "what keeps only its inputs and is computed again in backward: blocks (the repeated ones), patterns of module or class names "
@@ -59,8 +72,12 @@ class Settings:
     )
     seed: int | None = setting(None, "seed of all random streams", least=0, most=2**64 - 1)
     deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")
-    timeout: float = setting(120.0, "seconds that a rank waits for the others in a collective", least=0.001, most=1e9)
-    memory: Size | None = setting(None, "what a rank has, such as 16GiB, where auto decides by it; else what its device has")
+    timeout: float = setting(
+        120.0, "seconds that a rank waits for the others in a collective", least=0.001, most=1e9
+    )
+    memory: Size | None = setting(
+        None, "what a rank has, such as 16GiB, where auto decides by it; else what its device has"
+    )
     replica_check: int = setting(
         1000,
         "compare the parameters of ranks that must hold equal ones after the first updates and every so many; 0 is off",
@@ -70,7 +87,9 @@ class Settings:
         None,
         "compare over the ranks what a script passes to collectives, before each; on unless false. true: also gradients under zero1",
     )
-    project_dir: str | None = setting(None, "a folder, or a URL of fsspec, for checkpoints and logs; else the working directory")
+    project_dir: str | None = setting(
+        None, "a folder, or a URL of fsspec, for checkpoints and logs; else the working directory"
+    )
     log_with: str | None = setting(
         None,
         "what `log` writes to: jsonl (the default), tensorboard, wandb, mlflow, several with commas, all that are installed, or none",
@@ -98,23 +117,35 @@ class Settings:
         return Source.DEFAULT, "default"
 
 
-NAMES: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings) if f.name not in ("sources", OPTIONS)}
+NAMES: dict[str, dataclasses.Field[Any]] = {
+    f.name: f for f in dataclasses.fields(Settings) if f.name not in ("sources", OPTIONS)
+}
 
 
 @dataclass(frozen=True)
 class Launching:
     """How `easymp launch` starts a script: its flags, where they are not given the table ``[launch]`` of the project file."""
 
-    processes: int | None = setting(None, "processes on each node; else one an accelerator, or one without any", least=1)
-    nodes: str | None = setting(None, "how many machines take part, such as 2; or 1:4, from at least 1 to at most 4")
+    processes: int | None = setting(
+        None, "processes on each node; else one an accelerator, or one without any", least=1
+    )
+    nodes: str | None = setting(
+        None, "how many machines take part, such as 2; or 1:4, from at least 1 to at most 4"
+    )
     main_address: str | None = setting(None, "the first node's address, by which the others reach it")
     main_port: int | None = setting(None, "a free port on it; else 29500", least=1, most=65535)
     max_restarts: int | None = setting(
-        None, "how often all workers are started again after one failed; else 0, or 3 where nodes may come and go", least=0
+        None,
+        "how often all workers are started again after one failed; else 0, or 3 where nodes may come and go",
+        least=0,
     )
     wait: float = setting(600.0, "seconds that the machines wait for one another", least=0, most=1e9)
-    grace: float = setting(30.0, "seconds that workers have to save themselves when a signal comes", least=0, most=1e9)
-    numa: bool = setting(True, "keep each worker on the cores of one NUMA node, on Linux machines with several")
+    grace: float = setting(
+        30.0, "seconds that workers have to save themselves when a signal comes", least=0, most=1e9
+    )
+    numa: bool = setting(
+        True, "keep each worker on the cores of one NUMA node, on Linux machines with several"
+    )
 
 
 LAUNCHING: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Launching)}
@@ -141,7 +172,12 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
     file = project_file.read()
     if OPTIONS in file.content:
         table = _table(file, OPTIONS)
-        take(OPTIONS, {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}, Source.CONFIG, file.where(OPTIONS))
+        take(
+            OPTIONS,
+            {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()},
+            Source.CONFIG,
+            file.where(OPTIONS),
+        )
     for name, value in _read(file, NAMES).items():
         take(name, value, Source.CONFIG, str(file.path))
     for name, (value, words) in _from_environment().items():
@@ -154,7 +190,9 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
         take(OPTIONS, given.strategy_options, Source.ASKED, "asked for")
     for name, value in arguments.items():
         if name not in NAMES:
-            raise SettingError(f"{name!r} is no setting{nearest(name, NAMES) or '.'} Known: {', '.join(NAMES)}")
+            raise SettingError(
+                f"{name!r} is no setting{nearest(name, NAMES) or '.'} Known: {', '.join(NAMES)}"
+            )
         if value is not None:
             take(name, value, Source.ASKED, f"{name}={value!r}")
     for name, value in _overrides():
@@ -169,7 +207,11 @@ def resolve_launching(path: str | None = None, **flags: Any) -> Launching:
         SettingError: a wrong name or value, anywhere.
     """
     found = _launching(project_file.read(path))
-    given = {name: checked(LAUNCHING[name], value, f"{name}=") for name, value in flags.items() if value is not None}
+    given = {
+        name: checked(LAUNCHING[name], value, f"{name}=")
+        for name, value in flags.items()
+        if value is not None
+    }
     return Launching(**{**found, **given})
 
 
@@ -189,7 +231,9 @@ def _launching(file: ProjectFile) -> dict[str, Any]:
 def _table(file: ProjectFile, name: str) -> dict[str, Any]:
     table = file.content.get(name, {})
     if not isinstance(table, dict):
-        raise SettingError(f"{file.where(name)}: {name} = {table!r} is no table: write [{name}], and its settings below")
+        raise SettingError(
+            f"{file.where(name)}: {name} = {table!r} is no table: write [{name}], and its settings below"
+        )
     return table
 
 
@@ -203,7 +247,9 @@ def _read(file: ProjectFile, known: Mapping[str, dataclasses.Field[Any]], table:
             place = f" of [{table}]" if table else ""
             other, home = (NAMES, "the top of the file") if table else (LAUNCHING, f"the table [{LAUNCH}]")
             hint = f": it belongs to {home}." if key in other else nearest(key, known) or "."
-            raise SettingError(f"{file.where(key, table)}: {key!r} is no setting{place}{hint} Known: {', '.join(known)}")
+            raise SettingError(
+                f"{file.where(key, table)}: {key!r} is no setting{place}{hint} Known: {', '.join(known)}"
+            )
     return found
 
 

@@ -62,7 +62,9 @@ def read_task() -> tuple[Task | None, str]:
         return None, "Slurm's srun started one task"
     local = env.integer("SLURM_LOCALID")
     if local is None:
-        raise WorldError(f"SLURM_PROCID={rank} is in the environment but SLURM_LOCALID is not: start with srun, which sets both")
+        raise WorldError(
+            f"SLURM_PROCID={rank} is in the environment but SLURM_LOCALID is not: start with srun, which sets both"
+        )
     return Task(rank, size, local, _local_size(local, size), _address(), _port()), "Slurm's srun"
 
 
@@ -75,7 +77,9 @@ def _local_size(local: int, size: int) -> int:
         for part in text.split(","):
             match = COUNT.fullmatch(part)
             if match is None:
-                raise WorldError(f"{said} is no list of counts such as '4(x2),3': start with srun, which sets it")
+                raise WorldError(
+                    f"{said} is no list of counts such as '4(x2),3': start with srun, which sets it"
+                )
             counts += [int(match[1])] * int(match[2] or 1)
         if not 0 <= node < len(counts) or local >= counts[node]:
             raise WorldError(
@@ -83,7 +87,9 @@ def _local_size(local: int, size: int) -> int:
             )
         return counts[node]
     nodes = _nodelist()
-    return max(local + 1, env.integer("SLURM_NTASKS_PER_NODE") or (-(-size // len(hosts(nodes))) if nodes else 1))
+    return max(
+        local + 1, env.integer("SLURM_NTASKS_PER_NODE") or (-(-size // len(hosts(nodes))) if nodes else 1)
+    )
 
 
 def _address() -> str:
@@ -104,7 +110,9 @@ def _port() -> int:
         return asked
     if not job.isdecimal():
         found = f"SLURM_JOB_ID={job!r} is no number" if job else "SLURM_JOB_ID is not in the environment"
-        raise WorldError(f"{found}, and the port that the tasks meet at is made of it: start with srun, or export MASTER_PORT")
+        raise WorldError(
+            f"{found}, and the port that the tasks meet at is made of it: start with srun, or export MASTER_PORT"
+        )
     return FIRST_PORT + int(job[-4:])
 
 

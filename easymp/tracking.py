@@ -41,7 +41,9 @@ class Tracking:
         words = asked.log_with or "jsonl"
         self._tracker_names = trackers.choose(words, asked.source("log_with")[1], own)
         names = self._tracker_names if self._run.world.rank == 0 else []
-        self._logbook = trackers.Logbook(names, own, Path(self._project.logging_dir or os.curdir), self._facts)
+        self._logbook = trackers.Logbook(
+            names, own, Path(self._project.logging_dir or os.curdir), self._facts
+        )
         self._tracked = 0  # calls of log
 
     def _facts(self) -> dict[str, Any]:
@@ -49,7 +51,10 @@ class Tracking:
         return {"version": __version__, "plan": plan.as_dict(), "machine": dataclasses.asdict(plan.hardware)}
 
     def init_trackers(
-        self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        project_name: str,
+        config: Any = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Name the run, and say what it is. Without this call it is "log".
 
@@ -63,16 +68,28 @@ class Tracking:
             SettingError: a wrong name.
             StepError: rows were logged before.
         """
-        if not isinstance(project_name, str) or not project_name or Path(project_name).is_absolute() or ".." in project_name:
-            raise SettingError(f"init_trackers({project_name!r}): pass a name, of which files and folders can be called")
+        if (
+            not isinstance(project_name, str)
+            or not project_name
+            or Path(project_name).is_absolute()
+            or ".." in project_name
+        ):
+            raise SettingError(
+                f"init_trackers({project_name!r}): pass a name, of which files and folders can be called"
+            )
         options = self._by_name(init_kwargs, "init_kwargs")
         self._check_place()
         if self._tracked:
-            raise StepError("init_trackers() after log(): rows have been logged to another name. Call it first")
+            raise StepError(
+                "init_trackers() after log(): rows have been logged to another name. Call it first"
+            )
         self._logbook.describe(project_name, {} if config is None else config, options)
 
     def log(
-        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Log numbers and words by name, from the main process; on other ranks nothing happens, and nobody waits for anybody.
 
@@ -91,7 +108,9 @@ class Tracking:
             self._check_place()
         row = trackers.checked_values(values)
         self._tracked += 1
-        updates = max((optimizer.updates for optimizer in self._prepared.optimizers), default=self._tracked - 1)
+        updates = max(
+            (optimizer.updates for optimizer in self._prepared.optimizers), default=self._tracked - 1
+        )
         if step is None:
             step = updates
         step = trackers.checked_step(step)
@@ -127,7 +146,9 @@ class Tracking:
             raise TrackerError(
                 f"get_tracker: {name!r} could not start, as an earlier error said: mend what it names, or leave it out"
             )
-        return getattr(tracker, "tracker", tracker) if unwrap else tracker  # one of the script's own may have nothing below it
+        return (
+            getattr(tracker, "tracker", tracker) if unwrap else tracker
+        )  # one of the script's own may have nothing below it
 
     def _check_place(self) -> None:
         place = self._project.logging_dir or ""
@@ -138,7 +159,9 @@ class Tracking:
                 "ProjectConfiguration(project_dir=..., logging_dir='a/local/folder'), or log_with='none'"
             )
 
-    def _by_name(self, options: Mapping[str, Mapping[str, Any]] | None, where: str) -> dict[str, Mapping[str, Any]]:
+    def _by_name(
+        self, options: Mapping[str, Mapping[str, Any]] | None, where: str
+    ) -> dict[str, Mapping[str, Any]]:
         for name in options or ():
             self._check_name(name, where)
         return {name.lower(): given for name, given in (options or {}).items()}

@@ -77,8 +77,12 @@ def _rebuild(tree: Any, items: Any) -> Any:
     if hasattr(tree, "default_factory"):
         return type(tree)(tree.default_factory, items)
     try:
-        if isinstance(tree, Mapping) and dataclasses.is_dataclass(tree):  # a model's output whose fields are its items
-            made = dataclasses.replace(tree, **{f.name: items[f.name] for f in dataclasses.fields(tree) if f.name in items})
+        if isinstance(tree, Mapping) and dataclasses.is_dataclass(
+            tree
+        ):  # a model's output whose fields are its items
+            made = dataclasses.replace(
+                tree, **{f.name: items[f.name] for f in dataclasses.fields(tree) if f.name in items}
+            )
             if made.keys() == items.keys():
                 return made
         return type(tree)(items)
@@ -152,7 +156,9 @@ def find_batch_size(data: Any) -> int | None:
     return None
 
 
-def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None) -> Any:
+def send_to_device(
+    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
+) -> Any:
     """`tensor`, a nested batch, with every tensor on `device`; `skip_keys` of mappings stay where they are."""
     skip = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
 
@@ -188,5 +194,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         items = {key: concatenate([d[key] for d in data], dim) for key in first}
         return items if type(first) is dict else _rebuild(first, items)
     if _is_record(first):
-        return _with_fields(first, {key: concatenate([getattr(d, key) for d in data], dim) for key in _fields(first)})
+        return _with_fields(
+            first, {key: concatenate([getattr(d, key) for d in data], dim) for key in _fields(first)}
+        )
     return first

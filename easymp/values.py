@@ -11,10 +11,20 @@ from . import env
 from .errors import SettingError, nearest
 
 Size = int  # bytes; said as a number or in words: 16e9, "16GiB", "500 MB"
-UNITS = {f"{letter}{i}b".lower(): base**n for n, letter in enumerate(("", *"kmgt")) for i, base in (("", 1000), ("i", 1024))}
+UNITS = {
+    f"{letter}{i}b".lower(): base**n
+    for n, letter in enumerate(("", *"kmgt"))
+    for i, base in (("", 1000), ("i", 1024))
+}
 
 
-def setting(default: Any, help: str, choices: tuple[str, ...] = (), least: float | None = None, most: float | None = None) -> Any:
+def setting(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
     """A field of a record of settings: default, one sentence of help, allowed words, smallest and largest number.
 
     Its type is one of str, int, float, bool and `Size`, or one of them and None; a str without `choices` is any text, or a whole number.
@@ -67,7 +77,9 @@ def _word(choices: tuple[str, ...], value: Any, where: str) -> str:
         return str(value)  # nodes = 2
     if not isinstance(value, str):
         one_of = f": one of {', '.join(choices)}" if choices else ""
-        raise SettingError(f"{where}{value!r} is of type {type(value).__name__}, but a word is needed{one_of}")
+        raise SettingError(
+            f"{where}{value!r} is of type {type(value).__name__}, but a word is needed{one_of}"
+        )
     if not choices:
         return value
     words = {choice.lower(): choice for choice in choices}
@@ -78,11 +90,17 @@ def _word(choices: tuple[str, ...], value: Any, where: str) -> str:
 
 def read_bytes(value: Any, where: str) -> int:
     """A size as a number or in words; `where` begins the message of the error that says it is none."""
-    found = None if isinstance(value, bool) else re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", str(value).lower())
+    found = (
+        None
+        if isinstance(value, bool)
+        else re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", str(value).lower())
+    )
     try:
         number = int(float(found[1]) * UNITS[found[2] or "b"]) if found else 0
     except (KeyError, ValueError, OverflowError):
         number = 0
     if number < 1:
-        raise SettingError(f"{where}{value!r} is no size: use a number of bytes, or one with a unit, such as 16GiB or 16GB")
+        raise SettingError(
+            f"{where}{value!r} is no size: use a number of bytes, or one with a unit, such as 16GiB or 16GB"
+        )
     return number

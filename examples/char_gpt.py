@@ -91,7 +91,9 @@ def nats(model: nn.Module, text: Tensor) -> tuple[Tensor, Tensor]:
 def evaluate(acc: Accelerator, model: nn.Module, loader: DataLoader) -> float:
     """Nats a character, over all processes, each window counted once."""
     model.eval()
-    total = sum(acc.gather_for_metrics(torch.stack(nats(model, text), 1)).double().sum(0) for (text,) in loader)
+    total = sum(
+        acc.gather_for_metrics(torch.stack(nats(model, text), 1)).double().sum(0) for (text,) in loader
+    )
     model.train()
     return (total[0] / total[1]).item()
 
@@ -105,21 +107,33 @@ def unigram(training: Tensor, validation: Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--precision", choices=["auto", "fp32", "bf16", "fp16"], default="auto")
-    parser.add_argument("--strategy", choices=["auto", *STRATEGIES], default="auto", help="how the model is spread")
-    parser.add_argument("--options", type=json.loads, metavar="JSON", help="of the strategy, such as '{\"shard_size\": 2}'")
+    parser.add_argument(
+        "--strategy", choices=["auto", *STRATEGIES], default="auto", help="how the model is spread"
+    )
+    parser.add_argument(
+        "--options", type=json.loads, metavar="JSON", help="of the strategy, such as '{\"shard_size\": 2}'"
+    )
     parser.add_argument("--processes", type=int, default=1, help="on this machine")
     parser.add_argument("--steps", type=int, default=300, help="updates")
-    parser.add_argument("--batch-size", type=int, default=32, help="windows in one update, over all processes")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="windows in one update, over all processes"
+    )
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in one update")
     parser.add_argument("--windows", type=int, help="of the validation text (all)")
-    parser.add_argument("--profile", action="store_true", help="say where the time of the third to fifth update goes")
+    parser.add_argument(
+        "--profile", action="store_true", help="say where the time of the third to fifth update goes"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     if not hasattr(torch.optim, "Muon"):
-        raise SystemExit(f"this example needs torch 2.9 or newer, for torch.optim.Muon; this is torch {torch.__version__}")
+        raise SystemExit(
+            f"this example needs torch 2.9 or newer, for torch.optim.Muon; this is torch {torch.__version__}"
+        )
     Accelerator.launch(processes=args.processes)  # starts this script on each process; does nothing for one
     acc = Accelerator(
         mixed_precision=args.precision,
@@ -127,10 +141,14 @@ def main() -> None:
         strategy_options=args.options,
         gradient_accumulation_steps=args.accumulation,
         seed=args.seed,
-        dataloader_config=DataLoaderConfiguration(split_batches=True),  # a loader's batch is divided among the processes
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True
+        ),  # a loader's batch is divided among the processes
     )
     training, validation = load()
-    loader = DataLoader(TensorDataset(training), args.batch_size // args.accumulation, shuffle=True, drop_last=True)
+    loader = DataLoader(
+        TensorDataset(training), args.batch_size // args.accumulation, shuffle=True, drop_last=True
+    )
     test_loader = DataLoader(TensorDataset(validation[: args.windows]), 64)
     model = GPT()
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
@@ -149,7 +167,10 @@ def main() -> None:
     acc.print(acc)
 
     begin, updates = time.perf_counter(), 0
-    with tqdm(total=args.steps, unit="update") as bar, acc.profile() if args.profile else nullcontext() as profile:
+    with (
+        tqdm(total=args.steps, unit="update") as bar,
+        acc.profile() if args.profile else nullcontext() as profile,
+    ):
         while updates < args.steps:
             for (text,) in loader:
                 with acc.accumulate(model):
@@ -164,7 +185,9 @@ def main() -> None:
                     updates += 1
                     bar.update()
                     if updates % 20 == 0:
-                        bar.set_postfix(nats=f"{acc.mean(losses.sum() / counts.sum(), counts.sum()).item():.3f}")
+                        bar.set_postfix(
+                            nats=f"{acc.mean(losses.sum() / counts.sum(), counts.sum()).item():.3f}"
+                        )
                     if updates == args.steps:
                         break
     speed = updates * args.batch_size / (time.perf_counter() - begin)

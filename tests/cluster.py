@@ -54,15 +54,23 @@ PartitionName=tests Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def missing() -> str:
     """A sentence, where this machine has no Slurm."""
-    lacking = [name for name in (*DAEMONS, "sbatch", "srun", "scontrol") if shutil.which(name, path=PATH) is None]
-    return f"optional packages are not installed: slurm-wlm and munge (Debian's), for {', '.join(lacking)}" if lacking else ""
+    lacking = [
+        name for name in (*DAEMONS, "sbatch", "srun", "scontrol") if shutil.which(name, path=PATH) is None
+    ]
+    return (
+        f"optional packages are not installed: slurm-wlm and munge (Debian's), for {', '.join(lacking)}"
+        if lacking
+        else ""
+    )
 
 
 class Cluster:
     """Runs from `start` to `stop`."""
 
     def __init__(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="easymp-slurm-")  # a short path: a socket's has at most 107 characters
+        self.folder = tempfile.mkdtemp(
+            prefix="easymp-slurm-"
+        )  # a short path: a socket's has at most 107 characters
         self.variables = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": PATH}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
@@ -71,16 +79,32 @@ class Cluster:
         (folder / "key").write_bytes(os.urandom(128))
         (folder / "key").chmod(0o400)
         host = socket.gethostname().split(".")[0]
-        text = CONFIG.format(folder=folder, host=host, user=getpass.getuser(), ports=[free_port() for _ in range(3)])
+        text = CONFIG.format(
+            folder=folder, host=host, user=getpass.getuser(), ports=[free_port() for _ in range(3)]
+        )
         (folder / "slurm.conf").write_text(text)
-        files = {"key-file": "key", "socket": "munge", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "seed"}
+        files = {
+            "key-file": "key",
+            "socket": "munge",
+            "pid-file": "munge.pid",
+            "log-file": "munge.log",
+            "seed-file": "seed",
+        }
         # --force: the folder may be read by its owner only, of which munged would warn and stop.
-        self._daemon("munged", "--foreground", "--force", *(f"--{option}={folder}/{name}" for option, name in files.items()))
+        self._daemon(
+            "munged",
+            "--foreground",
+            "--force",
+            *(f"--{option}={folder}/{name}" for option, name in files.items()),
+        )
         self.until(lambda: (folder / "munge").exists(), "munged listens")
         self._daemon("slurmctld", "-D", "-c")
         for node in ("127.0.0.1", "127.0.0.2"):
             self._daemon("slurmd", "-D", "-N", node)
-        self.until(lambda: self.run("sinfo", "-h", "-o", "%D %t", check=False).strip() == "2 idle", "both nodes are idle")
+        self.until(
+            lambda: self.run("sinfo", "-h", "-o", "%D %t", check=False).strip() == "2 idle",
+            "both nodes are idle",
+        )
 
     def stop(self) -> None:
         """End jobs and daemons; nothing of them is left, or the test fails."""
@@ -107,11 +131,16 @@ class Cluster:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == self.variables["SLURM_CONF"]:
+                if (
+                    process.pid != os.getpid()
+                    and process.environ().get("SLURM_CONF") == self.variables["SLURM_CONF"]
+                ):
                     found.append(process)
             except psutil.Error:
                 pass
-        return [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        return [
+            process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        ]
 
     def run(self, *words: str, check: bool = True, cwd: str | Path | None = None, **variables: str) -> str:
         """A command of Slurm's, or any other that talks to this cluster; its output."""
@@ -138,12 +167,16 @@ class Cluster:
             time.sleep(0.1)
 
     def words(self) -> str:
-        return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(Path(self.folder).glob("*.out")))
+        return "\n".join(
+            f"--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(Path(self.folder).glob("*.out"))
+        )
 
     def _daemon(self, name: str, *words: str) -> None:
         program = shutil.which(name, path=PATH)
         assert program is not None
         with open(f"{self.folder}/{len(self._daemons)}-{name}.out", "wb") as log:
             self._daemons.append(
-                subprocess.Popen([program, *words], env=self.variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                subprocess.Popen(
+                    [program, *words], env=self.variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
             )

@@ -17,7 +17,15 @@ import psutil
 import pytest
 import torch
 
-from .pool import PATIENCE, Failure, Pool, RanksFailed, explain, leaked_threads, names_from_the_hosts_file_only
+from .pool import (
+    PATIENCE,
+    Failure,
+    Pool,
+    RanksFailed,
+    explain,
+    leaked_threads,
+    names_from_the_hosts_file_only,
+)
 
 # No time limits, which a busy machine passes, and in each run the same examples: what fails, fails for a change of the code.
 # `pytest --hypothesis-profile=default` looks for others.
@@ -32,7 +40,16 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("same")
 
 # Written by libraries at import or first use, and by pytest itself.
-FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "MPL", "TF_", "GRPC_", "CUDA_MODULE_LOADING")
+FOREIGN_VARIABLES = (
+    "PYTEST_",
+    "KMP_",
+    "TORCHINDUCTOR_",
+    "TRITON_",
+    "MPL",
+    "TF_",
+    "GRPC_",
+    "CUDA_MODULE_LOADING",
+)
 DRIVERS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")  # what a GPU's driver keeps open once it is in use
 BOUND = 100.0  # seconds, of 120 that a test has: against what hangs, and far from what takes long on a busy machine
 SLOW = 300  # seconds of a slow test that says none
@@ -46,8 +63,12 @@ def pytest_configure() -> None:
     for number in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what tests start imports byte code, as from an installed package
-    torch.set_num_threads(1)  # beside the workers, two threads on models of this size take several times as long
+    os.environ.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # what tests start imports byte code, as from an installed package
+    torch.set_num_threads(
+        1
+    )  # beside the workers, two threads on models of this size take several times as long
 
 
 def pytest_collection_finish() -> None:
@@ -188,7 +209,9 @@ def _open() -> Iterator[str]:
     for accelerator in state.accelerators() if state is not None else ():
         yield f"an open {type(accelerator).__name__}"
         accelerator.end_training()
-    if state is not None and state.is_open():  # the world of one process, which easymp's functions join by themselves
+    if (
+        state is not None and state.is_open()
+    ):  # the world of one process, which easymp's functions join by themselves
         state.PartialState().destroy_process_group()
 
 
@@ -214,9 +237,17 @@ def _unclosed(before: dict[int, str]) -> Iterator[str]:
     known = set(before.values())
     deadline = time.monotonic() + PATIENCE
     while True:
-        new = {n: target for n, target in _descriptors().items() if target not in known and not target.startswith(DRIVERS)}
-        files = sorted(t for t in new.values() if t.startswith("/") and not t.startswith(("/dev/", "/proc/", "/memfd:")))
-        plugged = any(target.startswith("socket:") for target in new.values())  # looking for the peer of each takes long
+        new = {
+            n: target
+            for n, target in _descriptors().items()
+            if target not in known and not target.startswith(DRIVERS)
+        }
+        files = sorted(
+            t for t in new.values() if t.startswith("/") and not t.startswith(("/dev/", "/proc/", "/memfd:"))
+        )
+        plugged = any(
+            target.startswith("socket:") for target in new.values()
+        )  # looking for the peer of each takes long
         sockets = [c for c in psutil.Process().net_connections("inet") if c.fd in new] if plugged else []
         if (not files and not sockets and len(new) <= SPARE_DESCRIPTORS) or time.monotonic() > deadline:
             break

@@ -105,7 +105,9 @@ def _work(pipe: Connection, log: str, directory: str) -> None:
         try:
             answer = pickle.dumps(outcome)
         except Exception as error:
-            outcome = Outcome(rank, failure=Failure(type(error).__name__, f"the result cannot be pickled: {error}"))
+            outcome = Outcome(
+                rank, failure=Failure(type(error).__name__, f"the result cannot be pickled: {error}")
+            )
             answer = pickle.dumps(outcome)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -145,7 +147,9 @@ def _call(rank: int, task: bytes, env: Mapping[str, str | None]) -> Outcome:
     except BaseException as error:
         # Popping from the traceback: the frames above the function are this file's.
         lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
-        outcome = Outcome(rank, failure=Failure(type(error).__name__, str(error)), traceback="".join(lines), reusable=False)
+        outcome = Outcome(
+            rank, failure=Failure(type(error).__name__, str(error)), traceback="".join(lines), reusable=False
+        )
     finally:
         os.environ.clear()
         os.environ.update(environment)
@@ -180,14 +184,19 @@ def _left_behind(before: set[threading.Thread]) -> str:
     return ""
 
 
-def leaked_threads(before: set[threading.Thread], only: Callable[[threading.Thread], bool] = lambda thread: True) -> list[str]:
+def leaked_threads(
+    before: set[threading.Thread], only: Callable[[threading.Thread], bool] = lambda thread: True
+) -> list[str]:
     """Names of threads that were not there `before`, after a moment to end; torch's own worker threads do not count."""
     deadline = time.monotonic() + PATIENCE
     while True:
         new = [
             t.name
             for t in threading.enumerate()
-            if t not in before and only(t) and not t.name.endswith(HARMLESS_THREADS) and not isinstance(t, threading._DummyThread)
+            if t not in before
+            and only(t)
+            and not t.name.endswith(HARMLESS_THREADS)
+            and not isinstance(t, threading._DummyThread)
         ]
         if not new or time.monotonic() > deadline:
             return new
@@ -297,7 +306,12 @@ class Pool:
         return [outcomes[rank] for rank in range(processes)]
 
     def _collect(
-        self, workers: list[Worker], outcomes: dict[int, Outcome], deadline: float, timeout: float, patient: bool
+        self,
+        workers: list[Worker],
+        outcomes: dict[int, Outcome],
+        deadline: float,
+        timeout: float,
+        patient: bool,
     ) -> None:
         while len(outcomes) < len(workers):
             waiting = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in outcomes}
@@ -326,7 +340,9 @@ class Pool:
             failure = Failure(signal.Signals(-code).name, f"killed by signal {-code}")
         else:
             failure = Failure("exit", f"exit code {code}")
-        return Outcome(rank, failure=failure, traceback=f"{failure.type}: {failure.message}\n", reusable=False)
+        return Outcome(
+            rank, failure=failure, traceback=f"{failure.type}: {failure.message}\n", reusable=False
+        )
 
     @staticmethod
     def _printed(worker: Worker) -> str:
@@ -344,7 +360,9 @@ def check_sendable(function: Callable[..., Any]) -> None:
     """Raises TypeError for a function that cannot be sent by name."""
     name = getattr(function, "__qualname__", repr(function))
     if "<" in name:
-        raise TypeError(f"{name} is defined inside a function: move it to the module's top level, workers find it by name")
+        raise TypeError(
+            f"{name} is defined inside a function: move it to the module's top level, workers find it by name"
+        )
 
 
 def hold_port() -> tuple[socket.socket, int]:
@@ -379,7 +397,10 @@ def in_order_of_blame(outcomes: list[Outcome]) -> list[Outcome]:
 
     def key(outcome: Outcome) -> tuple[int, float]:
         kind = outcome.failure.type  # type: ignore[union-attr]
-        return (0 if kind.startswith("SIG") or kind == "exit" else 2 if kind == "Timeout" else 1, outcome.time)
+        return (
+            0 if kind.startswith("SIG") or kind == "exit" else 2 if kind == "Timeout" else 1,
+            outcome.time,
+        )
 
     return sorted((o for o in outcomes if o.failure is not None), key=key)
 
@@ -388,7 +409,9 @@ def explain(outcomes: list[Outcome]) -> str:
     """The first failing rank's own traceback, the others in one line each."""
     first, *others = in_order_of_blame(outcomes)
     assert first.failure is not None
-    lines = [f"rank {first.rank} of {len(outcomes)} failed first: {first.failure.type}: {first.failure.message}"]
+    lines = [
+        f"rank {first.rank} of {len(outcomes)} failed first: {first.failure.type}: {first.failure.message}"
+    ]
     for other in others:
         assert other.failure is not None
         message = other.failure.message.splitlines()

@@ -23,7 +23,16 @@ from easymp.errors import WorldError
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 PREFIXES = ("OMPI_", "MV2_", "PMI_", "PMIX_", "MPI_LOCAL", "PET_", "SLURM_", "SUBMITIT_", "TORCHELASTIC_")
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ENVIRONMENT", "EASYMP_LAUNCHER")
+NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ENVIRONMENT",
+    "EASYMP_LAUNCHER",
+)
 
 
 def clear() -> None:
@@ -73,7 +82,12 @@ OMPI = {
     "OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "{size}", "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "{size}",
 }  # fmt: skip
-PET = {"PET_NNODES": "{size}", "PET_NODE_RANK": "{rank}", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "{port}"}
+PET = {
+    "PET_NNODES": "{size}",
+    "PET_NODE_RANK": "{rank}",
+    "PET_MASTER_ADDR": "127.0.0.1",
+    "PET_MASTER_PORT": "{port}",
+}
 SLURM = {
     "SLURM_PROCID": "{rank}", "SLURM_NTASKS": "{size}", "SLURM_LOCALID": "{rank}", "SLURM_NODEID": "0", "SLURM_JOB_ID": "77",
     "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NAME": "submitit",
@@ -161,7 +175,12 @@ def test_one_announced_process_trains_alone(says, said, words):
     acc.end_training()
 
 
-TWO = {"OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_RANK": 0, "OMPI_COMM_WORLD_LOCAL_SIZE": 1}
+TWO = {
+    "OMPI_COMM_WORLD_RANK": 1,
+    "OMPI_COMM_WORLD_SIZE": 2,
+    "OMPI_COMM_WORLD_LOCAL_RANK": 0,
+    "OMPI_COMM_WORLD_LOCAL_SIZE": 1,
+}
 URI = "7.0;tcp://192.0.2.2,10.0.0.1:56327;tcp6://[fd00::2]:60173"
 
 
@@ -194,7 +213,9 @@ def test_what_cannot_be_joined_is_refused_by_name(says, said, words):
 
 # -- `easymp launch` in an announced world -----------------------------------------------------------------------------
 
-TELL = "import os\nprint(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')))\n"
+TELL = (
+    "import os\nprint(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')))\n"
+)
 
 
 def launch_as(said: dict[str, str], script: str, *flags: str) -> tuple[int, str]:
@@ -218,7 +239,10 @@ def launch_in(folder: str, said: dict[str, str], *flags: str) -> tuple[int, str]
 @pytest.mark.parametrize(
     ("said", "seats"),
     [
-        ({"RANK": "{rank}", "WORLD_SIZE": "{size}", **MEET}, [["0 2 0 1"], ["1 2 0 1"]]),  # a pod of PyTorchJob
+        (
+            {"RANK": "{rank}", "WORLD_SIZE": "{size}", **MEET},
+            [["0 2 0 1"], ["1 2 0 1"]],
+        ),  # a pod of PyTorchJob
         ({**PET, "PET_NPROC_PER_NODE": "2"}, [["0 4 0 2", "1 4 1 2"], ["2 4 0 2", "3 4 1 2"]]),
     ],
 )
@@ -278,10 +302,16 @@ NO_MPI = "" if shutil.which("mpirun") else "mpirun (Debian's openmpi-bin) is not
 
 def by_mpirun(program: str, *options: str) -> subprocess.CompletedProcess[str]:
     """`program` on two processes."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES) and name not in NAMES}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(PREFIXES) and name not in NAMES
+    }
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
     words = ["mpirun", "--oversubscribe", *options, "-n", "2", sys.executable, "-c", program]
-    return subprocess.run(words, cwd=ROOT, env={**clean, **allowed}, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        words, cwd=ROOT, env={**clean, **allowed}, capture_output=True, text=True, timeout=100, check=False
+    )
 
 
 @pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI)
@@ -349,13 +379,26 @@ TorchTrainer(work, train_loop_config={"out": sys.argv[1]}, scaling_config=scalin
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'easymp[ray]'")
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'easymp[ray]'"
+)
 def test_ray_train(ranks, tmp_path):
     """Its workers open a process group, and train in a thread."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES) and name not in NAMES}
-    more = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(PREFIXES) and name not in NAMES
+    }
+    more = {
+        "PYTHONPATH": ROOT,
+        "OMP_NUM_THREADS": "1",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     (tmp_path / "work.py").write_text(RAY)
     words = [sys.executable, "work.py", str(tmp_path / "out"), str(tmp_path / "store")]
-    done = subprocess.run(words, cwd=tmp_path, env={**clean, **more}, capture_output=True, text=True, timeout=380, check=False)
+    done = subprocess.run(
+        words, cwd=tmp_path, env={**clean, **more}, capture_output=True, text=True, timeout=380, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / "out").read_text()] == [said for said in ranks(train) if said]

@@ -24,12 +24,15 @@ REPORTED = {"accelerator.py", "state.py", "processes.py"}
 @cache
 def trees() -> list[tuple[str, ast.Module]]:
     return [
-        (path.relative_to(HOUSE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(HOUSE.rglob("*.py"))
+        (path.relative_to(HOUSE).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
+        for path in sorted(HOUSE.rglob("*.py"))
     ]
 
 
 def words(node: ast.AST) -> set[str]:
-    return {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)} & NAMES
+    return {
+        n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    } & NAMES
 
 
 def comparisons(tree: ast.Module) -> Iterator[tuple[int, set[str]]]:
@@ -57,7 +60,12 @@ def test_nobody_compares_with_the_name_of_a_strategy_or_precision() -> None:
 
 
 def test_the_check_finds_what_it_looks_for() -> None:
-    for text in ("x == 'ddp'", "x in ('bf16', 'fp16')", "match x:\n    case 'single': pass", "f(x) != 'half'"):
+    for text in (
+        "x == 'ddp'",
+        "x in ('bf16', 'fp16')",
+        "match x:\n    case 'single': pass",
+        "f(x) != 'half'",
+    ):
         assert list(comparisons(ast.parse(text))), text
 
 
@@ -69,8 +77,12 @@ def test_our_own_modules_are_imported_at_the_top() -> None:
             continue
         for function in (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))):
             for node in ast.walk(function):
-                own = isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("easymp"))
-                own = own or (isinstance(node, ast.Import) and any(a.name.startswith("easymp") for a in node.names))
+                own = isinstance(node, ast.ImportFrom) and (
+                    node.level or (node.module or "").startswith("easymp")
+                )
+                own = own or (
+                    isinstance(node, ast.Import) and any(a.name.startswith("easymp") for a in node.names)
+                )
                 if own:
                     late.append(f"{name}:{node.lineno}")
     assert not late
@@ -90,7 +102,11 @@ def test_the_facade_fits() -> None:
 def test_one_file_only_reads_what_can_run_code() -> None:
     """By its word, in code and prose alike, so that a search finds that file and nothing else; and by what would do it unnamed."""
     guarded = "checkpoint/accelerate_folder.py"
-    said = {path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py") if "pickle" in path.read_text(encoding="utf-8")}
+    said = {
+        path.relative_to(HOUSE).as_posix()
+        for path in HOUSE.rglob("*.py")
+        if "pickle" in path.read_text(encoding="utf-8")
+    }
     assert said == {guarded}
     found = set()
     for name, tree in trees():
@@ -98,7 +114,9 @@ def test_one_file_only_reads_what_can_run_code() -> None:
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.save", "torch.load"):
                 found.add(name)
             if isinstance(node, (ast.Import, ast.ImportFrom)):
-                modules = {a.name for a in node.names} if isinstance(node, ast.Import) else {node.module or ""}
+                modules = (
+                    {a.name for a in node.names} if isinstance(node, ast.Import) else {node.module or ""}
+                )
                 found |= {name} if modules & {"shelve", "marshal", "dill", "cloudpickle"} else set()
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "eval":
                 found.add(name)

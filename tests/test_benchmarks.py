@@ -27,12 +27,16 @@ from .cuda.compiled import CompiledLauncher
 ROOT = Path(__file__).parent.parent
 MISSING = [name for name in ("accelerate", "lightning_fabric") if find_spec(name) is None]
 
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"compares with {' and '.join(MISSING)}: install the extra 'bench'")
+pytestmark = pytest.mark.skipif(
+    bool(MISSING), reason=f"compares with {' and '.join(MISSING)}: install the extra 'bench'"
+)
 
 
 def run(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    done = subprocess.run([sys.executable, f"benchmarks/{name}.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{name}.py", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -52,7 +56,9 @@ def test_overhead(processes: str, row: str, monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.slow
 def test_sharded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     told = run("sharded_memory", monkeypatch=monkeypatch)
-    rows = {row.split("|")[1].strip(): row.split("|")[2:] for row in told.splitlines() if row.startswith("| ")}
+    rows = {
+        row.split("|")[1].strip(): row.split("|")[2:] for row in told.splitlines() if row.startswith("| ")
+    }
     for precision in ("fp32", "bf16", "fp16"):
         assert rows[f"{precision}, easymp fsdp"] == rows[f"{precision}, fully_shard"]
 
@@ -70,7 +76,18 @@ def test_call_path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("only", ["single", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_strategies(only: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "strategies.md"
-    told = run("strategies", "--size", "tiny", "--rounds", "2", "--only", only, "--out", str(out), monkeypatch=monkeypatch)
+    told = run(
+        "strategies",
+        "--size",
+        "tiny",
+        "--rounds",
+        "2",
+        "--only",
+        only,
+        "--out",
+        str(out),
+        monkeypatch=monkeypatch,
+    )
     assert f"| {only}, " in told
     assert out.read_text() == told
 
@@ -162,7 +179,9 @@ def test_the_report_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(__version__="14", __spec__=ModuleSpec("cupy", None)))
+    monkeypatch.setitem(
+        sys.modules, "cupy", SimpleNamespace(__version__="14", __spec__=ModuleSpec("cupy", None))
+    )
     benchmark = import_module("fused_step")
     monkeypatch.setattr(benchmark, "NEAR", {**benchmark.NEAR, "masters": (0.0, 0.0)})
     records = tmp_path / "records"
@@ -172,17 +191,33 @@ def test_the_report_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert "(masters, tiny; " in told and "Left out: 'easymp, kernels' trains otherwise than" in told
     assert all(f"| tiny, {name} " in told for name in (benchmark.COPY, *benchmark.KINDS["ema"]))
     assert "| tiny, easymp, kernels, as a CUDA graph " in told
-    assert "- a CUDA graph of the step gives the same bits, over eight steps, one of which overflows: met" in told
+    assert (
+        "- a CUDA graph of the step gives the same bits, over eight steps, one of which overflows: met"
+        in told
+    )
     assert "A card, 80 GiB, 132 multiprocessors" in told
     parts = [json.loads(line)["key"]["part"] for line in records.read_text().splitlines()]
     assert parts == ["replay", "gpu", "gpu", "gpu", "traces"]
-    again = benchmark.Records(records).get(lambda: pytest.fail("measured anew"), part="gpu", size="tiny", kind="ema", rounds=2)
+    again = benchmark.Records(records).get(
+        lambda: pytest.fail("measured anew"), part="gpu", size="tiny", kind="ema", rounds=2
+    )
     assert again["failed"] == {}
 
 
 def checkpoints(*arguments: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     out = folder / "checkpoint.md"
-    asked = ["--size", "tiny", "--rounds", "1", "--only", *arguments, "--folder", str(folder), "--out", str(out)]
+    asked = [
+        "--size",
+        "tiny",
+        "--rounds",
+        "1",
+        "--only",
+        *arguments,
+        "--folder",
+        str(folder),
+        "--out",
+        str(out),
+    ]
     told = run("checkpoint", *asked, monkeypatch=monkeypatch)
     assert out.read_text() == told
     assert os.listdir(folder) == ["checkpoint.md"], "checkpoints are left on the disk"
@@ -198,7 +233,9 @@ def test_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_of_two_processes_beside_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_checkpoints_of_two_processes_beside_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     told = checkpoints("DCP, async", "Accelerate", "--case", "fsdp", folder=tmp_path, monkeypatch=monkeypatch)
     assert "| DCP, async " in told and "fails" not in told and "hangs" not in told
     assert "- Accelerate: left out: on CPUs it passes over" in told

@@ -26,7 +26,13 @@ def test_every_nth_micro_step_ends_a_window() -> None:
 
 def test_before_the_first_tick_nothing_is_open() -> None:
     clock = StepClock(4)
-    assert (clock.sync, clock.micro, clock.backwards, clock.inside, clock.reading) == (True, 0, 0, False, None)
+    assert (clock.sync, clock.micro, clock.backwards, clock.inside, clock.reading) == (
+        True,
+        0,
+        0,
+        False,
+        None,
+    )
 
 
 def test_a_tick_begins_with_no_backward() -> None:
@@ -38,7 +44,9 @@ def test_a_tick_begins_with_no_backward() -> None:
 
 
 @given(accumulation=st.integers(1, 5), lengths=st.lists(st.integers(1, 8), max_size=4), early=st.booleans())
-def test_the_last_batch_ends_the_window_and_restarts_the_count(accumulation: int, lengths: list[int], early: bool) -> None:
+def test_the_last_batch_ends_the_window_and_restarts_the_count(
+    accumulation: int, lengths: list[int], early: bool
+) -> None:
     clock, seen, expected = StepClock(accumulation, end_with_loader=early), [], []
     open_ = 0
     for n in lengths:

@@ -76,7 +76,11 @@ UNLIKE: list[tuple[Callable[[Accelerator], Any], Callable[[Accelerator], Any], s
         lambda acc: acc.reduce(F, "mean"),
         "rank 2 calls reduce(reduction='mean', scale=1.0), the others reduce(reduction='sum', scale=1.0)",
     ),
-    (lambda acc: acc.gather(F), lambda acc: easymp.gather_object([F]), "rank 2 calls gather_object, the others gather"),
+    (
+        lambda acc: acc.gather(F),
+        lambda acc: easymp.gather_object([F]),
+        "rank 2 calls gather_object, the others gather",
+    ),
     (lambda acc: acc.wait_for_everyone(), lambda acc: acc.check_trigger(), "rank 2 calls check_trigger"),
     (
         lambda acc: acc.pad_across_processes(torch.ones(2, 2), dim=1),
@@ -88,7 +92,11 @@ UNLIKE: list[tuple[Callable[[Accelerator], Any], Callable[[Accelerator], Any], s
         lambda acc: acc.mean([1.0, 2.0]),
         f"mean: {DIFFERENT} at the value: rank 2 has float32[2], the others float32[]",
     ),
-    (lambda acc: easymp.broadcast(F, 0), lambda acc: easymp.broadcast(F, 1), "rank 2 calls broadcast(from_process=1)"),
+    (
+        lambda acc: easymp.broadcast(F, 0),
+        lambda acc: easymp.broadcast(F, 1),
+        "rank 2 calls broadcast(from_process=1)",
+    ),
     (
         lambda acc: easymp.broadcast_object_list([1]),
         lambda acc: easymp.broadcast_object_list([1, 2]),
@@ -99,7 +107,11 @@ UNLIKE: list[tuple[Callable[[Accelerator], Any], Callable[[Accelerator], Any], s
         lambda acc: easymp.gather_object("text"),
         "rank 2: gather_object takes a list of objects, not a str",
     ),
-    (lambda acc: easymp.gather(F), lambda acc: easymp.reduce(F), "rank 2 calls reduce(reduction='mean', scale=1.0)"),
+    (
+        lambda acc: easymp.gather(F),
+        lambda acc: easymp.reduce(F),
+        "rank 2 calls reduce(reduction='mean', scale=1.0)",
+    ),
     (lambda acc: acc.gather(F), lambda acc: acc.gather_for_metrics(F), "rank 2 calls gather_for_metrics"),
 ]
 

@@ -61,5 +61,9 @@ def test_merged_changes_a_copy():
 def test_nobody_else_opens_the_door():
     package = Path(env.__file__).parent
     pattern = re.compile(r"os\.(environ|getenv|putenv|unsetenv)|from os import .*environ")
-    others = [p for p in package.rglob("*.py") if p.name != "env.py" and pattern.search(p.read_text(encoding="utf-8"))]
+    others = [
+        p
+        for p in package.rglob("*.py")
+        if p.name != "env.py" and pattern.search(p.read_text(encoding="utf-8"))
+    ]
     assert others == []

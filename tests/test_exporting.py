@@ -58,11 +58,15 @@ def export(label: str, kinds: tuple[str, ...], folder: str) -> list[tuple[State,
     found = []
     for kind in kinds:
         options = {**way.options, **way.more.get(kind, {})}
-        with Accelerator(mixed_precision="no", strategy=way.strategy, strategy_options=options, timeout=30) as acc:
+        with Accelerator(
+            mixed_precision="no", strategy=way.strategy, strategy_options=options, timeout=30
+        ) as acc:
             given = make(kind)
             model, optimizer = acc.prepare(given, torch.optim.SGD(given.parameters(), lr=0.05))
             spread = acc._prepared.strategy
-            x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[spread.data_rank]
+            x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[
+                spread.data_rank
+            ]
             acc.backward(model(x).square().mean())
             optimizer.step()
             acc.save_model(model, Path(folder, kind), max_shard_size=2000)
@@ -73,8 +77,12 @@ def export(label: str, kinds: tuple[str, ...], folder: str) -> list[tuple[State,
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: kinds[0])
-@pytest.mark.parametrize(("label", "size"), [(label, size) for label, way in WAYS.items() for size in way.sizes])
-def test_whole_weights_from_every_strategy(ranks: Any, tmp_path: Path, label: str, size: int, kinds: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("label", "size"), [(label, size) for label, way in WAYS.items() for size in way.sizes]
+)
+def test_whole_weights_from_every_strategy(
+    ranks: Any, tmp_path: Path, label: str, size: int, kinds: tuple[str, ...]
+) -> None:
     several = ranks(export, label, kinds, str(tmp_path), processes=size)
     sharded = WAYS[label].strategy in ("fsdp", "hsdp", "tensor_parallel", "pipeline")
     for i, kind in enumerate(kinds):
@@ -87,12 +95,16 @@ def test_whole_weights_from_every_strategy(ranks: Any, tmp_path: Path, label: st
                     torch.testing.assert_close(written[name], tensor, rtol=0, atol=0)
             assert set(state) == (names if rank == 0 or not sharded else set())
         for name, tensor in several[0][i][0].items():
-            torch.testing.assert_close(tensor, written["embed.weight" if name == "head.weight" else name], rtol=0, atol=0)
+            torch.testing.assert_close(
+                tensor, written["embed.weight" if name == "head.weight" else name], rtol=0, atol=0
+            )
 
 
 def again(folder: str) -> State:
     """What local_sgd saves between two averagings is the average."""
-    with Accelerator(mixed_precision="no", strategy="local_sgd", strategy_options={"every": 10}, timeout=30) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy="local_sgd", strategy_options={"every": 10}, timeout=30
+    ) as acc:
         given = make("mlp")
         model, optimizer = acc.prepare(given, torch.optim.SGD(given.parameters(), lr=0.5))
         acc.backward(model(torch.full((4, 12), float(acc.process_index))).square().mean())
@@ -180,19 +192,26 @@ def test_one_file_as_the_library_writes_it(acc: Accelerator, tmp_path: Path) -> 
 def test_shards_are_cut_as_hugging_face_cuts(acc: Accelerator, tmp_path: Path, kind: str, most: Any) -> None:
     hub = pytest.importorskip("huggingface_hub")
     state = {name: t for name, t in make(kind).state_dict().items() if name != "head.weight"}
-    expected = hub.split_torch_state_dict_into_shards(state, filename_pattern="model{suffix}.safetensors", max_shard_size=most)
+    expected = hub.split_torch_state_dict_into_shards(
+        state, filename_pattern="model{suffix}.safetensors", max_shard_size=most
+    )
     acc.save_model(make(kind), tmp_path, max_shard_size=most)
     index = tmp_path / "model.safetensors.index.json"
     assert index.exists() == expected.is_sharded
     if expected.is_sharded:
-        assert json.loads(index.read_text()) == {"metadata": expected.metadata, "weight_map": expected.tensor_to_filename}
+        assert json.loads(index.read_text()) == {
+            "metadata": expected.metadata,
+            "weight_map": expected.tensor_to_filename,
+        }
     assert {p.name for p in tmp_path.glob("*.safetensors")} == set(expected.filename_to_tensors)
     for file, names in expected.filename_to_tensors.items():
         assert set(load_file(tmp_path / file)) == set(names)
 
 
 def test_tensors_begin_at_multiples_of_their_elements() -> None:
-    shards = cut([Item("a", torch.bool, (3,)), Item("b", torch.float64, (2,)), Item("c", torch.bfloat16, (1,))], 100)
+    shards = cut(
+        [Item("a", torch.bool, (3,)), Item("b", torch.float64, (2,)), Item("c", torch.bfloat16, (1,))], 100
+    )
     assert [[item.name for item in shard] for shard in shards] == [["b", "c", "a"]]
 
 
@@ -231,7 +250,8 @@ def test_it_comes_back(acc: Accelerator, tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.bool]
+    "dtype",
+    [torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.bool],
 )
 def test_other_dtypes_come_back(acc: Accelerator, tmp_path: Path, dtype: torch.dtype) -> None:
     model, again = nn.Module(), nn.Module()
@@ -260,7 +280,11 @@ def test_a_model_is_replaced(acc: Accelerator, tmp_path: Path, before: int, afte
         acc.save_model(model, tmp_path, max_shard_size=most)
         assert all(torch.equal(t, model.state_dict()[name]) for name, t in read(tmp_path).items())
     index = tmp_path / "model.safetensors.index.json"
-    used = set(json.loads(index.read_text())["weight_map"].values()) | {index.name} if after < 10**6 else {"model.safetensors"}
+    used = (
+        set(json.loads(index.read_text())["weight_map"].values()) | {index.name}
+        if after < 10**6
+        else {"model.safetensors"}
+    )
     assert {p.name for p in tmp_path.iterdir()} == used | {"config.json"}
 
 
@@ -326,7 +350,9 @@ def test_killed_at_any_operation_one_whole_model_is_there(
         with torch.no_grad():
             model[0].weight.zero_()  # type: ignore[index, union-attr, operator]
         load_weights(model, folder)
-        which = [all(torch.equal(t, m.state_dict()[n]) for n, t in model.state_dict().items()) for m in (old, new)]
+        which = [
+            all(torch.equal(t, m.state_dict()[n]) for n, t in model.state_dict().items()) for m in (old, new)
+        ]
         assert sum(which) == 1, steps
         if outcomes[-1] == "done":
             assert which == [False, True]
@@ -334,7 +360,9 @@ def test_killed_at_any_operation_one_whole_model_is_there(
     assert outcomes[-1] == "done" and len(outcomes) > 4
 
 
-def test_a_full_disk_leaves_what_was_there(acc: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_what_was_there(
+    acc: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     acc.save_model(make("mlp"), tmp_path)
 
     def full_disk(*_: Any) -> None:
@@ -373,7 +401,9 @@ def test_state_that_is_no_tensor_is_named(acc: Accelerator, tmp_path: Path) -> N
         def get_extra_state(self) -> Any:
             return {"amax": 3}
 
-    with pytest.raises(CheckpointError, match=r"'_extra_state' in the state_dict of this Extra is a dict.*save_state"):
+    with pytest.raises(
+        CheckpointError, match=r"'_extra_state' in the state_dict of this Extra is a dict.*save_state"
+    ):
         acc.save_model(Extra(2, 2), tmp_path)
     assert acc.get_state_dict(Extra(2, 2))["_extra_state"] == {"amax": 3}
 
@@ -423,7 +453,11 @@ def test_objects_come_back(acc: Accelerator, tmp_path: Path, tree: Any) -> None:
 
 def test_plain_data_as_plain_json(acc: Accelerator, tmp_path: Path) -> None:
     acc.save({"epoch": 3, "best": [0.5]}, tmp_path / "x.json")
-    assert json.loads((tmp_path / "x.json").read_text()) == {"epoch": 3, "best": [0.5]} == easymp.load(tmp_path / "x.json")
+    assert (
+        json.loads((tmp_path / "x.json").read_text())
+        == {"epoch": 3, "best": [0.5]}
+        == easymp.load(tmp_path / "x.json")
+    )
     with pytest.raises(CheckpointError, match=r"object/a is a tensor, which JSON has no form for"):
         acc.save({"a": torch.ones(1), "b": 1}, tmp_path / "x.json")
 
@@ -453,7 +487,9 @@ def save_a_shard(path: str) -> None:
     with Accelerator(mixed_precision="no", strategy="fsdp", timeout=30) as acc:
         model = acc.prepare(make("mlp"))
         if acc.is_main_process:
-            with pytest.raises(CheckpointError, match=r"0.weight is spread over the ranks: save what get_state_dict"):
+            with pytest.raises(
+                CheckpointError, match=r"0.weight is spread over the ranks: save what get_state_dict"
+            ):
                 acc.save(model.state_dict(), path)
         acc.save(acc.get_state_dict(model), path)
 

@@ -42,7 +42,10 @@ class Heard(logging.Handler):
 
 def train(memory: list[str], asked: dict[str, Any]) -> dict[str, Any]:
     """A training in which each rank has its own of `memory`."""
-    with Heard() as heard, Accelerator(memory=memory[env.integer("RANK", 0)], mixed_precision="fp32", cpu=True, **asked) as acc:
+    with (
+        Heard() as heard,
+        Accelerator(memory=memory[env.integer("RANK", 0)], mixed_precision="fp32", cpu=True, **asked) as acc,
+    ):
         before = acc.plan.strategy.value
         done = models.train(acc, "tied")
         choice = acc.plan.strategy
@@ -66,7 +69,9 @@ def alone() -> dict[str, Any]:
         ([NEITHER, NEITHER], "fsdp", "WARNING"),
     ],
 )
-def test_what_does_not_fit_whole_is_sharded(ranks: Ranks, memory: list[str], strategy: str, level: str | None) -> None:
+def test_what_does_not_fit_whole_is_sharded(
+    ranks: Ranks, memory: list[str], strategy: str, level: str | None
+) -> None:
     one = alone()
     seen = ranks(train, memory, {})
     for it in seen:
@@ -79,7 +84,9 @@ def test_what_does_not_fit_whole_is_sharded(ranks: Ranks, memory: list[str], str
         assert (reason, seen[0]["said"]) == ("2 processes", [])
         return
     assert seen[0]["said"] == [(level, f"strategy fsdp: {reason}")]
-    assert reason.startswith("ddp needs 107.5 KiB a rank (weights 26.9 KiB, gradients 26.9 KiB, states 53.8 KiB) of ")
+    assert reason.startswith(
+        "ddp needs 107.5 KiB a rank (weights 26.9 KiB, gradients 26.9 KiB, states 53.8 KiB) of "
+    )
     assert "; fsdp needs 90.5 KiB a rank (weights 13.5 KiB" in reason
     assert ("82.5 KiB too much: training may run out of memory" in reason) == (level == "WARNING")
 
@@ -131,11 +138,16 @@ def test_models_that_come_later_change_nothing(ranks: Ranks) -> None:
     seen = ranks(two_models, SHARDED)
     for it in seen:
         assert it["first"] == ("ddp", ["Parameter", "Parameter"])
-        assert it["second"] == ("fsdp", "DTensor")  # free_memory lets go of all: the next models are the first again
+        assert it["second"] == (
+            "fsdp",
+            "DTensor",
+        )  # free_memory lets go of all: the next models are the first again
         assert it["third"] == ("ddp", "2 processes", "Parameter")
     ((level, words),) = seen[0]["said"]
     assert level == "WARNING"
-    assert words.startswith("strategy ddp stays, for models are wrapped already; with this one ddp needs 108.6 KiB a rank")
+    assert words.startswith(
+        "strategy ddp stays, for models are wrapped already; with this one ddp needs 108.6 KiB a rank"
+    )
 
 
 def together(memory: str) -> str:

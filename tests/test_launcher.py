@@ -37,7 +37,9 @@ def script(tmp_path):
     def write(text: str, name: str = "train.py") -> str:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text("import os, sys, time, signal\nrank = int(os.environ.get('RANK', -1))\n" + textwrap.dedent(text))
+        path.write_text(
+            "import os, sys, time, signal\nrank = int(os.environ.get('RANK', -1))\n" + textwrap.dedent(text)
+        )
         return str(path)
 
     return write
@@ -78,7 +80,12 @@ def test_script_sees_what_plain_python_shows_it(script, tmp_path, monkeypatch):
     assert launch_script(path, [target, *own], 2) == 0
     for rank, seen in enumerate(told(tmp_path)):
         assert seen["argv"] == [path, target, *own]
-        assert (seen["name"], seen["file"], seen["path"], seen["package"]) == ("__main__", path, str(tmp_path), None)
+        assert (seen["name"], seen["file"], seen["path"], seen["package"]) == (
+            "__main__",
+            path,
+            str(tmp_path),
+            None,
+        )
         assert (seen["RANK"], seen["WORLD_SIZE"], seen["LOCAL_RANK"], seen["LOCAL_WORLD_SIZE"]) == (
             str(rank),
             "2",
@@ -108,7 +115,10 @@ def test_module(script, tmp_path, monkeypatch):
 
 def test_a_module_that_is_not_there(capfd):
     assert launch_script("no_such_module_at_all", [], 1, module=True) == 1
-    assert "ModuleNotFoundError: no module to run under the name 'no_such_module_at_all'" in capfd.readouterr().err
+    assert (
+        "ModuleNotFoundError: no module to run under the name 'no_such_module_at_all'"
+        in capfd.readouterr().err
+    )
 
 
 def test_classes_of_the_script_can_be_pickled_and_exit_handlers_see_its_names(script, capfd):
@@ -155,7 +165,11 @@ def test_first_failing_rank_comes_last_and_alone(script, capfd):
         ("sys.exit('a last word')", 1, "exit code 1\na last word\n"),
         ("os._exit(5)", 5, "exit code 5\n"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL (signal 9)\n"),
-        ("import ctypes; ctypes.string_at(0)", 139, "killed by SIGSEGV (signal 11)\nFatal Python error: Segmentation fault\n"),
+        (
+            "import ctypes; ctypes.string_at(0)",
+            139,
+            "killed by SIGSEGV (signal 11)\nFatal Python error: Segmentation fault\n",
+        ),
     ],
 )
 def test_exit_codes_are_kept(script, capfd, statement, code, words):
@@ -179,7 +193,9 @@ def test_a_stopped_rank_is_named_by_the_one_that_waits(script, stopped):
     text = ended.communicate(timeout=100)[1]
     assert ended.returncode == 1
     first = text[text.index("failed first: ") :]
-    assert first.startswith(f"failed first: WorldError: rank {1 - stopped} gave up in gather: timed out"), text
+    assert first.startswith(f"failed first: WorldError: rank {1 - stopped} gave up in gather: timed out"), (
+        text
+    )
     assert "has ended, was killed, or is stopped" in first
 
 
@@ -245,7 +261,9 @@ def test_the_port_of_the_ranks_is_nobody_else_s_before_they_open_it():
     alone = Alone(Place())
     port = alone.next_rendezvous().bootstrap_store_info.master_port
     try:
-        if sys.platform == "linux":  # elsewhere a port cannot be kept for others, but its number is another each time
+        if (
+            sys.platform == "linux"
+        ):  # elsewhere a port cannot be kept for others, but its number is another each time
             with socket.socket() as other, pytest.raises(OSError, match="in use"):
                 other.bind(("127.0.0.1", port))
         for libuv in (True, False):
@@ -296,7 +314,10 @@ LEFT = Failure(5, 3)
         ([PEER, KILLED, OWN], [4, 0, 2]),
         ([LEFT, PEER, STOPPED], [5, 2, 3]),
         ([STOPPED], [3]),
-        ([Failure(0, 1, "TimeoutError", "download timed out", "", 9.0), OWN], [0, 0]),  # a user's own words mean no peer
+        (
+            [Failure(0, 1, "TimeoutError", "download timed out", "", 9.0), OWN],
+            [0, 0],
+        ),  # a user's own words mean no peer
     ],
 )
 def test_blame(given, ranks):
@@ -321,7 +342,9 @@ def test_record_keeps_the_cause_of_the_cause(tmp_path):
     text = json.loads((tmp_path / failures.FILE).read_text())["text"]
     assert "KeyError: 'inner'" in text
     assert text.endswith("ValueError: outer\n")
-    failures.record(None, 0, ValueError(), 1, None)  # under a launcher without error files: nothing to write to
+    failures.record(
+        None, 0, ValueError(), 1, None
+    )  # under a launcher without error files: nothing to write to
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------
@@ -394,12 +417,18 @@ def test_launch_runs_the_same_command_again(script, tmp_path):
     process = python(path, str(tmp_path / "x"), "--own")
     _, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (4, "rank 1 of 2 failed first: exit code 4\n")
-    assert sorted(p.name for p in tmp_path.glob("x*")) == ["x0", "x1"]  # and the caller itself went no further
+    assert sorted(p.name for p in tmp_path.glob("x*")) == [
+        "x0",
+        "x1",
+    ]  # and the caller itself went no further
     assert (tmp_path / "x0").read_text() == f"{path} {tmp_path / 'x'} --own"
 
 
 def test_launch_of_a_module(script, tmp_path):
-    script("from easymp.launcher import launch\nlaunch(2)\nsys.stdout.write(f'{__spec__.name} {rank}\\n')", "pkg/__main__.py")
+    script(
+        "from easymp.launcher import launch\nlaunch(2)\nsys.stdout.write(f'{__spec__.name} {rank}\\n')",
+        "pkg/__main__.py",
+    )
     process = subprocess.run(
         [sys.executable, "-m", "pkg"],
         cwd=tmp_path,
@@ -463,7 +492,9 @@ def test_function_that_fails():
     with pytest.raises(WorldError) as caught:
         debug_launcher(fail)
     text = str(caught.value)
-    assert text.startswith("rank 1 of 2 failed first: ZeroDivisionError: in the cell\nTraceback (most recent call last):\n")
+    assert text.startswith(
+        "rank 1 of 2 failed first: ZeroDivisionError: in the cell\nTraceback (most recent call last):\n"
+    )
     assert text.endswith("ZeroDivisionError: in the cell")
     assert "in fail" in text
     assert "easymp" not in text
@@ -523,7 +554,9 @@ def test_notebook_options_are_honoured(tmp_path):
 
     held, port = hold_port()
     with held:
-        results = notebook_launcher(tell, num_processes=2, mixed_precision="bf16", use_port=str(port), max_restarts=1)
+        results = notebook_launcher(
+            tell, num_processes=2, mixed_precision="bf16", use_port=str(port), max_restarts=1
+        )
     assert results == [["bf16", str(port), "2", "1"]] * 2
 
 
@@ -616,7 +649,16 @@ open(sys.argv[1] + str(rank), "w").write(str([acc.num_processes, acc.plan.strate
 
 
 def torchrun(*words: str) -> tuple[int, str]:
-    process = python("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", *words, OMP_NUM_THREADS="1")
+    process = python(
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+        *words,
+        OMP_NUM_THREADS="1",
+    )
     _, said = process.communicate(timeout=250)
     return process.returncode, said
 

@@ -61,7 +61,11 @@ def lines(text: str) -> list[str]:
 
 def test_script():
     text = batch_script(
-        "train", ["--processes", "4", "train.py", "--name", "it's $HOME"], ["--time=1:00"], processes=4, nodes="2"
+        "train",
+        ["--processes", "4", "train.py", "--name", "it's $HOME"],
+        ["--time=1:00"],
+        processes=4,
+        nodes="2",
     )
     assert text.startswith("#!/bin/bash\n#SBATCH ")
     assert lines(text) == [
@@ -71,7 +75,12 @@ def test_script():
     (srun,) = [line for line in text.splitlines() if line.startswith("srun ")]
     words = shlex.split(srun)
     assert words[-5:] == ["--processes", "4", "train.py", "--name", "it's $HOME"]
-    assert words[words.index("easymp") - 2 : words.index("easymp") + 2] == [sys.executable, "-m", "easymp", "launch"]
+    assert words[words.index("easymp") - 2 : words.index("easymp") + 2] == [
+        sys.executable,
+        "-m",
+        "easymp",
+        "launch",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -79,13 +88,23 @@ def test_script():
     [
         ({"gpus": False}, [], ["--cpus-per-task=2"], ["--gpus"]),
         ({"nodes": "1:4"}, [], ["--nodes=1-4"], []),
-        ({}, ["-N 3", "-J x", "-o y.out", "-c 8"], ["-N 3"], ["--nodes", "--job-name", "--output", "--cpus-per-task"]),
+        (
+            {},
+            ["-N 3", "-J x", "-o y.out", "-c 8"],
+            ["-N 3"],
+            ["--nodes", "--job-name", "--output", "--cpus-per-task"],
+        ),
         ({}, ["-N3"], ["-N3"], ["--nodes"]),
         ({}, ["--nodes 3"], ["--nodes 3"], ["--nodes=1"]),
         ({}, ["--gres=gpu:a100:2"], ["--gres=gpu:a100:2"], ["--gpus"]),
         ({}, ["-G 2"], ["-G 2"], ["--gpus"]),
         ({}, ["--cpus-per-gpu=6"], ["--gpus-per-node=2"], ["--cpus-per-task"]),
-        ({}, ["--signal=USR1@300", "--no-requeue"], ["--signal=USR1@300", "--no-requeue"], ["--signal=USR1@60", "--requeue"]),
+        (
+            {},
+            ["--signal=USR1@300", "--no-requeue"],
+            ["--signal=USR1@300", "--no-requeue"],
+            ["--signal=USR1@60", "--requeue"],
+        ),
         ({}, ['"--job-name=a b"'], ['"--job-name=a b"'], ["--job-name=train"]),
     ],
 )
@@ -96,7 +115,9 @@ def test_slurm_s_own_options_go_before_ours(options, given, there, gone):
 
 
 def test_a_script_must_know_the_processes_and_the_nodes_once():
-    with pytest.raises(SettingError, match=r"need not be like this machine: say how many processes .* with --processes N"):
+    with pytest.raises(
+        SettingError, match=r"need not be like this machine: say how many processes .* with --processes N"
+    ):
         batch_script("train", ["train.py"], processes=None)
     with pytest.raises(SettingError, match="nodes are given twice, as --nodes 2 and among Slurm's options"):
         batch_script("train", ["train.py"], ["-N 4"], processes=1, nodes="2")
@@ -134,7 +155,17 @@ def test_what_stands_in_the_batch_script_is_handed_on_as_it_is(tmp_path, monkeyp
     Path(script).write_text("")
     words = [*NASTY, "two\nlines\ntouch pwned", ""]
     assert (
-        main(["launch", "--slurm", "print -p 'a;touch pwned' --comment='$(touch pwned) \"'", "--processes", "2", script, *words])
+        main(
+            [
+                "launch",
+                "--slurm",
+                "print -p 'a;touch pwned' --comment='$(touch pwned) \"'",
+                "--processes",
+                "2",
+                script,
+                *words,
+            ]
+        )
         == 0
     )
     srun = tmp_path / "bin" / "srun"
@@ -159,7 +190,10 @@ def test_what_cannot_stand_in_the_batch_script_is_refused(tmp_path, monkeypatch,
     Path(script).write_text("")
     asked = ["launch", "--processes", "2", "--slurm"]
     assert main([*asked, "print", script]) == 1
-    assert r"the script's name 'a\ntouch pwned\n' has a character that cannot stand in" in capsys.readouterr().err
+    assert (
+        r"the script's name 'a\ntouch pwned\n' has a character that cannot stand in"
+        in capsys.readouterr().err
+    )
     assert main([*asked, "print --job-name=x", script]) == 0  # only srun's command has it then, quoted
     assert [line for line in lines(capsys.readouterr().out) if "touch" in line] == []
     Path("train.py").write_text("")
@@ -180,11 +214,21 @@ def test_submitting_is_sbatch_s(tmp_path, monkeypatch, capfd):
 
 # -- where launchers meet ----------------------------------------------------------------------------------------------
 
-MPI = {"OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_RANK": 1, "OMPI_COMM_WORLD_LOCAL_SIZE": 2}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": 1,
+    "OMPI_COMM_WORLD_SIZE": 2,
+    "OMPI_COMM_WORLD_LOCAL_RANK": 1,
+    "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
+}
 ONE_A_NODE = {**STEP, "SLURM_TASKS_PER_NODE": "1(x8)", "SLURM_NODEID": 5, "SLURM_LOCALID": 0}
 
 
-def met(nodes: str | None = None, node_rank: int | None = None, address: str | None = None, port: int | None = None) -> tuple:
+def met(
+    nodes: str | None = None,
+    node_rank: int | None = None,
+    address: str | None = None,
+    port: int | None = None,
+) -> tuple:
     found, variables = meet(nodes, node_rank, address, port, 600.0)
     return found.nodes, found.most, found.node_rank, found.address, found.port, variables
 
@@ -201,12 +245,28 @@ def met(nodes: str | None = None, node_rank: int | None = None, address: str | N
         (ONE_A_NODE, {"address": "10.1.1.1"}, (8, None, 5, "10.1.1.1", 15345, {})),
         (ONE_A_NODE, {"address": "10.1.1.1:4000"}, (8, None, 5, "10.1.1.1", 4000, {})),
         # several tasks on a machine
-        ({**STEP, "SLURM_TASKS_PER_NODE": "4(x2)"}, {}, (8, None, 5, "n007", 15345, {"EASYMP_LAUNCHER": "1 of 4"})),
+        (
+            {**STEP, "SLURM_TASKS_PER_NODE": "4(x2)"},
+            {},
+            (8, None, 5, "n007", 15345, {"EASYMP_LAUNCHER": "1 of 4"}),
+        ),
         # launchers that mpirun started on one machine, and in batch jobs, where its daemons are srun's tasks
-        ({**dict.fromkeys(TASK), **MPI}, {"port": 4000}, (2, None, 1, "127.0.0.1", 4000, {"EASYMP_LAUNCHER": "1 of 2"})),
-        ({**ONE_A_NODE, **MPI, "MASTER_PORT": 4000}, {}, (2, None, 1, "127.0.0.1", 4000, {"EASYMP_LAUNCHER": "1 of 2"})),
+        (
+            {**dict.fromkeys(TASK), **MPI},
+            {"port": 4000},
+            (2, None, 1, "127.0.0.1", 4000, {"EASYMP_LAUNCHER": "1 of 2"}),
+        ),
+        (
+            {**ONE_A_NODE, **MPI, "MASTER_PORT": 4000},
+            {},
+            (2, None, 1, "127.0.0.1", 4000, {"EASYMP_LAUNCHER": "1 of 2"}),
+        ),
         # pods
-        ({**dict.fromkeys(TASK), "PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "pod-0:7"}, {}, (1, 4, None, "pod-0", 7, {})),
+        (
+            {**dict.fromkeys(TASK), "PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "pod-0:7"},
+            {},
+            (1, 4, None, "pod-0", 7, {}),
+        ),
         ({**dict.fromkeys(TASK), "PET_NPROC_PER_NODE": 4}, {}, (1, None, None, "127.0.0.1", None, {})),
         # alone
         (dict.fromkeys(TASK), {}, (1, None, None, "127.0.0.1", None, {})),
@@ -223,11 +283,15 @@ def test_each_task_s_launcher_counts_as_a_node(slurm, changes, said, place):
 def test_what_does_not_fit_is_said(slurm):
     slurm(**BATCH, SLURM_JOB_NUM_NODES=2)
     with pytest.raises(
-        SettingError, match="Slurm's job has 2 nodes, and its batch script runs on the first one only: write srun"
+        SettingError,
+        match="Slurm's job has 2 nodes, and its batch script runs on the first one only: write srun",
     ):
         met()
     slurm(**ONE_A_NODE)
-    with pytest.raises(SettingError, match="nodes='2', but Slurm's srun announced 8: leave --nodes out, or start as many launch"):
+    with pytest.raises(
+        SettingError,
+        match="nodes='2', but Slurm's srun announced 8: leave --nodes out, or start as many launch",
+    ):
         met("2")
     with pytest.raises(SettingError, match="nodes='1', but"):  # not eight trainings
         met("1")
@@ -259,9 +323,22 @@ def printed(capsys, *words: str) -> tuple[list[str], list[str]]:
 
 def test_command(train, capsys, monkeypatch):
     options, told = printed(
-        capsys, "--slurm", "print -p gpu", "--processes", "2", "--nodes", "3", "--grace", "90", train, "--lr", "1"
+        capsys,
+        "--slurm",
+        "print -p gpu",
+        "--processes",
+        "2",
+        "--nodes",
+        "3",
+        "--grace",
+        "90",
+        train,
+        "--lr",
+        "1",
     )
-    assert {"--job-name=train", "--nodes=3", "--gpus-per-node=2", "--signal=USR1@120", "-p gpu"} <= set(options)
+    assert {"--job-name=train", "--nodes=3", "--gpus-per-node=2", "--signal=USR1@120", "-p gpu"} <= set(
+        options
+    )
     assert told == ["--processes", "2", "--nodes", "3", "--grace", "90.0", train, "--lr", "1"]
     monkeypatch.setenv("EASYMP_CPU", "1")
     options, told = printed(capsys, "--slurm=", "--processes", "2", "--no-numa", "-m", "pkg.train")
@@ -282,7 +359,10 @@ def test_command_takes_the_project_s_word(train, capsys, tmp_path):
     [
         (["print", "nowhere.py"], "'nowhere.py' is no file"),
         (["print", "train.py"], "say how many processes each is to run"),
-        (["print", "--node-rank", "1", "train.py"], "--node-rank 1 is one node's, and --slurm starts them all"),
+        (
+            ["print", "--node-rank", "1", "train.py"],
+            "--node-rank 1 is one node's, and --slurm starts them all",
+        ),
         (["prnt", "train.py"], "it takes print or submit"),
     ],
 )

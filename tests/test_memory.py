@@ -51,7 +51,9 @@ def train(strategy: str, kind: str, precision: str) -> dict[str, int]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["mlp", "conv", "tied"])
 @pytest.mark.parametrize(("strategy", "processes"), [("single", 1), ("ddp", 2), ("zero1", 2), ("fsdp", 2)])
-def test_what_a_rank_holds_is_what_was_predicted(ranks: Ranks, strategy: str, processes: int, kind: str, precision: str) -> None:
+def test_what_a_rank_holds_is_what_was_predicted(
+    ranks: Ranks, strategy: str, processes: int, kind: str, precision: str
+) -> None:
     predicted = estimate(models.make(kind), strategy=strategy, precision=precision, world=processes)
     seen = ranks(train, strategy, kind, precision, processes=processes)
     for name in seen[0]:
@@ -65,7 +67,9 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(500, 64)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)
+        )
         self.head = nn.Linear(64, 500, bias=False)
         self.head.weight = self.embed.weight
 
@@ -95,7 +99,9 @@ def peak(options: dict[str, Any], precision: str) -> int:
                 if step == 0:
                     tracker.reset_mod_stats()
         (seen,) = tracker.get_tracker_snapshot("peak").values()
-        return sum(size for kind, size in seen.items() if kind not in (_FSDPRefType.ACT, _FSDPRefType.INP, "Total"))
+        return sum(
+            size for kind, size in seen.items() if kind not in (_FSDPRefType.ACT, _FSDPRefType.INP, "Total")
+        )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +145,9 @@ def test_masters_are_predicted(ranks: Ranks) -> None:
 
 def test_stored_in_half_activations_are_half() -> None:
     make, shape = FORWARDS["encoder"]
-    whole, half = (estimate(make(), precision=p, sample=torch.randn(*shape)).activations for p in ("fp32", "O3"))
+    whole, half = (
+        estimate(make(), precision=p, sample=torch.randn(*shape)).activations for p in ("fp32", "O3")
+    )
     model, x = make().half(), torch.randn(*shape, dtype=torch.float16)
     assert half == saved_by_running(model, x, None)
     assert half < whole
@@ -169,7 +177,12 @@ ALL, TRAINED = 35 + 3 * 56 + 21, 3 * 56 + 21
 
 def test_whole_on_each_rank() -> None:
     it = estimate(Odd(), strategy="ddp", world=4)
-    assert (it.weights, it.gradients, it.states, it.buffers) == (ALL * F32, TRAINED * F32, 2 * TRAINED * F32, 40)
+    assert (it.weights, it.gradients, it.states, it.buffers) == (
+        ALL * F32,
+        TRAINED * F32,
+        2 * TRAINED * F32,
+        40,
+    )
     assert (it.masters, it.copies, it.gathered, it.reducing, it.activations) == (0, 0, 0, 0, None)
     assert it.total == it.lasting == (ALL + 3 * TRAINED) * F32 + 40
 
@@ -181,11 +194,15 @@ def test_shards_along_dimension_0_the_largest_rank_counts() -> None:
     assert it.weights == (frozen + 3 * block + head) * F32
     assert it.gradients == (3 * block + head) * F32
     assert it.states == 2 * it.gradients
-    assert it.gathered == (21 + 2 * 56) * F32  # the tied layers, one block, and the next; the frozen layer comes after them
+    assert (
+        it.gathered == (21 + 2 * 56) * F32
+    )  # the tied layers, one block, and the next; the frozen layer comes after them
     assert it.reducing == (21 + 2 * 56) * F32
     half = estimate(Odd(), strategy="fsdp", world=4, precision="bf16")
     assert (half.weights, half.gathered, half.copies) == (it.weights, it.gathered // 2, 0)
-    assert half.reducing == (21 + 56) * 2 + 56 * F32  # gradients come in bf16, and are copied to fp32 to be reduced
+    assert (
+        half.reducing == (21 + 56) * 2 + 56 * F32
+    )  # gradients come in bf16, and are copied to fp32 to be reduced
 
 
 def test_kept_gathered_until_backward_is_done() -> None:
@@ -202,14 +219,18 @@ def test_offloaded_shards_are_not_on_the_device() -> None:
 
 def test_ddp_with_buckets_of_its_own() -> None:
     assert estimate(Odd(), world=2, options={"gradient_as_bucket_view": False}).reducing == TRAINED * F32
-    assert estimate(Odd(), world=2, options={"comm_hook": "power_sgd"}).reducing == TRAINED * F32  # the errors it feeds back
+    assert (
+        estimate(Odd(), world=2, options={"comm_hook": "power_sgd"}).reducing == TRAINED * F32
+    )  # the errors it feeds back
 
 
 def test_autocast_copies_the_weights_of_matrix_layers() -> None:
     it = estimate(nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8)), precision="bf16")
     assert it.copies == (64 + 8) * 2
     assert it.weights == (72 + 72 + 16) * F32
-    assert estimate(models.make("tied"), precision="bf16").copies > 19 * 16 * 2  # the embedding is the last layer, too
+    assert (
+        estimate(models.make("tied"), precision="bf16").copies > 19 * 16 * 2
+    )  # the embedding is the last layer, too
 
 
 def test_a_model_in_bf16_is_raised_or_kept() -> None:
@@ -251,7 +272,9 @@ def test_states_are_those_that_the_optimizer_makes(kind: Any, options: dict[str,
     predicted = estimate(layer, optimizer=optimizer).states
     layer(torch.randn(2, 32)).sum().backward()
     optimizer.step()
-    seen = held([t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim])
+    seen = held(
+        [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim]
+    )
     assert seen == predicted
     if not options:
         assert estimate(layer, optimizer=kind).states == predicted
@@ -342,14 +365,21 @@ def test_under_autocast_activations_and_copies_are_what_it_saves(kind: str) -> N
 
 
 def test_checkpointed_blocks_keep_inputs_and_one_of_them_what_it_computes_again() -> None:
-    model, x = nn.Sequential(nn.Linear(12, 16), *(Wide() for _ in range(4))), torch.randn(8, 12, requires_grad=True)
+    model, x = (
+        nn.Sequential(nn.Linear(12, 16), *(Wide() for _ in range(4))),
+        torch.randn(8, 12, requires_grad=True),
+    )
     whole = estimate(model, sample=x).activations
     undo = recompute(find_recomputed([model], True))
     kept = saved_by_running(model, x, None)
     undo()
     assert whole is not None and kept == (8 * 12 + 4 * 8 * 16) * F32
     predicted = estimate(model, sample=x, activation_checkpointing=True).activations
-    assert predicted == estimate(model, sample=x, activation_checkpointing="Wide").activations == kept + (whole - kept) // 4
+    assert (
+        predicted
+        == estimate(model, sample=x, activation_checkpointing="Wide").activations
+        == kept + (whole - kept) // 4
+    )
     assert type(model[1]) is Wide
     with pytest.raises(PrepareError, match="has none"):
         estimate(perceptron(), sample=torch.randn(7, 12), activation_checkpointing=True)
@@ -369,7 +399,9 @@ def test_a_forward_that_asks_for_values() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if x.sum().item() > 0 else x
 
-    with pytest.raises(BatchError, match=r"forward of Asks cannot be followed by shapes alone .*leave the sample out"):
+    with pytest.raises(
+        BatchError, match=r"forward of Asks cannot be followed by shapes alone .*leave the sample out"
+    ):
         estimate(Asks(3, 3), sample=torch.randn(2, 3))
     assert bytes_saved(nn.Linear(3, 3), (torch.randn(2, 3),), {}) == 2 * 3 * F32
 
@@ -391,7 +423,10 @@ def test_a_count_alone() -> None:
         ({"precision": "bf61"}, "did you mean 'bf16'"),
         ({"optimizer": "adamv"}, "did you mean 'adam"),
         ({"optimizer": object()}, "is no name, class, number of states or torch optimizer"),
-        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "none of the optimizers holds a parameter"),
+        (
+            {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])},
+            "none of the optimizers holds a parameter",
+        ),
         ({"world": 0}, "world=0 is not a whole number of at least 1"),
         ({"per_node": 1.5}, "per_node=1.5 is not a whole number"),
         ({"sample": 3}, "sample is a int"),
@@ -420,7 +455,14 @@ def test_it_prints_an_aligned_table() -> None:
 def test_a_table_of_all() -> None:
     all_ = table(Odd(), strategies=("single", "ddp", "fsdp"), precisions=("fp32", "bf16"), world=4)
     assert [(line.strategy, line.precision) for line in all_] == [
-        *(("single", "fp32"), ("single", "bf16"), ("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "fp32"), ("fsdp", "bf16")),
+        *(
+            ("single", "fp32"),
+            ("single", "bf16"),
+            ("ddp", "fp32"),
+            ("ddp", "bf16"),
+            ("fsdp", "fp32"),
+            ("fsdp", "bf16"),
+        ),
     ]
     lines = str(all_).splitlines()
     assert lines[0].split() == [
@@ -449,4 +491,6 @@ def test_every_strategy_and_precision_has_its_arithmetic() -> None:
 
 def test_averages_of_the_weights_are_states_in_fp32() -> None:
     assert estimate(1000, strategy="single", averages=True).states == 12_000
-    assert estimate(nn.Linear(3, 3).bfloat16(), strategy="single", optimizer=0, averages=True).states == 4 * 12
+    assert (
+        estimate(nn.Linear(3, 3).bfloat16(), strategy="single", optimizer=0, averages=True).states == 4 * 12
+    )

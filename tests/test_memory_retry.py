@@ -170,7 +170,9 @@ def one_rank_runs_out_and_the_other_finds_no_group() -> list[int]:
                     out_of_memory()
                 try:
                     acc.reduce(torch.tensor(1.0))
-                except RuntimeError:  # as torch says it where the group was aborted, on a GPU, and not cut off
+                except (
+                    RuntimeError
+                ):  # as torch says it where the group was aborted, on a GPU, and not cut off
                     raise ValueError("Default process group has not been initialized") from None
 
     outer = Accelerator(mixed_precision="no")

@@ -37,7 +37,9 @@ def script(tmp_path):
 
     def write(text: str) -> str:
         path = tmp_path / "train.py"
-        path.write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(text))
+        path.write_text(
+            "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(text)
+        )
         return str(path)
 
     return write
@@ -79,7 +81,9 @@ def launched(port: int, words: list[list[str]], after: str = "", signals: int = 
     return code, said.getvalue()
 
 
-def test_ranks_are_in_the_order_of_the_nodes_and_the_first_failure_is_told_to_all(ranks, script, tmp_path, port):
+def test_ranks_are_in_the_order_of_the_nodes_and_the_first_failure_is_told_to_all(
+    ranks, script, tmp_path, port
+):
     path = script("""
         open(sys.argv[1] + str(rank), "w").write(f"{os.environ['GROUP_RANK']} {os.environ['LOCAL_RANK']} {os.environ['WORLD_SIZE']}")
         if rank == 2:
@@ -90,12 +94,17 @@ def test_ranks_are_in_the_order_of_the_nodes_and_the_first_failure_is_told_to_al
         time.sleep(60)
     """)
     words = ["--nodes", "2", "--processes", "2", path, str(tmp_path / "x")]
-    (main_code, main_said), (code, said) = ranks(launched, port, [["--node-rank", str(k), *words] for k in (0, 1)])
+    (main_code, main_said), (code, said) = ranks(
+        launched, port, [["--node-rank", str(k), *words] for k in (0, 1)]
+    )
     assert [(tmp_path / f"x{rank}").read_text() for rank in range(4)] == ["0 0 4", "0 1 4", "1 0 4", "1 1 4"]
     assert (code, main_code) == (1, 1)
     assert said.startswith("rank 2 of 4 failed first: ValueError: the cause\nTraceback")
     assert said.endswith("ValueError: the cause\n")
-    assert main_said == f"rank 2 of 4 failed first, on node 1 ({HOST}): ValueError: the cause; the launcher there says more\n"
+    assert (
+        main_said
+        == f"rank 2 of 4 failed first, on node 1 ({HOST}): ValueError: the cause; the launcher there says more\n"
+    )
 
 
 def test_a_failure_after_another_nodes_ranks_are_done_is_told_there_too(ranks, script, tmp_path, port):
@@ -111,11 +120,16 @@ def test_a_failure_after_another_nodes_ranks_are_done_is_told_there_too(ranks, s
     (main_code, main_said), (code, said) = ranks(launched, port, words)
     assert (tmp_path / "done").exists()
     assert (main_code, code) == (1, 1)
-    assert main_said == f"rank 1 of 2 failed first, on node 1 ({HOST}): ValueError: late; the launcher there says more\n"
+    assert (
+        main_said
+        == f"rank 1 of 2 failed first, on node 1 ({HOST}): ValueError: late; the launcher there says more\n"
+    )
     assert said.endswith("ValueError: late\n")
 
 
-def test_a_signal_reaches_the_ranks_of_all_nodes_and_saving_may_take_as_long_as_the_grace(ranks, script, tmp_path, port):
+def test_a_signal_reaches_the_ranks_of_all_nodes_and_saving_may_take_as_long_as_the_grace(
+    ranks, script, tmp_path, port
+):
     path = script("""
         caught = []
         signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
@@ -140,7 +154,10 @@ def test_a_signal_reaches_the_ranks_of_all_nodes_and_saving_may_take_as_long_as_
 
 def test_one_launcher_that_is_stopped_ends_a_run_of_fixed_size(ranks, script, tmp_path, port):
     path = script("open(sys.argv[1] + str(rank), 'w').close(); time.sleep(60)")
-    words = [["--nodes", "2", "--node-rank", str(k), "--max-restarts", "2", path, str(tmp_path / "x")] for k in (0, 1)]
+    words = [
+        ["--nodes", "2", "--node-rank", str(k), "--max-restarts", "2", path, str(tmp_path / "x")]
+        for k in (0, 1)
+    ]
     found = ranks(launched, port, words, str(tmp_path / "x"), 0b10)
     assert found == [
         (143, f"stopped by SIGTERM (signal 15) on node 1 ({HOST})\n"),
@@ -208,12 +225,39 @@ def test_what_listens_there_is_no_launcher(script, capsys, monkeypatch):
     monkeypatch.setattr(knocking, "CONNECT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert main(["launch", "--nodes", "2", "--node-rank", "1", "--main-address", f"127.0.0.1:{port}", script("")]) == 1
-    assert f"what listens at 127.0.0.1:{port} does not answer as the main node's launcher" in capsys.readouterr().err
+        assert (
+            main(
+                [
+                    "launch",
+                    "--nodes",
+                    "2",
+                    "--node-rank",
+                    "1",
+                    "--main-address",
+                    f"127.0.0.1:{port}",
+                    script(""),
+                ]
+            )
+            == 1
+        )
+    assert (
+        f"what listens at 127.0.0.1:{port} does not answer as the main node's launcher"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_main_node_that_never_comes(script, capsys, port):
-    words = ["launch", "--nodes", "2", "--node-rank", "1", "--wait", "0.5", "--main-address", f"127.0.0.1:{port}"]
+    words = [
+        "launch",
+        "--nodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--wait",
+        "0.5",
+        "--main-address",
+        f"127.0.0.1:{port}",
+    ]
     assert main([*words, script("")]) == 1
     assert capsys.readouterr().err == (
         f"easymp: the main node did not answer at 127.0.0.1:{port} for 0.5 seconds (Connection refused): start it there with "
@@ -229,13 +273,20 @@ def test_other_nodes_that_never_come_and_a_main_address_elsewhere(script, capsys
         "start the others, ask for fewer with --nodes, or wait longer with --wait SECONDS\n"
     )
     assert main([*words, "192.0.2.1", script("")]) == 1  # an address for documentation (RFC 5737): nobody's
-    assert "'192.0.2.1' is no address of this machine, which is to be the main node" in capsys.readouterr().err
+    assert (
+        "'192.0.2.1' is no address of this machine, which is to be the main node" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("second", "others", "wait", "words"),
     [
-        ("2", 1, "4", "was started for 3 nodes, this one for 2 nodes"),  # the main node waits for one that is started rightly
+        (
+            "2",
+            1,
+            "4",
+            "was started for 3 nodes, this one for 2 nodes",
+        ),  # the main node waits for one that is started rightly
         ("3", 2, "50", "say the same --node-rank 1: each machine needs its own"),
     ],
 )
@@ -258,14 +309,20 @@ def test_a_run_that_was_closed_by_a_main_node_that_is_gone_by_now():
     late._place, late._round, late._restarts, late._others_wait = place.Place(2, 1, "main", 7), 0, 0, False
     late._torchs = SimpleNamespace(next_rendezvous=lambda: fail(RendezvousClosedError()))
     late._store = SimpleNamespace(add=lambda key, by: fail(DistNetworkError("Failed to recv, got 0 bytes")))
-    with pytest.raises(WorldError, match=r"the main node at main:7 is gone, and with it this run \(Failed to recv"):
+    with pytest.raises(
+        WorldError, match=r"the main node at main:7 is gone, and with it this run \(Failed to recv"
+    ):
         late.next_rendezvous()
     late._store = SimpleNamespace(add=lambda key, by: 0)  # nobody failed
     late._told = 0
-    with pytest.raises(WorldError, match="the run at main:7 is over, and this node came too late to take part"):
+    with pytest.raises(
+        WorldError, match="the run at main:7 is over, and this node came too late to take part"
+    ):
         late.next_rendezvous()
     late._round = 1
-    with pytest.raises(WorldError, match="is over, before this node's ranks could start again: the others' output says how"):
+    with pytest.raises(
+        WorldError, match="is over, before this node's ranks could start again: the others' output says how"
+    ):
         late.next_rendezvous()
 
 
@@ -363,7 +420,10 @@ def test_two_nodes_of_which_a_rank_is_killed_train_to_the_result_of_one(script, 
     words = ["--nodes", "2", "--max-restarts", "1", path, str(two), "kill", "8"]
     first, second = ends(*(node("--node-rank", str(k), *words) for k in (0, 1)))
     assert (first[0], second[0]) == (0, 0), first[1] + second[1]
-    assert f"easymp launch: a rank failed; restart 1, on 2 nodes: node 0 ({HOST}), node 1 ({HOST})\n" in second[1]
+    assert (
+        f"easymp launch: a rank failed; restart 1, on 2 nodes: node 0 ({HOST}), node 1 ({HOST})\n"
+        in second[1]
+    )
     assert f", on 2 nodes: node 0 ({HOST}), node 1 ({HOST})\n" in first[1]
     assert result(one) == result(two) == result(two, 1)
 
@@ -386,7 +446,11 @@ def test_a_node_that_joins_and_one_that_dies(script, node, tmp_path):
 @pytest.fixture
 def hosts(tmp_path):
     """Two network namespaces with a cable between them: what to write before a command, for each, and the first one's address."""
-    lacking = [package for package, tool in (("iproute2", "ip"), ("util-linux", "unshare")) if shutil.which(tool) is None]
+    lacking = [
+        package
+        for package, tool in (("iproute2", "ip"), ("util-linux", "unshare"))
+        if shutil.which(tool) is None
+    ]
     if lacking:
         pytest.skip(f"optional packages are not installed: {' and '.join(lacking)}")
     names, address = [f"easymp-{os.getpid()}-{k}" for k in (0, 1)], "10.77.0.{}"
@@ -401,7 +465,21 @@ def hosts(tmp_path):
                     f"does not: {made.stderr.strip()}"
                 )
         subprocess.run(
-            ["ip", "link", "add", "left", "netns", names[0], "type", "veth", "peer", "right", "netns", names[1]], check=True
+            [
+                "ip",
+                "link",
+                "add",
+                "left",
+                "netns",
+                names[0],
+                "type",
+                "veth",
+                "peer",
+                "right",
+                "netns",
+                names[1],
+            ],
+            check=True,
         )
         for k, (name, end) in enumerate(zip(names, ("left", "right"))):
             for words in (
@@ -412,7 +490,10 @@ def hosts(tmp_path):
                 subprocess.run(["ip", "-n", name, *words], check=True)
         bind = 'mount --bind "$0" /etc/nsswitch.conf && exec "$@"'
         yield (
-            [("ip", "netns", "exec", name, "unshare", "--mount", "sh", "-c", bind, str(lookups)) for name in names],
+            [
+                ("ip", "netns", "exec", name, "unshare", "--mount", "sh", "-c", bind, str(lookups))
+                for name in names
+            ],
             address.format(1),
         )
     finally:
@@ -434,7 +515,10 @@ def test_two_hosts_find_out_who_is_the_main_one_and_train_over_the_cable(script,
     words = ["--nodes", "2", path, str(tmp_path / "x")]
     for code, said in ends(*(node(*words, main=main, before=host) for host in reversed(before))):
         assert code == 0, said
-    assert [(tmp_path / f"x{rank}").read_text() for rank in (0, 1)] == [f"3.0 {main} left", f"3.0 {main} right"]
+    assert [(tmp_path / f"x{rank}").read_text() for rank in (0, 1)] == [
+        f"3.0 {main} left",
+        f"3.0 {main} right",
+    ]
 
 
 def test_a_port_that_this_user_may_not_open_is_no_other_programs(monkeypatch):

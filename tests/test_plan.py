@@ -58,7 +58,11 @@ AUTO = {
     "Intel XPU": ("xpu:0", "bf16", r"native bf16 on Intel\(R\) Data Center GPU Max 1550"),
     "M-series Mac": ("mps", "fp32", "on Apple GPUs half precision is not reliably faster"),
     "laptop CPU": ("cpu", "fp32", "this CPU has no bf16 instructions"),
-    "Zen 4 server": ("cpu", "auto", "avx512_bf16 instructions: the first training step times bf16 against fp32"),
+    "Zen 4 server": (
+        "cpu",
+        "auto",
+        "avx512_bf16 instructions: the first training step times bf16 against fp32",
+    ),
     "Sapphire Rapids": ("cpu", "auto", "amx_bf16 instructions: the first training step times"),
     "Graviton 4": ("cpu", "auto", "sve_bf16 instructions: the first training step times"),
 }
@@ -122,14 +126,19 @@ def gpt(parameters: float, layers: int = 32) -> torch.nn.Module:
     """So many parameters in blocks, on the meta device."""
     wide = int((parameters / layers / 2) ** 0.5)
     with torch.device("meta"):
-        blocks = (torch.nn.Sequential(torch.nn.Linear(wide, wide), torch.nn.Linear(wide, wide)) for _ in range(layers))
+        blocks = (
+            torch.nn.Sequential(torch.nn.Linear(wide, wide), torch.nn.Linear(wide, wide))
+            for _ in range(layers)
+        )
         return torch.nn.Sequential(*blocks)
 
 
 def needs(model: torch.nn.Module, made: Plan) -> dict[str, Memory]:
     ranks = made.ranks
     return {
-        name: estimate(model, strategy=name, precision=made.precision.value, world=ranks.size, per_node=ranks.local_size)
+        name: estimate(
+            model, strategy=name, precision=made.precision.value, world=ranks.size, per_node=ranks.local_size
+        )
         for name in candidates(made)
     }
 
@@ -147,7 +156,9 @@ def needs(model: torch.nn.Module, made: Plan) -> dict[str, Memory]:
         ("H100", 1, 70e9, "single"),
     ],
 )
-def test_the_first_strategy_that_there_is_memory_for(machine: str, processes: int, parameters: float, strategy: str) -> None:
+def test_the_first_strategy_that_there_is_memory_for(
+    machine: str, processes: int, parameters: float, strategy: str
+) -> None:
     made = plan(machine, several(processes) if processes > 1 else ONE)
     each = needs(gpt(parameters), made)
     choice = by_memory(each, room(made))
@@ -187,7 +198,10 @@ TAKES = {
     **{name: {*PRECISIONS} - {"fp8"} for name in ("A100", "2xA100 NVLink", "2xRTX 3090")},
     "Intel XPU": {*PRECISIONS} - {"fp8"},
     **{name: {*PRECISIONS} - {"fp8", "tf32"} for name in ("MI300X", "M-series Mac")},
-    **{name: {*PRECISIONS} - {"fp8", "tf32"} for name in ("laptop CPU", "Zen 4 server", "Sapphire Rapids", "Graviton 4")},
+    **{
+        name: {*PRECISIONS} - {"fp8", "tf32"}
+        for name in ("laptop CPU", "Zen 4 server", "Sapphire Rapids", "Graviton 4")
+    },
 }
 
 
@@ -204,33 +218,50 @@ def test_a_precision_by_name_is_honoured_or_refused(machine: str, precision: str
 
 @pytest.mark.parametrize(
     ("word", "name"),
-    [("no", "fp32"), ("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("half", "fp16"), ("o1", "O1")],
+    [
+        ("no", "fp32"),
+        ("float32", "fp32"),
+        ("bfloat16", "bf16"),
+        ("float16", "fp16"),
+        ("half", "fp16"),
+        ("o1", "O1"),
+    ],
 )
 def test_other_words_for_a_precision(word: str, name: str) -> None:
     assert plan("A100", mixed_precision=word).precision.value == name
 
 
 def test_refusals_say_who_asked_why_not_and_what_would() -> None:
-    with pytest.raises(RefusedError, match=r"no bf16 units; torch would emulate them; use fp16, fp32 or auto") as bf16:
+    with pytest.raises(
+        RefusedError, match=r"no bf16 units; torch would emulate them; use fp16, fp32 or auto"
+    ) as bf16:
         make_plan(resolve(mixed_precision="bf16"), MACHINES["T4"], ONE)
     assert "mixed_precision='bf16'" in str(bf16.value)
     assert "Tesla T4 (sm_75)" in str(bf16.value)
     with (
         env.override(EASYMP_MIXED_PRECISION="tf32"),
-        pytest.raises(RefusedError, match=r"EASYMP_MIXED_PRECISION in the environment cannot run here: .*CPU"),
+        pytest.raises(
+            RefusedError, match=r"EASYMP_MIXED_PRECISION in the environment cannot run here: .*CPU"
+        ),
     ):
         make_plan(resolve(), MACHINES["laptop CPU"], ONE)
     with pytest.raises(RefusedError, match="Tesla V100-SXM2-16GB has no TF32 Tensor Cores"):
         plan("V100", mixed_precision="tf32")
     with pytest.raises(RefusedError, match="GTX 1660 Ti has no Tensor Cores and its fp16 gives NaN"):
         plan("GTX 1660", mixed_precision="fp16")
-    with pytest.raises(RefusedError, match=r"fp8 needs .* of sm_89 .* or newer, and training runs on the CPU; use bf16"):
+    with pytest.raises(
+        RefusedError, match=r"fp8 needs .* of sm_89 .* or newer, and training runs on the CPU; use bf16"
+    ):
         plan("laptop CPU", mixed_precision="fp8")
     with pytest.raises(RefusedError, match=r"fp8 needs .* and AMD Instinct MI300X.* \(gfx942\) is none"):
         plan("MI300X", mixed_precision="fp8")
-    with pytest.raises(RefusedError, match=r"'single' is for one process, and 2 were started.*use strategy='ddp'"):
+    with pytest.raises(
+        RefusedError, match=r"'single' is for one process, and 2 were started.*use strategy='ddp'"
+    ):
         plan("laptop CPU", several(2), strategy="single")
-    with pytest.raises(RefusedError, match=r"'ddp' averages gradients over processes, and there is one.*easymp launch"):
+    with pytest.raises(
+        RefusedError, match=r"'ddp' averages gradients over processes, and there is one.*easymp launch"
+    ):
         plan("laptop CPU", strategy="ddp")
 
 
@@ -241,9 +272,18 @@ def test_tf32_runs_on_a_gpu_but_not_on_its_host() -> None:
 
 
 def test_what_is_slow_on_a_cpu_is_said() -> None:
-    assert "no bf16 instructions, so it is slower than fp32" in plan("laptop CPU", mixed_precision="bf16").precision.reason
-    assert "no fp16 instructions, so it is slower than fp32" in plan("Zen 4 server", mixed_precision="fp16").precision.reason
-    assert "no fp16 instructions, so it is slower than fp32" in plan("Zen 4 server", mixed_precision="O2").precision.reason
+    assert (
+        "no bf16 instructions, so it is slower than fp32"
+        in plan("laptop CPU", mixed_precision="bf16").precision.reason
+    )
+    assert (
+        "no fp16 instructions, so it is slower than fp32"
+        in plan("Zen 4 server", mixed_precision="fp16").precision.reason
+    )
+    assert (
+        "no fp16 instructions, so it is slower than fp32"
+        in plan("Zen 4 server", mixed_precision="O2").precision.reason
+    )
     assert "slower" not in plan("Zen 4 server", mixed_precision="bf16").precision.reason
     assert "slower" not in plan("Sapphire Rapids", mixed_precision="fp16").precision.reason
     assert "slower" not in plan("T4", mixed_precision="fp16").precision.reason
@@ -251,15 +291,21 @@ def test_what_is_slow_on_a_cpu_is_said() -> None:
 
 def test_two_processes_on_one_gpu() -> None:
     assert plan("A100", several(2, 0)).device.value == "cuda:0"
-    with pytest.raises(RefusedError, match=r"process 1 of its node .* has 1 NVIDIA A100.*at most 1 here.*cpu=True"):
+    with pytest.raises(
+        RefusedError, match=r"process 1 of its node .* has 1 NVIDIA A100.*at most 1 here.*cpu=True"
+    ):
         plan("A100", several(2, 1))
     assert plan("A100", several(2, 1), cpu=True).device.value == "cpu"
 
 
 def test_a_torch_that_is_not_built_for_the_card() -> None:
     machine = MACHINES["B200"]
-    stranger = dataclasses.replace(machine, devices=(dataclasses.replace(machine.devices[0], built_for=False),))
-    with pytest.raises(RefusedError, match=r"NVIDIA B200 is sm_100, for which this build of torch has no code.*cpu=True"):
+    stranger = dataclasses.replace(
+        machine, devices=(dataclasses.replace(machine.devices[0], built_for=False),)
+    )
+    with pytest.raises(
+        RefusedError, match=r"NVIDIA B200 is sm_100, for which this build of torch has no code.*cpu=True"
+    ):
         plan(stranger)
     assert plan(stranger, cpu=True).device.value == "cpu"
 
@@ -267,7 +313,9 @@ def test_a_torch_that_is_not_built_for_the_card() -> None:
 def mixed(*machines: str) -> Hardware:
     """One machine with the cards of several."""
     cards = [MACHINES[name].devices[0] for name in machines]
-    return dataclasses.replace(MACHINES[machines[0]], devices=tuple(dataclasses.replace(c, index=i) for i, c in enumerate(cards)))
+    return dataclasses.replace(
+        MACHINES[machines[0]], devices=tuple(dataclasses.replace(c, index=i) for i, c in enumerate(cards))
+    )
 
 
 @pytest.mark.parametrize("other", ["T4", "P100", "GTX 1660"])
@@ -279,7 +327,8 @@ def test_cards_that_are_not_used_do_not_count(other: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "precision"), [("T4", "fp16"), ("V100", "fp16"), ("P100", "fp32"), ("GTX 1660", "fp32"), ("L4", "bf16")]
+    ("other", "precision"),
+    [("T4", "fp16"), ("V100", "fp16"), ("P100", "fp32"), ("GTX 1660", "fp32"), ("L4", "bf16")],
 )
 def test_unlike_cards_decide_alike(other: str, precision: str) -> None:
     for cards in (("A100", other), (other, "A100")):
@@ -319,7 +368,10 @@ def test_accumulation_and_optimizer() -> None:
 def test_the_source_of_a_choice_is_the_settings() -> None:
     with env.override(EASYMP_MIXED_PRECISION="fp32", EASYMP_GRADIENT_ACCUMULATION_STEPS="2"):
         made = make_plan(resolve(), MACHINES["A100"], ONE)
-    assert (made.precision.source, made.precision.reason) == (Source.ENVIRONMENT, "EASYMP_MIXED_PRECISION in the environment")
+    assert (made.precision.source, made.precision.reason) == (
+        Source.ENVIRONMENT,
+        "EASYMP_MIXED_PRECISION in the environment",
+    )
     assert made.accumulation.source is Source.ENVIRONMENT
 
 
@@ -347,7 +399,9 @@ def outcome(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan | str:
 
 @hypothesis_settings(max_examples=300, deadline=None)
 @given(asked=asked, names=st.lists(st.sampled_from(sorted(MACHINES)), min_size=1, max_size=3), ranks=worlds)
-def test_the_same_in_gives_the_same_out_and_nothing_is_ever_silent(asked: dict, names: list[str], ranks: Ranks) -> None:
+def test_the_same_in_gives_the_same_out_and_nothing_is_ever_silent(
+    asked: dict, names: list[str], ranks: Ranks
+) -> None:
     """A plan or a refusal; what was asked for is what is planned."""
     kind = MACHINES[names[0]].kind
     cards = [d for name in names for d in MACHINES[name].devices if d.kind == kind]
@@ -412,7 +466,15 @@ def test_as_dict_is_plain() -> None:
     assert json.loads(json.dumps(values)) == values
     assert values["processes"] == 8
     assert values["device"] == {"value": "cuda:2", "reason": "NVIDIA H100 80GB HBM3", "source": "detected"}
-    assert list(values) == ["processes", "device", "precision", "weights", "strategy", "accumulation", "optimizer"]
+    assert list(values) == [
+        "processes",
+        "device",
+        "precision",
+        "weights",
+        "strategy",
+        "accumulation",
+        "optimizer",
+    ]
 
 
 def test_a_launcher_that_shows_each_process_one_card() -> None:

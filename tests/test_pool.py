@@ -119,7 +119,9 @@ def test_first_failure_by_time_is_shown_with_its_own_traceback(ranks, tmp_path):
     with pytest.raises(RanksFailed) as caught:
         ranks(fail_on_one, tmp_path / "begun")
     text = str(caught.value)
-    assert text.startswith("rank 1 of 2 failed first: ZeroDivisionError: only rank 1\n  rank 0: ValueError: a consequence\n")
+    assert text.startswith(
+        "rank 1 of 2 failed first: ZeroDivisionError: only rank 1\n  rank 0: ValueError: a consequence\n"
+    )
     assert "in fail_on_one" in text
     assert "tests/pool.py" not in text
     assert ranks(summed, 0) == [(0, 1.0), (1, 1.0)]  # and the pool goes on

@@ -513,7 +513,10 @@ def test_unwrap() -> None:
 def test_a_model_whose_layers_are_not_made_yet() -> None:
     with Accelerator(cpu=True, mixed_precision="bf16") as accelerator:
         model = nn.Sequential(nn.LazyLinear(3))
-        with pytest.raises(PrepareError, match=r"parameter '0.weight' of this Sequential has no shape yet: call the model once"):
+        with pytest.raises(
+            PrepareError,
+            match=r"parameter '0.weight' of this Sequential has no shape yet: call the model once",
+        ):
             accelerator.prepare(model)
         model(X)
         assert accelerator.prepare(model)(X).dtype == torch.float32

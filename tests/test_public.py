@@ -40,10 +40,31 @@ def test_each_name_loads_and_says_what_it_is(name: str) -> None:
 
 def test_what_the_scripts_of_others_import() -> None:
     wanted = {
-        *("Accelerator", "set_seed", "find_executable_batch_size", "release_memory", "notebook_launcher", "debug_launcher"),
+        *(
+            "Accelerator",
+            "set_seed",
+            "find_executable_batch_size",
+            "release_memory",
+            "notebook_launcher",
+            "debug_launcher",
+        ),
         *("DataLoaderConfiguration", "GradientAccumulationPlugin", "AutocastKwargs", "GradScalerKwargs"),
-        *("DistributedDataParallelKwargs", "InitProcessGroupKwargs", "ProfileKwargs", "DistributedType", "PrecisionType"),
-        *("PartialState", "AcceleratorState", "GradientState", "gather", "broadcast", "reduce", "send_to_device"),
+        *(
+            "DistributedDataParallelKwargs",
+            "InitProcessGroupKwargs",
+            "ProfileKwargs",
+            "DistributedType",
+            "PrecisionType",
+        ),
+        *(
+            "PartialState",
+            "AcceleratorState",
+            "GradientState",
+            "gather",
+            "broadcast",
+            "reduce",
+            "send_to_device",
+        ),
         *("recursively_apply", "find_batch_size", "concatenate", "pad_across_processes", "gather_object"),
         *("broadcast_object_list", "skip_first_batches", "LoggerType", "GeneralTracker"),
     }
@@ -53,11 +74,23 @@ def test_what_the_scripts_of_others_import() -> None:
 def test_type_checkers_see_each_name_where_it_is() -> None:
     """They read no table of names, but the imports under TYPE_CHECKING, which are to be the same."""
     assert (HOUSE / "py.typed").exists()
-    for file in ("__init__", *(f"{room}/__init__" for room in ("checkpoint", "hardware", "launcher", "optim", "profiling"))):
+    for file in (
+        "__init__",
+        *(f"{room}/__init__" for room in ("checkpoint", "hardware", "launcher", "optim", "profiling")),
+    ):
         path = HOUSE / f"{file}.py"
         package = importlib.import_module(".".join(("easymp", *path.parent.relative_to(HOUSE).parts)))
-        lines = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.level == 1]
-        seen = {alias.asname: f"{package.__name__}.{line.module}" for line in lines for alias in line.names if alias.asname}
+        lines = [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.level == 1
+        ]
+        seen = {
+            alias.asname: f"{package.__name__}.{line.module}"
+            for line in lines
+            for alias in line.names
+            if alias.asname
+        }
         assert set(seen) == set(package.__all__), file
         for name, home in seen.items():
             assert getattr(importlib.import_module(home), name) is getattr(package, name)
@@ -101,7 +134,14 @@ OPTIONAL = (
 def loaded_by(statement: str) -> set[str]:
     """Modules in a fresh interpreter after `statement`."""
     code = f"{statement}\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100, cwd=HOUSE.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+        cwd=HOUSE.parent,
+    )
     return set(json.loads(done.stdout))
 
 
@@ -121,11 +161,32 @@ def test_the_accelerator_imports_nothing_optional() -> None:
 def test_the_import_of_the_accelerator_loads_what_its_class_needs() -> None:
     """Plan, settings, records, data, strategies … are loaded when an Accelerator is made: records are slow to define."""
     ours = {name for name in loaded_by("from easymp import Accelerator") if name.startswith("easymp.")}
-    rooms = ("checkpoint", "data", "hardware", "launcher", "optim", "precision", "recording", "strategies", "trackers", "world")
+    rooms = (
+        "checkpoint",
+        "data",
+        "hardware",
+        "launcher",
+        "optim",
+        "precision",
+        "recording",
+        "strategies",
+        "trackers",
+        "world",
+    )
     assert not {name for name in ours if name.startswith(tuple(f"easymp.{room}." for room in rooms))}
     assert ours.isdisjoint(
         f"easymp.{name}"
-        for name in ("checks", "kept", "memory", "nonfinite", "plan", "preparing", "records", "settings", "state")
+        for name in (
+            "checks",
+            "kept",
+            "memory",
+            "nonfinite",
+            "plan",
+            "preparing",
+            "records",
+            "settings",
+            "state",
+        )
     )
     assert len(ours) < 35
 
@@ -145,15 +206,24 @@ acc.close()
 
 def test_a_step_on_one_cpu_process_loads_what_it_runs() -> None:
     used = loaded_by(STEP)
-    others = {f"easymp.{home.partition(':')[0]}" for home in [*STRATEGIES.homes.values(), *PRECISIONS.homes.values()]}
-    others -= {"easymp.strategies.single", "easymp.precision.fp32", "easymp.precision.bf16"}  # the last: "auto" may measure it
+    others = {
+        f"easymp.{home.partition(':')[0]}"
+        for home in [*STRATEGIES.homes.values(), *PRECISIONS.homes.values()]
+    }
+    others -= {
+        "easymp.strategies.single",
+        "easymp.precision.fp32",
+        "easymp.precision.bf16",
+    }  # the last: "auto" may measure it
     assert used & others == set()
     assert {name for name in used if name.startswith("easymp.cuda.")} == set()
     assert "easymp.optim.cupy_engine" not in used
 
 
 def test_an_accelerator_loads_what_steps_and_saves_when_it_does() -> None:
-    waiting = "assert not [name for name in sys.modules if name.startswith(('easymp.cuda.', 'easymp.optim.'))]"
+    waiting = (
+        "assert not [name for name in sys.modules if name.startswith(('easymp.cuda.', 'easymp.optim.'))]"
+    )
     used = loaded_by(f"from easymp import Accelerator\nimport sys\n{waiting}\nAccelerator(cpu=True).close()")
     assert {name for name in used if name.startswith(("easymp.checkpoint.", "easymp.profiling."))} == set()
     assert "fsspec" not in used
@@ -169,7 +239,11 @@ def environment_uses(tree: ast.AST) -> list[int]:
     lines = []
     for node in ast.walk(tree):
         by_attribute = isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT
-        by_import = isinstance(node, ast.ImportFrom) and node.module == "os" and any(a.name in ENVIRONMENT for a in node.names)
+        by_import = (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and any(a.name in ENVIRONMENT for a in node.names)
+        )
         if by_attribute or by_import:
             lines.append(node.lineno)
     return lines

@@ -17,7 +17,9 @@ def replace(model: nn.Module) -> None:
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:
-                module._parameters[name] = new.setdefault(id(p), nn.Parameter(p.detach().clone(), p.requires_grad))
+                module._parameters[name] = new.setdefault(
+                    id(p), nn.Parameter(p.detach().clone(), p.requires_grad)
+                )
 
 
 def test_groups_keep_their_options_and_order() -> None:
@@ -82,7 +84,9 @@ def test_a_plain_tensor_is_its_own_part() -> None:
     assert local(tensor) is tensor
 
 
-@pytest.mark.parametrize(("how", "counter"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")])
+@pytest.mark.parametrize(
+    ("how", "counter"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
+)
 def test_what_an_optimizer_remembers_follows_its_parameters(how: dict[str, bool], counter: str) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -44,7 +44,12 @@ def test_defaults_of_torch() -> None:
     for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"):
         assert getattr(ours, name) == theirs[name].default, name
     theirs = inspect.signature(DistributedDataParallel).parameters
-    travel = ("comm_hook", "comm_wrapper", "comm_state_option", "gradient_predivide_factor")  # which torch has no arguments for
+    travel = (
+        "comm_hook",
+        "comm_wrapper",
+        "comm_state_option",
+        "gradient_predivide_factor",
+    )  # which torch has no arguments for
     for f in dataclasses.fields(DistributedDataParallelKwargs):
         if f.name in travel:
             continue

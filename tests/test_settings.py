@@ -37,7 +37,11 @@ def write(text: str, name: str = "easymp.toml") -> Path:
 def test_defaults() -> None:
     settings = resolve()
     assert settings == Settings()
-    assert (settings.mixed_precision, settings.strategy, settings.gradient_accumulation_steps) == ("auto", "auto", 1)
+    assert (settings.mixed_precision, settings.strategy, settings.gradient_accumulation_steps) == (
+        "auto",
+        "auto",
+        1,
+    )
     assert settings.timeout == 120.0
     assert all(settings.source(name) == (Source.DEFAULT, "default") for name in NAMES)
 
@@ -75,7 +79,9 @@ def test_each_value_comes_from_its_own_place() -> None:
     with env.override(EASYMP_DEBUG="on", EASYMP_SEED="7"):
         settings = resolve(Settings(fused=False), mixed_precision="bf16", seed=None)
     assert settings == Settings("bf16", "ddp", fused=False, timeout=5.0, debug=True, seed=7)
-    assert {n: settings.source(n)[0] for n in ("mixed_precision", "strategy", "fused", "debug", "seed", "cpu")} == {
+    assert {
+        n: settings.source(n)[0] for n in ("mixed_precision", "strategy", "fused", "debug", "seed", "cpu")
+    } == {
         "mixed_precision": Source.ASKED,
         "strategy": Source.CONFIG,
         "fused": Source.ASKED,
@@ -108,7 +114,10 @@ def test_easymp_config_names_the_file() -> None:
         settings = resolve()
     assert settings.seed == 2
     assert settings.source("seed") == (Source.CONFIG, "other.toml")
-    with env.override(EASYMP_CONFIG="nowhere.toml"), pytest.raises(SettingError, match=r"EASYMP_CONFIG='nowhere.toml'.*no file"):
+    with (
+        env.override(EASYMP_CONFIG="nowhere.toml"),
+        pytest.raises(SettingError, match=r"EASYMP_CONFIG='nowhere.toml'.*no file"),
+    ):
         resolve()
     with env.override(EASYMP_CONFIG="."), pytest.raises(SettingError, match="no file"):
         resolve()
@@ -141,7 +150,12 @@ def test_words_for_no(word: str) -> None:
 
 def test_values_take_the_fields_type() -> None:
     settings = resolve(gradient_accumulation_steps=4.0, timeout="2", mixed_precision="BF16", seed="3")
-    assert (settings.gradient_accumulation_steps, settings.timeout, settings.mixed_precision, settings.seed) == (
+    assert (
+        settings.gradient_accumulation_steps,
+        settings.timeout,
+        settings.mixed_precision,
+        settings.seed,
+    ) == (
         4,
         2.0,
         "bf16",
@@ -210,7 +224,10 @@ def test_wrong_values_outside_the_script() -> None:
         pytest.raises(SettingError, match=r"^EASYMP_MIXED_PRECISION='bf61'.*'bf16'\?"),
     ):
         resolve()
-    with env.override(EASYMP_SEED="x"), pytest.raises(SettingError, match=r"^EASYMP_SEED='x' is not a whole number"):
+    with (
+        env.override(EASYMP_SEED="x"),
+        pytest.raises(SettingError, match=r"^EASYMP_SEED='x' is not a whole number"),
+    ):
         resolve()
     write('strategy = "ddpp"')
     with pytest.raises(SettingError, match=r"easymp.toml, line 1: strategy = 'ddpp' is not one of .*'ddp'\?"):
@@ -233,12 +250,18 @@ def test_a_wrong_value_is_refused_though_a_better_place_overrides_it() -> None:
 def test_wrong_names_meet_the_nearest_right_one() -> None:
     with pytest.raises(SettingError, match="'precision' is no setting, did you mean 'mixed_precision'"):
         resolve(precision="bf16")
-    with env.override(EASYMP_SEDE="1"), pytest.raises(SettingError, match=r"EASYMP_SEDE.*did you mean 'EASYMP_SEED'\?"):
+    with (
+        env.override(EASYMP_SEDE="1"),
+        pytest.raises(SettingError, match=r"EASYMP_SEDE.*did you mean 'EASYMP_SEED'\?"),
+    ):
         resolve()
     with env.override(EASYMP_CONFG="1"), pytest.raises(SettingError, match=r"did you mean 'EASYMP_CONFIG'\?"):
         resolve()
     write("Strategy_ = 'ddp'")
-    with pytest.raises(SettingError, match=r"easymp.toml, line 1: 'Strategy_' is no setting, did you mean 'strategy'\? Known: "):
+    with pytest.raises(
+        SettingError,
+        match=r"easymp.toml, line 1: 'Strategy_' is no setting, did you mean 'strategy'\? Known: ",
+    ):
         resolve()
     write("[easymp]\nseed = 1")
     with pytest.raises(SettingError, match="'easymp' is no setting"):
@@ -253,7 +276,9 @@ def test_a_line_of_the_file_is_named_wherever_the_key_stands() -> None:
         ("sede.x = 1", 1),
     ):
         write(text)
-        with pytest.raises(SettingError, match=rf"easymp.toml, line {line}: 'sede' is no setting, did you mean 'seed'\?"):
+        with pytest.raises(
+            SettingError, match=rf"easymp.toml, line {line}: 'sede' is no setting, did you mean 'seed'\?"
+        ):
             resolve()
 
 
@@ -263,7 +288,10 @@ def test_an_override_wins_over_arguments_and_says_so() -> None:
     assert (settings.mixed_precision, settings.seed, settings.project_dir) == ("bf16", 3, "a b")
     assert settings.source("seed") == (Source.ASKED, "seed=3 in EASYMP_OVERRIDE")
     for wrong in ("sede=1", "seed", "seed=x"):
-        with env.override(EASYMP_OVERRIDE=wrong), pytest.raises(SettingError, match=r"^EASYMP_OVERRIDE.*'?(sede|seed)"):
+        with (
+            env.override(EASYMP_OVERRIDE=wrong),
+            pytest.raises(SettingError, match=r"^EASYMP_OVERRIDE.*'?(sede|seed)"),
+        ):
             resolve()
 
 
@@ -282,13 +310,19 @@ def test_launching_has_a_table_of_its_own() -> None:
 
 def test_a_setting_in_the_wrong_table_is_told_its_place() -> None:
     write("processes = 2")
-    with pytest.raises(SettingError, match=r"line 1: 'processes' is no setting: it belongs to the table \[launch\]"):
+    with pytest.raises(
+        SettingError, match=r"line 1: 'processes' is no setting: it belongs to the table \[launch\]"
+    ):
         resolve()
     write("[launch]\nseed = 2")
-    with pytest.raises(SettingError, match=r"line 2: 'seed' is no setting of \[launch\]: it belongs to the top of the file"):
+    with pytest.raises(
+        SettingError, match=r"line 2: 'seed' is no setting of \[launch\]: it belongs to the top of the file"
+    ):
         resolve_launching()
     write("[launch]\nnode = 2")
-    with pytest.raises(SettingError, match=r"line 2: 'node' is no setting of \[launch\], did you mean 'nodes'\?"):
+    with pytest.raises(
+        SettingError, match=r"line 2: 'node' is no setting of \[launch\], did you mean 'nodes'\?"
+    ):
         resolve_launching()
     write("launch = 2")
     with pytest.raises(SettingError, match=r"line 1: launch = 2 is no table"):
@@ -337,10 +371,18 @@ def test_precedence_whatever_is_given_where(given_in: dict[str, int]) -> None:
     Path("easymp.toml").unlink(missing_ok=True)
     if "file" in given_in:
         write(f"{name} = {given_in['file']}")
-    with env.override(EASYMP_GRADIENT_ACCUMULATION_STEPS=str(given_in["environment"]) if "environment" in given_in else None):
+    with env.override(
+        EASYMP_GRADIENT_ACCUMULATION_STEPS=str(given_in["environment"]) if "environment" in given_in else None
+    ):
         whole = Settings(**{name: given_in["object"]}) if "object" in given_in else None
         settings = resolve(whole, **{name: given_in.get("argument")})
-    order = [given_in.get("argument"), given_in.get("object"), given_in.get("environment"), given_in.get("file"), 1]
+    order = [
+        given_in.get("argument"),
+        given_in.get("object"),
+        given_in.get("environment"),
+        given_in.get("file"),
+        1,
+    ]
     assert getattr(settings, name) == next(value for value in order if value is not None)
 
 
@@ -354,9 +396,17 @@ def test_precedence_whatever_is_given_where(given_in: dict[str, int]) -> None:
         *(("strategy", word, "tensor_parallel") for word in ("tp", "mp")),
         *(
             ("strategy", word, other)
-            for word, other in (("dp", "ddp"), ("pp", "pipeline"), ("HYBRID_SHARD", "hsdp"), ("zero", "zero1"))
+            for word, other in (
+                ("dp", "ddp"),
+                ("pp", "pipeline"),
+                ("HYBRID_SHARD", "hsdp"),
+                ("zero", "zero1"),
+            )
         ),
-        *(("mixed_precision", word, other) for word, other in (("bf16-mixed", "bf16"), ("16-mixed", "fp16"), ("32", "fp32"))),
+        *(
+            ("mixed_precision", word, other)
+            for word, other in (("bf16-mixed", "bf16"), ("16-mixed", "fp16"), ("32", "fp32"))
+        ),
     ],
 )
 def test_a_name_from_elsewhere_is_answered_with_ours(setting: str, theirs: str, ours: str) -> None:
@@ -365,7 +415,9 @@ def test_a_name_from_elsewhere_is_answered_with_ours(setting: str, theirs: str, 
 
 
 def blocks() -> torch.nn.Module:
-    return torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(4, 1, 8, 0.0, batch_first=True) for _ in range(2)))
+    return torch.nn.Sequential(
+        *(torch.nn.TransformerEncoderLayer(4, 1, 8, 0.0, batch_first=True) for _ in range(2))
+    )
 
 
 def recomputed(model: torch.nn.Module) -> bool:
@@ -377,7 +429,9 @@ def recomputed(model: torch.nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("text", ["blocks", "TransformerEncoderLayer", "0, 1", "no"])
-def test_the_file_says_what_is_recomputed_and_compiled(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_file_says_what_is_recomputed_and_compiled(
+    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("easymp.toml").write_text(f'activation_checkpointing = "{text}"\ncompile = "blocks"\n')
     with Accelerator(cpu=True, mixed_precision="no", compile=False) as acc:
@@ -394,14 +448,22 @@ def test_the_file_says_what_is_recomputed_and_compiled(text: str, monkeypatch: p
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("strategy_options = 3", "line 1: strategy_options = 3 is no table: write .strategy_options., and its settings below"),
+        (
+            "strategy_options = 3",
+            "line 1: strategy_options = 3 is no table: write .strategy_options., and its settings below",
+        ),
         ("seed = 1\n[strategy_options]\nbuckets = 1", "line 2: strategy 'single' has no option 'buckets'"),
-        ("compile = true", "line 1: compile = True is of type bool, but a word is needed: one of no, model, blocks"),
+        (
+            "compile = true",
+            "line 1: compile = True is of type bool, but a word is needed: one of no, model, blocks",
+        ),
         ("compile = 'layers'", "line 1: compile = 'layers' is not one of no, model, blocks"),
         ("activation_checkpointing = ','", "nor a pattern of module or class names"),
     ],
 )
-def test_wrong_options_in_the_file_are_refused(text: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wrong_options_in_the_file_are_refused(
+    text: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("easymp.toml").write_text(text)
     with pytest.raises(SettingError, match=said):

@@ -18,7 +18,12 @@ TASK = {
     "SLURM_JOB_ID": "120345", "SLURM_JOB_NAME": "train",
 }  # fmt: skip
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}  # what srun adds in a real one
-BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "ENVIRONMENT": "BATCH"}  # the script before its srun
+BATCH = {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "ENVIRONMENT": "BATCH",
+}  # the script before its srun
 
 
 @pytest.fixture
@@ -26,7 +31,11 @@ def slurm(monkeypatch):
     """Sets the variables of a task and these (None removes one), and no other of Slurm's."""
 
     def announce(**changes: object) -> None:
-        for name in [n for n in os.environ if n.startswith("SLURM_") or n in ("MASTER_ADDR", "MASTER_PORT", "ENVIRONMENT")]:
+        for name in [
+            n
+            for n in os.environ
+            if n.startswith("SLURM_") or n in ("MASTER_ADDR", "MASTER_PORT", "ENVIRONMENT")
+        ]:
             monkeypatch.delenv(name)
         for name, value in {**TASK, **changes}.items():
             if value is not None:
@@ -77,9 +86,15 @@ def test_task(slurm, changes, task):
         ({"SLURM_PROCID": None}, "srun did not start this process"),  # a shell of salloc
         ({"SLURM_JOB_NAME": "bash"}, "Slurm's job is interactive, by its name 'bash'"),
         ({"SLURM_JOB_NAME": "interactive"}, "Slurm's job is interactive, by its name 'interactive'"),
-        ({"SLURM_JOB_NAME": "interactive", "SLURM_STEP_NUM_TASKS": 1}, "Slurm's job is interactive, by its name 'interactive'"),
+        (
+            {"SLURM_JOB_NAME": "interactive", "SLURM_STEP_NUM_TASKS": 1},
+            "Slurm's job is interactive, by its name 'interactive'",
+        ),
         ({"SLURM_PROCID": 0, "SLURM_NTASKS": 1}, "Slurm's srun started one task"),
-        ({"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1}, "Slurm's srun started one task"),  # srun -n 1 in a job of eight
+        (
+            {"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1},
+            "Slurm's srun started one task",
+        ),  # srun -n 1 in a job of eight
         ({**BATCH, "SLURM_NTASKS": 1}, "this is Slurm's batch script, before any srun"),
         ({**BATCH, "SLURM_NTASKS": None}, "this is Slurm's batch script, before any srun"),
     ],
@@ -99,7 +114,9 @@ def test_a_shell_at_a_terminal_is_no_task(slurm, monkeypatch):
 
 def test_a_batch_script_that_forgets_srun_is_told_so(slurm):
     slurm(**BATCH)
-    with pytest.warns(EasympWarning, match="one process trains, of the 8 tasks of Slurm's job.*with srun before the command"):
+    with pytest.warns(
+        EasympWarning, match="one process trains, of the 8 tasks of Slurm's job.*with srun before the command"
+    ):
         assert read_ranks().size == 1
 
 
@@ -115,16 +132,34 @@ def test_a_launcher_s_own_variables_go_before_slurm_s(slurm, monkeypatch):
     [
         ({"SLURM_NTASKS": None}, "SLURM_PROCID=5 is in the environment but SLURM_NTASKS is not"),
         ({"SLURM_NTASKS": 5}, "SLURM_PROCID=5 does not lie in 0 … 4, as it must for SLURM_NTASKS=5"),
-        ({"SLURM_STEP_NUM_TASKS": 5}, "SLURM_PROCID=5 does not lie in 0 … 4, as it must for SLURM_STEP_NUM_TASKS=5"),
+        (
+            {"SLURM_STEP_NUM_TASKS": 5},
+            "SLURM_PROCID=5 does not lie in 0 … 4, as it must for SLURM_STEP_NUM_TASKS=5",
+        ),
         ({"SLURM_LOCALID": None}, "SLURM_PROCID=5 is in the environment but SLURM_LOCALID is not"),
-        ({"SLURM_JOB_NODELIST": None}, "SLURM_JOB_NODELIST is not, whose first host the tasks meet at: .* or export MASTER_ADDR"),
+        (
+            {"SLURM_JOB_NODELIST": None},
+            "SLURM_JOB_NODELIST is not, whose first host the tasks meet at: .* or export MASTER_ADDR",
+        ),
         ({"SLURM_JOB_NODELIST": "n[1"}, r"'n\[1' is no list of hosts"),
-        ({"SLURM_JOB_ID": None}, "SLURM_JOB_ID is not in the environment, and the port .* or export MASTER_PORT"),
+        (
+            {"SLURM_JOB_ID": None},
+            "SLURM_JOB_ID is not in the environment, and the port .* or export MASTER_PORT",
+        ),
         ({"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID='12_3' is no number, and the port"),
         ({"SLURM_TASKS_PER_NODE": "4(x"}, r"SLURM_TASKS_PER_NODE='4\(x' is no list of counts"),
-        ({"SLURM_TASKS_PER_NODE": "4"}, "SLURM_NODEID=1 and SLURM_LOCALID=1 do not lie in SLURM_TASKS_PER_NODE='4'"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "4(x2)"}, "do not lie in SLURM_STEP_TASKS_PER_NODE='4'"),
-        ({"SLURM_TASKS_PER_NODE": "7,1"}, "SLURM_NODEID=1 and SLURM_LOCALID=1 do not lie in SLURM_TASKS_PER_NODE='7,1'"),
+        (
+            {"SLURM_TASKS_PER_NODE": "4"},
+            "SLURM_NODEID=1 and SLURM_LOCALID=1 do not lie in SLURM_TASKS_PER_NODE='4'",
+        ),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "4(x2)"},
+            "do not lie in SLURM_STEP_TASKS_PER_NODE='4'",
+        ),
+        (
+            {"SLURM_TASKS_PER_NODE": "7,1"},
+            "SLURM_NODEID=1 and SLURM_LOCALID=1 do not lie in SLURM_TASKS_PER_NODE='7,1'",
+        ),
     ],
 )
 def test_contradictions(slurm, changes, words):

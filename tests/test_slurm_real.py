@@ -46,7 +46,11 @@ for _ in acc.epochs(1):
 acc.end_training()
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+]
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +80,17 @@ def ranks_log(cluster, folder) -> list[str]:
 
 def test_tasks_of_srun_are_ranks(ranks_log):
     assert sorted(line for line in ranks_log if line.startswith("rank")) == ["rank 0 of 2", "rank 1 of 2"]
-    assert [int(line.split()[0]) for line in ranks_log if not line.startswith("rank")] == list(range(1, STEPS + 1))
+    assert [int(line.split()[0]) for line in ranks_log if not line.startswith("rank")] == list(
+        range(1, STEPS + 1)
+    )
 
 
 def test_a_script_that_asks_slurm_itself(cluster, folder):
     """examples/approaches/with_slurm.py: ranks by variables, and where to meet by scontrol."""
     script = f"{ROOT}/examples/approaches/with_slurm.py"
-    told = cluster.run("srun", "-N", "2", "--ntasks-per-node=1", sys.executable, script, "--epochs", "1", cwd=folder)
+    told = cluster.run(
+        "srun", "-N", "2", "--ntasks-per-node=1", sys.executable, script, "--epochs", "1", cwd=folder
+    )
     assert told.count("test accuracy  9") == 1
 
 
@@ -100,14 +108,20 @@ def test_a_job_that_is_warned_saves_itself_and_resumes(cluster, folder, ranks_lo
     # What --signal has Slurm do when the time is up: to all tasks, not to the script. They wait for it.
     cluster.run("scancel", "--signal=USR1", job)
     cluster.until(lambda: state("PENDING"), "the job is in the queue again")
-    time.sleep(2)  # Slurm would give it two minutes' rest, lest a node takes the new start for the old one; it counts in seconds
+    time.sleep(
+        2
+    )  # Slurm would give it two minutes' rest, lest a node takes the new start for the old one; it counts in seconds
     cluster.run("scontrol", "update", f"jobid={job}", "StartTime=now")
     cluster.until(lambda: state("COMPLETED"), "the job is done")
 
     lines = log.read_text().splitlines()
-    assert sorted(line for line in lines if line.startswith("rank")) == ["rank 0 of 2"] * 2 + ["rank 1 of 2"] * 2
+    assert (
+        sorted(line for line in lines if line.startswith("rank")) == ["rank 0 of 2"] * 2 + ["rank 1 of 2"] * 2
+    )
     losses = [line for line in lines if not line.startswith("rank")]
-    assert losses == [line for line in ranks_log if not line.startswith("rank")]  # bit for bit, as if nothing had been
+    assert losses == [
+        line for line in ranks_log if not line.startswith("rank")
+    ]  # bit for bit, as if nothing had been
     output = (folder / f"train-{job}.out").read_text()
     assert "the ranks saved their state and can be started again" in output
     assert "Traceback" not in output

@@ -43,14 +43,19 @@ NEWER = [("cuda.matmul", "tf32"), ("cudnn.conv", "ieee"), ("cudnn.conv", "tf32")
 
 
 def test_torchs_newer_switches_may_be_in_use() -> None:
-    for place, precision in NEWER if hasattr(torch.backends, "fp32_precision") else ():  # torch 2.8 has the older ones only
+    for place, precision in (
+        NEWER if hasattr(torch.backends, "fp32_precision") else ()
+    ):  # torch 2.8 has the older ones only
         operation = operator.attrgetter(place)(torch.backends)
         before = operation.fp32_precision
         operation.fp32_precision = precision
         try:
             with ExitStack() as undo:
                 switch(True, False, undo.callback)
-                assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
+                assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (
+                    "high",
+                    True,
+                )
             assert operation.fp32_precision == precision
         finally:
             operation.fp32_precision = before

@@ -68,7 +68,9 @@ def test_nothing_is_written_where_nothing_is_logged(tmp_path: Path) -> None:
 
 
 def test_logs_have_a_folder_of_their_own_and_a_name(tmp_path: Path) -> None:
-    with Accelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path / "p"), str(tmp_path / "logs"))) as acc:
+    with Accelerator(
+        cpu=True, project_config=ProjectConfiguration(str(tmp_path / "p"), str(tmp_path / "logs"))
+    ) as acc:
         acc.init_trackers("team/run", {"lr": 0.1})
         acc.log({"x": 1})
         acc.save_state()
@@ -87,7 +89,12 @@ def test_without_a_step_updates_are_counted(tmp_path: Path) -> None:
                 optimizer.step()
                 acc.log({"norm": acc.clip_grad_norm_(model.parameters(), 1.0), "x": 1})
     assert [step for step, _ in kept.said] == [0, 1, 1, 2]
-    assert ["norm" in values for _, values in kept.said] == [False, True, False, True]  # None leaves a value out
+    assert ["norm" in values for _, values in kept.said] == [
+        False,
+        True,
+        False,
+        True,
+    ]  # None leaves a value out
 
 
 def test_rows_do_not_wait_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +125,16 @@ def test_rows_do_not_wait_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("call", "error", "words"),
     [
         (lambda acc: acc.log([1]), SettingError, "got a list: pass a dict"),
-        (lambda acc: acc.log({"x": torch.ones(2)}), SettingError, r"'x'.*shape \(2,\): reduce it to one number"),
-        (lambda acc: acc.log({"a": {"x": object()}}), SettingError, "'a/x'.*got a object, which is no number"),
+        (
+            lambda acc: acc.log({"x": torch.ones(2)}),
+            SettingError,
+            r"'x'.*shape \(2,\): reduce it to one number",
+        ),
+        (
+            lambda acc: acc.log({"a": {"x": object()}}),
+            SettingError,
+            "'a/x'.*got a object, which is no number",
+        ),
         (lambda acc: acc.log({"x": 1}, step=1.5), SettingError, r"step=1.5\) is no whole number"),
         (lambda acc: acc.log({"x": 1}, step=torch.tensor(1)), SettingError, r"step=...\) got a Tensor"),
         (
@@ -127,11 +142,27 @@ def test_rows_do_not_wait_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             SettingError,
             "'wandb' is no tracker of this run. It has: jsonl",
         ),
-        (lambda acc: acc.log({"x": 1}, log_kwargs={"jsonl": {}}), SettingError, "jsonl takes nothing beside values and step"),
-        (lambda acc: acc.get_tracker("jsnl"), SettingError, "'jsnl' is no tracker of this run, did you mean 'jsonl'"),
-        (lambda acc: acc.get_tracker(3), SettingError, "get_tracker: 3 is no tracker of this run. It has: jsonl"),
+        (
+            lambda acc: acc.log({"x": 1}, log_kwargs={"jsonl": {}}),
+            SettingError,
+            "jsonl takes nothing beside values and step",
+        ),
+        (
+            lambda acc: acc.get_tracker("jsnl"),
+            SettingError,
+            "'jsnl' is no tracker of this run, did you mean 'jsonl'",
+        ),
+        (
+            lambda acc: acc.get_tracker(3),
+            SettingError,
+            "get_tracker: 3 is no tracker of this run. It has: jsonl",
+        ),
         (lambda acc: acc.init_trackers("../x"), SettingError, "pass a name, of which files"),
-        (lambda acc: acc.init_trackers("x", init_kwargs={"tensorboard": {}}), SettingError, "init_kwargs: 'tensorboard'"),
+        (
+            lambda acc: acc.init_trackers("x", init_kwargs={"tensorboard": {}}),
+            SettingError,
+            "init_kwargs: 'tensorboard'",
+        ),
         (lambda acc: (acc.log({"x": 1}), acc.init_trackers("x")), StepError, "Call it first"),
         (lambda acc: (acc.end_training(), acc.log({"x": 1})), StepError, "after end_training"),
     ],
@@ -162,7 +193,10 @@ def test_setting_and_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     kept = Kept()
     with Accelerator(cpu=True, project_dir=tmp_path, log_with=[LoggerType.JSONL, kept]) as acc:
         assert acc.plan.settings.log_with == "jsonl,Kept"
-        assert acc.get_tracker("jsonl", unwrap=True) == tmp_path / "log.jsonl" and acc.get_tracker("Kept") is kept
+        assert (
+            acc.get_tracker("jsonl", unwrap=True) == tmp_path / "log.jsonl"
+            and acc.get_tracker("Kept") is kept
+        )
     monkeypatch.setenv("EASYMP_OVERRIDE", "log_with=jsonl")  # over arguments, too
     with Accelerator(cpu=True, project_dir=tmp_path, log_with=kept) as acc:
         assert [tracker.name for tracker in acc.trackers] == ["jsonl"]
@@ -174,7 +208,9 @@ def test_setting_and_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_one_that_cannot_start_is_an_error_and_the_others_have_their_rows(tmp_path: Path) -> None:
     acc = Accelerator(cpu=True, project_dir=tmp_path, log_with=[Kept(start=OSError("no login")), "jsonl"])
     acc.log({"x": 1})
-    with pytest.raises(TrackerError, match=r"tracker kept could not start: OSError: no login\. Correct that, or leave it out"):
+    with pytest.raises(
+        TrackerError, match=r"tracker kept could not start: OSError: no login\. Correct that, or leave it out"
+    ):
         acc.end_training()
     assert [row["x"] for row in rows(tmp_path)] == [1]
 
@@ -191,8 +227,14 @@ def test_one_that_cannot_start_keeps_no_checkpoint_from_being_saved(tmp_path: Pa
     assert [row["x"] for row in rows(tmp_path)] == [1, 2]
 
 
-def test_one_that_fails_later_is_said_once_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    acc = Accelerator(cpu=True, project_dir=tmp_path, log_with=[Kept(log=OSError("disk full"), finish=OSError("gone")), "jsonl"])
+def test_one_that_fails_later_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    acc = Accelerator(
+        cpu=True,
+        project_dir=tmp_path,
+        log_with=[Kept(log=OSError("disk full"), finish=OSError("gone")), "jsonl"],
+    )
     for number in range(3):
         acc.log({"x": number})
         acc._logbook.settle()
@@ -227,12 +269,16 @@ def on_all_or_on_one(folder: str) -> list[str]:
 
 def test_only_the_main_process_writes(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(on_all_or_on_one, str(tmp_path)) == [["jsonl"], []]
-    found = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows(tmp_path, "run")]
+    found = [
+        {key: value for key, value in row.items() if not key.startswith("_")} for row in rows(tmp_path, "run")
+    ]
     assert sorted(map(str, found)) == sorted(map(str, [{"everyone": 0}, {"main": 1}, {"direct": 0}]))
 
 
 def wrong(folder: str, how: str) -> None:
-    with Accelerator(cpu=True, project_dir=folder, timeout=1000, log_with=Kept(start=OSError("no login"))) as acc:
+    with Accelerator(
+        cpu=True, project_dir=folder, timeout=1000, log_with=Kept(start=OSError("no login"))
+    ) as acc:
         acc.log({"x": 1 if how == "start" else [1]})
         if how == "start":
             acc.trackers  # noqa: B018
@@ -240,9 +286,12 @@ def wrong(folder: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "main", "other"), [("start", "TrackerError", "WorldError"), ("value", "SettingError", "SettingError")]
+    ("how", "main", "other"),
+    [("start", "TrackerError", "WorldError"), ("value", "SettingError", "SettingError")],
 )
-def test_an_error_leaves_no_rank_waiting(ranks: Ranks, tmp_path: Path, how: str, main: str, other: str) -> None:
+def test_an_error_leaves_no_rank_waiting(
+    ranks: Ranks, tmp_path: Path, how: str, main: str, other: str
+) -> None:
     ended = ranks.fails(wrong, str(tmp_path), how, timeout=60)  # less than they would wait
     assert [failure.type for failure in ended] == [main, other]
 
@@ -274,7 +323,9 @@ def test_a_run_that_was_killed_goes_on_in_its_file(ranks: Ranks, tmp_path: Path,
     assert {failure.type for failure in died} == {"SIGKILL"}
     assert [row["_step"] for row in rows(tmp_path, "run")] == list(range(1, KILLED + 1))
     assert ranks(train, str(tmp_path), "jsonl", processes=processes) == [SAVED] * processes
-    assert [(row["_step"], row["loss"]) for row in rows(tmp_path, "run")] == [(n, n) for n in range(1, UPDATES + 1)]
+    assert [(row["_step"], row["loss"]) for row in rows(tmp_path, "run")] == [
+        (n, n) for n in range(1, UPDATES + 1)
+    ]
     about = json.loads((tmp_path / "run.json").read_text())
     assert [start["config"]["lr"] for start in about["starts"]] == [0.1, 0.1]
     cut = [json.loads(line)["_step"] for line in (tmp_path / "run.jsonl.cut").read_text().splitlines()]
@@ -332,4 +383,7 @@ def test_a_file_that_is_not_there_any_more(tmp_path: Path, caplog: pytest.LogCap
             acc.log({"x": 1})
             acc.save_state()
         (tmp_path / "log.jsonl").unlink()
-    assert "is not the file of the run that is resumed: its rows go to a new one ([Errno 2] No such file" in caplog.text
+    assert (
+        "is not the file of the run that is resumed: its rows go to a new one ([Errno 2] No such file"
+        in caplog.text
+    )

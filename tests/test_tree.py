@@ -68,7 +68,9 @@ def test_leaves_come_in_the_order_of_the_map(batch: Any) -> None:
 )
 def test_containers_keep_their_type_keys_and_order(batch: Any) -> None:
     raised = tree.map_leaves(lambda leaf: leaf + 1, batch)
-    assert type(raised) is type(batch) and [leaf - 1 for leaf in tree.leaves(raised)] == list(tree.leaves(batch))
+    assert type(raised) is type(batch) and [leaf - 1 for leaf in tree.leaves(raised)] == list(
+        tree.leaves(batch)
+    )
     assert getattr(raised, "default_factory", None) is getattr(batch, "default_factory", None)
     if hasattr(batch, "keys"):
         assert list(raised.keys()) == list(batch.keys())
@@ -112,7 +114,9 @@ def test_everything_that_can_be_moved_is_moved() -> None:
 def test_skipped_keys_stay_at_every_depth_of_mappings() -> None:
     batch = OrderedDict(x=torch.ones(1), ids=torch.ones(1), more={"ids": torch.ones(1), "y": torch.ones(1)})
     moved = tree.send_to_device(batch, "meta", skip_keys="ids")
-    assert [leaf.is_meta for leaf in tree.leaves(moved)] == [True, False, False, True] and type(moved) is OrderedDict
+    assert [leaf.is_meta for leaf in tree.leaves(moved)] == [True, False, False, True] and type(
+        moved
+    ) is OrderedDict
 
 
 def test_skipped_keys_are_found_inside_lists() -> None:
@@ -159,7 +163,9 @@ class Items(OrderedDict):
     logits: Any = None
 
     def __post_init__(self) -> None:
-        self.update({f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None})
+        self.update(
+            {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        )
 
 
 def test_dataclasses_are_containers() -> None:

@@ -94,7 +94,9 @@ def read_accelerate(folder: str | os.PathLike[str], allow_pickle: bool = False) 
         names = sorted(os.listdir(place))
     except OSError as error:
         raise CheckpointError(f"{place}: cannot be read ({error})") from error
-    numbered: dict[str, dict[int, str]] = {word: _series(names, _pattern(first), place) for word, first in SERIES.items()}
+    numbered: dict[str, dict[int, str]] = {
+        word: _series(names, _pattern(first), place) for word, first in SERIES.items()
+    }
     weights = _series(names, WEIGHTS, place)
     custom, rng = _series(names, CUSTOM, place), _series(names, RNG, place)
     scaler = [SCALER] if SCALER in names else []
@@ -120,7 +122,9 @@ def read_accelerate(folder: str | os.PathLike[str], allow_pickle: bool = False) 
 
     both = set(weights) & set(numbered["models"])
     if both:
-        raise CheckpointError(f"{place}: model {min(both)} is there twice, as safetensors and as a pickle: take one of them out")
+        raise CheckpointError(
+            f"{place}: model {min(both)} is there twice, as safetensors and as a pickle: take one of them out"
+        )
     models = {number: load(place / name) for number, name in weights.items()}
     models.update((number, read(name)) for number, name in numbered["models"].items())
     states = {rank: read(name) for rank, name in rng.items()}
@@ -145,7 +149,11 @@ def _pattern(first: str) -> re.Pattern[str]:
 def _series(names: list[str], pattern: re.Pattern[str], place: Path) -> dict[int, str]:
     """Files by number, the first of which may have none."""
     return dict(
-        sorted((int(found[1] or 0), name) for name in names if (found := pattern.fullmatch(name)) and (place / name).is_file())
+        sorted(
+            (int(found[1] or 0), name)
+            for name in names
+            if (found := pattern.fullmatch(name)) and (place / name).is_file()
+        )
     )
 
 
@@ -156,7 +164,9 @@ def _each(files: Mapping[int, str], read: Callable[[str], Any]) -> dict[int, Any
 def _in_order(found: Mapping[int, Any], word: str, place: Path) -> tuple[Any, ...]:
     for number in range(len(found)):
         if number not in found:
-            raise CheckpointError(f"{place}: {word} {number} is missing, and {word} {max(found)} is there: copy the folder again")
+            raise CheckpointError(
+                f"{place}: {word} {number} is missing, and {word} {max(found)} is there: copy the folder again"
+            )
     return tuple(found[number] for number in range(len(found)))
 
 
@@ -193,10 +203,20 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
             "model by safetensors.torch.save_model"
         ) from error
     except Exception as error:
-        raise CheckpointError(f"{os.fspath(path)}: cannot be read ({type(error).__name__}: {error})") from error
-    below = [found] if not isinstance(found, Mapping) else [found, *(found[key] for key in STATE_KEYS if key in found)]
+        raise CheckpointError(
+            f"{os.fspath(path)}: cannot be read ({type(error).__name__}: {error})"
+        ) from error
+    below = (
+        [found]
+        if not isinstance(found, Mapping)
+        else [found, *(found[key] for key in STATE_KEYS if key in found)]
+    )
     for candidate in below:
-        if isinstance(candidate, Mapping) and candidate and all(isinstance(value, Tensor) for value in candidate.values()):
+        if (
+            isinstance(candidate, Mapping)
+            and candidate
+            and all(isinstance(value, Tensor) for value in candidate.values())
+        ):
             return {str(name): value for name, value in candidate.items()}
     keys = ", ".join(map(str, list(found)[:5])) if isinstance(found, Mapping) else type(found).__name__
     raise CheckpointError(

@@ -56,7 +56,8 @@ class Translated(Reading):
         self._tensors: dict[str, Tensor] = {}
         states, aliases = self._states(found, models, optimizers, seed)
         tensors = {
-            name: Stored(t.dtype, tuple(t.shape), (Piece(whole(tuple(t.shape)), name, 0),)) for name, t in self._tensors.items()
+            name: Stored(t.dtype, tuple(t.shape), (Piece(whole(tuple(t.shape)), name, 0),))
+            for name, t in self._tensors.items()
         }
         step = max((states[o.name]["updates"] for o in optimizers if o.name in states), default=0)
         manifest = Manifest(step, max(len(found.rng), 1), "", "Accelerate", {}, tensors, {}, states, aliases)
@@ -81,7 +82,11 @@ class Translated(Reading):
         return pack(value, name, self._tensors)
 
     def _states(
-        self, found: AccelerateStates, models: Sequence[nn.Module], optimizers: Sequence[OptimizerState], seed: int
+        self,
+        found: AccelerateStates,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[OptimizerState],
+        seed: int,
     ) -> tuple[dict[str, Any], dict[str, str]]:
         trees: dict[str, Any] = {}
         aliases: dict[str, str] = {}

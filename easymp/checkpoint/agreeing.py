@@ -57,7 +57,9 @@ def agree(world: World, kept: Sequence[Kept], last: Agreement | None) -> tuple[P
         if last is None or not all(same for _, same in together):
             everyones = world.gather_objects((snapshot.brought, snapshot.aliases))
             aliases = {name: of for _, given in everyones for name, of in given.items()}
-            last = Agreement(snapshot.brought, snapshot.aliases, aliases, divide([brought for brought, _ in everyones]))
+            last = Agreement(
+                snapshot.brought, snapshot.aliases, aliases, divide([brought for brought, _ in everyones])
+            )
     except WorldError as error:
         raise CheckpointError(f"the ranks could not agree on a checkpoint: {error}") from error
     return Parts(snapshot.parts, snapshot.states), last
@@ -76,7 +78,9 @@ def merged(one: Any, other: Any, name: str) -> Any:
         for word, value in other.items():
             both[word] = merged(one[word], value, f"{name}/{word}") if word in one else value
         return both
-    raise CheckpointError(f"{name}: the ranks have different values, {one!r} and {other!r}, of what should be one")
+    raise CheckpointError(
+        f"{name}: the ranks have different values, {one!r} and {other!r}, of what should be one"
+    )
 
 
 def trouble(act: Callable[[], Any]) -> str:

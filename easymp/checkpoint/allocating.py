@@ -26,7 +26,9 @@ def check_buffers(model: nn.Module) -> None:
             )
 
 
-def allocate(model: nn.Module, chosen: Collection[int], device: torch.device, dtype: torch.dtype | None) -> None:
+def allocate(
+    model: nn.Module, chosen: Collection[int], device: torch.device, dtype: torch.dtype | None
+) -> None:
     """Give the tensors with ids in `chosen`, which are on the meta device, memory on `device`. They stay the objects they are.
 
     Args:

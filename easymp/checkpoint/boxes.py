@@ -52,7 +52,9 @@ def strides(shape: Shape) -> Shape:
 
 def span(part: Box, within: Box) -> int:
     """Elements from the first to the last one of `part` in the row-major memory of `within`, which holds it."""
-    return sum((n - 1) * stride for n, stride in zip(part.shape, strides(within.shape))) + 1 if part.count else 0
+    return (
+        sum((n - 1) * stride for n, stride in zip(part.shape, strides(within.shape))) + 1 if part.count else 0
+    )
 
 
 def runs(part: Box, within: Box) -> Iterator[tuple[int, int]]:

@@ -54,6 +54,8 @@ def do(operation: str, path: str, call: Callable[..., T], *arguments: Any) -> T:
     try:
         return call(*arguments)
     except OSError as error:
-        if error.filename is None and error.errno is not None:  # without a number, a name would take the place of its words
+        if (
+            error.filename is None and error.errno is not None
+        ):  # without a number, a name would take the place of its words
             error.filename = path
         raise

@@ -58,12 +58,17 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
     storage = open_storage(root)
     names = storage.list()
     if MANIFEST in names:
-        raise CheckpointError(f"{storage.place} is itself a checkpoint: pass the folder above it, or inspect this one")
+        raise CheckpointError(
+            f"{storage.place} is itself a checkpoint: pass the folder above it, or inspect this one"
+        )
     found = sorted((_entry(storage, name, names) for name in names if _is_one(storage, name)), key=_order)
     last, _, _ = newest(storage)
     saved, _ = survey(storage)
     left = {it.folder for it in saved if not it.leads_to(saved[-1])}
-    return [replace(entry, newest=entry.name == last, abandoned=entry.committed and entry.name in left) for entry in found]
+    return [
+        replace(entry, newest=entry.name == last, abandoned=entry.committed and entry.name in left)
+        for entry in found
+    ]
 
 
 def _order(entry: Entry) -> tuple[bool, str, int, str]:
@@ -79,7 +84,9 @@ def _is_one(storage: Storage, name: str) -> bool:
 
 def _entry(storage: Storage, name: str, names: Sequence[str]) -> Entry:
     place, owner = inside(storage.place, name), writing(name)
-    left_over = "being written, or left over" if lock_of(owner or checkpoint_of(name)) in names else "left over"
+    left_over = (
+        "being written, or left over" if lock_of(owner or checkpoint_of(name)) in names else "left over"
+    )
     try:
         manifest = open_manifest(storage, name)
     except (CheckpointError, OSError) as error:

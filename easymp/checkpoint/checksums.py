@@ -44,8 +44,14 @@ def check(what: str, number: int, found: int, checksums: Sequence[int]) -> None:
 def check_size(what: str, found: int | None, size: int, checksums: Sequence[int] | None) -> None:
     """Raises CheckpointError where a file is missing or has not the `size` that was written, or not as many checksums."""
     if found is None:
-        raise CheckpointError(f"{what}: no such file: the checkpoint is not whole; load another one, or copy this file again")
+        raise CheckpointError(
+            f"{what}: no such file: the checkpoint is not whole; load another one, or copy this file again"
+        )
     if found != size:
-        raise CheckpointError(f"{what}: {found} bytes, and {size} were written: load another checkpoint, or copy this file again")
+        raise CheckpointError(
+            f"{what}: {found} bytes, and {size} were written: load another checkpoint, or copy this file again"
+        )
     if checksums is not None and len(checksums) != blocks(size):
-        raise CheckpointError(f"{what}: {len(checksums)} checksums for {blocks(size)} blocks: load another checkpoint")
+        raise CheckpointError(
+            f"{what}: {len(checksums)} checksums for {blocks(size)} blocks: load another checkpoint"
+        )

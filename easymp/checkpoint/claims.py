@@ -95,7 +95,11 @@ def refusal(place: str, owner: Mapping[str, Any], lock: str = "") -> CheckpointE
     return CheckpointError(
         f"{place} is being written by {who}{_since(owner.get('since'))}, and two writers would only overtake each other: give this run a "
         "folder of its own, or wait until that one is done"
-        + (f". If that machine is gone, remove {lock}" if lock and owner.get("host") != socket.gethostname() else "")
+        + (
+            f". If that machine is gone, remove {lock}"
+            if lock and owner.get("host") != socket.gethostname()
+            else ""
+        )
     )
 
 
@@ -106,6 +110,11 @@ def _since(said: object) -> str:
     except (ValueError, TypeError):
         return ""
     age = next(
-        (f"{seconds // n} {unit}" for n, unit in ((86400, "days"), (3600, "h"), (60, "min")) if seconds >= 2 * n), f"{seconds} s"
+        (
+            f"{seconds // n} {unit}"
+            for n, unit in ((86400, "days"), (3600, "h"), (60, "min"))
+            if seconds >= 2 * n
+        ),
+        f"{seconds} s",
     )
     return f" since {said} ({age})"

@@ -53,7 +53,12 @@ def begin(storage: Storage, checkpoint: str, by: Saved | None = None) -> Commit:
 
 def check_name(checkpoint: str) -> None:
     """Raises CheckpointError for a name that no checkpoint can have."""
-    if "/" in checkpoint or not checkpoint or checkpoint.startswith(TEMPORARY) or checkpoint_of(checkpoint) != checkpoint:
+    if (
+        "/" in checkpoint
+        or not checkpoint
+        or checkpoint.startswith(TEMPORARY)
+        or checkpoint_of(checkpoint) != checkpoint
+    ):
         raise CheckpointError(
             f"{checkpoint!r} is no name for a checkpoint: {TEMPORARY}… and ….save-2 are those of saves under way; pass another one"
         )

@@ -20,11 +20,17 @@ def open_manifest(storage: Storage, folder: str) -> Manifest:
     place, manifest, commit = inside(storage.place, folder), inside(folder, MANIFEST), inside(folder, COMMIT)
     sealed, described = storage.size(commit) is not None, storage.size(manifest) is not None
     if not (sealed or described):
-        raise CheckpointError(f"{place}: no checkpoint: neither {MANIFEST} nor {COMMIT} is there; pass the folder of one step")
+        raise CheckpointError(
+            f"{place}: no checkpoint: neither {MANIFEST} nor {COMMIT} is there; pass the folder of one step"
+        )
     if not sealed:
-        raise CheckpointError(f"{place}: not committed: {COMMIT} is missing, so the save did not end; load an earlier checkpoint")
+        raise CheckpointError(
+            f"{place}: not committed: {COMMIT} is missing, so the save did not end; load an earlier checkpoint"
+        )
     if not described:
-        raise CheckpointError(f"{place}: {MANIFEST} is missing though {COMMIT} is there: load another checkpoint")
+        raise CheckpointError(
+            f"{place}: {MANIFEST} is missing though {COMMIT} is there: load another checkpoint"
+        )
     text = storage.get(manifest, LONGEST)
     if storage.get(commit, SEAL) != seal(text):
         raise CheckpointError(

@@ -89,7 +89,11 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick 
     common = [name for name in names[0] if name in names[1]]
     kinds = [Unequal(n, x, y) for n in common if (x := _kind(names[0][n])) != (y := _kind(names[1][n]))]
     tied = a.manifest.aliases.items() & b.manifest.aliases.items()  # compared under their other name
-    alike = [n for n in common if _kind(names[0][n]) == _kind(names[1][n]) and (n, a.manifest.aliases.get(n)) not in tied]
+    alike = [
+        n
+        for n in common
+        if _kind(names[0][n]) == _kind(names[1][n]) and (n, a.manifest.aliases.get(n)) not in tied
+    ]
     expect(tick, 2 * sum(names[0][n].bytes for n in alike))
     values = list(_compare(a, b, [(n, names[0][n], names[1][n]) for n in alike], tick))
     return Difference(
@@ -104,7 +108,10 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick 
 
 def _names(manifest: Manifest) -> dict[str, Stored]:
     """Every name of a tensor."""
-    return {**manifest.tensors, **{name: manifest.tensors[of] for name, of in manifest.aliases.items() if of in manifest.tensors}}
+    return {
+        **manifest.tensors,
+        **{name: manifest.tensors[of] for name, of in manifest.aliases.items() if of in manifest.tensors},
+    }
 
 
 def _kind(stored: Stored) -> str:
@@ -115,7 +122,11 @@ def _kind(stored: Stored) -> str:
 
 
 def _compare(a: Opened, b: Opened, both: list[tuple[str, Stored, Stored]], tick: Tick) -> Iterator[Values]:
-    parts = [(i, x, y, box) for i, (_, x, y) in enumerate(both) for box in slices(whole(x.shape), BLOCK // x.dtype.itemsize)]
+    parts = [
+        (i, x, y, box)
+        for i, (_, x, y) in enumerate(both)
+        for box in slices(whole(x.shape), BLOCK // x.dtype.itemsize)
+    ]
     together = room(max(len(a.files), len(b.files)))
     here = one_by_one(a.files, ((x, box) for _, x, _, box in parts), together, tick)
     there = one_by_one(b.files, ((y, box) for _, _, y, box in parts), together, tick)
@@ -149,7 +160,9 @@ def _apart(x: Tensor, y: Tensor) -> float:
 
 def _said(manifest: Manifest) -> dict[str, Any]:
     run = {"step": manifest.step, "world_size": manifest.world_size, "plan": manifest.plan}
-    extra = {name: {"bytes": file.size, "crc32": list(file.checksums)} for name, file in manifest.extra.items()}
+    extra = {
+        name: {"bytes": file.size, "crc32": list(file.checksums)} for name, file in manifest.extra.items()
+    }
     states = {name: state for name, state in manifest.states.items() if name != TRACKING}
     return {**run, "tied": manifest.aliases, "extra": extra, **states}
 

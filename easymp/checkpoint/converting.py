@@ -113,9 +113,13 @@ def _of_safetensors(place: str | os.PathLike[str], model: str) -> Weights:
     def bring(names: list[str], tick: Tick) -> Iterator[Tensor]:
         wanted = [source.tensors[named[name]] for name in names]
         expect(tick, sum(stored.bytes for stored in wanted))
-        return one_by_one(source.files, ((stored, whole(stored.shape)) for stored in wanted), room(len(source.files)), tick)
+        return one_by_one(
+            source.files, ((stored, whole(stored.shape)) for stored in wanted), room(len(source.files)), tick
+        )
 
-    items = {name: Item(name, source.tensors[old].dtype, source.tensors[old].shape) for name, old in named.items()}
+    items = {
+        name: Item(name, source.tensors[old].dtype, source.tensors[old].shape) for name, old in named.items()
+    }
     return Weights(items, aliases, bring)
 
 
@@ -161,7 +165,11 @@ def _of_torch_save(path: Path, trust: bool) -> Weights:
             aliases[plain] = first[spot]  # tied
         else:
             first[spot] = plain
-    items = {n: Item(n, tensors[old].dtype, tuple(tensors[old].shape)) for n, old in named.items() if n not in aliases}
+    items = {
+        n: Item(n, tensors[old].dtype, tuple(tensors[old].shape))
+        for n, old in named.items()
+        if n not in aliases
+    }
 
     def bring(names: list[str], tick: Tick) -> Iterator[Tensor]:
         expect(tick, sum(item.bytes for item in items.values()))
@@ -180,6 +188,10 @@ def _files(path: Path) -> list[Path]:
         return [path]
     said = loads(index.read_bytes(), str(index))
     table = said.get("weight_map") if isinstance(said, dict) else None
-    if not isinstance(table, dict) or not all(isinstance(file, str) and Path(file).name == file for file in table.values()):
-        raise CheckpointError(f"{index}: no index of weights: it has no weight_map from names to files beside it")
+    if not isinstance(table, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in table.values()
+    ):
+        raise CheckpointError(
+            f"{index}: no index of weights: it has no weight_map from names to files beside it"
+        )
     return [index.parent / file for file in dict.fromkeys(table.values())]

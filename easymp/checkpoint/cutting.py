@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterable, Iterator
 
 
-def cut(parts: Iterable[bytes | memoryview], step: int, most: int = sys.maxsize) -> Iterator[list[memoryview]]:
+def cut(
+    parts: Iterable[bytes | memoryview], step: int, most: int = sys.maxsize
+) -> Iterator[list[memoryview]]:
     """The bytes of `parts` in groups of `step` bytes, or of `most` buffers where that comes first; the last group may be shorter."""
     group: list[memoryview] = []
     room = step

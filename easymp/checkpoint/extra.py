@@ -37,7 +37,9 @@ def content(file: SourceFile) -> Iterator[Part]:
         yield block
 
 
-def copied(files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick = nothing) -> dict[str, FileRecord]:
+def copied(
+    files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick = nothing
+) -> dict[str, FileRecord]:
     """Write `files` below `folder` of `storage`, by their paths there. All is on disk then but the first names in `folder`, which
     `sync` of it brings there.
 

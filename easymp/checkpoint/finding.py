@@ -54,7 +54,9 @@ class Saved:
     def leads_to(self, tip: Saved) -> bool:
         """Whether `tip` is this checkpoint, or was continued from it."""
         marks = ((tip.lineage.line, *tip.position), *tip.lineage.forks)
-        return any(self.lineage.line == line and self.position <= (written, step) for line, written, step in marks)
+        return any(
+            self.lineage.line == line and self.position <= (written, step) for line, written, step in marks
+        )
 
 
 def survey(storage: Storage) -> tuple[list[Saved], list[str]]:
@@ -194,7 +196,9 @@ def _later(than: str) -> str:
     now = datetime.now(UTC).isoformat(timespec="microseconds")
     try:
         return (
-            now if now > than else (datetime.fromisoformat(than) + timedelta(microseconds=1)).isoformat(timespec="microseconds")
+            now
+            if now > than
+            else (datetime.fromisoformat(than) + timedelta(microseconds=1)).isoformat(timespec="microseconds")
         )
     except (ValueError, OverflowError):  # somebody else's words
         return now

@@ -29,7 +29,9 @@ def names_apart(live: Collection[str], saved: Collection[str], what: str = "") -
             f"{what}not in the checkpoint: {several([repr(name) + nearest(name, left) for name in lacks[:SHOWN]] + lacks[SHOWN:])}"
         )
     if left:
-        said.append(f"{what}only in the checkpoint: {several([repr(name) for name in left[:SHOWN]] + left[SHOWN:])}")
+        said.append(
+            f"{what}only in the checkpoint: {several([repr(name) for name in left[:SHOWN]] + left[SHOWN:])}"
+        )
     return "; ".join(said)
 
 
@@ -66,11 +68,15 @@ def check_like(what: str, saved: Any, live: Any) -> None:
         CheckpointError: a value is of another kind, or an integer is too large for 64 bits.
     """
     if isinstance(saved, int) and not -(2**63) <= saved < 2**63:
-        raise CheckpointError(f"{what} is {saved!r:.80} in the checkpoint, which 64 bits do not hold: load another checkpoint")
+        raise CheckpointError(
+            f"{what} is {saved!r:.80} in the checkpoint, which 64 bits do not hold: load another checkpoint"
+        )
     if saved is None or live is None:
         return
     if kind_of(saved) != kind_of(live) or (isinstance(live, tuple) and len(saved) != len(live)):
-        raise CheckpointError(f"{what} is {saved!r:.80} in the checkpoint, and {live!r:.80} here: load another checkpoint")
+        raise CheckpointError(
+            f"{what} is {saved!r:.80} in the checkpoint, and {live!r:.80} here: load another checkpoint"
+        )
     if isinstance(live, Mapping):
         for key in saved.keys() & live.keys():
             check_like(f"{what}[{key!r:.80}]", saved[key], live[key])

@@ -30,7 +30,9 @@ def on_host(tensor: Tensor, name: str) -> Tensor:
         CheckpointError: it is on the meta device.
     """
     if tensor.is_meta:
-        raise CheckpointError(f"{name} is on the meta device and has no values: prepare the model, or load_weights into it")
+        raise CheckpointError(
+            f"{name} is on the meta device and has no values: prepare the model, or load_weights into it"
+        )
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
@@ -56,12 +58,16 @@ class Gathering:
                 continue
             self._parts[name] = dict(place.parts) if place is not None else {}
         kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        everyones = world.gather_objects((said, kinds, {name: list(parts) for name, parts in self._parts.items()}))
+        everyones = world.gather_objects(
+            (said, kinds, {name: list(parts) for name, parts in self._parts.items()})
+        )
         for rank, (words, theirs, _) in enumerate(everyones):
             if words:
                 raise CheckpointError(words)
             if theirs != everyones[0][1]:
-                raise CheckpointError(f"rank {rank} has other tensors than rank 0: all ranks must pass the same model")
+                raise CheckpointError(
+                    f"rank {rank} has other tensors than rank 0: all ranks must pass the same model"
+                )
         self.tensors: dict[str, Spread] = {}
         for name, (dtype, shape) in kinds.items():
             holders: dict[Box, int] = {}

@@ -43,7 +43,9 @@ class Slot(NamedTuple):
 
 def words(metadata: object) -> bool:
     """Whether this is what the format takes as ``__metadata__``."""
-    return isinstance(metadata, dict) and all(isinstance(word, str) for pair in metadata.items() for word in pair)
+    return isinstance(metadata, dict) and all(
+        isinstance(word, str) for pair in metadata.items() for word in pair
+    )
 
 
 def filed(dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -75,7 +77,9 @@ def encode(
     places, at = [], 0
     for name, dtype, shape in tensors:
         if dtype not in NAMES:
-            raise CheckpointError(f"{name}: safetensors has no type for {dtype}: convert the tensor before saving")
+            raise CheckpointError(
+                f"{name}: safetensors has no type for {dtype}: convert the tensor before saving"
+            )
         size = nbytes(dtype, tuple(shape))
         if size is None or at + size > MOST:
             raise CheckpointError(f"{name}: no file holds a tensor of shape {list(shape)}")
@@ -84,7 +88,9 @@ def encode(
         kept, dims = filed(dtype, shape)
         if kept is torch.float4_e2m1fn_x2:  # two values a byte; the format counts values, torch counts bytes
             if not dims:
-                raise CheckpointError(f"{name}: safetensors stores no {dtype} without a dimension: use .reshape(1)")
+                raise CheckpointError(
+                    f"{name}: safetensors stores no {dtype} without a dimension: use .reshape(1)"
+                )
             dims = (*dims[:-1], 2 * dims[-1])
         table[name] = {"dtype": NAMES[kept], "shape": dims, "data_offsets": [at, at + size]}
         places.append((dtype, tuple(shape), at, at + size))
@@ -121,13 +127,17 @@ def decode(text: bytes, size: int, what: str) -> dict[str, Slot]:
     """
     base = length(text, size, what)
     if len(text) < base:
-        raise CheckpointError(f"{what}: {len(text)} bytes of a header of {base} could be read: cut short; load another file")
+        raise CheckpointError(
+            f"{what}: {len(text)} bytes of a header of {base} could be read: cut short; load another file"
+        )
     table = loads(text[8:base], what)
     if text[8:9] != b"{" or not isinstance(table, dict):
         raise CheckpointError(f"{what}: no safetensors file: its header is no object of JSON")
     metadata = table.pop("__metadata__", None)
     if metadata is not None and not words(metadata):
-        raise CheckpointError(f"{what}: no safetensors file: __metadata__ maps words to words, and here it does not")
+        raise CheckpointError(
+            f"{what}: no safetensors file: __metadata__ maps words to words, and here it does not"
+        )
     slots = {name: _slot(entry, base, size, f"{what}: {name!r}") for name, entry in table.items()}
     _tiled(slots, base, size, what)
     return slots
@@ -135,7 +145,9 @@ def decode(text: bytes, size: int, what: str) -> dict[str, Slot]:
 
 def _slot(entry: Any, base: int, size: int, what: str) -> Slot:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{what} is not described by dtype, shape and data_offsets alone: damaged, or no safetensors file")
+        raise CheckpointError(
+            f"{what} is not described by dtype, shape and data_offsets alone: damaged, or no safetensors file"
+        )
     name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     dtype = DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None or dtype in PARTS:
@@ -162,9 +174,13 @@ def _tiled(slots: Mapping[str, Slot], base: int, size: int, what: str) -> None:
     for name, slot in sorted(slots.items(), key=lambda item: item[1][2:]):
         if slot.begin != at:
             fault = (
-                "overlaps with the tensor before it" if slot.begin < at else f"leaves {slot.begin - at} bytes before it to no one"
+                "overlaps with the tensor before it"
+                if slot.begin < at
+                else f"leaves {slot.begin - at} bytes before it to no one"
             )
             raise CheckpointError(f"{what}: {name!r} {fault}: damaged, or no safetensors file")
         at = slot.end
     if at != size:
-        raise CheckpointError(f"{what}: {size - at} bytes after the last tensor: damaged, or no safetensors file")
+        raise CheckpointError(
+            f"{what}: {size - at} bytes after the last tensor: damaged, or no safetensors file"
+        )

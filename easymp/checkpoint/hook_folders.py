@@ -50,7 +50,11 @@ class HookFolder:
                 self._there, above = LocalStorage(tempfile.gettempdir()), [""]
             else:
                 self._there, above = LocalStorage(root), [""]
-                said = trouble(lambda: above.append(self._claimed(f"{checkpoint}.hooks"))) if world.rank == 0 else ""
+                said = (
+                    trouble(lambda: above.append(self._claimed(f"{checkpoint}.hooks")))
+                    if world.rank == 0
+                    else ""
+                )
                 said, above = world.broadcast_objects([said, above])
                 _agree([said])
             self._agreed(lambda: self._make(above[-1], checkpoint))
@@ -71,7 +75,9 @@ class HookFolder:
         return name
 
     def _make(self, above: str, checkpoint: str) -> None:
-        self._mine = f"{above}/{self._world.rank:05d}" if above else os.path.basename(tempfile.mkdtemp(prefix=PREFIX))
+        self._mine = (
+            f"{above}/{self._world.rank:05d}" if above else os.path.basename(tempfile.mkdtemp(prefix=PREFIX))
+        )
         self._open.callback(take_away, self._there, self._mine)
         self._folder = f"{self._mine}/{checkpoint}"
         self._there.make(self._folder)
@@ -112,11 +118,15 @@ class HookFolder:
                 if stat.S_ISREG(found.st_mode):
                     yield below, found.st_size
                 elif not stat.S_ISDIR(found.st_mode):
-                    raise CheckpointError(f"a hook made {below}, a link or a device: checkpoints hold files, so let it write one")
+                    raise CheckpointError(
+                        f"a hook made {below}, a link or a device: checkpoints hold files, so let it write one"
+                    )
 
     def _check_same(self, files: Mapping[str, SourceFile]) -> None:
         mine: dict[str, str] = {}
-        everyones = self._agreed(lambda: mine.update((name, _digest(file)) for name, file in files.items()), mine)
+        everyones = self._agreed(
+            lambda: mine.update((name, _digest(file)) for name, file in files.items()), mine
+        )
         known: dict[str, tuple[int, str]] = {}
         for rank, digests in enumerate(everyones):
             for name, digest in digests.items():
@@ -158,7 +168,9 @@ def folder_to_read(world: World, storage: Storage, checkpoint: str) -> Iterator[
                 for file in opened.extra.values():
                     storage.verify(file.name, file.size, file.checksums or ())
             else:
-                above = held.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True))
+                above = held.enter_context(
+                    tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+                )
                 there = LocalStorage(above)
                 there.make(checkpoint)
                 copied(opened.extra, there, checkpoint)

@@ -68,7 +68,14 @@ def write_model(
     alone = len(shards) == 1 and (storage.renames or SINGLE not in there)
     names = [SINGLE] if alone else _free(len(shards), there)
     for name, shard in zip(names, shards):
-        _write(storage, inside(folder, f".{name}.tmp" if storage.renames else name), shard, bring, aliases or {}, tick)
+        _write(
+            storage,
+            inside(folder, f".{name}.tmp" if storage.renames else name),
+            shard,
+            bring,
+            aliases or {},
+            tick,
+        )
     if storage.renames:
         storage.sync(folder)
         for name in names:
@@ -76,7 +83,9 @@ def write_model(
         storage.sync(folder)
     if not alone:
         files = {item.name: name for name, shard in zip(names, shards) for item in shard}
-        storage.replace(inside(folder, INDEX), _index(files, sum(item.bytes for shard in shards for item in shard)))
+        storage.replace(
+            inside(folder, INDEX), _index(files, sum(item.bytes for shard in shards for item in shard))
+        )
     outdated = [name for name in there if SHARD.fullmatch(name) and name not in names]
     for name in [*({INDEX} if alone else {SINGLE}) & there, *outdated]:
         storage.remove(inside(folder, name))
@@ -93,7 +102,9 @@ def _free(size: int, taken: set[str]) -> list[str]:
     raise AssertionError("numbers do not end")
 
 
-def _write(storage: Storage, path: str, shard: Sequence[Item], bring: Bring, aliases: Mapping[str, str], tick: Tick) -> None:
+def _write(
+    storage: Storage, path: str, shard: Sequence[Item], bring: Bring, aliases: Mapping[str, str], tick: Tick
+) -> None:
     mine = {item.name for item in shard}
     noted = {other: name for other, name in aliases.items() if name in mine}
     header, slots = encode(shard, {"format": "pt", **noted})
@@ -116,9 +127,13 @@ def index_of(tensors: Mapping[str, Stored]) -> bytes | None:
     weights = {name.removeprefix(GROUP): stored for name, stored in tensors.items() if name.startswith(GROUP)}
     if not weights or any([piece.box for piece in s.pieces] != [whole(s.shape)] for s in weights.values()):
         return None
-    return _index({name: s.pieces[0].file for name, s in weights.items()}, sum(s.bytes for s in weights.values()))
+    return _index(
+        {name: s.pieces[0].file for name, s in weights.items()}, sum(s.bytes for s in weights.values())
+    )
 
 
 def _index(files: Mapping[str, str], total: int) -> bytes:
     """Which file each tensor is in, and the bytes of all of them."""
-    return (json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2, sort_keys=True) + "\n").encode()
+    return (
+        json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2, sort_keys=True) + "\n"
+    ).encode()

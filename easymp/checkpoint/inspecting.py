@@ -87,7 +87,10 @@ def inspect(folder: str | os.PathLike[str]) -> Contents:
         size=bytes_of(it),
         plan=it.plan,
         groups=tuple(_group(word, it) for word in words),
-        tensors=tuple(TensorFacts(n, dtype_name(t.dtype), t.shape, t.bytes, len(t.pieces)) for n, t in it.tensors.items()),
+        tensors=tuple(
+            TensorFacts(n, dtype_name(t.dtype), t.shape, t.bytes, len(t.pieces))
+            for n, t in it.tensors.items()
+        ),
         aliases=it.aliases,
         states=tuple(it.states),
         files={name: file.size for name, file in it.all_files.items()},

@@ -16,8 +16,15 @@ SEQUENCES: dict[type, str] = {
     range: "range",
     slice: "slice",
 }
-MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter", defaultdict: "defaultdict"}
-FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, list, dict, set, tuple)} | {"none": None}
+MAPPINGS: dict[type, str] = {
+    dict: "dict",
+    OrderedDict: "ordered",
+    Counter: "counter",
+    defaultdict: "defaultdict",
+}
+FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, list, dict, set, tuple)} | {
+    "none": None
+}
 TORCH_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 # What NumPy and torch both have; the names are the same.
 NUMPY_DTYPES = {

@@ -47,7 +47,9 @@ class Loaded:
     skipped: tuple[str, ...] = ()
 
 
-def load(world: World, storage: Storage, name: str, kept: Sequence[Kept], strict: bool = True, tick: Tick = nothing) -> Loaded:
+def load(
+    world: World, storage: Storage, name: str, kept: Sequence[Kept], strict: bool = True, tick: Tick = nothing
+) -> Loaded:
     """Put the checkpoint `name` of `storage` into what is live, on all ranks together.
 
     Raises:
@@ -63,7 +65,9 @@ def load(world: World, storage: Storage, name: str, kept: Sequence[Kept], strict
         return put_in_place(world, f"{storage.place}/{name}", open_it, kept, tick)
 
 
-def put_in_place(world: World, place: str, open_it: Callable[[], Reading], kept: Sequence[Kept], tick: Tick = nothing) -> Loaded:
+def put_in_place(
+    world: World, place: str, open_it: Callable[[], Reading], kept: Sequence[Kept], tick: Tick = nothing
+) -> Loaded:
     """As `load`, from what `open_it` opens at `place`."""
     puts: list[Callable[[], None]] = []
     found: list[Reading] = []
@@ -72,7 +76,9 @@ def put_in_place(world: World, place: str, open_it: Callable[[], Reading], kept:
         reading = open_it()
         puts.extend(_taken(k, reading) for k in kept)
         if left := reading.left():
-            reading.complain(f"nothing here takes {several(left)} of the checkpoint: prepare what was saved before loading")
+            reading.complain(
+                f"nothing here takes {several(left)} of the checkpoint: prepare what was saved before loading"
+            )
         reading.run(tick)
         found.append(reading)
 
@@ -88,7 +94,9 @@ def put_in_place(world: World, place: str, open_it: Callable[[], Reading], kept:
 
     trouble = _trouble(put_all)
     _together(world, place, _words(trouble), trouble, HALF)
-    skipped = tuple(dict.fromkeys(words for everyones in world.gather_objects(reading.skipped) for words in everyones))
+    skipped = tuple(
+        dict.fromkeys(words for everyones in world.gather_objects(reading.skipped) for words in everyones)
+    )
     if skipped:
         logger.warning("%s: skipped: %s", place, "; ".join(skipped))
     return Loaded(place, reading.manifest, skipped)
@@ -147,7 +155,10 @@ def _together(world: World, place: str, said: str, cause: Exception | None = Non
         if words:
             by_words.setdefault(words, []).append(str(rank))
     if by_words:
-        who = {words: f"rank {', '.join(ranks)}: " if len(ranks) < world.size else "" for words, ranks in by_words.items()}
+        who = {
+            words: f"rank {', '.join(ranks)}: " if len(ranks) < world.size else ""
+            for words, ranks in by_words.items()
+        }
         told = "; ".join(who[words] + words for words in by_words)
         what = what or ("was not loaded" if STUCK in told else "was not loaded, and nothing has changed")
         raise CheckpointError(f"{place} {what}: {told}") from cause

@@ -34,7 +34,9 @@ HELD = 256  # files that are kept open; a process may often have 1024
 NOREPLACE, EXCHANGE = 1, 2
 STALE = 3600.0  # seconds after which a half-written replacement belongs to no one
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe, opened so, does not wait for its other end
+FILE = (
+    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+)  # a pipe, opened so, does not wait for its other end
 
 
 class LocalStorage:
@@ -58,7 +60,9 @@ class LocalStorage:
     def get(self, name: str, limit: int) -> bytes:
         content = self.head(name, limit + 1)
         if len(content) > limit:
-            raise CheckpointError(f"{self._path(name)}: more than {limit} bytes, and such a file has fewer: it is not ours")
+            raise CheckpointError(
+                f"{self._path(name)}: more than {limit} bytes, and such a file has fewer: it is not ours"
+            )
         return content
 
     def head(self, name: str, count: int) -> bytes:
@@ -90,7 +94,12 @@ class LocalStorage:
         self._read(name, size, checksums, tick, wanted)
 
     def verify(
-        self, name: str, size: int, checksums: Sequence[int], tick: Tick = nothing, numbers: Iterable[int] | None = None
+        self,
+        name: str,
+        size: int,
+        checksums: Sequence[int],
+        tick: Tick = nothing,
+        numbers: Iterable[int] | None = None,
     ) -> None:
         self._read(name, size, checksums, tick, None, numbers)
 
@@ -139,7 +148,9 @@ class LocalStorage:
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
-            raise CheckpointError(f"{path}: a link, and links are not followed: put the file itself there") from None
+            raise CheckpointError(
+                f"{path}: a link, and links are not followed: put the file itself there"
+            ) from None
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             calls.do("close", path, os.close, descriptor)
@@ -199,7 +210,10 @@ class LocalStorage:
         folder, _, last = name.rpartition("/")
         fresh = f"{folder}/.new-{last}-" if folder else f".new-{last}-"
         for left in self.list(folder):
-            if left.startswith(f".new-{last}-") and time.time() - self.modified(f"{folder}/{left}" if folder else left) > STALE:
+            if (
+                left.startswith(f".new-{last}-")
+                and time.time() - self.modified(f"{folder}/{left}" if folder else left) > STALE
+            ):
                 self.remove(f"{folder}/{left}" if folder else left)
         fresh += secrets.token_hex(4)
         paths = self._path(fresh), self._path(name)
@@ -251,7 +265,9 @@ def _fill(path: str, descriptor: int, views: list[memoryview], at: int) -> None:
     while views := [view for view in views if view]:
         count = calls.do("read", path, os.preadv, descriptor, views, at)
         if not count:
-            raise CheckpointError(f"{path}: ends at byte {at} while it is read: someone else changes it; load another checkpoint")
+            raise CheckpointError(
+                f"{path}: ends at byte {at} while it is read: someone else changes it; load another checkpoint"
+            )
         at += count
         views = rest(views, count)
 

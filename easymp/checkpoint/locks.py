@@ -78,7 +78,9 @@ class Lock:
 
     def release(self) -> None:
         try:
-            calls.do("unlink", self._path, os.unlink, self._path)  # before the lock goes: nobody else's is taken away
+            calls.do(
+                "unlink", self._path, os.unlink, self._path
+            )  # before the lock goes: nobody else's is taken away
         except OSError:
             pass  # the folder is gone, or became read-only; without a lock on it the file says nothing
         os.close(self._descriptor)

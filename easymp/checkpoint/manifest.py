@@ -31,8 +31,12 @@ from .wellformed import (
     check_text,
 )
 
-LINEAGE = "lineage"  # in the plan, where easymp 0.1 takes any key; elsewhere it takes none that it does not know
-VERSION = 2  # with files of hooks; what has none is version 1, which says nothing of them, and is written as such
+LINEAGE = (
+    "lineage"  # in the plan, where easymp 0.1 takes any key; elsewhere it takes none that it does not know
+)
+VERSION = (
+    2  # with files of hooks; what has none is version 1, which says nothing of them, and is written as such
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,9 @@ class Manifest:
         """
         self.check()
         if loads(dumps(self.plan), "plan") != self.plan:
-            raise CheckpointError("the plan of a checkpoint is stored as JSON, and has values that are none: pass Plan.as_dict()")
+            raise CheckpointError(
+                "the plan of a checkpoint is stored as JSON, and has values that are none: pass Plan.as_dict()"
+            )
         return dumps(
             {
                 "version": VERSION if self.extra else 1,
@@ -108,7 +114,9 @@ class Manifest:
                     name: {
                         "dtype": NAMES[t.dtype],
                         "shape": list(t.shape),
-                        "pieces": [[list(p.box.offset), list(p.box.shape), p.file, p.begin] for p in t.pieces],
+                        "pieces": [
+                            [list(p.box.offset), list(p.box.shape), p.file, p.begin] for p in t.pieces
+                        ],
                     }
                     for name, t in self.tensors.items()
                 },
@@ -136,9 +144,13 @@ def decode(text: bytes, what: str) -> Manifest:
     raw = loads(text, what)
     version = raw.get("version") if isinstance(raw, dict) else None
     if type(version) is not int or version < 1:
-        raise CheckpointError(f"{what}: no manifest of a checkpoint: its version is {version!r:.40}, and should be {VERSION}")
+        raise CheckpointError(
+            f"{what}: no manifest of a checkpoint: its version is {version!r:.40}, and should be {VERSION}"
+        )
     if version > VERSION:
-        raise CheckpointError(f"{what}: format version {version}, and this easymp reads {VERSION}: update easymp")
+        raise CheckpointError(
+            f"{what}: format version {version}, and this easymp reads {VERSION}: update easymp"
+        )
     try:
         manifest = _manifest(raw)
         manifest.check()
@@ -185,7 +197,11 @@ def _lineage(plan: dict[str, Any]) -> Lineage:
     for fork in forks:
         if not isinstance(fork, list) or [type(part) for part in fork] != [str, str, int]:
             raise CheckpointError(f"the lineage has a fork {fork!r:.80}: not a line, a time and a step")
-    return Lineage(plan[LINEAGE]["line"], plan[LINEAGE]["parent"], tuple((line, written, step) for line, written, step in forks))
+    return Lineage(
+        plan[LINEAGE]["line"],
+        plan[LINEAGE]["parent"],
+        tuple((line, written, step) for line, written, step in forks),
+    )
 
 
 def head(start: bytes) -> tuple[str, int, Lineage] | None:

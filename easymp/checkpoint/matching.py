@@ -42,8 +42,13 @@ class Skipped:
 
     def __str__(self) -> str:
         said = [
-            f"{word}: {', '.join(names[:SHOWN])}" + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-            for word, names in (("missing", self.missing), ("unexpected", self.unexpected), ("of another shape", self.misshapen))
+            f"{word}: {', '.join(names[:SHOWN])}"
+            + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+            for word, names in (
+                ("missing", self.missing),
+                ("unexpected", self.unexpected),
+                ("of another shape", self.misshapen),
+            )
             if names
         ]
         return "; ".join(said)
@@ -56,7 +61,9 @@ class Live:
     tensor: Tensor
     names: list[str] = field(default_factory=list)
     stored: Stored | None = None
-    twins: list[str] = field(default_factory=list)  # names in the files for what is one tensor here, beyond the first
+    twins: list[str] = field(
+        default_factory=list
+    )  # names in the files for what is one tensor here, beyond the first
 
 
 def name_of(model: nn.Module) -> str:
@@ -81,7 +88,9 @@ def live_tensors(model: nn.Module) -> dict[str, Live]:
                 "get_extra_state or a hook makes): load it with load_state_dict, which goes through the module's own code"
             )
         if nn.parameter.is_lazy(value):
-            raise CheckpointError(f"{name!r} of this {name_of(model)} has no shape yet: call the model once, and then load")
+            raise CheckpointError(
+                f"{name!r} of this {name_of(model)} has no shape yet: call the model once, and then load"
+            )
         one = by_memory.setdefault(memory(value), Live(value))
         one.names.append(canonical(name))
         live[canonical(name)] = one
@@ -114,7 +123,9 @@ def renamed_in(source: Source, live: Collection[str]) -> dict[str, str]:
         taken[plain] = name
     changed = [name for name, plain in names.items() if name != plain]
     if changed:
-        logger.info("%s: names of wrappers are left out: %r is %r", source.place, changed[0], names[changed[0]])
+        logger.info(
+            "%s: names of wrappers are left out: %r is %r", source.place, changed[0], names[changed[0]]
+        )
     return names
 
 
@@ -131,7 +142,9 @@ def match(source: Source, renamed: Mapping[str, str], live: Mapping[str, Live]) 
             continue
         found[there[0]] = as_complex(found[there[0]], one.tensor)
         if found[there[0]].shape != tuple(one.tensor.shape):
-            misshapen.append(f"{there[0]} ({list(found[there[0]].shape)} in the files, {list(one.tensor.shape)} in the model)")
+            misshapen.append(
+                f"{there[0]} ({list(found[there[0]].shape)} in the files, {list(one.tensor.shape)} in the model)"
+            )
         else:
             one.stored = found[there[0]]
             one.twins = [name for name in there[1:] if found[name] is not one.stored]
@@ -166,6 +179,8 @@ def dtype_fault(one: Live, wanted: torch.dtype | str | None) -> str | None:
     if live == there or (wanted == "live" and converts):
         return None
     remedy = (
-        "pass dtype='live' to convert the values, or convert the model first" if converts else "convert the model or the file"
+        "pass dtype='live' to convert the values, or convert the model first"
+        if converts
+        else "convert the model or the file"
     )
     return f"{there} in the files, and {live} in the model: {remedy}"

@@ -53,7 +53,9 @@ class Meeting:
         self._over = threading.Event()
         self._failed = False
         start = time.monotonic()
-        self._seen = dict.fromkeys(range(store.size), (0, start))  # last beat of each rank, and when it was noticed
+        self._seen = dict.fromkeys(
+            range(store.size), (0, start)
+        )  # last beat of each rank, and when it was noticed
         self._thread = threading.Thread(target=self._beat, name="easymp-beat", daemon=True)
 
     def __enter__(self) -> Meeting:
@@ -61,7 +63,9 @@ class Meeting:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._over.set()
         if self._store.size > 1:
             self._thread.join()
@@ -145,7 +149,9 @@ class Meeting:
                     self._seen[rank] = now, time.monotonic()
                 silent = time.monotonic() - self._seen[rank][1]
                 if silent > self._store.patience():
-                    raise CheckpointError(f"no sign of life for {silent:.0f} s: it ended, was killed, or is stopped")
+                    raise CheckpointError(
+                        f"no sign of life for {silent:.0f} s: it ended, was killed, or is stopped"
+                    )
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
             first = self._store().get(name)

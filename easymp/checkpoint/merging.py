@@ -56,7 +56,9 @@ def merge(
     """
     most = read_bytes(max_shard_size, "max_shard_size=")
     if all and model != MODEL:
-        raise SettingError(f"model={model!r} is one model, and all=True asks for everything: leave one of them out")
+        raise SettingError(
+            f"model={model!r} is one model, and all=True asks for everything: leave one of them out"
+        )
     source = open_checkpoint(folder)
     (_merge_all if all else _merge_weights)(source, out, most, model, tick)
 
@@ -68,9 +70,13 @@ def _merge_weights(source: Opened, out: str | os.PathLike[str], most: int, model
             f"{source.place} has no weights of {model!r}{nearest(model, known) or '.'} It has: {', '.join(known) or 'no model'}"
         )
     prefix = f"{model}/"
-    tensors = {name.removeprefix(prefix): t for name, t in source.manifest.tensors.items() if name.startswith(prefix)}
+    tensors = {
+        name.removeprefix(prefix): t for name, t in source.manifest.tensors.items() if name.startswith(prefix)
+    }
     aliases = {
-        n.removeprefix(prefix): of.removeprefix(prefix) for n, of in source.manifest.aliases.items() if n.startswith(prefix)
+        n.removeprefix(prefix): of.removeprefix(prefix)
+        for n, of in source.manifest.aliases.items()
+        if n.startswith(prefix)
     }
     shards = cut([Item(name, stored.dtype, stored.shape) for name, stored in tensors.items()], most)
     parts = _pass(source, (tensors[name] for name in order(shards)), tick)
@@ -94,9 +100,15 @@ def _merge_all(source: Opened, out: str | os.PathLike[str], most: int, model: st
             )
         index = index_of(division.tensors)
         if index is not None:
-            files[INDEX] = FileRecord(len(index), storage.put(inside(commit.folder, INDEX), [index], len(index)))
+            files[INDEX] = FileRecord(
+                len(index), storage.put(inside(commit.folder, INDEX), [index], len(index))
+            )
         extra = copied(source.extra, storage, commit.folder)
-        write_manifest(storage, commit.folder, dataclasses.replace(manifest, tensors=division.tensors, files=files, extra=extra))
+        write_manifest(
+            storage,
+            commit.folder,
+            dataclasses.replace(manifest, tensors=division.tensors, files=files, extra=extra),
+        )
         commit.finish()
     finally:
         commit.close()
@@ -106,15 +118,21 @@ def _divide(tensors: Mapping[str, Stored], most: int) -> Division:
     """Whole tensors, in files of at most `most` bytes. To the plan each file's share is what one more rank would bring."""
     shares: list[list[Brought]] = []
     for word in dict.fromkeys(map(group, tensors)):
-        items = [Item(name, stored.dtype, stored.shape) for name, stored in tensors.items() if group(name) == word]
-        shares += [[Brought(i.name, i.dtype, i.shape, whole(i.shape)) for i in shard] for shard in cut(items, most)]
+        items = [
+            Item(name, stored.dtype, stored.shape) for name, stored in tensors.items() if group(name) == word
+        ]
+        shares += [
+            [Brought(i.name, i.dtype, i.shape, whole(i.shape)) for i in shard] for shard in cut(items, most)
+        ]
     return divide(shares)
 
 
 def _pass(source: Opened, tensors: Iterable[Stored], tick: Tick) -> Iterator[torch.Tensor]:
     wanted = list(tensors)
     expect(tick, sum(stored.bytes for stored in wanted))
-    return one_by_one(source.files, ((stored, whole(stored.shape)) for stored in wanted), room(len(source.files)), tick)
+    return one_by_one(
+        source.files, ((stored, whole(stored.shape)) for stored in wanted), room(len(source.files)), tick
+    )
 
 
 def _contents(plan: FilePlan, tensors: Iterator[torch.Tensor]) -> Iterator[Part]:

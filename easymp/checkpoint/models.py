@@ -62,8 +62,16 @@ class ModelState:
             return nothing
         saved = source.state(self._name, tensor=FullName)
         prefix = f"{self._name}/"
-        saved.update({k.removeprefix(prefix): FullName(of) for k, of in source.manifest.aliases.items() if k.startswith(prefix)})
-        live = {canonical(name): (name, value) for name, value in self._module.state_dict(keep_vars=True).items()}
+        saved.update(
+            {
+                k.removeprefix(prefix): FullName(of)
+                for k, of in source.manifest.aliases.items()
+                if k.startswith(prefix)
+            }
+        )
+        live = {
+            canonical(name): (name, value) for name, value in self._module.state_dict(keep_vars=True).items()
+        }
         own = self._own()
         if words := names_apart(live, saved):
             source.complain(f"{self._name}: {words}")
@@ -90,7 +98,9 @@ class ModelState:
             source.complain(f"{self._name}: {several(faults)}")
         if rest:
             values = {live[name][0]: source.state(self._name, within=[name]) for name in rest}
-            source.trials.append(self._trial(values, {live[name][0]: live[name][1] for name in rest}, source.strict))
+            source.trials.append(
+                self._trial(values, {live[name][0]: live[name][1] for name in rest}, source.strict)
+            )
         return source.overwriting(fills)
 
     def _path(self, name: FullName, value: Tensor, source: Reading) -> str:
@@ -102,7 +112,9 @@ class ModelState:
         if stored.shape != place.shape:
             return f"has shape {list(stored.shape)} in the checkpoint, and {list(place.shape)} here"
         mastered = stored.dtype == torch.float32 and id(value) in self._mastered
-        raised = stored.dtype in LOW and value.dtype == torch.float32  # by "bf16" and "fp16", at `prepare`; exact
+        raised = (
+            stored.dtype in LOW and value.dtype == torch.float32
+        )  # by "bf16" and "fp16", at `prepare`; exact
         if stored.dtype != value.dtype and not mastered and not raised:
             return f"is {stored.dtype} in the checkpoint, and {value.dtype} here (load_weights converts)"
         return ""
@@ -112,7 +124,11 @@ class ModelState:
         before = dict(_copies(before))
 
         def change() -> None:
-            ignored = [name for name in self._module.load_state_dict(values, strict=False).unexpected_keys if name in values]
+            ignored = [
+                name
+                for name in self._module.load_state_dict(values, strict=False).unexpected_keys
+                if name in values
+            ]
             if ignored and strict:
                 raise CheckpointError(
                     f"load_state_dict does not know {several(ignored)}, which state_dict shows: take it with a hook"

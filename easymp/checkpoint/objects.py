@@ -41,7 +41,9 @@ class ObjectState:
         with suppress(Exception):  # a thing whose state cannot be had now may well take another
             before.append(copy.deepcopy(self._thing.state_dict()))
         if before and not isinstance(self._free, bool):
-            check_like(self._name, state, {key: value for key, value in before[0].items() if key not in self._free})
+            check_like(
+                self._name, state, {key: value for key, value in before[0].items() if key not in self._free}
+            )
 
         def change() -> None:
             self._thing.load_state_dict(state)

@@ -37,7 +37,8 @@ class Opened(NamedTuple):
 
     def _at(self, files: dict[str, FileRecord]) -> dict[str, SourceFile]:
         return {
-            name: SourceFile(self.storage, inside(self.folder, name), file.size, file.checksums) for name, file in files.items()
+            name: SourceFile(self.storage, inside(self.folder, name), file.size, file.checksums)
+            for name, file in files.items()
         }
 
 

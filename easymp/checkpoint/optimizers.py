@@ -23,7 +23,11 @@ from .wellformed import check_number
 
 Groups = list[dict[str, Any]]
 Fills = list[tuple[str, Box, Tensor]]  # full name, box, and the live part that takes it
-NOT_KEPT = ("params", "param_names", *IMPLEMENTATION)  # of a param group: who is in it is known, how its step runs is this run's
+NOT_KEPT = (
+    "params",
+    "param_names",
+    *IMPLEMENTATION,
+)  # of a param group: who is in it is known, how its step runs is this run's
 
 
 class OptimizerState:
@@ -41,7 +45,9 @@ class OptimizerState:
             r % n's; where ranks shall remember the same again, all take what was rank 0's.
     """
 
-    def __init__(self, name: str, optimizer: PreparedOptimizer, owner: Mapping[int, str], apart: bool = False) -> None:
+    def __init__(
+        self, name: str, optimizer: PreparedOptimizer, owner: Mapping[int, str], apart: bool = False
+    ) -> None:
         self._name, self._optimizer, self._apart = name, optimizer, apart
         back = {id(master): parameter for parameter, master in optimizer.masters}
         laid_out = optimizer.laid_out()
@@ -68,7 +74,10 @@ class OptimizerState:
 
     def _groups(self) -> Groups:
         return [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [self._names[id(p)] for p in group["params"]]}
+            {
+                **{k: v for k, v in group.items() if k != "params"},
+                "params": [self._names[id(p)] for p in group["params"]],
+            }
             for group in self._optimizer.param_groups
         ]
 
@@ -84,7 +93,14 @@ class OptimizerState:
                 shared[key] = inner.state[key]
         kind = type(inner.given).__name__
         into.add(
-            self._name, {"kind": kind, "groups": self._groups(), "updates": inner.updates, "shared": shared, "rest": inner.rest()}
+            self._name,
+            {
+                "kind": kind,
+                "groups": self._groups(),
+                "updates": inner.updates,
+                "shared": shared,
+                "rest": inner.rest(),
+            },
         )
         into.add(f"{self._name}/state", state, own=self._apart)
         into.add(f"{self._name}/masters", {self._names[id(master)]: master for _, master in inner.masters})
@@ -96,7 +112,9 @@ class OptimizerState:
         saved = source.state(self._name)
         kind = type(self._optimizer.given).__name__
         if saved["kind"] != kind:
-            source.complain(f"{self._name} was a {saved['kind']}, and is a {kind} here, which remembers other things")
+            source.complain(
+                f"{self._name} was a {saved['kind']}, and is a {kind} here, which remembers other things"
+            )
             return nothing
         check_number(f"{self._name}/updates", saved["updates"], 0)
         groups = self._fitting_groups(saved["groups"], source)
@@ -104,7 +122,9 @@ class OptimizerState:
         saved_state = source.state(names, tensor=FullName) if names else {}
         unknown = [name for name in saved_state if name not in self._parameters]
         if unknown:
-            source.complain(f"{self._name} remembers parameters that it does not step here: {several(unknown)}")
+            source.complain(
+                f"{self._name} remembers parameters that it does not step here: {several(unknown)}"
+            )
         self._check_kinds(saved_state)
         fresh: dict[Any, Any] = {}
         given = bool(saved["rest"]) or self._optimizer.listens()
@@ -211,10 +231,15 @@ class OptimizerState:
             if path.endswith("/step") and not (group.get("fused") or group.get("capturable")):
                 return source.whole(path)  # as torch keeps it: on the CPU
             dtype = (
-                like.dtype if there is not None and stored.dtype == there.dtype and there.shape == like.shape else stored.dtype
+                like.dtype
+                if there is not None and stored.dtype == there.dtype and there.shape == like.shape
+                else stored.dtype
             )
             key = path.removeprefix(f"{names}/{name}/")
-            if reused is not None and (parts := reused.parts(live.get(key), like, stored.shape, dtype)) is not None:
+            if (
+                reused is not None
+                and (parts := reused.parts(live.get(key), like, stored.shape, dtype)) is not None
+            ):
                 fills.extend((path, box, part) for box, part in parts)
                 return live[key]
             made = _laid_out(like, stored.shape, dtype)
@@ -250,7 +275,9 @@ class OptimizerState:
             merged = [{**own, **taken} for own, taken in zip(now["param_groups"], groups)]
             held = [p for group in inner.param_groups for p in group["params"]]
             numbers = dict(zip(map(id, held), (n for group in merged for n in group["params"])))
-            numbered = {numbers[id(key)] if isinstance(key, Tensor) else key: state for key, state in states.items()}
+            numbered = {
+                numbers[id(key)] if isinstance(key, Tensor) else key: state for key, state in states.items()
+            }
             inner.load_state_dict({**now, "state": numbered, "param_groups": merged, **rest})
 
         def undo() -> None:
@@ -272,6 +299,9 @@ def _laid_out(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     whole = torch.empty(shape, dtype=dtype, device=like.device)
     if not hasattr(like, "to_local") or not shape:
         return whole
-    from torch.distributed.tensor import DTensor, Replicate  # DTensors are here, so its long import has been paid
+    from torch.distributed.tensor import (
+        DTensor,
+        Replicate,
+    )  # DTensors are here, so its long import has been paid
 
     return DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)

@@ -48,6 +48,8 @@ def one_by_one(
 
 def _read(files: Mapping[str, SourceFile], batch: list[Want], tick: Tick) -> Iterator[Tensor]:
     stream(files, batch)
-    tick(sum(want.into.nbytes for want in batch))  # not what was read for it: blocks at the edges are read twice
+    tick(
+        sum(want.into.nbytes for want in batch)
+    )  # not what was read for it: blocks at the edges are read twice
     while batch:
         yield batch.pop(0).into  # who takes it may let it go before the next

@@ -47,12 +47,16 @@ def place_of(tensor: Tensor) -> Place | None:
             sparse tensor.
     """
     with torch.no_grad():
-        spread: Any = tensor if hasattr(tensor, "to_local") else None  # DTensor, whose class takes long to import
+        spread: Any = (
+            tensor if hasattr(tensor, "to_local") else None
+        )  # DTensor, whose class takes long to import
         local = (tensor if spread is None else spread.to_local()).detach()
         if local.is_meta:
             return None
         if local.layout != torch.strided:
-            raise CheckpointError(f"a tensor of layout {local.layout} cannot be stored or loaded: convert it with to_dense()")
+            raise CheckpointError(
+                f"a tensor of layout {local.layout} cannot be stored or loaded: convert it with to_dense()"
+            )
         shape = tuple(tensor.shape)
         if spread is None:
             return Place(shape, ((whole(shape), local),))
@@ -69,7 +73,9 @@ def place_of(tensor: Tensor) -> Place | None:
         return Place(shape, tuple(_parts(held, local)))
 
 
-def runs_held(shape: Sequence[int], mesh: Sequence[int], at: Sequence[int], placements: Sequence[Any]) -> list[list[Run]]:
+def runs_held(
+    shape: Sequence[int], mesh: Sequence[int], at: Sequence[int], placements: Sequence[Any]
+) -> list[list[Run]]:
     """What the rank with coordinates `at` holds of each dimension, in the order in which it lies there.
 
     Raises:
@@ -87,11 +93,15 @@ def runs_held(shape: Sequence[int], mesh: Sequence[int], at: Sequence[int], plac
                 "or Replicate"
             )
         factor = getattr(placement, "split_factor", 1)
-        after = prod(mesh[i] for i in range(axis + 1, len(mesh)) if getattr(placements[i], "dim", None) == dim)
+        after = prod(
+            mesh[i] for i in range(axis + 1, len(mesh)) if getattr(placements[i], "dim", None) == dim
+        )
         if factor == after > 1:
             late.append((dim, axis))  # cut when those to the right had been
         elif factor > 1:
-            held[dim] = [r for i in range(factor) for r in _chunk(_chunk(held[dim], factor, i), mesh[axis], at[axis])]
+            held[dim] = [
+                r for i in range(factor) for r in _chunk(_chunk(held[dim], factor, i), mesh[axis], at[axis])
+            ]
         else:
             held[dim] = _chunk(held[dim], mesh[axis], at[axis])
     for dim, axis in reversed(late):
@@ -117,7 +127,10 @@ def _chunk(runs: Sequence[Run], count: int, index: int) -> list[Run]:
 def _parts(held: Sequence[Sequence[Run]], local: Tensor) -> list[tuple[Box, Tensor]]:
     parts = []
     for choice in product(*map(range, map(len, held))):
-        box = Box(tuple(held[d][i][0] for d, i in enumerate(choice)), tuple(held[d][i][1] for d, i in enumerate(choice)))
+        box = Box(
+            tuple(held[d][i][0] for d, i in enumerate(choice)),
+            tuple(held[d][i][1] for d, i in enumerate(choice)),
+        )
         view = local
         for d, i in enumerate(choice):
             view = view.narrow(d, sum(n for _, n in held[d][:i]), box.shape[d])

@@ -102,7 +102,9 @@ def divide(brought: Sequence[Sequence[Brought]]) -> Division:
         load[rank] += at[1].count * kinds[at[0]][0].itemsize
     contents: dict[tuple[str, int], list[tuple[str, Box]]] = {}
     for at in holders:
-        if prod(kinds[at[0]][1]) == 0 or at[1].count:  # an empty box of a tensor that is not empty needs no place
+        if (
+            prod(kinds[at[0]][1]) == 0 or at[1].count
+        ):  # an empty box of a tensor that is not empty needs no place
             contents.setdefault((group(at[0]), writer[at]), []).append(at)
     files: list[FilePlan] = []
     pieces: dict[str, list[Piece]] = {name: [] for name in kinds}
@@ -112,7 +114,9 @@ def divide(brought: Sequence[Sequence[Brought]]) -> Division:
             # Wide types first: each tensor then begins where its type may, and can be copied there as what it is.
             inside = tuple(sorted(contents[word, rank], key=lambda at: -kinds[at[0]][0].itemsize))
             name = f"{word}-{number:05d}-of-{len(ranks):05d}.safetensors"
-            header, slots = encode([(key(n, box, kinds[n][1]), kinds[n][0], box.shape) for n, box in inside], {"format": "pt"})
+            header, slots = encode(
+                [(key(n, box, kinds[n][1]), kinds[n][0], box.shape) for n, box in inside], {"format": "pt"}
+            )
             for (n, box), slot in zip(inside, slots):
                 pieces[n].append(Piece(box, name, slot.begin))
             files.append(FilePlan(name, rank, header, inside, slots[-1].end))

@@ -24,7 +24,9 @@ def preflight(storage: Storage, folder: str, manifest: Manifest, files: Collecti
     held = expected(manifest, files)
     for name in files:
         for why, _ in faults(storage, folder, name, manifest.files[name].size, held[name]):
-            raise CheckpointError(f"{inside(inside(storage.place, folder), name)}: {why}: load another checkpoint")
+            raise CheckpointError(
+                f"{inside(inside(storage.place, folder), name)}: {why}: load another checkpoint"
+            )
 
 
 def expected(manifest: Manifest, files: Collection[str]) -> dict[str, dict[str, tuple[str, Slot]]]:
@@ -65,8 +67,13 @@ def faults(
         tensor, slot = held.get(word, (None, None))
         if slots.get(word) != slot:
             there, here = _said(slots.get(word)), _said(slot)
-            yield f"its header says other than the manifest of {word!r:.300}: {there}, not {here}", (tensor,) if tensor else ()
+            yield (
+                f"its header says other than the manifest of {word!r:.300}: {there}, not {here}",
+                (tensor,) if tensor else (),
+            )
 
 
 def _said(slot: Slot | None) -> str:
-    return "nothing" if slot is None else f"{slot.dtype} {list(slot.shape)} in bytes {slot.begin} to {slot.end}"
+    return (
+        "nothing" if slot is None else f"{slot.dtype} {list(slot.shape)} in bytes {slot.begin} to {slot.end}"
+    )

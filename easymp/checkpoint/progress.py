@@ -77,7 +77,9 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self._lock:
             now = self._clock()
             if self._background or not self._shown:
@@ -87,7 +89,9 @@ class Progress:
                 print(self._end(now), file=self._stream, flush=True)
 
     def _state(self, now: float) -> str:
-        count = min(self._count, self._total) if self._total else self._count  # blocks may be read twice at edges
+        count = (
+            min(self._count, self._total) if self._total else self._count
+        )  # blocks may be read twice at edges
         share = f" of {size(self._total)} ({count / self._total:.0%})" if self._total else ""
         return f"{self._doing}: {size(count)}{share}, {self._rate(now)}"
 

@@ -48,7 +48,9 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
         OSError: `root` cannot be read or written.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise SettingError(f"keep={keep!r}: at least 1 checkpoint must stay; remove the folder itself if none shall")
+        raise SettingError(
+            f"keep={keep!r}: at least 1 checkpoint must stay; remove the folder itself if none shall"
+        )
     storage = open_storage(os.fspath(root))
     there = committed(storage)
     line = [it for it in there if it.leads_to(there[-1])]

@@ -35,7 +35,9 @@ class RandomState:
         seed: the run's, the same on all ranks.
     """
 
-    def __init__(self, rank: int, size: int, devices: Sequence[torch.device], data_rank: int, data_size: int, seed: int) -> None:
+    def __init__(
+        self, rank: int, size: int, devices: Sequence[torch.device], data_rank: int, data_size: int, seed: int
+    ) -> None:
         self._rank, self._size, self._devices = rank, size, [d for d in devices if d.type != "cpu"]
         self._data_rank, self._data_size, self._seed = data_rank, data_size, seed
 
@@ -45,13 +47,17 @@ class RandomState:
 
     def take(self, source: Reading) -> Callable[[], None]:
         size, states_of = source.manifest.world_size, source.manifest.states
-        kept = {rank: states_of[name] for rank in range(size) if (name := f"ranks/{rank:05d}/{NAME}") in states_of}
+        kept = {
+            rank: states_of[name] for rank in range(size) if (name := f"ranks/{rank:05d}/{NAME}") in states_of
+        }
         if len(kept) < size:
             source.complain(f"the checkpoint has the random streams of {len(kept)} of its {size} ranks")
         slices = {"data_rank": self._data_rank, "data_size": self._data_size}
         for rank, saved in kept.items():
             check_like(f"{NAME} of rank {rank}", {key: saved[key] for key in slices}, slices)
-            check_number(f"the seed of rank {rank}", saved["seed"], -(2**63), 2**64 - 1)  # torch's own are unsigned
+            check_number(
+                f"the seed of rank {rank}", saved["seed"], -(2**63), 2**64 - 1
+            )  # torch's own are unsigned
         step = source.manifest.step
         if not kept:
             return lambda: seed_all(mix(self._seed, "rank", self._data_rank, "step", step))
@@ -91,7 +97,11 @@ class RandomState:
     def _check(self, found: dict[str, Any]) -> None:
         """So that `put_states` does not fail."""
         words = found["python"]["words"]
-        if words.shape != (625,) or found["torch"].shape != torch.get_rng_state().shape or found["torch"].dtype != torch.uint8:
+        if (
+            words.shape != (625,)
+            or found["torch"].shape != torch.get_rng_state().shape
+            or found["torch"].dtype != torch.uint8
+        ):
             raise CheckpointError(
                 "the checkpoint's random streams are of another version of Python or torch; strict=False is no help here"
             )

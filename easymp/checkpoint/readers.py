@@ -106,5 +106,8 @@ READERS: dict[str, Reader] = {
     "dict": ({"items": list}, partial(_dict, dict)),
     "ordered": ({"items": list}, partial(_dict, OrderedDict)),
     "counter": ({"items": list}, partial(_dict, Counter)),
-    "defaultdict": ({"of": str, "items": list}, lambda of, items: _dict(partial(defaultdict, FACTORIES[of]), items)),
+    "defaultdict": (
+        {"of": str, "items": list},
+        lambda of, items: _dict(partial(defaultdict, FACTORIES[of]), items),
+    ),
 }

@@ -37,7 +37,9 @@ def by_block(wanted: Sequence[tuple[int, memoryview]], size: int, what: str) -> 
         if not count:
             continue
         if at < end or at + count > size:
-            raise CheckpointError(f"{what}: bytes {at} to {at + count} are asked for after byte {end}, of {size}")
+            raise CheckpointError(
+                f"{what}: bytes {at} to {at + count} are asked for after byte {end}, of {size}"
+            )
         end = at + count
         if end <= limit:  # as thousands of small runs do
             runs.append((at, view))
@@ -58,7 +60,11 @@ class Reader:
     """The file `what` of `size` bytes, with these checksums, of which ``read(views, at)`` fills the views from byte `at` on, or fails."""
 
     def __init__(
-        self, what: str, size: int, checksums: Sequence[int] | None, read: Callable[[list[memoryview], int], None]
+        self,
+        what: str,
+        size: int,
+        checksums: Sequence[int] | None,
+        read: Callable[[list[memoryview], int], None],
     ) -> None:
         self._what, self._size, self._checksums, self._read = what, size, checksums, read
         self._crc32 = crc32()
@@ -70,7 +76,9 @@ class Reader:
         self._run(by_block(wanted, self._size, self._what), tick)
 
     def verify(self, tick: Tick, numbers: Iterable[int] | None = None) -> None:
-        self._run(((number, []) for number in (range(blocks(self._size)) if numbers is None else numbers)), tick)
+        self._run(
+            ((number, []) for number in (range(blocks(self._size)) if numbers is None else numbers)), tick
+        )
 
     def _run(self, tasks: Iterator[tuple[int, Runs]], tick: Tick) -> None:
         for count in spread(self._unchecked if self._checksums is None else self._checked, tasks, "read"):

@@ -36,7 +36,9 @@ def refusal(value: Any, hashed: bool) -> str:
         return f"{what}: store its get_state()"
     if kind.__module__.partition(".")[0] == "numpy":
         if kind.__name__ in ("Generator", "RandomState"):
-            return f"{what}: store " + ("its bit_generator.state" if kind.__name__ == "Generator" else "its get_state()")
+            return f"{what}: store " + (
+                "its bit_generator.state" if kind.__name__ == "Generator" else "its get_state()"
+            )
         return f"a NumPy {kind.__name__} of {getattr(value, 'dtype', 'unknown type')} can't be stored: store its tolist(), or a number type"
     if isinstance(value, os.PathLike):  # by name it is another class in Python 3.13
         return f"{what}: store str(…) of it"
@@ -58,4 +60,8 @@ def refusal(value: Any, hashed: bool) -> str:
 def named(kind: Any) -> str:
     """A class as a reader would write it."""
     name = getattr(kind, "__qualname__", repr(kind)).replace("<locals>.", "")
-    return name if getattr(kind, "__module__", "builtins") in ("builtins", "__main__") else f"{kind.__module__}.{name}"
+    return (
+        name
+        if getattr(kind, "__module__", "builtins") in ("builtins", "__main__")
+        else f"{kind.__module__}.{name}"
+    )

@@ -82,7 +82,9 @@ class RemoteStorage:
     def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = nothing) -> tuple[int, ...]:
         path = self._path(name)
         if self._info(path) is not None:
-            raise FileExistsError(errno.EEXIST, "there is such a file, and it is not written over", self._url(path))
+            raise FileExistsError(
+                errno.EEXIST, "there is such a file, and it is not written over", self._url(path)
+            )
         checksums = self._write(path, parts, size, tick)
         if self.size(name) != size:
             raise OSError(errno.EIO, f"{self.size(name)} bytes arrived of {size}", self._url(path))
@@ -105,7 +107,9 @@ class RemoteStorage:
                 total += count
                 tick(count)
             if total != size:
-                raise CheckpointError(f"{self._url(path)}: the parts are not the {size} bytes that were announced")
+                raise CheckpointError(
+                    f"{self._url(path)}: the parts are not the {size} bytes that were announced"
+                )
             if whole:
                 self._do("replace", path, self._fs.pipe_file, path, file.getvalue())
             else:
@@ -151,7 +155,9 @@ class RemoteStorage:
 
     def size(self, name: str) -> int | None:
         info = self._info(self._path(name))
-        return info["size"] if info is not None and info["type"] == "file" and not info.get("islink") else None
+        return (
+            info["size"] if info is not None and info["type"] == "file" and not info.get("islink") else None
+        )
 
     def fetch(
         self,
@@ -166,7 +172,12 @@ class RemoteStorage:
         self._read(path, size, checksums, by_block(wanted, size, self._url(path)), tick)
 
     def verify(
-        self, name: str, size: int, checksums: Sequence[int], tick: Tick = nothing, numbers: Iterable[int] | None = None
+        self,
+        name: str,
+        size: int,
+        checksums: Sequence[int],
+        tick: Tick = nothing,
+        numbers: Iterable[int] | None = None,
     ) -> None:
         path = self._path(name)
         check_size(self._url(path), self.size(name), size, checksums)
@@ -176,7 +187,14 @@ class RemoteStorage:
     def held(self) -> AbstractContextManager[bool]:
         return nullcontext(False)  # each reading comes over the network
 
-    def _read(self, path: str, size: int, checksums: Sequence[int] | None, tasks: Iterator[tuple[int, Runs]], tick: Tick) -> None:
+    def _read(
+        self,
+        path: str,
+        size: int,
+        checksums: Sequence[int] | None,
+        tasks: Iterator[tuple[int, Runs]],
+        tick: Tick,
+    ) -> None:
         while some := list(islice(tasks, AT_ONCE)):
             spans = []
             for number, runs in some:
@@ -205,7 +223,9 @@ class RemoteStorage:
             found = self._do("list", path, partial(self._fs.ls, path, detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        names = {str(name).rstrip("/") for name in found} - {path.rstrip("/")}  # of a file, some list the file itself
+        names = {str(name).rstrip("/") for name in found} - {
+            path.rstrip("/")
+        }  # of a file, some list the file itself
         return sorted(name.rpartition("/")[2] for name in names)
 
     def modified(self, name: str) -> float:

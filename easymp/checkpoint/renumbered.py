@@ -33,7 +33,9 @@ def by_name(state: Mapping[str, Any], optimizer: OptimizerState) -> tuple[dict[s
             f"{optimizer.name} had param groups of {[len(group['params']) for group in saved]} parameters, and has "
             f"{[len(names) for names in groups]} here: Accelerate's folders say by order which parameter is which"
         )
-    names = {number: name for group, names in zip(saved, groups) for number, name in zip(group["params"], names)}
+    names = {
+        number: name for group, names in zip(saved, groups) for number, name in zip(group["params"], names)
+    }
     told = [{**group, "params": names} for group, names in zip(saved, groups)]
     remembered = {names[number]: entry for number, entry in state["state"].items() if number in names}
     updates = max((int(entry["step"]) for entry in remembered.values() if "step" in entry), default=0)

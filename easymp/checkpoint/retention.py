@@ -33,7 +33,9 @@ def retain(storage: Storage, it: Saved, limit: int | None) -> None:
         for other in gone:
             if other.lineage.line not in stay:
                 logger.warning(
-                    "%s is removed, as total_limit says: it was the last checkpoint of line %s", other.folder, other.lineage.line
+                    "%s is removed, as total_limit says: it was the last checkpoint of line %s",
+                    other.folder,
+                    other.lineage.line,
                 )
                 stay.add(other.lineage.line)
             _retire(storage, other.folder)
@@ -62,13 +64,19 @@ def set_aside(storage: Storage, checkpoint: str, by: Saved | None) -> None:
     name = aside(named, checkpoint, there.lineage.line)
     storage.remove(name)  # half of a copy, of a run that was killed
     storage.move(there.folder, name)
-    logger.warning("%s is of another line of checkpoints, and is named %s from now on", inside(storage.place, checkpoint), name)
+    logger.warning(
+        "%s is of another line of checkpoints, and is named %s from now on",
+        inside(storage.place, checkpoint),
+        name,
+    )
 
 
 def _retire(storage: Storage, folder: str) -> None:
     checkpoint = checkpoint_of(folder)
     try:
-        claim = storage.claim(checkpoint, claims.words(folder=folder))  # so that who comes after knows what was left half done
+        claim = storage.claim(
+            checkpoint, claims.words(folder=folder)
+        )  # so that who comes after knows what was left half done
     except CheckpointError:
         return  # somebody writes it just now
     try:
@@ -95,7 +103,9 @@ def take_away(storage: Storage, folder: str) -> None:
     try:
         storage.remove(folder)
     except OSError as error:
-        logger.warning("%s counts no longer, and could not be removed: %s", inside(storage.place, folder), error)
+        logger.warning(
+            "%s counts no longer, and could not be removed: %s", inside(storage.place, folder), error
+        )
 
 
 def refuse_foreign(storage: Storage, name: str) -> None:

@@ -73,8 +73,20 @@ class Saves:
         check_extra(extra.names, [INDEX, *(plan.name for plan in self._agreed.division.files)])
         Meeting(self._store, self._number).forget()
         self._number += 1
-        files = self._copied(parts, self._agreed) if asynchronous else lambda plan: contents(plan, parts.tensors)
-        save = Save(self._store, self._number, self.line, target, limit, self._agreed, parts.states, files, extra.files)
+        files = (
+            self._copied(parts, self._agreed) if asynchronous else lambda plan: contents(plan, parts.tensors)
+        )
+        save = Save(
+            self._store,
+            self._number,
+            self.line,
+            target,
+            limit,
+            self._agreed,
+            parts.states,
+            files,
+            extra.files,
+        )
         if not asynchronous:
             try:
                 save.run(tick)
@@ -82,7 +94,9 @@ class Saves:
                 extra.close()
             return
         # No daemon: the interpreter waits for it at its end, while threads (each file is written by some) can still be started.
-        self._thread = threading.Thread(target=self._run, args=(save, tick, extra), name="easymp-save", daemon=False)
+        self._thread = threading.Thread(
+            target=self._run, args=(save, tick, extra), name="easymp-save", daemon=False
+        )
         self._thread.start()
 
     def _copied(self, parts: Parts, agreed: Agreement) -> Callable[[FilePlan], Iterable[Part]]:
@@ -101,7 +115,9 @@ class Saves:
 
     def _run(self, save: Save, tick: Tick, extra: Extra) -> None:
         if sys.platform == "linux":  # where a priority can be one thread's; those that it starts inherit it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
+            os.setpriority(
+                os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
+            )
         try:
             said = trouble(lambda: save.run(tick))
         finally:

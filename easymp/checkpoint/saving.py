@@ -101,7 +101,9 @@ class Save:
         try:
             given = meeting.gather("written", self._report(meeting, folder, tick))
             reports = [[str(r), {}, {}] if isinstance(r, CheckpointError) else json.loads(r) for r in given]
-            said = first([words for words, *_ in reports]) or self._mine(trouble(lambda: self._commit(commit, place, reports)))
+            said = first([words for words, *_ in reports]) or self._mine(
+                trouble(lambda: self._commit(commit, place, reports))
+            )
         finally:
             if said:
                 meeting.fail()
@@ -124,7 +126,9 @@ class Save:
             meeting.give("written", report)
         return meeting.announced("end").decode()
 
-    def _report(self, meeting: Meeting, folder: str, tick: Tick, known: Mapping[str, str] | None = None) -> bytes:
+    def _report(
+        self, meeting: Meeting, folder: str, tick: Tick, known: Mapping[str, str] | None = None
+    ) -> bytes:
         """Write this rank's files into `folder`: what went wrong, what is written, and those of its states that rank 0 does not know."""
         written: dict[str, list[int]] = {}
 
@@ -144,7 +148,11 @@ class Save:
         said = trouble(work)
         if said:
             meeting.fail()
-        states = {} if known is None else {name: s for name, s in self.states.items() if known.get(name) != _digest(s)}
+        states = (
+            {}
+            if known is None
+            else {name: s for name, s in self.states.items() if known.get(name) != _digest(s)}
+        )
         return dumps([said, written, states])
 
     def _put(self, name: str, plan: FilePlan, tick: Tick) -> tuple[int, ...]:

@@ -47,7 +47,11 @@ def save_tree(tree: Any, f: str | os.PathLike[str]) -> None:
         )
     tensors: dict[str, Tensor] = {}
     metadata = {"format": "pt"}
-    plain = isinstance(tree, Mapping) and bool(tree) and all(type(k) is str and isinstance(v, Tensor) for k, v in tree.items())
+    plain = (
+        isinstance(tree, Mapping)
+        and bool(tree)
+        and all(type(k) is str and isinstance(v, Tensor) for k, v in tree.items())
+    )
     if plain:
         tensors, aliases = _once(tree)
         metadata.update(aliases)
@@ -93,7 +97,10 @@ def load(f: str | os.PathLike[str]) -> Any:
         pieces = {name: (Piece(whole(slot.shape), "", slot.begin),) for name, slot in slots.items()}
         stream(
             {"": file},
-            [Want(Stored(t.dtype, tuple(t.shape), pieces[name]), whole(t.shape), t) for name, t in tensors.items()],
+            [
+                Want(Stored(t.dtype, tuple(t.shape), pieces[name]), whole(t.shape), t)
+                for name, t in tensors.items()
+            ],
         )
     except OSError as error:
         raise CheckpointError(f"{place}: cannot be read ({error})") from error

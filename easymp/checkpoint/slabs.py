@@ -82,7 +82,15 @@ def slabs_of(want: Want) -> Iterator[Slab]:
         most = STAGE // size * common.count // (span(common, piece.box) if closed else common.count)
         for box in [common] if direct else slices(common, max(most, 1)):
             first, _ = next(runs(box, piece.box))
-            yield Slab(piece.begin + first * size, piece, stored.dtype, box, _within(into, common, box), direct, closed)
+            yield Slab(
+                piece.begin + first * size,
+                piece,
+                stored.dtype,
+                box,
+                _within(into, common, box),
+                direct,
+                closed,
+            )
 
 
 def _in_short_runs(part: Box, within: Box, size: int) -> bool:

@@ -56,10 +56,18 @@ class Snapshot:
             if place is None:
                 continue
             # An empty tensor has no box with elements on any rank, and is something all the same.
-            parts = place.parts if prod(place.shape) else [(whole(place.shape), tensor.new_empty(place.shape, device="cpu"))]
+            parts = (
+                place.parts
+                if prod(place.shape)
+                else [(whole(place.shape), tensor.new_empty(place.shape, device="cpu"))]
+            )
             for box, part in parts:
                 self.parts[path, box] = part
-                self.brought.append(Brought(path, tensor.dtype, place.shape, box, alike is not None and id(tensor) not in alike))
+                self.brought.append(
+                    Brought(
+                        path, tensor.dtype, place.shape, box, alike is not None and id(tensor) not in alike
+                    )
+                )
 
 
 class FullName(str):
@@ -98,7 +106,13 @@ class Reading:
     """
 
     def __init__(
-        self, storage: Storage, folder: str, manifest: Manifest, rank: int = 0, strict: bool = True, again: bool = False
+        self,
+        storage: Storage,
+        folder: str,
+        manifest: Manifest,
+        rank: int = 0,
+        strict: bool = True,
+        again: bool = False,
     ) -> None:
         self.manifest, self.rank, self.strict = manifest, rank, strict
         self.skipped: list[str] = []
@@ -119,7 +133,13 @@ class Reading:
         """What `name` is kept under; with `own`, by the rank of the same number, counted round where fewer ranks wrote."""
         return f"ranks/{self.rank % self.manifest.world_size:05d}/{name}" if own else name
 
-    def state(self, name: str, own: bool = False, tensor: Callable[[str], Any] | None = None, within: Sequence[str] = ()) -> Any:
+    def state(
+        self,
+        name: str,
+        own: bool = False,
+        tensor: Callable[[str], Any] | None = None,
+        within: Sequence[str] = (),
+    ) -> Any:
         """The tree kept under `name`, its tensors as `tensor` makes them of their full names (whole ones, on the CPU).
 
         Args:
@@ -142,7 +162,9 @@ class Reading:
             above = ["/".join(words[:n]) for n in range(1, len(words))]
             return name in self._asked or any(n in self._asked or n in self.manifest.states for n in above)
 
-        return sorted(name for name in self.manifest.states if not name.startswith("ranks/") and not known(name))
+        return sorted(
+            name for name in self.manifest.states if not name.startswith("ranks/") and not known(name)
+        )
 
     def stored(self, name: str) -> Stored:
         """What there is of a tensor, by its full name or another one that it has."""
@@ -152,7 +174,9 @@ class Reading:
         """The fp32 master that an optimizer kept of a parameter: both by their full names."""
         if self._masters is None:
             kept = [state for state in self.manifest.states if state.endswith("/masters")]
-            self._masters = {k: v for state in kept for k, v in unpack(self.manifest.states[state], str).items()}
+            self._masters = {
+                k: v for state in kept for k, v in unpack(self.manifest.states[state], str).items()
+            }
         return self._masters.get(self.manifest.aliases.get(name, name))
 
     def whole(self, name: str) -> Tensor:
@@ -196,7 +220,9 @@ class Reading:
         Raises:
             CheckpointError: bytes that are missing, or not what was written.
         """
-        needed = {p.file for w in [*self._wanted, *self._live] for p in w.stored.pieces if overlap(p.box, w.box)}
+        needed = {
+            p.file for w in [*self._wanted, *self._live] for p in w.stored.pieces if overlap(p.box, w.box)
+        }
         preflight(self._storage, self._folder, self.manifest, sorted(needed))
         self._tick = tick
         self._files = {
@@ -218,7 +244,9 @@ class Reading:
             stream(self._files, wants, self._tick)
         finally:
             for want in wants:
-                torch.autograd.graph.increment_version(want.into)  # memory was written to past autograd; fp32 masters look here
+                torch.autograd.graph.increment_version(
+                    want.into
+                )  # memory was written to past autograd; fp32 masters look here
 
 
 class Kept(Protocol):

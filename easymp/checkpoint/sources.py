@@ -102,10 +102,15 @@ def _single(place: str, folder: Storage, name: str) -> Source:
 def _described(file: SourceFile, known_as: str) -> tuple[dict[str, Stored], dict[str, str]]:
     slots, metadata = read_header(file)
     tensors = {
-        name: Stored(slot.dtype, slot.shape, (Piece(whole(slot.shape), known_as, slot.begin),)) for name, slot in slots.items()
+        name: Stored(slot.dtype, slot.shape, (Piece(whole(slot.shape), known_as, slot.begin),))
+        for name, slot in slots.items()
     }
     # What is written once for several names says so in the metadata: other name → the one that is there.
-    return tensors, {name: of for name, of in metadata.items() if name != "format" and of in tensors and name not in tensors}
+    return tensors, {
+        name: of
+        for name, of in metadata.items()
+        if name != "format" and of in tensors and name not in tensors
+    }
 
 
 def _indexed(place: str, folder: Storage, name: str) -> Source:
@@ -120,15 +125,26 @@ def _indexed(place: str, folder: Storage, name: str) -> Source:
     files: dict[str, SourceFile] = {}
     for shard in dict.fromkeys(table.values()):
         if "/" in shard or "\\" in shard or shard in ("", ".", ".."):
-            raise CheckpointError(f"{where}: the weights shall be in {shard!r}, which is not a file beside the index")
+            raise CheckpointError(
+                f"{where}: the weights shall be in {shard!r}, which is not a file beside the index"
+            )
         files[shard] = file_in(folder, shard)
         inside, noted = _described(files[shard], shard)
-        absent = [name for name, file in table.items() if file == shard and name not in inside and name not in noted]
+        absent = [
+            name for name, file in table.items() if file == shard and name not in inside and name not in noted
+        ]
         if absent:
-            raise CheckpointError(f"{where}: {absent[0]} shall be in {shard}, which has no such tensor: the folder is damaged")
+            raise CheckpointError(
+                f"{where}: {absent[0]} shall be in {shard}, which has no such tensor: the folder is damaged"
+            )
         tensors.update((name, stored) for name, stored in inside.items() if table.get(name) == shard)
         aliases.update(noted)
-    return Source(place, tensors, {name: of for name, of in aliases.items() if of in tensors and name not in tensors}, files)
+    return Source(
+        place,
+        tensors,
+        {name: of for name, of in aliases.items() if of in tensors and name not in tensors},
+        files,
+    )
 
 
 def _committed(place: str, which: str) -> Source:
@@ -141,6 +157,10 @@ def _committed(place: str, which: str) -> Source:
         )
     prefix = f"{which}/"
     mine = {name.removeprefix(prefix): stored for name, stored in tensors.items() if name.startswith(prefix)}
-    aliases = {name.removeprefix(prefix): of.removeprefix(prefix) for name, of in others.items() if name.startswith(prefix)}
+    aliases = {
+        name.removeprefix(prefix): of.removeprefix(prefix)
+        for name, of in others.items()
+        if name.startswith(prefix)
+    }
     used = {piece.file for stored in mine.values() for piece in stored.pieces}
     return Source(place, mine, aliases, {name: file for name, file in found.files.items() if name in used})

@@ -29,7 +29,9 @@ class Image:
         self._memory = aligned(0)
         self._pending: list[tuple[torch.cuda.Event, Sequence[Tensor]]] = []
 
-    def take(self, plans: Sequence[FilePlan], parts: Mapping[tuple[str, Box], Tensor]) -> dict[str, memoryview]:
+    def take(
+        self, plans: Sequence[FilePlan], parts: Mapping[tuple[str, Box], Tensor]
+    ) -> dict[str, memoryview]:
         """Copy the files of `plans`; the bytes of each, to be read after `wait`.
 
         Large tensors on the CPU by a few plain threads: torch's own meet once a tensor, which waits for whoever has the cores.
@@ -51,7 +53,8 @@ class Image:
                 if end - begin > SMALL and is_plain(tensor):
                     source = as_bytes(tensor)
                     large += [
-                        (files[plan.name][begin + i : end][:CHUNK], source[i : i + CHUNK]) for i in range(0, len(source), CHUNK)
+                        (files[plan.name][begin + i : end][:CHUNK], source[i : i + CHUNK])
+                        for i in range(0, len(source), CHUNK)
                     ]
                 else:
                     _copy(image[begin:end], tensor)
@@ -75,7 +78,10 @@ class Image:
         pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
         if len(self._memory) < size or (size and pinned and not self._memory.is_pinned()):
             self._memory = aligned(0)  # the old one goes first
-            logger.info("asynchronous checkpoints: %.2f GB of memory on this rank for a copy of what is written", size / 1e9)
+            logger.info(
+                "asynchronous checkpoints: %.2f GB of memory on this rank for a copy of what is written",
+                size / 1e9,
+            )
             self._memory = aligned(size)
 
 
@@ -92,7 +98,9 @@ def _copy(into: Tensor, tensor: Tensor) -> None:
     if into.storage_offset() % tensor.itemsize == 0:
         into.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=later)
     else:
-        into.copy_(tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8), non_blocking=later)
+        into.copy_(
+            tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8), non_blocking=later
+        )
 
 
 def _padded(size: int) -> int:

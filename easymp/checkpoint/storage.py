@@ -96,7 +96,12 @@ class Storage(Protocol):
         ...
 
     def verify(
-        self, name: str, size: int, checksums: Sequence[int], tick: Tick = nothing, numbers: Iterable[int] | None = None
+        self,
+        name: str,
+        size: int,
+        checksums: Sequence[int],
+        tick: Tick = nothing,
+        numbers: Iterable[int] | None = None,
     ) -> None:
         """Read and check these blocks of the file, or all; raises as `fetch`."""
         ...

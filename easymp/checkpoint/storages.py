@@ -24,7 +24,9 @@ def open_storage(place: str | os.PathLike[str]) -> Storage:
         return RemoteStorage(path)
     rest = rest.removeprefix("localhost")
     if not rest.startswith("/"):
-        raise CheckpointError(f"{path} names a machine, not a folder: write {kind}:///{rest}, or the path alone")
+        raise CheckpointError(
+            f"{path} names a machine, not a folder: write {kind}:///{rest}, or the path alone"
+        )
     return LocalStorage(rest)
 
 

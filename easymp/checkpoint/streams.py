@@ -20,12 +20,18 @@ def states(devices: Sequence[torch.device]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "torch": torch.get_rng_state(),
-        "devices": {device.type: [_device_state(d) for d in devices if d.type == device.type] for device in devices},
+        "devices": {
+            device.type: [_device_state(d) for d in devices if d.type == device.type] for device in devices
+        },
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, key, place, has_gauss, cached = numpy.random.get_state()
-        found["numpy"] = {"kind": kind, "words": torch.tensor(key.tolist()), "rest": [place, has_gauss, cached]}
+        found["numpy"] = {
+            "kind": kind,
+            "words": torch.tensor(key.tolist()),
+            "rest": [place, has_gauss, cached],
+        }
     return found
 
 
@@ -36,7 +42,9 @@ def put_states(found: dict[str, Any], devices: Sequence[torch.device]) -> None:
     if "numpy" in found:
         numpy = importlib.import_module("numpy")  # it was loaded then, and will be
         kept = found["numpy"]
-        numpy.random.set_state((kept["kind"], numpy.array(kept["words"].tolist(), dtype=numpy.uint32), *kept["rest"]))
+        numpy.random.set_state(
+            (kept["kind"], numpy.array(kept["words"].tolist(), dtype=numpy.uint32), *kept["rest"])
+        )
     torch.set_rng_state(found["torch"])
     for device, state in zip(devices, found["devices"].get(devices[0].type, []) if devices else []):
         _rng(device).set_rng_state(state, *_place(device))

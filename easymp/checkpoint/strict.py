@@ -34,7 +34,9 @@ def dumps(value: Any) -> bytes:
         _measure(text)
         return text
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"this cannot be stored as JSON ({error}): pass plain values, and not too many") from None
+        raise CheckpointError(
+            f"this cannot be stored as JSON ({error}): pass plain values, and not too many"
+        ) from None
 
 
 def loads(text: bytes, what: str) -> Any:
@@ -46,14 +48,24 @@ def loads(text: bytes, what: str) -> Any:
     try:
         _measure(text)
         value = json.loads(
-            text.decode(), object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant
+            text.decode(),
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=_float,
+            parse_constant=_constant,
         )
-        if re.search(rb"\\u[dD][89a-fA-F]", text):  # half of a surrogate pair is no text: it cannot be written or printed again
+        if re.search(
+            rb"\\u[dD][89a-fA-F]", text
+        ):  # half of a surrogate pair is no text: it cannot be written or printed again
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeError as error:
-        raise CheckpointError(f"{what}: its text is not UTF-8 ({error.reason}): damaged, or another kind of file") from None
+        raise CheckpointError(
+            f"{what}: its text is not UTF-8 ({error.reason}): damaged, or another kind of file"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what}: no JSON that is read here ({error}): damaged, or another kind of file") from None
+        raise CheckpointError(
+            f"{what}: no JSON that is read here ({error}): damaged, or another kind of file"
+        ) from None
     return value
 
 

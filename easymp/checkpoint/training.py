@@ -36,10 +36,17 @@ def kept_of(
         apart: whether optimizers remember something else on each rank.
     """
     names = [numbered("model", i) for i in range(len(models))]
-    owner = {id(p): f"{name}/{canonical(n)}" for name, model in zip(names, models) for n, p in model.named_parameters()}
+    owner = {
+        id(p): f"{name}/{canonical(n)}"
+        for name, model in zip(names, models)
+        for n, p in model.named_parameters()
+    }
     return [
         *(ModelState(name, model, mastered) for name, model in zip(names, models)),
-        *(OptimizerState(numbered("optimizer", i), optimizer, owner, apart) for i, optimizer in enumerate(optimizers)),
+        *(
+            OptimizerState(numbered("optimizer", i), optimizer, owner, apart)
+            for i, optimizer in enumerate(optimizers)
+        ),
         *(ScheduleState(f"scheduler_{i}", scheduler) for i, scheduler in enumerate(schedulers)),
         ScaleState(scaler),
     ]

@@ -40,7 +40,9 @@ def pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     try:
         return _Packing(tensors).pack(value, path)
     except RecursionError:
-        raise CheckpointError(f"{path}: packed where too many functions had called one another: save from further out") from None
+        raise CheckpointError(
+            f"{path}: packed where too many functions had called one another: save from further out"
+        ) from None
 
 
 class _Packing:
@@ -54,7 +56,11 @@ class _Packing:
         if value is None or kind is bool or (kind is int and -WORD <= value < 2 * WORD):
             return value
         if kind is str:
-            return value if _encodable(value) else {TAG: "str", "value": _base64(value.encode("utf-8", "surrogatepass"))}
+            return (
+                value
+                if _encodable(value)
+                else {TAG: "str", "value": _base64(value.encode("utf-8", "surrogatepass"))}
+            )
         if kind is int:
             return {TAG: "int", "value": hex(value)}
         if kind is float:
@@ -82,7 +88,9 @@ class _Packing:
         if id(value) in self._open:
             raise CheckpointError(f"{path}: contains itself: store the parts of it that do not")
         if len(self._open) == LEVELS:
-            raise CheckpointError(f"{path}: more than {LEVELS} containers in one another: store a flatter one")
+            raise CheckpointError(
+                f"{path}: more than {LEVELS} containers in one another: store a flatter one"
+            )
         self._open.append(id(value))
         try:
             if type(value) in MAPPINGS:
@@ -103,7 +111,9 @@ class _Packing:
             return {key: self.pack(item, f"{path}/{key}") for key, item in value.items()}
         packed: dict[str, Any] = {TAG: kind}
         if isinstance(value, defaultdict):
-            name = next((name for name, factory in FACTORIES.items() if factory is value.default_factory), None)
+            name = next(
+                (name for name, factory in FACTORIES.items() if factory is value.default_factory), None
+            )
             if name is None:
                 raise CheckpointError(
                     f"{path}: a defaultdict of {named(value.default_factory)} can't be stored: store dict(…) of it"
@@ -124,13 +134,19 @@ class _Packing:
 
 def _sound(value: Tensor, path: str) -> Tensor:
     spread = sys.modules.get("torch.distributed.tensor")  # long to import, and no DTensor is here before
-    plain = (Tensor, nn.Parameter, nn.Buffer) if spread is None else (Tensor, nn.Parameter, nn.Buffer, spread.DTensor)
+    plain = (
+        (Tensor, nn.Parameter, nn.Buffer)
+        if spread is None
+        else (Tensor, nn.Parameter, nn.Buffer, spread.DTensor)
+    )
     if type(value) not in plain:
         raise CheckpointError(
             f"{path}: a {named(type(value))} would come back as a plain tensor: store .as_subclass(torch.Tensor) of it"
         )
     if value.layout != torch.strided:
-        raise CheckpointError(f"{path}: a tensor of layout {value.layout} can't be stored: store .to_dense() of it")
+        raise CheckpointError(
+            f"{path}: a tensor of layout {value.layout} can't be stored: store .to_dense() of it"
+        )
     if value.dtype not in NAMES:
         raise CheckpointError(
             f"{path}: a tensor of {value.dtype} can't be stored: convert it, or store a .view() of it as torch.uint8"

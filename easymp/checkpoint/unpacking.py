@@ -47,9 +47,13 @@ def _unpack(value: Any, tensor: Callable[[str], Any], depth: int) -> Any:
     kind = value[TAG]
     fields, read = READERS.get(kind, (None, None)) if isinstance(kind, str) else (None, None)
     if fields is None or read is None:
-        raise CheckpointError(f"a state has a value of kind {kind!r:.80}, which this easymp does not know: update it")
+        raise CheckpointError(
+            f"a state has a value of kind {kind!r:.80}, which this easymp does not know: update it"
+        )
     given = {name: item for name, item in value.items() if name != TAG}
-    if given.keys() != fields.keys() or not all(isinstance(item, fields[name]) for name, item in given.items()):
+    if given.keys() != fields.keys() or not all(
+        isinstance(item, fields[name]) for name, item in given.items()
+    ):
         raise CheckpointError(f"a {kind} in a state is not as it was stored: {value!r:.80}")
     if kind in MAPPINGS.values():
         given["items"] = [_pair(item, tensor, depth + 2) for item in given["items"]]
@@ -63,7 +67,9 @@ def _unpack(value: Any, tensor: Callable[[str], Any], depth: int) -> Any:
     try:
         return read(*(given[name] for name in fields))
     except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
-        raise CheckpointError(f"a {kind} in a state is not as it was stored: {value!r:.80} ({error!s:.200})") from None
+        raise CheckpointError(
+            f"a {kind} in a state is not as it was stored: {value!r:.80} ({error!s:.200})"
+        ) from None
 
 
 def _pair(item: Any, tensor: Callable[[str], Any], depth: int) -> tuple[Any, Any]:

@@ -62,7 +62,12 @@ def _bytes_of(opened: Opened, name: str, record: FileRecord, tick: Tick) -> Iter
         yield Damage(name, "is missing", None, _in_bytes(manifest, name, 0, record.size))
         return
     if size != record.size:
-        yield Damage(name, f"has {size} bytes, and {record.size} were written", None, _in_bytes(manifest, name, 0, record.size))
+        yield Damage(
+            name,
+            f"has {size} bytes, and {record.size} were written",
+            None,
+            _in_bytes(manifest, name, 0, record.size),
+        )
         return
     try:
         storage.verify(path, record.size, record.checksums, tick)
@@ -72,7 +77,12 @@ def _bytes_of(opened: Opened, name: str, record: FileRecord, tick: Tick) -> Iter
         if not blocks:
             yield Damage(name, str(error).removeprefix(f"{inside(storage.place, path)}: "))
         for block in blocks:
-            yield Damage(name, "is not what was written", block, _in_bytes(manifest, name, block * BLOCK, (block + 1) * BLOCK))
+            yield Damage(
+                name,
+                "is not what was written",
+                block,
+                _in_bytes(manifest, name, block * BLOCK, (block + 1) * BLOCK),
+            )
 
 
 def _intact(storage: Storage, path: str, record: FileRecord, block: int) -> bool:
@@ -90,5 +100,8 @@ def _in_bytes(manifest: Manifest, file: str, begin: int, end: int) -> tuple[str,
     return tuple(
         name
         for name, stored in manifest.tensors.items()
-        if any(p.file == file and p.begin < end and begin < p.begin + p.box.count * stored.dtype.itemsize for p in stored.pieces)
+        if any(
+            p.file == file and p.begin < end and begin < p.begin + p.box.count * stored.dtype.itemsize
+            for p in stored.pieces
+        )
     )

@@ -91,7 +91,9 @@ def load_weights(
         allocate(model, bare, device, wanted if isinstance(wanted, torch.dtype) else None)
     wants = _wants(found)
     try:
-        with Progress(f"loading {source.place}", f"loaded {source.place}", shown=read_ranks().rank == 0) as tick:
+        with Progress(
+            f"loading {source.place}", f"loaded {source.place}", shown=read_ranks().rank == 0
+        ) as tick:
             tick.expect(sum(want.box.count * want.stored.dtype.itemsize for want in wants))
             stream(source.files, wants, tick)
     except (OSError, CheckpointError) as error:
@@ -100,7 +102,9 @@ def load_weights(
         ) from error
     finally:
         for one in found:
-            torch.autograd.graph.increment_version(one.tensor)  # memory was written to past autograd; fp32 masters look here
+            torch.autograd.graph.increment_version(
+                one.tensor
+            )  # memory was written to past autograd; fp32 masters look here
     if skipped:
         logger.warning("%s: skipped: %s", source.place, skipped)
     return skipped
@@ -122,7 +126,9 @@ def _wants(found: Sequence[Live]) -> list[Want]:
 def _read_dtype(dtype: Any) -> torch.dtype | str | None:
     if dtype in (None, "live") or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return dtype  # type: ignore[no-any-return]
-    raise SettingError(f"dtype={dtype!r} is neither None, nor 'live', nor a floating-point dtype such as torch.float32")
+    raise SettingError(
+        f"dtype={dtype!r} is neither None, nor 'live', nor a floating-point dtype such as torch.float32"
+    )
 
 
 def _read_device(device_map: Any) -> torch.device:

@@ -16,7 +16,9 @@ from .header import MOST, nbytes
 from .stored import BLOCK, COMMIT, MANIFEST, FileRecord, Lineage, Stored
 from .trees import names
 
-LONGEST_NAME = 200  # bytes of a file's name; 255 are the most on usual file systems, and temporary ones are longer
+LONGEST_NAME = (
+    200  # bytes of a file's name; 255 are the most on usual file systems, and temporary ones are longer
+)
 MOST_RANKS = 2**20  # that wrote one checkpoint; what each of them kept is looked up by its number
 LONGEST_PATH = 700  # bytes of a path below the checkpoint; object stores take 1024 with all that is above it
 
@@ -35,7 +37,9 @@ def portable(word: str) -> bool:
 
 def plain(name: str) -> bool:
     """Whether a file of this name lies right in the folder, on any file system, and is none of those that every checkpoint has."""
-    return portable(name) and name[0] != "." and name.casefold() not in (MANIFEST.casefold(), COMMIT.casefold())
+    return (
+        portable(name) and name[0] != "." and name.casefold() not in (MANIFEST.casefold(), COMMIT.casefold())
+    )
 
 
 def check_number(name: str, value: object, low: int, high: int = MOST) -> None:
@@ -64,7 +68,11 @@ def check_extra(names: Collection[str], files: Collection[str]) -> None:
     own = {name.casefold() for name in (*files, MANIFEST, COMMIT)}
     taken: dict[str, str] = {}
     for name in names:
-        if len(name) > LONGEST_PATH or not all(map(portable, name.split("/"))) or len(name.encode()) > LONGEST_PATH:
+        if (
+            len(name) > LONGEST_PATH
+            or not all(map(portable, name.split("/")))
+            or len(name.encode()) > LONGEST_PATH
+        ):
             raise CheckpointError(
                 f"the file {name!r:.300} of a hook has no name that every file system takes: words of letters, digits and most signs (not "
                 f'\\ : * ? " < > |), / between them, and at most {LONGEST_PATH} bytes'
@@ -83,7 +91,9 @@ def check_extra(names: Collection[str], files: Collection[str]) -> None:
         words = name.casefold().split("/")
         for count in range(1, len(words)):
             if file := taken.get("/".join(words[:count])):
-                raise CheckpointError(f"{file!r:.300} is a file of a hook, and a folder with {name!r:.300} in it: change one")
+                raise CheckpointError(
+                    f"{file!r:.300} is a file of a hook, and a folder with {name!r:.300} in it: change one"
+                )
 
 
 def check_records(files: Mapping[str, FileRecord]) -> None:
@@ -92,7 +102,9 @@ def check_records(files: Mapping[str, FileRecord]) -> None:
         check_number(f"the size of {name}", file.size, 0)
         blocks = -(-file.size // BLOCK)
         if len(file.checksums) != blocks:
-            raise CheckpointError(f"{name} has {file.size} bytes, so {blocks} checksums, and here are {len(file.checksums)}")
+            raise CheckpointError(
+                f"{name} has {file.size} bytes, so {blocks} checksums, and here are {len(file.checksums)}"
+            )
         for checksum in file.checksums:
             check_number(f"a checksum of {name}", checksum, 0, 2**32 - 1)
 
@@ -102,7 +114,9 @@ def check_tensors(tensors: Mapping[str, Stored], files: Mapping[str, FileRecord]
     places: dict[str, list[tuple[int, int, str]]] = {}
     for name, stored in tensors.items():
         if nbytes(stored.dtype, stored.shape) is None:
-            raise CheckpointError(f"{name!r:.300} has the shape {list(stored.shape)!r:.80}, which no {stored.dtype} can have")
+            raise CheckpointError(
+                f"{name!r:.300} has the shape {list(stored.shape)!r:.80}, which no {stored.dtype} can have"
+            )
         for box, file, _ in stored.pieces:
             if any(type(n) is not int for side in box for n in side):
                 raise CheckpointError(f"{name!r:.300} has a box {box!r:.80}, which are not all whole numbers")
@@ -147,7 +161,9 @@ def check_lineage(lineage: Lineage) -> None:
     """Lines are short words, as folders get names of them."""
     for line in (lineage.line, *(line for line, _, _ in lineage.forks)):
         if not re.fullmatch("[0-9a-f]{1,32}", line):
-            raise CheckpointError(f"the line {line!r:.80} is no identifier: it should be 1 to 32 hexadecimal digits")
+            raise CheckpointError(
+                f"the line {line!r:.80} is no identifier: it should be 1 to 32 hexadecimal digits"
+            )
     check_text("parent", lineage.parent)
     for _, written, step in lineage.forks:
         check_text("the time of a fork", written)

@@ -77,7 +77,9 @@ class Writer:
 
     def _descriptor(self, operation: str, flags: int, *mode: int) -> int:
         """Closed when `write` ends."""
-        descriptor = calls.do(operation, self._path, os.open, self._path, os.O_WRONLY | os.O_CLOEXEC | flags, *mode)
+        descriptor = calls.do(
+            operation, self._path, os.open, self._path, os.O_WRONLY | os.O_CLOEXEC | flags, *mode
+        )
         self._open.callback(calls.do, "close", self._path, os.close, descriptor)
         return descriptor
 
@@ -89,11 +91,15 @@ class Writer:
                 break
             yield group
         if total != self._size:
-            raise CheckpointError(f"{self._path}: the parts are not the {self._size} bytes that were announced")
+            raise CheckpointError(
+                f"{self._path}: the parts are not the {self._size} bytes that were announced"
+            )
 
     # -- which way -----------------------------------------------------------------------------------------------------
 
-    def _way(self, groups: Iterator[tuple[int, Group]], tick: Tick) -> Callable[[tuple[int, Group]], tuple[int, int, int]]:
+    def _way(
+        self, groups: Iterator[tuple[int, Group]], tick: Tick
+    ) -> Callable[[tuple[int, Group]], tuple[int, int, int]]:
         device = os.fstat(self._plain).st_dev
         known = past_is_quicker.get(device) if self._direct is None else self._direct
         if known is False or (known is None and self._size < TRIAL) or not self._open_aligned(device):
@@ -105,7 +111,9 @@ class Writer:
                 self._run(way, islice(groups, ROUND), tick)
                 self._sync()
                 seconds[way] = min(seconds[way], perf_counter() - start)
-            past_is_quicker[device] = past_is_quicker.get(device, True) and CLEARLY * seconds[self._past] < seconds[self._through]
+            past_is_quicker[device] = (
+                past_is_quicker.get(device, True) and CLEARLY * seconds[self._past] < seconds[self._through]
+            )
             known = past_is_quicker[device]
         return self._past if known else self._through
 
@@ -127,7 +135,10 @@ class Writer:
     # -- blocks: (number, its buffers) → (number, CRC-32, bytes) ---------------------------------------------------------
 
     def _run(
-        self, way: Callable[[tuple[int, Group]], tuple[int, int, int]], groups: Iterable[tuple[int, Group]], tick: Tick
+        self,
+        way: Callable[[tuple[int, Group]], tuple[int, int, int]],
+        groups: Iterable[tuple[int, Group]],
+        tick: Tick,
     ) -> None:
         for done in spread(way, groups, "write"):
             self._note(done, tick)
@@ -171,7 +182,9 @@ class Writer:
         done, whole = 0, len(source) - len(source) % PAGE
         while done < whole:
             try:
-                count = calls.do("write", self._path, os.pwritev, self._aligned, [source[done:whole]], at + done)
+                count = calls.do(
+                    "write", self._path, os.pwritev, self._aligned, [source[done:whole]], at + done
+                )
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -199,7 +212,9 @@ def _copy(target: memoryview, source: memoryview) -> None:
     if source.readonly or len(source) < 2**16:
         target[:] = source
     else:
-        ctypes.memmove(address(target), address(source), len(source))  # lets other threads run; a slice does not
+        ctypes.memmove(
+            address(target), address(source), len(source)
+        )  # lets other threads run; a slice does not
 
 
 def _allocate(descriptor: int, size: int) -> None:

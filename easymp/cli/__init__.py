@@ -55,7 +55,9 @@ def _main(words: list[str]) -> int:
         return 2
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
-        front.error(f"there is no command {name!r}{nearest(name, COMMANDS) or '.'} Known: {', '.join(COMMANDS)}")
+        front.error(
+            f"there is no command {name!r}{nearest(name, COMMANDS) or '.'} Known: {', '.join(COMMANDS)}"
+        )
     command: Command = importlib.import_module(f".{name}", __name__)
     return command.run(parser_of(name, command).parse_args(rest))
 

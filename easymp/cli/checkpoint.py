@@ -35,7 +35,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     def action(name: str, words: str, *places: str) -> argparse.ArgumentParser:
-        made = actions.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.", allow_abbrev=False)
+        made = actions.add_parser(
+            name, help=words, description=f"{words[0].upper()}{words[1:]}.", allow_abbrev=False
+        )
         for place in places:
             made.add_argument(place, metavar=place.upper())
         made.add_argument("--json", action="store_true", help="for programs")
@@ -44,21 +46,49 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     action("list", "which checkpoints lie in a folder, and why others do not count", "place")
     made = action("inspect", "what a checkpoint holds: the plan, tensors by groups, states", "place")
     made.add_argument("--tensors", action="store_true", help="each tensor, too")
-    action("verify", "check every byte of a checkpoint against its checksum, and headers against the manifest", "place")
+    action(
+        "verify",
+        "check every byte of a checkpoint against its checksum, and headers against the manifest",
+        "place",
+    )
     action("diff", "which tensors, values and states of two checkpoints differ", "one", "other")
-    made = action("merge", "whole tensors from a sharded checkpoint, as Hugging Face's tools read weights", "place", "out")
-    made.add_argument("--all", action="store_true", help="all of the checkpoint, for load_state, in place of the weights alone")
-    made.add_argument("--model", default="model", metavar="NAME", help="whose weights, where there are several (model)")
+    made = action(
+        "merge",
+        "whole tensors from a sharded checkpoint, as Hugging Face's tools read weights",
+        "place",
+        "out",
+    )
+    made.add_argument(
+        "--all",
+        action="store_true",
+        help="all of the checkpoint, for load_state, in place of the weights alone",
+    )
+    made.add_argument(
+        "--model", default="model", metavar="NAME", help="whose weights, where there are several (model)"
+    )
     made.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
     made = action(
-        "convert", "weights of any kind that is read here, as safetensors, in another precision if asked", "place", "out"
+        "convert",
+        "weights of any kind that is read here, as safetensors, in another precision if asked",
+        "place",
+        "out",
     )
-    made.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="of floating-point tensors (as they are)")
-    made.add_argument("--model", default="model", metavar="NAME", help="whose weights, of a checkpoint of ours (model)")
+    made.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="of floating-point tensors (as they are)"
+    )
+    made.add_argument(
+        "--model", default="model", metavar="NAME", help="whose weights, of a checkpoint of ours (model)"
+    )
     made.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
-    made.add_argument("--trust", action="store_true", help="read files of torch.save (.bin, .pt), too; nothing in them is run")
+    made.add_argument(
+        "--trust",
+        action="store_true",
+        help="read files of torch.save (.bin, .pt), too; nothing in them is run",
+    )
     made = action("prune", "remove older checkpoints, and what dead writers left", "place")
-    made.add_argument("--keep", type=int, required=True, metavar="N", help="the last N of the current line stay")
+    made.add_argument(
+        "--keep", type=int, required=True, metavar="N", help="the last N of the current line stay"
+    )
     made.add_argument("--abandoned", action="store_true", help="remove the last one of each other line, too")
     made.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
 
@@ -75,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
 def run_list(args: argparse.Namespace) -> int:
     found = checkpoint.list_checkpoints(args.place)
     if not found and "://" not in args.place and not os.path.isdir(args.place):
-        raise CheckpointError(f"{args.place}: there is no such folder: pass the folder that holds checkpoints")
+        raise CheckpointError(
+            f"{args.place}: there is no such folder: pass the folder that holds checkpoints"
+        )
     if args.json:
         return tell([dataclasses.asdict(entry) for entry in found])
     if not found:
@@ -85,7 +117,18 @@ def run_list(args: argparse.Namespace) -> int:
     for e in found:
         state = e.why or ("newest" if e.newest else "not on the current line" if e.abandoned else "")
         when = f"{e.written[:19]}+00:00" if e.written else ""
-        rows.append([e.name, known(e.step), when, size(e.size), known(e.world_size), known(e.line), plain(e.parent), state])
+        rows.append(
+            [
+                e.name,
+                known(e.step),
+                when,
+                size(e.size),
+                known(e.world_size),
+                known(e.line),
+                plain(e.parent),
+                state,
+            ]
+        )
     print(table(rows, right={1, 3, 4}))
     return 0
 
@@ -102,7 +145,11 @@ def run_inspect(args: argparse.Namespace) -> int:
         ("size", size(it.size)),
     ]
     print(table([[name, str(value)] for name, value in facts]))
-    choices = [[n, str(c["value"]), str(c.get("reason", ""))] for n, c in it.plan.items() if isinstance(c, dict) and "value" in c]
+    choices = [
+        [n, str(c["value"]), str(c.get("reason", ""))]
+        for n, c in it.plan.items()
+        if isinstance(c, dict) and "value" in c
+    ]
     if choices:
         print(f"\nplan\n{table(choices)}")
     rows = [["group", "tensors", "elements", "size", "dtypes", "files"]]
@@ -132,7 +179,9 @@ def run_verify(args: argparse.Namespace) -> int:
     for d in damages:
         where = d.file if d.block is None else f"{d.file}, block {d.block},"
         print(f"{where} {d.why}: {f'it holds {few(d.tensors)}' if d.tensors else 'no tensor lies there'}")
-    print(f"{args.place}: {f'{len(damages)} fault(s); load another checkpoint' if damages else 'good, every byte'}")
+    print(
+        f"{args.place}: {f'{len(damages)} fault(s); load another checkpoint' if damages else 'good, every byte'}"
+    )
     return int(bool(damages))
 
 
@@ -147,7 +196,10 @@ def run_diff(args: argparse.Namespace) -> int:
     for name in found.added:
         print(f"+ {plain(name)}")
     rows = [[u.path, u.one, u.other] for u in (*found.kinds, *found.states)]
-    rows += [[v.name, f"{v.count:,} of {v.of:,} elements", f"by {known(v.largest) or 'infinity, or NaN'}"] for v in found.values]
+    rows += [
+        [v.name, f"{v.count:,} of {v.of:,} elements", f"by {known(v.largest) or 'infinity, or NaN'}"]
+        for v in found.values
+    ]
     if rows:
         print(table(rows))
     print(
@@ -164,7 +216,9 @@ def run_merge(args: argparse.Namespace) -> int:
 
 def run_convert(args: argparse.Namespace) -> int:
     with checkpoint.Progress(f"converting {args.place}", "read") as tick:
-        checkpoint.convert(args.place, args.out, args.dtype, args.max_shard_size, args.model, args.trust, tick)
+        checkpoint.convert(
+            args.place, args.out, args.dtype, args.max_shard_size, args.model, args.trust, tick
+        )
     return told(args)
 
 
@@ -173,8 +227,12 @@ def run_prune(args: argparse.Namespace) -> int:
     if args.json:
         return tell(dataclasses.asdict(found))
     would = "would be removed" if args.dry_run else "removed"
-    rows = [[name, would] for name in found.removed] + [[name, f"{would}, left over"] for name in found.left_over]
-    rows += [[name, "untouched, being written"] for name in found.busy] + [[name, "kept"] for name in found.kept]
+    rows = [[name, would] for name in found.removed] + [
+        [name, f"{would}, left over"] for name in found.left_over
+    ]
+    rows += [[name, "untouched, being written"] for name in found.busy] + [
+        [name, "kept"] for name in found.kept
+    ]
     if rows:
         print(table(rows))
     print(f"{size(found.size)} {would}")

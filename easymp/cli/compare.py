@@ -30,7 +30,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..comparing import Comparison, Run, Task, Variant, compare, heads, rows, seconds, variants, write_json, write_report
+from ..comparing import (
+    Comparison,
+    Run,
+    Task,
+    Variant,
+    compare,
+    heads,
+    rows,
+    seconds,
+    variants,
+    write_json,
+    write_report,
+)
 from ..errors import SettingError
 from .terminal import BOLD, DIM, RED, YELLOW, paint, plain, table, wrap
 
@@ -40,21 +52,29 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     _options(parser)
     # PARSER is one word and all that follow it, as they are; SCRIPT and a REMAINDER would lose a "--" between them.
     parser.add_argument(
-        "script", nargs=argparse.PARSER, action=_Rest, metavar="SCRIPT", help="its path, and the script's own after --"
+        "script",
+        nargs=argparse.PARSER,
+        action=_Rest,
+        metavar="SCRIPT",
+        help="its path, and the script's own after --",
     )
 
 
 class _Rest(argparse.Action):
     """The script, options of ours as far as ``--``, and the script's own arguments."""
 
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
         script, *rest = values[1:] if values[0] == "--" and values[1:] else values
         cut = rest.index("--") if "--" in rest else len(rest)
         again = argparse.ArgumentParser(parser.prog, usage=parser.usage, allow_abbrev=False, add_help=False)
         _options(again)
         _, unknown = again.parse_known_args(rest[:cut], namespace)
         if unknown:
-            again.error(f"{' '.join(unknown)}: no option of easymp compare. The script's own arguments follow --")
+            again.error(
+                f"{' '.join(unknown)}: no option of easymp compare. The script's own arguments follow --"
+            )
         namespace.script, namespace.arguments = script, rest[cut + 1 :]
 
 
@@ -67,11 +87,39 @@ def _options(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="of fp32, tf32, bf16, fp16, fp8, bf16-true, fp16-true, O0 to O3, auto (the script's own)",
     )
-    add("--strategy", type=_words, default=[], metavar="A,B", help="of single, ddp, zero1, fsdp … (the script's own)")
-    add("--processes", type=_numbers, default=[], metavar="N,M", help="how many (one an accelerator, 1 without any)")
-    add("--repeats", type=_count, default=1, metavar="N", help="run each so often, in rounds, and compare medians (1)")
-    add("--seed", type=int, metavar="N", help="of the first round, one more in each that follows (the script's own)")
-    add("--timeout", type=float, metavar="SECONDS", help="stop a run that takes longer, and go on with the next")
+    add(
+        "--strategy",
+        type=_words,
+        default=[],
+        metavar="A,B",
+        help="of single, ddp, zero1, fsdp … (the script's own)",
+    )
+    add(
+        "--processes",
+        type=_numbers,
+        default=[],
+        metavar="N,M",
+        help="how many (one an accelerator, 1 without any)",
+    )
+    add(
+        "--repeats",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="run each so often, in rounds, and compare medians (1)",
+    )
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="of the first round, one more in each that follows (the script's own)",
+    )
+    add(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="stop a run that takes longer, and go on with the next",
+    )
     add(
         "--metric",
         action="append",
@@ -95,16 +143,27 @@ def run(args: argparse.Namespace) -> int:
     task = Task(args.script, args.arguments, args.module, args.timeout)
     total = len(chosen) * args.repeats
     told = _Telling(total, args.repeats)
-    before = signal.signal(signal.SIGTERM, _interrupt)  # it ends the running ranks, too, and what is done is shown
+    before = signal.signal(
+        signal.SIGTERM, _interrupt
+    )  # it ends the running ranks, too, and what is done is shown
     try:
-        found = compare(task, chosen, folder, repeats=args.repeats, seed=args.seed, metrics=args.metric, tell=told)
+        found = compare(
+            task, chosen, folder, repeats=args.repeats, seed=args.seed, metrics=args.metric, tell=told
+        )
     finally:
         signal.signal(signal.SIGTERM, before)
     written = [write_json(found)]
     trouble = write_report(found, written)
-    print(json.dumps(json.loads(written[0].read_text(encoding="utf-8")), indent=2) if args.json else words(found))
+    print(
+        json.dumps(json.loads(written[0].read_text(encoding="utf-8")), indent=2)
+        if args.json
+        else words(found)
+    )
     out = sys.stderr if args.json else sys.stdout
-    print("\n" + "\n".join(f"{'wrote' if i == 0 else '     '} {_near(path)}" for i, path in enumerate(written)), file=out)
+    print(
+        "\n" + "\n".join(f"{'wrote' if i == 0 else '     '} {_near(path)}" for i, path in enumerate(written)),
+        file=out,
+    )
     if trouble:
         print(wrap(trouble), file=sys.stderr)
     return 130 if found.interrupted else int(found.failed)
@@ -137,7 +196,13 @@ def words(found: Comparison) -> str:
 
 
 def logged(found: Comparison) -> str:
-    names = {name for summary in found.summaries for run in summary.runs if run.record for name in run.record.curves}
+    names = {
+        name
+        for summary in found.summaries
+        for run in summary.runs
+        if run.record
+        for name in run.record.curves
+    }
     return ", ".join(map(plain, sorted(names))) or "nothing, so the script calls no acc.log"
 
 
@@ -151,7 +216,12 @@ class _Telling:
         if run is None:
             self._done += 1
             again = f", run {number} of {self._repeats}" if self._repeats > 1 else ""
-            print(f"{self._done}/{self._total} {plain(variant.name)}{again} …", end=" ", file=sys.stderr, flush=True)
+            print(
+                f"{self._done}/{self._total} {plain(variant.name)}{again} …",
+                end=" ",
+                file=sys.stderr,
+                flush=True,
+            )
         else:
             print(f"{run.end.status} after {seconds(run.end.wall)}", file=sys.stderr, flush=True)
 

@@ -64,10 +64,14 @@ class Node:
 def nodes() -> Iterator[Node]:
     """All of them, by the parsers that the commands themselves use."""
     yield Node(
-        FRONT, dict(COMMANDS), (Flag(("--help",), "what there is", False, ()), Flag(("--version",), "of easymp", False, ()))
+        FRONT,
+        dict(COMMANDS),
+        (Flag(("--help",), "what there is", False, ()), Flag(("--version",), "of easymp", False, ())),
     )
     for name in COMMANDS:
-        yield from _nodes(f"{FRONT} {name}", parser_of(name, importlib.import_module(f".{name}", __package__)))
+        yield from _nodes(
+            f"{FRONT} {name}", parser_of(name, importlib.import_module(f".{name}", __package__))
+        )
 
 
 def _nodes(path: str, parser: argparse.ArgumentParser) -> Iterator[Node]:
@@ -79,7 +83,14 @@ def _nodes(path: str, parser: argparse.ArgumentParser) -> Iterator[Node]:
             helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
         elif action.option_strings and action.help != argparse.SUPPRESS:
             words = re.split(r"[;(]", action.help or "")[0].replace("%%", "%").strip()
-            flags.append(Flag(tuple(action.option_strings), words, action.nargs != 0, tuple(map(str, action.choices or ()))))
+            flags.append(
+                Flag(
+                    tuple(action.option_strings),
+                    words,
+                    action.nargs != 0,
+                    tuple(map(str, action.choices or ())),
+                )
+            )
         elif action.choices and not choices:
             choices = tuple(map(str, action.choices))
     yield Node(path, {name: helps.get(name, "") for name in below}, tuple(flags), choices)
@@ -97,7 +108,10 @@ def values(found: list[Node]) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def bash(found: list[Node]) -> str:
     paths = "|".join(shlex.quote(node.path) for node in found[1:])
-    follow = [f"    {shlex.quote(words)}) known={shlex.quote(' '.join(choices))} ;;" for words, choices in values(found)]
+    follow = [
+        f"    {shlex.quote(words)}) known={shlex.quote(' '.join(choices))} ;;"
+        for words, choices in values(found)
+    ]
     come = [f"    {shlex.quote(node.path)}) known={shlex.quote(' '.join(node.first))} ;;" for node in found]
     return "\n".join(
         [
@@ -129,9 +143,13 @@ def zsh(found: list[Node]) -> str:
         follow.append(f"    {shlex.quote(words)}) {then}; return ;;")
     come = []
     for node in found:
-        entries = [(name, words) for name, words in node.below.items()] + [(choice, "") for choice in node.choices]
+        entries = [(name, words) for name, words in node.below.items()] + [
+            (choice, "") for choice in node.choices
+        ]
         entries += [(name, flag.words) for flag in node.flags for name in flag.names]
-        listed = " ".join(shlex.quote(name.replace(":", "\\:") + (f":{words}" if words else "")) for name, words in entries)
+        listed = " ".join(
+            shlex.quote(name.replace(":", "\\:") + (f":{words}" if words else "")) for name, words in entries
+        )
         files = "" if node.below or node.choices else "; _files"
         come.append(f"    {shlex.quote(node.path)}) known=({listed}); _describe easymp known{files} ;;")
     return "\n".join(
@@ -169,7 +187,11 @@ def fish(found: list[Node]) -> str:
             lines.append(f"complete -c easymp -n {when} -f -a {shlex.quote(' '.join(node.choices))}")
         for flag in node.flags:
             spelled = " ".join(f"-l {n[2:]}" if n.startswith("--") else f"-s {n[1:]}" for n in flag.names)
-            takes = (f" -x -a {shlex.quote(' '.join(flag.choices))}" if flag.choices else " -r") if flag.takes else ""
+            takes = (
+                (f" -x -a {shlex.quote(' '.join(flag.choices))}" if flag.choices else " -r")
+                if flag.takes
+                else ""
+            )
             lines.append(f"complete -c easymp -n {when} {spelled}{takes} -d {_fish(flag.words)}")
     return "\n".join([*lines, ""])
 

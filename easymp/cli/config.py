@@ -29,12 +29,20 @@ COLOURS = {"+": GREEN, "-": RED, "#": DIM}  # by a line's first character: of a 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help="take the defaults")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="answer ahead, or any other setting")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="answer ahead, or any other setting"
+    )
     parser.add_argument("--dry-run", action="store_true", help="show it, and write nothing")
-    parser.add_argument("--from", dest="foreign", metavar="FILE", help="take over a configuration of Accelerate or DeepSpeed")
+    parser.add_argument(
+        "--from", dest="foreign", metavar="FILE", help="take over a configuration of Accelerate or DeepSpeed"
+    )
     parser.add_argument("--measure", action="store_true", help="time the precisions first, ten seconds long")
-    parser.add_argument("--file", metavar="PATH", help="to write (default: what EASYMP_CONFIG names, or easymp.toml here)")
-    parser.add_argument("--all", action="store_true", help="ask all questions, also those that change nothing here")
+    parser.add_argument(
+        "--file", metavar="PATH", help="to write (default: what EASYMP_CONFIG names, or easymp.toml here)"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="ask all questions, also those that change nothing here"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,10 +53,14 @@ def run(args: argparse.Namespace) -> int:
     except SettingError as error:
         print(f"easymp config: {error}", file=sys.stderr)
         return 2
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the terminal is put right on the way out
+    before = signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # as Ctrl-C: the terminal is put right on the way out
     try:
         wish = wizard.Wish(args.file, ahead, args.foreign, args.yes, args.dry_run, args.all, args.measure)
-        wizard.configure(Terminal(), wizard.look(), wish, answered=sys.stdin is not None and sys.stdin.isatty())
+        wizard.configure(
+            Terminal(), wizard.look(), wish, answered=sys.stdin is not None and sys.stdin.isatty()
+        )
     except wizard.QuitError:
         print("Nothing was written.")
         return 130
@@ -76,7 +88,12 @@ class Terminal:
 
     def say(self, text: str = "", strong: bool = False, indent: int = 0) -> None:
         space = " " * indent
-        print("\n".join(paint(line, BOLD) if strong else line for line in wrap(space + plain(text), space).splitlines()))
+        print(
+            "\n".join(
+                paint(line, BOLD) if strong else line
+                for line in wrap(space + plain(text), space).splitlines()
+            )
+        )
 
     def rows(self, rows: Sequence[Sequence[str]]) -> None:
         print(table(rows, fold=True))

@@ -36,7 +36,11 @@ def run(args: argparse.Namespace) -> int:
         facts_of = {"hardware": plain(dataclasses.asdict(hardware)), "kernels": kernels(hardware)}
         print(json.dumps({"versions": versions(), **facts_of, "plan": plain(plan.as_dict())}, indent=2))
         return 0
-    print(table([row for row in [*versions().items(), *facts(hardware), ("kernels", kernels(hardware))] if row[1]]))
+    print(
+        table(
+            [row for row in [*versions().items(), *facts(hardware), ("kernels", kernels(hardware))] if row[1]]
+        )
+    )
     print("\nPlan")
     print(plan.explain())
     return 0
@@ -58,13 +62,20 @@ def facts(hardware: Hardware) -> list[tuple[str, str]]:
     cpu = hardware.cpu
     lines = [
         ("processor", f"{cpu.name} ({cpu.architecture})"),
-        ("", f"{cpu.cores} cores, {cpu.threads} threads usable, {cpu.numa_nodes} NUMA node(s), {cpu.memory / GIB:.1f} GiB"),
+        (
+            "",
+            f"{cpu.cores} cores, {cpu.threads} threads usable, {cpu.numa_nodes} NUMA node(s), {cpu.memory / GIB:.1f} GiB",
+        ),
         ("", " ".join(sorted(cpu.features)) or "no vector instructions known"),
     ]
     for device in hardware.devices:
-        fast = sorted(device.tensor_cores | ({"bf16"} if device.bf16 else set()) | ({"fp16"} if device.fp16 else set()))
+        fast = sorted(
+            device.tensor_cores | ({"bf16"} if device.bf16 else set()) | ({"fp16"} if device.fp16 else set())
+        )
         build = "" if device.built_for else "; this torch has no code for it"
-        lines.append((f"{device.kind}:{device.index}", f"{device.name}, {device.memory / GIB:.1f} GiB{build}"))
+        lines.append(
+            (f"{device.kind}:{device.index}", f"{device.name}, {device.memory / GIB:.1f} GiB{build}")
+        )
         lines.append(("", f"{device.architecture or ''} {' '.join(fast)}".strip()))
     if hardware.links:
         lines.append(("links", hardware.links))
@@ -78,7 +89,9 @@ def kernels(hardware: Hardware) -> str:
 
     capability = next((d.capability for d in hardware.devices if d.kind == "cuda"), None)
     found = dataclasses.replace(cuda.facts(torch.device("cpu")), capability=capability)
-    return cuda.unavailable(found) or "CuPy " + ", ".join(f"{version} ({name})" for name, version in found.wheels.items())
+    return cuda.unavailable(found) or "CuPy " + ", ".join(
+        f"{version} ({name})" for name, version in found.wheels.items()
+    )
 
 
 def plain(value: Any) -> Any:

@@ -38,15 +38,28 @@ if TYPE_CHECKING:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="1.5B, model.safetensors, or module:callable")
     parser.add_argument("--processes", default="1,2,4,8", metavar="N,...", help="how many ranks (1,2,4,8)")
-    parser.add_argument("--strategy", default="", metavar="NAME,...", help=f"which ({','.join(DEFAULT_STRATEGIES)})")
-    parser.add_argument("--precision", default="", metavar="NAME,...", help="which (fp32, and what auto would take, or bf16)")
     parser.add_argument(
-        "--optimizer", default="adamw", metavar="NAME", help="adamw, sgd, momentum, ... or how many tensors it keeps (adamw)"
+        "--strategy", default="", metavar="NAME,...", help=f"which ({','.join(DEFAULT_STRATEGIES)})"
     )
-    parser.add_argument("--memory", metavar="SIZE", help="of a rank on another machine, such as 80GB; else this machine's")
-    parser.add_argument("--per-node", type=int, metavar="N", help="ranks of a node, for hsdp (this machine's devices, or all)")
+    parser.add_argument(
+        "--precision", default="", metavar="NAME,...", help="which (fp32, and what auto would take, or bf16)"
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar="NAME",
+        help="adamw, sgd, momentum, ... or how many tensors it keeps (adamw)",
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="of a rank on another machine, such as 80GB; else this machine's"
+    )
+    parser.add_argument(
+        "--per-node", type=int, metavar="N", help="ranks of a node, for hsdp (this machine's devices, or all)"
+    )
     parser.add_argument("--cpu", action="store_true", help="on the CPU, although there is an accelerator")
-    parser.add_argument("--dtype", metavar="NAME", help="of parameters: fp32, bf16, fp16 or own (fp32; of a callable: own)")
+    parser.add_argument(
+        "--dtype", metavar="NAME", help="of parameters: fp32, bf16, fp16 or own (fp32; of a callable: own)"
+    )
     parser.add_argument(
         "--input",
         action="append",
@@ -54,7 +67,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHAPE",
         help="an argument of forward, such as 8x3x224x224 or 8x1024:int64; repeatable",
     )
-    parser.add_argument("--activation-checkpointing", action="store_true", help="repeated blocks keep their inputs only")
+    parser.add_argument(
+        "--activation-checkpointing", action="store_true", help="repeated blocks keep their inputs only"
+    )
     parser.add_argument("--options", metavar="JSON", help="of the one strategy that is named")
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -110,9 +125,21 @@ def _table(found: Estimates) -> str:
     ]
     rows = [header]
     for row in found.rows:
-        sizes = [*_columns(row.need).values(), *([row.need.activations or 0] if batch else []), row.need.total]
+        sizes = [
+            *_columns(row.need).values(),
+            *([row.need.activations or 0] if batch else []),
+            row.need.total,
+        ]
         numbers = [f"{number / scale:,.2f}" if number else "-" for number in sizes]
-        rows.append([str(row.need.world), row.need.strategy, row.need.precision, *numbers, f"{row.spare / scale:+,.2f}"])
+        rows.append(
+            [
+                str(row.need.world),
+                row.need.strategy,
+                row.need.precision,
+                *numbers,
+                f"{row.spare / scale:+,.2f}",
+            ]
+        )
     rooms = {row.available for row in found.rows}
     have = f"{size(max(rooms))}" if len(rooms) == 1 else f"{size(max(rooms))}, shared by the processes,"
     legend = (
@@ -134,11 +161,19 @@ def _columns(need: Memory) -> dict[str, int]:
 def _record(sized: Sized, found: Estimates) -> dict[str, Any]:
     def named(row: Row | None) -> dict[str, Any] | None:
         return (
-            None if row is None else {"strategy": row.need.strategy, "processes": row.need.world, "precision": row.need.precision}
+            None
+            if row is None
+            else {"strategy": row.need.strategy, "processes": row.need.world, "precision": row.need.precision}
         )
 
     rows = [
-        {**dataclasses.asdict(r.need), "total": r.need.total, "available": r.available, "fits": r.fits, "spare": r.spare}
+        {
+            **dataclasses.asdict(r.need),
+            "total": r.need.total,
+            "available": r.available,
+            "fits": r.fits,
+            "spare": r.spare,
+        }
         for r in found.rows
     ]
     return {
@@ -173,4 +208,6 @@ def _whole(word: str, what: str) -> int:
 def _optimizer(word: str) -> str | int:
     if word.isdecimal():
         return int(word)
-    return next((name for name in estimating.STATES if name.endswith(f" {word.lower()}")), word)  # "momentum" is SGD's
+    return next(
+        (name for name in estimating.STATES if name.endswith(f" {word.lower()}")), word
+    )  # "momentum" is SGD's

@@ -34,9 +34,18 @@ RESTARTS = 3  # where nodes may come and go: each that goes takes the others' ra
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--processes", type=int, metavar="N", help="on this machine (default: one an accelerator, 1 without any)")
+    add(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="on this machine (default: one an accelerator, 1 without any)",
+    )
     add("--nodes", metavar="N|MIN:MAX", help="how many machines; MIN:MAX: they may come and go (1)")
-    add("--main-address", metavar="HOST[:PORT]", help="of the first machine, by which the others reach it (port 29500)")
+    add(
+        "--main-address",
+        metavar="HOST[:PORT]",
+        help="of the first machine, by which the others reach it (port 29500)",
+    )
     add(
         "--node-rank",
         type=int,
@@ -45,15 +54,38 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--wait", type=float, metavar="SECONDS", help="that machines wait for one another (600)")
     add(
-        "--max-restarts", type=int, metavar="N", help="start all workers again after a failure, up to N times (0; 3 with MIN:MAX)"
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="start all workers again after a failure, up to N times (0; 3 with MIN:MAX)",
     )
-    add("--grace", type=float, metavar="SECONDS", help="that workers have to save themselves when a signal comes (30)")
-    add("--no-numa", action="store_const", const=False, dest="numa", help="workers may use the cores of all NUMA nodes")
-    add("--slurm", metavar="WORDS", help="print or submit: a batch script for Slurm; after the word, options of sbatch for it")
+    add(
+        "--grace",
+        type=float,
+        metavar="SECONDS",
+        help="that workers have to save themselves when a signal comes (30)",
+    )
+    add(
+        "--no-numa",
+        action="store_const",
+        const=False,
+        dest="numa",
+        help="workers may use the cores of all NUMA nodes",
+    )
+    add(
+        "--slurm",
+        metavar="WORDS",
+        help="print or submit: a batch script for Slurm; after the word, options of sbatch for it",
+    )
     add("--config", metavar="FILE", help="a project file in place of easymp.toml, for the workers too")
     add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="the script's path")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's own arguments, untouched")
+    add(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="ARGUMENTS",
+        help="the script's own arguments, untouched",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,8 +103,12 @@ def run(args: argparse.Namespace) -> int:
         settings.resolve()  # what is wrong in it is said once, and not by each worker
         if args.slurm is not None:
             return _slurm(args, wanted)
-        meeting, variables = slurm.meet(wanted.nodes, args.node_rank, wanted.main_address, wanted.main_port, wanted.wait)
-        restarts = wanted.max_restarts if wanted.max_restarts is not None else RESTARTS if meeting.elastic else 0
+        meeting, variables = slurm.meet(
+            wanted.nodes, args.node_rank, wanted.main_address, wanted.main_port, wanted.wait
+        )
+        restarts = (
+            wanted.max_restarts if wanted.max_restarts is not None else RESTARTS if meeting.elastic else 0
+        )
         return launch_script(
             args.script,
             args.arguments,
@@ -90,7 +126,9 @@ def _slurm(args: argparse.Namespace, wanted: settings.Launching) -> int:
     asked = slurm.asked(args.slurm)
     check_script(args.script, args.module)
     if args.node_rank is not None:
-        raise SettingError(f"--node-rank {args.node_rank} is one node's, and --slurm starts them all: leave it out")
+        raise SettingError(
+            f"--node-rank {args.node_rank} is one node's, and --slurm starts them all: leave it out"
+        )
     flags = {
         "--processes": wanted.processes,
         "--nodes": args.nodes,

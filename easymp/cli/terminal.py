@@ -32,7 +32,9 @@ def width() -> int:
 
 def wrap(text: str, indent: str = "") -> str:
     """`text` in lines that fit, each line but the first after `indent`."""
-    return textwrap.fill(text, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def plain(text: str) -> str:
@@ -40,7 +42,9 @@ def plain(text: str) -> str:
     return text if text.isprintable() else repr(text)[1:-1]
 
 
-def table(rows: Sequence[Sequence[str]], right: frozenset[int] | set[int] = frozenset(), fold: bool = False) -> str:
+def table(
+    rows: Sequence[Sequence[str]], right: frozenset[int] | set[int] = frozenset(), fold: bool = False
+) -> str:
     """Columns under one another; those in `right` end together.
 
     Args:
@@ -51,7 +55,10 @@ def table(rows: Sequence[Sequence[str]], right: frozenset[int] | set[int] = froz
     room = max(20, width() - sum(widths[:-1]) - 2 * (len(widths) - 1))
     lines = []
     for row in rows:
-        cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row[:-1], widths))]
+        cells = [
+            cell.rjust(w) if i in right else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row[:-1], widths))
+        ]
         last = row[-1].rjust(widths[-1]) if len(row) - 1 in right else row[-1]
         pieces = textwrap.wrap(last, room, break_long_words=False, break_on_hyphens=False) if fold else [last]
         lines.append("  ".join([*cells, pieces[0] if pieces else ""]).rstrip())

@@ -28,17 +28,26 @@ MARKS = {"good": ("good", GREEN), "bad": ("BAD", RED), "left out": ("–", "")}
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="how many (easymp.toml's; else one an accelerator, or 2 without any)"
+        "--processes",
+        type=int,
+        metavar="N",
+        help="how many (easymp.toml's; else one an accelerator, or 2 without any)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     processes = resolve_launching(processes=args.processes).processes
-    if processes is None:  # one process alone has no collectives, and two CPU processes need no more than a CPU
+    if (
+        processes is None
+    ):  # one process alone has no collectives, and two CPU processes need no more than a CPU
         processes = max(default_processes(), 1 if hardware.detect().devices else 2)
     tried = try_out(processes)
-    print(json.dumps({**dataclasses.asdict(tried), "good": tried.good}, indent=2) if args.json else told(tried, processes))
+    print(
+        json.dumps({**dataclasses.asdict(tried), "good": tried.good}, indent=2)
+        if args.json
+        else told(tried, processes)
+    )
     return 0 if tried.good else 1
 
 

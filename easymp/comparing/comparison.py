@@ -46,7 +46,9 @@ class Comparison:
     @property
     def machine(self) -> dict[str, Any]:
         """Facts of the machine, as the first run with a record told them."""
-        return next((run.record.machine for summary in self.summaries for run in summary.runs if run.record), {})
+        return next(
+            (run.record.machine for summary in self.summaries for run in summary.runs if run.record), {}
+        )
 
 
 def compare(

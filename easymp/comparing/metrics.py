@@ -9,7 +9,23 @@ from dataclasses import dataclass
 
 FEW = 4  # scalars, up to which all of them are columns
 # Words at the end of a name, such as "eval/accuracy", "val_acc" and "top5".
-HIGHER = ("accuracy", "acc", "f1", "auc", "auroc", "bleu", "rouge", "iou", "miou", "dice", "recall", "top", "psnr", "ssim", "r2")
+HIGHER = (
+    "accuracy",
+    "acc",
+    "f1",
+    "auc",
+    "auroc",
+    "bleu",
+    "rouge",
+    "iou",
+    "miou",
+    "dice",
+    "recall",
+    "top",
+    "psnr",
+    "ssim",
+    "r2",
+)
 LOWER = ("loss", "perplexity", "ppl", "error", "err", "wer", "cer", "mse", "rmse", "mae", "nll", "fid")
 HELD_OUT = ("eval", "val", "valid", "validation", "test", "dev")
 LOSSES = ("loss", "train_loss", "train/loss", "training_loss")

@@ -27,7 +27,9 @@ def page(found: Comparison) -> str:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         title=title(found),
@@ -88,7 +90,9 @@ def machine(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _plan(summary: Summary, threads: int | None) -> dict[str, Any]:
     run = summary.typical or summary.runs[0]
     plan = run.record.plan if run.record is not None else {}
-    choices = [(name, choice["value"], choice["reason"]) for name, choice in plan.items() if isinstance(choice, dict)]
+    choices = [
+        (name, choice["value"], choice["reason"]) for name, choice in plan.items() if isinstance(choice, dict)
+    ]
     asked = f"{summary.variant.processes}" if summary.variant.processes else "left to the launcher"
     return {
         "name": summary.name,

@@ -27,7 +27,14 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # light grounds
 DARK = ("#5cb3f0", "#ff8f4d", "#2ec79a", "#eba6cb", "#f5bd4f", "#9bd5f7")  # the same on dark ones
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 3)))
+DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 2)),
+    (0, (1.5, 1.5)),
+    (0, (6, 2, 1.5, 2)),
+    (0, (3, 1, 1, 1, 1, 1)),
+    (0, (8, 3)),
+)
 INK, FAINT = "#1b1f24", "#c9ced6"  # text, and lines behind
 WIDTH, HEIGHT = 340, 230  # of a plot, in its own units, of which a phone shows about one a pixel
 TEXT = 10.5
@@ -45,9 +52,22 @@ class Plot:
     """
 
     def __init__(
-        self, key: str, title: str, words: str, draw: Callable[[Axes], None], note: str = "", height: float = HEIGHT
+        self,
+        key: str,
+        title: str,
+        words: str,
+        draw: Callable[[Axes], None],
+        note: str = "",
+        height: float = HEIGHT,
     ) -> None:
-        self.key, self.title, self.words, self.draw, self.note, self.height = key, title, words, draw, note, height
+        self.key, self.title, self.words, self.draw, self.note, self.height = (
+            key,
+            title,
+            words,
+            draw,
+            note,
+            height,
+        )
 
     def svg(self) -> str:
         """An ``<svg>`` element, as wide as its place, without ids that another one could have."""
@@ -56,7 +76,10 @@ class Plot:
             self.draw(figure.add_subplot())
             file = io.StringIO()
             figure.savefig(
-                file, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+                file,
+                format="svg",
+                transparent=True,
+                metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
             )
         return _for_page(file.getvalue(), self.words)
 
@@ -66,21 +89,43 @@ def plots(found: Comparison) -> list[Plot]:
     summaries, made = found.summaries, []
     names = [summary.name for summary in summaries]
     for metric in found.metrics[:2]:
-        note = "Lines are running means; the values themselves lie faintly behind." if noisy(summaries, metric) else ""
-        for where, read, axis in (("update", by_update, "optimizer updates"), ("time", by_seconds, "seconds")):
+        note = (
+            "Lines are running means; the values themselves lie faintly behind."
+            if noisy(summaries, metric)
+            else ""
+        )
+        for where, read, axis in (
+            ("update", by_update, "optimizer updates"),
+            ("time", by_seconds, "seconds"),
+        ):
             lines = read(summaries, metric)
             if lines:
                 title, draw = f"{metric.name} against {where}", _curves(names, lines, metric, axis)
-                made.append(Plot(f"{metric.name}-{where}", title, _said(title, names, lines), draw, note, _tall(names, lines)))
+                made.append(
+                    Plot(
+                        f"{metric.name}-{where}",
+                        title,
+                        _said(title, names, lines),
+                        draw,
+                        note,
+                        _tall(names, lines),
+                    )
+                )
     lines = memory(summaries)
     if lines:
         device = any(run.record.device_memory for summary in summaries for run in summary.runs if run.record)
         title = "memory allocated over time" if device else "memory of the process over time"
-        made.append(Plot("memory", title, _said(title, names, lines), _memory(names, lines), height=_tall(names, lines)))
+        made.append(
+            Plot(
+                "memory", title, _said(title, names, lines), _memory(names, lines), height=_tall(names, lines)
+            )
+        )
     done = [(index, summary) for index, summary in enumerate(summaries) if summary.speed is not None]
     if done:
         title = f"throughput, {unit(summaries)} a second"
-        words = f"{title}: " + ", ".join(f"{summary.name} {rate(summary.speed.median)}" for _, summary in done if summary.speed)
+        words = f"{title}: " + ", ".join(
+            f"{summary.name} {rate(summary.speed.median)}" for _, summary in done if summary.speed
+        )
         made.append(Plot("speed", title, words, _bars(done), height=max(110, 58 + 36 * len(done))))
     return made
 
@@ -97,7 +142,9 @@ def write_png(found: Comparison, path: Path) -> bool:
         figure.suptitle(textwrap.fill(found.verdict.sentence, 110), fontsize=11, x=0.02, ha="left", color=INK)
         for place, plot in enumerate(made, 1):
             axes = figure.add_subplot(rows, 2, place)
-            axes.set_title(plot.title, loc="left", fontsize=11, color=INK, pad=24 if plot.key != "speed" else 8)
+            axes.set_title(
+                plot.title, loc="left", fontsize=11, color=INK, pad=24 if plot.key != "speed" else 8
+            )
             plot.draw(axes)
         figure.savefig(path, format="png", facecolor="white", dpi=150, metadata={"Software": None})
     return True
@@ -133,7 +180,11 @@ def _memory(names: Sequence[str], lines: Sequence[Line]) -> Callable[[Axes], Non
     name, size = unit_of(max(value for line in lines for _, value in line.points))
 
     def draw(axes: Axes) -> None:
-        _draw(axes, names, [Line(line.plan, [(x, y / size) for x, y in line.points], line.main) for line in lines])
+        _draw(
+            axes,
+            names,
+            [Line(line.plan, [(x, y / size) for x, y in line.points], line.main) for line in lines],
+        )
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} {name}")
         axes.axvline(0, color=FAINT, linewidth=0.8)
@@ -179,7 +230,14 @@ def _bars(done: Sequence[tuple[int, Summary]]) -> Callable[[Axes], None]:
             assert speed is not None
             axes.barh(place, speed.median, height=0.42, color=colour(plan))
             if speed.count > 1:
-                axes.plot([speed.least, speed.most], [place, place], color=INK, linewidth=1.2, marker="|", markersize=7)
+                axes.plot(
+                    [speed.least, speed.most],
+                    [place, place],
+                    color=INK,
+                    linewidth=1.2,
+                    marker="|",
+                    markersize=7,
+                )
             axes.text(0, place - 0.3, summary.name, va="bottom", ha="left")
             axes.text(speed.most + most * 0.02, place, rate(speed.median), va="center", ha="left")
         axes.set_xlim(0, most * 1.18)
@@ -210,7 +268,11 @@ def _tall(names: Sequence[str], lines: Sequence[Line]) -> float:
 
 
 def _said(title: str, names: Sequence[str], lines: Sequence[Line]) -> str:
-    ends = [f"{names[line.plan]} from {line.points[0][1]:.4g} to {line.points[-1][1]:.4g}" for line in lines if line.main]
+    ends = [
+        f"{names[line.plan]} from {line.points[0][1]:.4g} to {line.points[-1][1]:.4g}"
+        for line in lines
+        if line.main
+    ]
     return f"{title}: {', '.join(ends)}"
 
 
@@ -268,7 +330,9 @@ def _for_page(svg: str, words: str) -> str:
 
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # rules for *, which would be the whole page's
+    svg = re.sub(
+        r"<style.*?</style>", "", svg, flags=re.DOTALL
+    )  # rules for *, which would be the whole page's
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     variables = {INK: "--ink", FAINT: "--line", **{hue: f"--plan-{i}" for i, hue in enumerate(COLOURS)}}

@@ -64,7 +64,9 @@ class _Training:
 
     @property
     def peak(self) -> int:
-        return max([int(self.last("end", "peak", 0)), *(int(line["bytes"]) for line in self.lines.get("memory", ()))])
+        return max(
+            [int(self.last("end", "peak", 0)), *(int(line["bytes"]) for line in self.lines.get("memory", ()))]
+        )
 
 
 def read(folder: Path) -> Record | None:
@@ -75,7 +77,9 @@ def read(folder: Path) -> Record | None:
         return None
     chosen = max(range(len(main)), key=lambda i: main[i].updates)
     one = main[chosen]
-    fullest = max((found[chosen] for found in ranks if len(found) > chosen), key=lambda training: training.peak)
+    fullest = max(
+        (found[chosen] for found in ranks if len(found) > chosen), key=lambda training: training.peak
+    )
     first = one.last("first", "at")
     zero = first or 0.0
     return Record(
@@ -86,7 +90,9 @@ def read(folder: Path) -> Record | None:
         samples=_samples(one),
         peak=fullest.peak,
         device_memory=one.begin.get("memory") == "device",
-        memory=[(round(line["at"] - zero, 3), int(line["bytes"])) for line in fullest.lines.get("memory", ())],
+        memory=[
+            (round(line["at"] - zero, 3), int(line["bytes"])) for line in fullest.lines.get("memory", ())
+        ],
         curves=_curves(one, zero),
         plan=dict(one.last("end", "plan") or one.begin.get("plan", {})),
         machine=dict(one.begin.get("machine", {})),
@@ -130,5 +136,7 @@ def _curves(one: _Training, zero: float) -> dict[str, list[Point]]:
     curves: dict[str, list[Point]] = {}
     for line in one.lines.get("log", ()):
         for name, value in line["values"].items():
-            curves.setdefault(name, []).append(Point(int(line["updates"]), round(line["at"] - zero, 4), float(value)))
+            curves.setdefault(name, []).append(
+                Point(int(line["updates"]), round(line["at"] - zero, 4), float(value))
+            )
     return curves

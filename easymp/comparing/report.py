@@ -69,8 +69,18 @@ def write_report(found: Comparison, written: list[Path]) -> str:
 
 def _run(found: Comparison, run: Run) -> dict[str, Any]:
     end = dataclasses.asdict(run.end)
-    record = None if run.record is None else {f.name: getattr(run.record, f.name) for f in dataclasses.fields(run.record)}
-    return {"number": run.number, "seed": run.seed, "command": command(found.task, run.variant), **end, "record": record}
+    record = (
+        None
+        if run.record is None
+        else {f.name: getattr(run.record, f.name) for f in dataclasses.fields(run.record)}
+    )
+    return {
+        "number": run.number,
+        "seed": run.seed,
+        "command": command(found.task, run.variant),
+        **end,
+        "record": record,
+    }
 
 
 def _spread(spread: Any) -> dict[str, Any] | None:

@@ -56,7 +56,11 @@ def _lines(summaries: Sequence[Summary], read: Callable[[Record], list[tuple[flo
     found = []
     for index, summary in enumerate(summaries):
         for run in sorted(summary.runs, key=lambda run: run is summary.typical):  # the main one last, on top
-            points = [pair for pair in read(run.record) if all(map(math.isfinite, pair))] if run.record is not None else []
+            points = (
+                [pair for pair in read(run.record) if all(map(math.isfinite, pair))]
+                if run.record is not None
+                else []
+            )
             if points:
                 found.append(Line(index, points, run is summary.typical))
     return found

@@ -114,7 +114,9 @@ class Summary:
     @property
     def typical(self) -> Run | None:
         """Of the finished runs the one whose time is the median, to stand for all in a plot; or any run that has a record."""
-        timed = sorted((run for run in self.finished if run.speed is not None), key=lambda run: run.speed or 0.0)
+        timed = sorted(
+            (run for run in self.finished if run.speed is not None), key=lambda run: run.speed or 0.0
+        )
         rest = [run for run in self.runs if run.record is not None]
         return timed[(len(timed) - 1) // 2] if timed else rest[0] if rest else None
 

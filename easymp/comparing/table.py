@@ -30,7 +30,15 @@ class Row:
 
 def heads(summaries: Sequence[Summary], metrics: Sequence[Metric]) -> list[str]:
     """What stands over the columns, the plan's name first."""
-    return ["plan", "time", "ratio", f"{unit(summaries)}/s", "memory", *(metric.name for metric in metrics), "start-up"]
+    return [
+        "plan",
+        "time",
+        "ratio",
+        f"{unit(summaries)}/s",
+        "memory",
+        *(metric.name for metric in metrics),
+        "start-up",
+    ]
 
 
 def unit(summaries: Sequence[Summary]) -> str:
@@ -42,14 +50,18 @@ def unit(summaries: Sequence[Summary]) -> str:
 def rows(summaries: Sequence[Summary], metrics: Sequence[Metric]) -> list[Row]:
     """A row a plan, with cells for `heads` after the first."""
     base = next((summary for summary in summaries if summary.speed is not None), None)
-    return [Row(summary, tuple(_cells(summary, base, metrics)), tuple(troubles(summary))) for summary in summaries]
+    return [
+        Row(summary, tuple(_cells(summary, base, metrics)), tuple(troubles(summary))) for summary in summaries
+    ]
 
 
 def troubles(summary: Summary) -> Iterator[str]:
     """``"failed (2 of 3 runs): why"``, once for runs that ended alike."""
     ends = [(run.end.status, run.end.why) for run in summary.troubles]
     for status, why in dict.fromkeys(ends):
-        several = f" ({ends.count((status, why))} of {len(summary.runs)} runs)" if len(summary.runs) > 1 else ""
+        several = (
+            f" ({ends.count((status, why))} of {len(summary.runs)} runs)" if len(summary.runs) > 1 else ""
+        )
         yield f"{status}{several}: {why}"
 
 

@@ -31,7 +31,9 @@ class Variant:
         return " ".join(f"{name}={shlex.quote(value)}" for name, value in {**self.settings, **more}.items())
 
 
-def variants(precisions: Sequence[str] = (), strategies: Sequence[str] = (), processes: Sequence[int] = ()) -> list[Variant]:
+def variants(
+    precisions: Sequence[str] = (), strategies: Sequence[str] = (), processes: Sequence[int] = ()
+) -> list[Variant]:
     """Every combination, in order. What is not given is left to the script.
 
     Raises:
@@ -48,12 +50,18 @@ def variants(precisions: Sequence[str] = (), strategies: Sequence[str] = (), pro
                 f"{', '.join(map(str, given))}: one of them is there twice; use --repeats to run each several times"
             )
     found = []
-    for precision, strategy, count in itertools.product(precisions or [""], strategies or [""], processes or [0]):
+    for precision, strategy, count in itertools.product(
+        precisions or [""], strategies or [""], processes or [0]
+    ):
         parts = [
             precision if len(precisions) > 1 or not (strategies[1:] or processes[1:]) else "",
             strategy if len(strategies) > 1 else "",
             f"{count} process{'es' * (count > 1)}" if len(processes) > 1 else "",
         ]
-        settings = {name: value for name, value in (("mixed_precision", precision), ("strategy", strategy)) if value}
-        found.append(Variant(" ".join(filter(None, parts)) or strategy or "as it is", settings, count or None))
+        settings = {
+            name: value for name, value in (("mixed_precision", precision), ("strategy", strategy)) if value
+        }
+        found.append(
+            Variant(" ".join(filter(None, parts)) or strategy or "as it is", settings, count or None)
+        )
     return found

@@ -70,7 +70,9 @@ def judge(summaries: Sequence[Summary], metrics: Sequence[Metric], cores: int | 
     done = [summary for summary in summaries if summary.speed is not None]
     doubts = _doubts(summaries, cores)
     if not done:
-        return Verdict("No plan finished with at least two updates, so there is nothing to compare.", (), tuple(doubts))
+        return Verdict(
+            "No plan finished with at least two updates, so there is nothing to compare.", (), tuple(doubts)
+        )
     base, others = done[0], done[1:]
     if base is not summaries[0]:
         doubts.insert(0, f"{summaries[0].name} did not finish: others are compared with {base.name}.")
@@ -121,7 +123,9 @@ def _quality(base: Summary, other: Summary, metric: Metric | None) -> tuple[bool
     one, two = base.final(metric), other.final(metric)
     if one is None or two is None:
         return one is not None, f"{other.name if two is None else base.name} did not log {metric.name}"
-    words = f"reaches {metric.name} {metric.text(two.median)} where {base.name} reaches {metric.text(one.median)}"
+    words = (
+        f"reaches {metric.name} {metric.text(two.median)} where {base.name} reaches {metric.text(one.median)}"
+    )
     if not math.isfinite(two.median):
         return True, words
     if not math.isfinite(one.median):
@@ -145,7 +149,10 @@ def _sentence(base: Summary, judged: Sequence[Judged], quality: Metric | None) -
         claim += f"{f' and {each.words}' if each.words else ''}{_memory(base, each.plan)}"
         if each.shown is Shown.HINT:
             return each, f"{claim}: a hint to take {name}, no more. {more}"
-        return each, f"{claim}: take {name}{'.' if quality else ', if its results are as good: no metric was logged to say so.'}"
+        return (
+            each,
+            f"{claim}: take {name}{'.' if quality else ', if its results are as good: no metric was logged to say so.'}",
+        )
     if each.faster:
         return each, f"{claim}, but {each.words}: stay with {base.name}."
     if each.shown is Shown.NOT:
@@ -153,15 +160,24 @@ def _sentence(base: Summary, judged: Sequence[Judged], quality: Metric | None) -
         return each, f"No difference is shown: {took}. {more}"
     takes = "takes" if each.shown is Shown.YES else "seems to take"
     rest = ", and the others more" if len(judged) > 1 else ""
-    return each, f"{name} {takes} {ratio(each.ratio)} times as long as {base.name} ({basis}){rest}: stay with {base.name}."
+    return (
+        each,
+        f"{name} {takes} {ratio(each.ratio)} times as long as {base.name} ({basis}){rest}: stay with {base.name}.",
+    )
 
 
 def _evidence(base: Summary, each: Judged, quality: Metric | None) -> str:
     """What the sentence says of its plan, of another one in short."""
-    verb = {Shown.YES: "takes", Shown.HINT: "seems to take", Shown.NOT: "no difference is shown: it took"}[each.shown]
+    verb = {Shown.YES: "takes", Shown.HINT: "seems to take", Shown.NOT: "no difference is shown: it took"}[
+        each.shown
+    ]
     own = _of(_pair(base, each.plan)[1], base, each.plan)
     reached = each.plan.final(quality) if quality is not None else None
-    result = f"; reaches {quality.name} {quality.text(reached.median)}" if quality is not None and reached is not None else ""
+    result = (
+        f"; reaches {quality.name} {quality.text(reached.median)}"
+        if quality is not None and reached is not None
+        else ""
+    )
     return f"{each.plan.name}: {verb} {ratio(each.ratio)} of {base.name}'s time ({own}){result}{_memory(base, each.plan)}."
 
 
@@ -227,9 +243,16 @@ def _doubts(summaries: Sequence[Summary], cores: int | None) -> list[str]:
             f"The machine was busy: other work used {most:.1f} of its {cores} processors during {which}, and more than a tenth of them in "
             f"{len(busy)} of {sum(len(summary.runs) for summary in summaries)} runs. Times are the worse for it."
         )
-    several = [f"{summary.name}" for summary in summaries for run in summary.runs if run.record and run.record.trainings > 1]
+    several = [
+        f"{summary.name}"
+        for summary in summaries
+        for run in summary.runs
+        if run.record and run.record.trainings > 1
+    ]
     if several:
-        doubts.append(f"The script made several Accelerators under {several[0]}: shown is the training with most updates.")
+        doubts.append(
+            f"The script made several Accelerators under {several[0]}: shown is the training with most updates."
+        )
     return doubts
 
 

@@ -40,13 +40,19 @@ class Layer:
             logger.info("%s: without effect: %s", self.name, said)
             return
         self._warned = True
-        warnings.warn(f"{self.name}: without effect here: {said}. easymp.compat.explain() says more", EasympWarning, stacklevel=3)
+        warnings.warn(
+            f"{self.name}: without effect here: {said}. easymp.compat.explain() says more",
+            EasympWarning,
+            stacklevel=3,
+        )
 
     def use(self, what: str, lines: str) -> None:
         """`what` was used, and `lines` are how a script for easymp itself does it."""
         self.native[what] = lines
 
-    def absent(self, module: str, instead: Mapping[str, str], known: Callable[[], list[str]]) -> Callable[[str], Any]:
+    def absent(
+        self, module: str, instead: Mapping[str, str], known: Callable[[], list[str]]
+    ) -> Callable[[str], Any]:
         """A module's ``__getattr__``: names of the original that are not here fail with their replacement.
 
         With an ImportError, also where they are attributes: Python replaces the words of an AttributeError in ``from … import``.
@@ -60,7 +66,11 @@ class Layer:
         def missing(name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
-            way = f": {instead[name]}" if name in instead else nearest(name, known()) or f". Here are {', '.join(known())}"
+            way = (
+                f": {instead[name]}"
+                if name in instead
+                else nearest(name, known()) or f". Here are {', '.join(known())}"
+            )
             raise ImportError(f"{module}.{name} is not part of easymp.compat{way}")
 
         return missing
@@ -78,7 +88,9 @@ def explain() -> str:
         lines = [f"# {layer.name} → easymp", "from easymp import Accelerator"]
         for what, code in layer.native.items():
             lines += ["", f"# {what}", code.strip()]
-        lines += [""] * bool(layer.ignored) + [f"# without effect: {what} ({why})" for what, why in layer.ignored.items()]
+        lines += [""] * bool(layer.ignored) + [
+            f"# without effect: {what} ({why})" for what, why in layer.ignored.items()
+        ]
         parts.append("\n".join(lines))
     text = "\n\n".join(parts) or "no layer of easymp.compat is in use"
     print(text)  # noqa: T201 (what the function is for)

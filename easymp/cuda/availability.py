@@ -65,7 +65,9 @@ def facts(device: torch.device) -> Facts:
         hip=torch.version.hip,
         importable=find_spec("cupy") is not None,
         wheels=wheels,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.hip is None else None,
+        capability=torch.cuda.get_device_capability(device)
+        if device.type == "cuda" and torch.version.hip is None
+        else None,
     )
 
 
@@ -134,7 +136,11 @@ def warn_once(reason: str) -> None:
     """Say that kernels fail here though CuPy is installed: once a process, whatever the device or kernel."""
     if not _warned:
         _warned.append(reason)
-        warnings.warn(f"CuPy's kernels cannot be used, torch's own steps run instead: {reason}", EasympWarning, stacklevel=3)
+        warnings.warn(
+            f"CuPy's kernels cannot be used, torch's own steps run instead: {reason}",
+            EasympWarning,
+            stacklevel=3,
+        )
 
 
 # Each thread adds its number, by way of half precision, times `scale`, and `more`: arguments, sums and stores are seen to work.

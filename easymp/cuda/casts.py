@@ -23,7 +23,13 @@ from .table import Row, Table, alike, capturing, dense, lay_out, place, plain
 def divide(source: torch.dtype, target: torch.dtype) -> Kernel:
     """to = from / by, rounded once."""
     roles = [Role("source"), Role("target", reads=False, writes=True)]
-    return flat("divide", roles, {"source": source, "target": target}, "target = source / (float)by;", arguments=("float64 by",))
+    return flat(
+        "divide",
+        roles,
+        {"source": source, "target": target},
+        "target = source / (float)by;",
+        arguments=("float64 by",),
+    )
 
 
 def divided(source: Tensor, target: Tensor, by: float) -> Tensor | None:
@@ -31,7 +37,10 @@ def divided(source: Tensor, target: Tensor, by: float) -> Tensor | None:
 
     It is then ``target.copy_(source / by)``.
     """
-    if not all(t.dtype in TYPES and t.device == source.device and dense(t) and not t.is_neg() for t in (source, target)):
+    if not all(
+        t.dtype in TYPES and t.device == source.device and dense(t) and not t.is_neg()
+        for t in (source, target)
+    ):
         return None
     kernel = divide(source.dtype, target.dtype)
     launcher = launcher_with(source.device, [kernel]) if alike(source, target) else None
@@ -45,7 +54,10 @@ def divided(source: Tensor, target: Tensor, by: float) -> Tensor | None:
 def add(source: torch.dtype) -> Kernel:
     """``total.add_(source)``, for fp32 totals."""
     return stream(
-        "add", [Role("source"), Role("total", writes=True)], {"source": source, "total": torch.float32}, "total += source;"
+        "add",
+        [Role("source"), Role("total", writes=True)],
+        {"source": source, "total": torch.float32},
+        "total += source;",
     )
 
 
@@ -72,7 +84,9 @@ class Adder:
         others: tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]] = ([], [])
         for source, total, new in zip(sources, totals, fresh):
             if _fits(source, total):
-                mine.setdefault(source.device, []).append((source, total, (widen if new else add)(source.dtype)))
+                mine.setdefault(source.device, []).append(
+                    (source, total, (widen if new else add)(source.dtype))
+                )
             else:
                 others[new].append((source, total))
         for device, pairs in mine.items():
@@ -93,7 +107,11 @@ class Adder:
             kinds: dict[Kernel, list[Row]] = {}
             for source, total, kernel in pairs:
                 kinds.setdefault(kernel, []).append(Row((source, total)))
-            laid = self._laid[launcher.device] = places, list(kinds), lay_out(list(kinds.values()), launcher.device)
+            laid = self._laid[launcher.device] = (
+                places,
+                list(kinds),
+                lay_out(list(kinds.values()), launcher.device),
+            )
         _, kernels, table = laid
         if capturing(launcher.device):
             self._captured.append(table)
@@ -104,6 +122,11 @@ class Adder:
 
 
 def _fits(source: Tensor, total: Tensor) -> bool:
-    if source.dtype not in TYPES or total.dtype != torch.float32 or source.device != total.device or source.is_neg():
+    if (
+        source.dtype not in TYPES
+        or total.dtype != torch.float32
+        or source.device != total.device
+        or source.is_neg()
+    ):
         return False
     return plain(source) and plain(total) and dense(source) and alike(source, total)

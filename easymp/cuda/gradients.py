@@ -97,7 +97,11 @@ class Gradients:
             for dtype, first, last in zip(laid.dtypes, laid.table.starts, laid.table.starts[1:]):
                 if last > first:
                     launch(make(dtype), last - first, [rows, chunks + 8 * first, partials + 16 * first, at])
-        launch(TOTAL, 1, [partials, count, totals.data_ptr(), over_ranks is None, at, max_norm, result.data_ptr()])
+        launch(
+            TOTAL,
+            1,
+            [partials, count, totals.data_ptr(), over_ranks is None, at, max_norm, result.data_ptr()],
+        )
         if over_ranks is not None:
             over_ranks(totals)
             launch(CONCLUDE, 1, [totals.data_ptr(), at, max_norm, result.data_ptr()])

@@ -51,8 +51,12 @@ def operation(kernel: Kernel) -> str:
     zeros = " ".join(f"double {s} = 0.0;" for s in kernel.sums)
     finish = kernel.after
     if kernel.sums:
-        warps = " ".join(f"{s} = over_lanes<32>({s}); if (!(thread & 31)) {s}_of[thread >> 5] = {s};" for s in kernel.sums)
-        totals = " ".join(f"{s} = over_lanes<{_WARPS}>(thread < {_WARPS} ? {s}_of[thread] : 0.0);" for s in kernel.sums)
+        warps = " ".join(
+            f"{s} = over_lanes<32>({s}); if (!(thread & 31)) {s}_of[thread >> 5] = {s};" for s in kernel.sums
+        )
+        totals = " ".join(
+            f"{s} = over_lanes<{_WARPS}>(thread < {_WARPS} ? {s}_of[thread] : 0.0);" for s in kernel.sums
+        )
         finish = f"{warps}\n__syncthreads();\nif (thread < 32) {{ {totals} if (thread == 0) {{ {kernel.after} }} }}"
     return f"""
 if (_ind.size() >= {THREADS}) {{
@@ -120,7 +124,12 @@ class CupyLauncher:
             raise KernelError(f"{kernel.name} was given {blocks} blocks: a launch takes 1 to {MOST_BLOCKS}")
         try:
             with torch.cuda.device(self._index):
-                function(*arguments, size=blocks * THREADS, block_size=THREADS, stream=_Stream(current_stream(self._index)))
+                function(
+                    *arguments,
+                    size=blocks * THREADS,
+                    block_size=THREADS,
+                    stream=_Stream(current_stream(self._index)),
+                )
         except Exception as error:
             raise KernelError(f"{kernel.name} cannot be started on {self.device}: {_said(error)}") from error
 
@@ -131,7 +140,9 @@ class CupyLauncher:
             with torch.cuda.device(self._index):
                 function(*zeros, size=1, block_size=THREADS, stream=_Stream(current_stream(self._index)))
         except Exception as error:
-            raise KernelError(f"{kernel.name} cannot be compiled for {self.device}: {_said(error)}") from error
+            raise KernelError(
+                f"{kernel.name} cannot be compiled for {self.device}: {_said(error)}"
+            ) from error
         return function
 
 

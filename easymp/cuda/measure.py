@@ -47,7 +47,9 @@ def unscaled(dtype: torch.dtype) -> Kernel:
     )
 
 
-UNSCALE = {dtype: unscaled(dtype) for dtype in (torch.float32, torch.bfloat16)}  # fp16 would lose what is divided
+UNSCALE = {
+    dtype: unscaled(dtype) for dtype in (torch.float32, torch.bfloat16)
+}  # fp16 would lose what is divided
 
 _CONCLUDE = """
 const double norm = sqrt(at<const double>(totals)[0]);
@@ -63,7 +65,15 @@ out[3] = (float)inverse;
 # One block adds up what the blocks of `squares` left, always in the same order, so that a step gives the same bits each time.
 TOTAL = Kernel(
     "total",
-    ("uint64 partials", "int64 count", "uint64 totals", "int64 alone", "uint64 scale", "float64 max_norm", "uint64 result"),
+    (
+        "uint64 partials",
+        "int64 count",
+        "uint64 totals",
+        "int64 alone",
+        "uint64 scale",
+        "float64 max_norm",
+        "uint64 result",
+    ),
     f"""
 for (i64 j = thread; j < count; j += {THREADS}) {{
   squares += at<const double>(partials)[2 * j];
@@ -110,8 +120,14 @@ for (i64 j = first[0] + thread; j < first[1]; j += {THREADS}) {{ {adds} }}
 
 def reference(grads: list[Tensor], scale: Tensor | None, max_norm: float) -> Tensor:
     """What the kernels compute, by torch: float32 in the order of `RESULT`."""
-    inverse = torch.ones((), dtype=torch.float64) if scale is None else scale.double().reciprocal().float().double()
-    total = torch.stack([(g.double() * inverse).square().sum() for g in grads]).sum() if grads else torch.zeros(()).double()
+    inverse = (
+        torch.ones((), dtype=torch.float64) if scale is None else scale.double().reciprocal().float().double()
+    )
+    total = (
+        torch.stack([(g.double() * inverse).square().sum() for g in grads]).sum()
+        if grads
+        else torch.zeros(()).double()
+    )
     bad = any(not bool(g.isfinite().all()) for g in grads)
     norm = total.sqrt()
     clip = max_norm / (norm + 1e-6)

@@ -46,13 +46,16 @@ def weigh(rule: Rule, survey: Survey) -> Kernel:
     """
     loaded = " ".join(f"double {c} = (double)out[{i}]; (void){c};" for i, c in enumerate(rule.constants))
     loaded += "".join(
-        f"\nconst double {s} = at<const double>(totals)[tensor * {len(survey.sums)} + {i}];" for i, s in enumerate(survey.sums)
+        f"\nconst double {s} = at<const double>(totals)[tensor * {len(survey.sums)} + {i}];"
+        for i, s in enumerate(survey.sums)
     )
     before, after = "", ""
     if rule.scalar:
         before = f"float* const kept = at<float>(mine[3]); double {rule.scalar} = (double)*kept;"
         after = f"*kept = (float){rule.scalar};"
-    return _each(f"weigh_{rule.name}", rule, ("uint64 totals",), f"{loaded}\n{before}\n{survey.weigh}\n{after}\n")
+    return _each(
+        f"weigh_{rule.name}", rule, ("uint64 totals",), f"{loaded}\n{before}\n{survey.weigh}\n{after}\n"
+    )
 
 
 def _each(name: str, rule: Rule, arguments: tuple[str, ...], text: str, always: str = "") -> Kernel:

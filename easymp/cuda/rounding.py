@@ -109,7 +109,11 @@ _NAN = 0x7FC0
 
 def key_of(seed: int, step: int | Tensor, number: int, device: torch.device | None = None) -> Tensor:
     """int64, 0-dim: of the step (from 1; a tensor is not waited for) and the number of a parameter in its optimizer."""
-    step = step.detach().to(device, torch.int64) if isinstance(step, Tensor) else torch.tensor(step, device=device)
+    step = (
+        step.detach().to(device, torch.int64)
+        if isinstance(step, Tensor)
+        else torch.tensor(step, device=device)
+    )
     key = _mixed(step ^ _mixed(torch.tensor(number, device=device)))
     return _mixed(_mixed(key ^ (seed & 0xFFFFFFFF)) ^ (seed >> 32))
 

@@ -117,14 +117,21 @@ class FusedStep:
     ) -> None:
         self.optimizer, self.rule, self.ema_decay = optimizer, rule, ema_decay
         self.state_dtype, self.rounding = state_dtype, rounding
-        self._launcher, self._gradient, self._copy, self._copies = launcher, gradient, ({} if copy is None else copy), copies
+        self._launcher, self._gradient, self._copy, self._copies = (
+            launcher,
+            gradient,
+            ({} if copy is None else copy),
+            copies,
+        )
         self.unmeasured: list[Tensor] = []
         self._gradients = Gradients(launcher, copies)
         self._layout = _Layout()
         self._hyper: list[float] = []
         self._groups: Tensor | None = None
         self._kernels: dict[Any, Kernel] = {}
-        self._before: list[tuple[dict[str, Any], str, Any]] = []  # what the state had where a new layout has put something
+        self._before: list[
+            tuple[dict[str, Any], str, Any]
+        ] = []  # what the state had where a new layout has put something
         self._counters: dict[Tensor, Tensor] = {}  # of steps, where the rule's states have none
         self._captured: list[Any] = []  # what graphs point at
 
@@ -136,7 +143,9 @@ class FusedStep:
     # -- the four launches ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def measure(self, max_norm: float = float("inf"), scale: Tensor | None = None, over_ranks: OverRanks | None = None) -> Tensor:
+    def measure(
+        self, max_norm: float = float("inf"), scale: Tensor | None = None, over_ranks: OverRanks | None = None
+    ) -> Tensor:
         """float32 [4] on the device, as `measure.RESULT` names them: the norm of the gradients divided by `scale`, the factor …
 
         Of all gradients that are dense floats on the device, those of `rest` too; `unmeasured` are the parameters of the others.
@@ -185,7 +194,9 @@ class FusedStep:
             if self.rule.survey is not None:
                 self._survey(self.rule.survey, [parameters[i] for i in layout.order], times, skip)
             for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
-                self._stream(self._update(kind), first, last, constants, times, skip, follow, *self._seed(kind))
+                self._stream(
+                    self._update(kind), first, last, constants, times, skip, follow, *self._seed(kind)
+                )
         except KernelError as error:  # nobody may take it for a step that has not begun
             raise StepError(
                 f"a step stopped in its midst, and some of the parameters have moved: {error}. Load a checkpoint"
@@ -200,8 +211,18 @@ class FusedStep:
         assert layout.partials is not None
         assert layout.constants is not None
         for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
-            self._stream(self._look(survey, kind), first, last, layout.constants.data_ptr(), times, skip, *self._seed(kind))
-        found = torch.empty((len(parameters), len(survey.sums)), dtype=torch.float64, device=self._launcher.device)
+            self._stream(
+                self._look(survey, kind),
+                first,
+                last,
+                layout.constants.data_ptr(),
+                times,
+                skip,
+                *self._seed(kind),
+            )
+        found = torch.empty(
+            (len(parameters), len(survey.sums)), dtype=torch.float64, device=self._launcher.device
+        )
         arguments = [layout.partials.data_ptr(), layout.table.firsts.data_ptr(), found.data_ptr()]
         self._launcher.launch(self._totals(survey), len(parameters), arguments)
         add_up(parameters, found)
@@ -213,7 +234,13 @@ class FusedStep:
         assert layout.tensors is not None
         assert layout.constants is not None
         count = len(layout.tensors)
-        given = [layout.tensors.data_ptr(), count, self._hypers().data_ptr(), skip, layout.constants.data_ptr()]
+        given = [
+            layout.tensors.data_ptr(),
+            count,
+            self._hypers().data_ptr(),
+            skip,
+            layout.constants.data_ptr(),
+        ]
         self._launcher.launch(kernel, -(-count // THREADS), [*given, *arguments])
 
     def _seed(self, kind: _Kind) -> tuple[int, ...]:
@@ -245,7 +272,11 @@ class FusedStep:
         """
         kernels = [self._prepare(), *map(self._update, kinds)] if kinds else []
         if kinds and (survey := self.rule.survey) is not None:
-            kernels += [*(self._look(survey, kind) for kind in kinds), self._totals(survey), self._weigh(survey)]
+            kernels += [
+                *(self._look(survey, kind) for kind in kinds),
+                self._totals(survey),
+                self._weigh(survey),
+            ]
         try:
             self._launcher.ready(kernels)
         except KernelError:
@@ -270,7 +301,9 @@ class FusedStep:
         if last > first:
             chunks = layout.table.chunks.data_ptr() + 8 * first
             partials = layout.partials.data_ptr() + 8 * len(kernel.sums) * first
-            self._launcher.launch(kernel, last - first, [layout.table.rows.data_ptr(), chunks, partials, *arguments])
+            self._launcher.launch(
+                kernel, last - first, [layout.table.rows.data_ptr(), chunks, partials, *arguments]
+            )
 
     # -- what they run over ---------------------------------------------------------------------------------------------
 
@@ -295,7 +328,9 @@ class FusedStep:
         positions: list[int] = []
         parameters: list[Tensor] = []
         gradients: list[Tensor] = []
-        for position, parameter in enumerate(p for group in self.optimizer.param_groups for p in group["params"]):
+        for position, parameter in enumerate(
+            p for group in self.optimizer.param_groups for p in group["params"]
+        ):
             gradient = self._gradient(parameter)
             if gradient is not None:
                 positions.append(position)
@@ -306,7 +341,11 @@ class FusedStep:
     def _keys(self, groups: Sequence[tuple[Any, ...]]) -> list[str]:
         """Of states: all that parameters in any of `groups` need."""
         single = ["step"] * self.rule.counts + [self.rule.scalar] * bool(self.rule.scalar)
-        return [*single, *{key: None for *_, uses in groups for key in uses}, *[EMA] * (self.ema_decay is not None)]
+        return [
+            *single,
+            *{key: None for *_, uses in groups for key in uses},
+            *[EMA] * (self.ema_decay is not None),
+        ]
 
     def _beside(self, parameters: Sequence[Tensor], keys: Sequence[str]) -> list[Any]:
         """Of each of `parameters`: itself, its low-precision copy, and what its state has under `keys`; None for nothing."""
@@ -361,7 +400,12 @@ class FusedStep:
     def _facts(self, group: Group) -> tuple[int, bool, int, tuple[str, ...]]:
         """Of a param group: parameters, whether it is for the kernels, where its lr is, and the states that it has."""
         fits = self.rule.refuse(group) is None
-        return len(group["params"]), fits, self._lr_at(group["lr"]) if fits else 0, self.rule.uses(group) if fits else ()
+        return (
+            len(group["params"]),
+            fits,
+            self._lr_at(group["lr"]) if fits else 0,
+            self.rule.uses(group) if fits else (),
+        )
 
     def _new(self, items: Mapping[int, _Item]) -> _Layout:
         if not items:
@@ -372,10 +416,19 @@ class FusedStep:
             kinds.setdefault(item.kind, []).append(i)
         order = [i for of in kinds.values() for i in of]
         table = lay_out([[items[i].row for i in of] for of in kinds.values()], device)
-        tensors = upload([word for i in order for word in items[i].words], torch.int64, device).view(-1, TENSOR)
+        tensors = upload([word for i in order for word in items[i].words], torch.int64, device).view(
+            -1, TENSOR
+        )
         partials = torch.empty((table.starts[-1], 2), dtype=torch.float64, device=device)
         constants = torch.empty((len(tensors), MOST), dtype=torch.float32, device=device)
-        return _Layout(order=order, kinds=tuple(kinds), table=table, tensors=tensors, partials=partials, constants=constants)
+        return _Layout(
+            order=order,
+            kinds=tuple(kinds),
+            table=table,
+            tensors=tensors,
+            partials=partials,
+            constants=constants,
+        )
 
     def _item(
         self, parameter: Tensor, gradient: Tensor, position: int, number: int, lr: int, uses: tuple[str, ...]
@@ -390,14 +443,23 @@ class FusedStep:
         if not alike(gradient, here) or gradient.is_neg():
             gradient = torch.empty_like(here, dtype=gradient.dtype).copy_(gradient)
         averages = (EMA,) if self.ema_decay is not None else ()
-        row = (gradient, here, *(local(state[key]) for key in (*uses, *averages)), *(() if low is None else (local(low),)))
+        row = (
+            gradient,
+            here,
+            *(local(state[key]) for key in (*uses, *averages)),
+            *(() if low is None else (local(low),)),
+        )
         roles = roles_of(uses, bool(averages), low is not None)
-        kind = _Kind(uses, tuple((role.name, t.dtype) for role, t in zip(roles, row)), self.rounding is not None)
+        kind = _Kind(
+            uses, tuple((role.name, t.dtype) for role, t in zip(roles, row)), self.rounding is not None
+        )
         first = 0 if self.rounding is None else self.rounding.first(parameter)
         words = (number, local(counter).data_ptr(), lr, local(scalar).data_ptr())
         return _Item(kind, Row(row, self._copies(parameter), position, first), words)
 
-    def _takes(self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Any], uses: tuple[str, ...]) -> bool:
+    def _takes(
+        self, parameter: Tensor, gradient: Tensor, state: Mapping[str, Any], uses: tuple[str, ...]
+    ) -> bool:
         """Whether the kernels can; before any state is made, for what they leave to others is not theirs."""
         device = self._launcher.device
         here, low = local(parameter), self._copy.get(id(parameter))
@@ -415,17 +477,23 @@ class FusedStep:
         device = self._launcher.device
         for key in ("step",) * self.rule.counts + (self.rule.scalar,) * bool(self.rule.scalar):
             held = state.get(key)
-            now = torch.zeros((), device=device) if held is None else torch.as_tensor(held)  # a number would be waited for
+            now = (
+                torch.zeros((), device=device) if held is None else torch.as_tensor(held)
+            )  # a number would be waited for
             self._put(state, key, now.to(device, torch.float32))
         fresh = any(state.get(key) is None for key in uses)
         if not self.rule.counts and (fresh or parameter not in self._counters):
-            self._counters[parameter] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=device)
+            self._counters[parameter] = torch.full(
+                (), 0.0 if fresh else 1.0, dtype=torch.float32, device=device
+            )
         for key in (*uses, EMA) if self.ema_decay is not None else uses:
             value = state.get(key)
             wanted = self._dtype(key, parameter, value)
             if value is not None and value.dtype == wanted and alike(local(value), local(parameter)):
                 continue
-            made = torch.empty_like(parameter, dtype=wanted, memory_format=torch.preserve_format, requires_grad=False)
+            made = torch.empty_like(
+                parameter, dtype=wanted, memory_format=torch.preserve_format, requires_grad=False
+            )
             self._put(state, key, made)
             if value is not None:
                 local(state[key]).copy_(local(value))

@@ -74,18 +74,32 @@ const bool aligned = row[1];
 """
     after = ""
     if sums:
-        stores = "\n".join(f"at<double>(partials)[block * {len(sums)} + {i}] = {text};" for i, text in enumerate(sums.values()))
-        after = f"const u64* const row = at<const u64>(table) + (at<const u64>(chunks)[block] >> 32) * {WORDS};\n"
+        stores = "\n".join(
+            f"at<double>(partials)[block * {len(sums)} + {i}] = {text};"
+            for i, text in enumerate(sums.values())
+        )
+        after = (
+            f"const u64* const row = at<const u64>(table) + (at<const u64>(chunks)[block] >> 32) * {WORDS};\n"
+        )
         seen = " ".join(f"const double {s} = {s}_sum;" for s in sums)
         after += f"const double copies = (double)row[2]; (void)copies;\n{seen}\n{stores}"
     words = "_".join([name, *(SHORT[dtypes[r.name]] for r in roles)])
     return Kernel(
-        words, ("uint64 table", "uint64 chunks", "uint64 partials", *arguments), body, tuple(f"{s}_sum" for s in sums), after
+        words,
+        ("uint64 table", "uint64 chunks", "uint64 partials", *arguments),
+        body,
+        tuple(f"{s}_sum" for s in sums),
+        after,
     )
 
 
 def flat(
-    name: str, roles: Sequence[Role], dtypes: Mapping[str, torch.dtype], element: str, *, arguments: Sequence[str] = ()
+    name: str,
+    roles: Sequence[Role],
+    dtypes: Mapping[str, torch.dtype],
+    element: str,
+    *,
+    arguments: Sequence[str] = (),
 ) -> Kernel:
     """The same over one run of memory a role: its arguments are the addresses as ``uint64 NAME_is``, ``int64 size`` and `arguments`.
 
@@ -103,7 +117,9 @@ const bool aligned = !(({" | ".join(f"{r.name}_is" for r in roles)}) & 15);
     return Kernel(words, (*(f"uint64 {r.name}_is" for r in roles), "int64 size", *arguments), body)
 
 
-def start_flat(launcher: Launcher, kernel: Kernel, tensors: Sequence[Tensor], *arguments: int | float) -> None:
+def start_flat(
+    launcher: Launcher, kernel: Kernel, tensors: Sequence[Tensor], *arguments: int | float
+) -> None:
     """Run a `flat` kernel over `tensors`, one a role: dense, and equal in their number of elements and their order."""
     size = tensors[0].numel()
     if size:
@@ -113,7 +129,8 @@ def start_flat(launcher: Launcher, kernel: Kernel, tensors: Sequence[Tensor], *a
 def _pointers(roles: Sequence[Role], dtypes: Mapping[str, torch.dtype], addresses: Sequence[str]) -> str:
     kinds = [f"{'' if r.writes else 'const '}{TYPES[dtypes[r.name]]}" for r in roles]
     return "\n".join(
-        f"{kind}* const {r.name}_at = at<{kind}>({address}) + begin;" for r, kind, address in zip(roles, kinds, addresses)
+        f"{kind}* const {r.name}_at = at<{kind}>({address}) + begin;"
+        for r, kind, address in zip(roles, kinds, addresses)
     )
 
 

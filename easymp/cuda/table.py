@@ -21,9 +21,7 @@ from ..shards import dense as dense
 # Pinned memory that a capture has taken is its graph's, and not handed on (its CachingHostAllocator.h).
 GRAPHS_KEEP_PINNED = TORCH >= (2, 11)
 CHUNK = 16384  # elements that one block takes
-HEAD = (
-    5  # words of a row before its addresses: elements, whether all addresses are multiples of 16, `copies`, `number` and `first`
-)
+HEAD = 5  # words of a row before its addresses: elements, whether all addresses are multiples of 16, `copies`, `number` and `first`
 ROLES = 9  # most addresses of a row
 WORDS = HEAD + ROLES
 
@@ -79,7 +77,9 @@ def lay_out(kinds: Sequence[Sequence[Row]], device: torch.device) -> Table:
             number += 1
         starts.append(len(chunks))
     rows = upload(words, torch.int64, device).view(number, WORDS)
-    return Table(rows, upload(chunks, torch.int64, device), tuple(starts), upload(firsts, torch.int64, device))
+    return Table(
+        rows, upload(chunks, torch.int64, device), tuple(starts), upload(firsts, torch.int64, device)
+    )
 
 
 def upload(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -94,7 +94,9 @@ def upload(numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device:
             "what its replays would copy: leave gradients where they are (zero_grad(set_to_none=False)), or use torch 2.11 or newer"
         )
     here = (
-        torch.frombuffer(numbers, dtype=dtype) if isinstance(numbers, array) and numbers else torch.tensor(numbers, dtype=dtype)
+        torch.frombuffer(numbers, dtype=dtype)
+        if isinstance(numbers, array) and numbers
+        else torch.tensor(numbers, dtype=dtype)
     )
     if device.type == "cuda":
         here = here.pin_memory()  # torch keeps it until the copy is done
@@ -119,7 +121,11 @@ def places(tensors: Sequence[Tensor]) -> list[list[Any]] | None:
     where = addresses(tensors)
     if where is None:
         return None
-    how = list(map(Tensor.stride, tensors)), list(map(Tensor.numel, tensors)), list(map(Tensor.is_neg, tensors))
+    how = (
+        list(map(Tensor.stride, tensors)),
+        list(map(Tensor.numel, tensors)),
+        list(map(Tensor.is_neg, tensors)),
+    )
     return [list(map(type, tensors)), where, [t.dtype for t in tensors], *how]
 
 
@@ -133,7 +139,9 @@ def addresses(tensors: Sequence[Tensor]) -> list[int] | None:
 
 def plain(tensor: Tensor) -> bool:
     """Whether `tensor` is strided memory, and no class of its own that computes otherwise and may have none (quantised, fake)."""
-    return tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return (
+        tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

@@ -27,7 +27,9 @@ def roles_of(states: Sequence[str], average: bool, copy: bool, moves: bool = Tru
     return tuple(roles)
 
 
-def update(rule: Rule, states: tuple[str, ...], dtypes: Mapping[str, torch.dtype], stochastic: bool = False) -> Kernel:
+def update(
+    rule: Rule, states: tuple[str, ...], dtypes: Mapping[str, torch.dtype], stochastic: bool = False
+) -> Kernel:
     """The update of tensors with these `states`, and with an average and a copy where `dtypes` has them.
 
     Arguments beside `stream`'s: ``constants`` of `prepare`; ``factor`` and ``skip``, addresses of floats, or 0; ``follow``, the
@@ -53,7 +55,11 @@ def update(rule: Rule, states: tuple[str, ...], dtypes: Mapping[str, torch.dtype
 
 
 def survey_of(
-    rule: Rule, survey: Survey, states: tuple[str, ...], dtypes: Mapping[str, torch.dtype], stochastic: bool = False
+    rule: Rule,
+    survey: Survey,
+    states: tuple[str, ...],
+    dtypes: Mapping[str, torch.dtype],
+    stochastic: bool = False,
 ) -> Kernel:
     """The pass before: arguments beside `stream`'s are ``constants``, ``factor``, ``skip`` and ``seed``; the sums go to ``partials``."""
     roles = [*(Role(name) for name in survey.reads), *(Role(s, writes=True) for s in states if survey.moves)]
@@ -61,7 +67,8 @@ def survey_of(
         f"survey_{rule.name}_stochastic" if stochastic else f"survey_{rule.name}",
         roles,
         dtypes,
-        _SCALED % survey.element(states) + _rounded(states if survey.moves else (), states, dtypes, stochastic),
+        _SCALED % survey.element(states)
+        + _rounded(states if survey.moves else (), states, dtypes, stochastic),
         arguments=("uint64 constants", "uint64 factor", "uint64 skip", *_SEED * stochastic),
         setup=_setup(rule, stochastic),
         when=_WHEN,
@@ -76,7 +83,9 @@ _SCALED = "{ const float raw = g; { const float g = raw * times; (void)g; %s } }
 _SEED = ("int64 seed",)
 
 
-def _rounded(written: Sequence[str], states: Sequence[str], dtypes: Mapping[str, torch.dtype], stochastic: bool) -> str:
+def _rounded(
+    written: Sequence[str], states: Sequence[str], dtypes: Mapping[str, torch.dtype], stochastic: bool
+) -> str:
     numbers = {name: i for i, name in enumerate((PARAMETER, *states))}
     low = [name for name in written if stochastic and dtypes[name] == torch.bfloat16]
     return "".join(f"\n{name} = rounded({name}, key, {numbers[name]}u, origin + e);" for name in low)

@@ -50,7 +50,11 @@ class Dispatched:
         return self._inner.samples()
 
     def read(self, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, Note]]:
-        sent = self._send(_rounds(self._inner.read(epoch, start, skip))) if self._world.rank == 0 else self._receive()
+        sent = (
+            self._send(_rounds(self._inner.read(epoch, start, skip)))
+            if self._world.rank == 0
+            else self._receive()
+        )
         for shares, following in sent:
             if self._rank < len(shares):
                 batch, note = shares[self._rank]
@@ -73,7 +77,9 @@ class Dispatched:
     def _receive(self) -> Iterator[tuple[Shares, int]]:
         while (item := self._world.broadcast_objects([None])[0]) is not None:
             if isinstance(item, str):
-                raise BatchError(f"rank 0, which reads for all ranks (dispatch_batches=True), could not read a batch: {item}")
+                raise BatchError(
+                    f"rank 0, which reads for all ranks (dispatch_batches=True), could not read a batch: {item}"
+                )
             yield item
 
     def passed(self, mark: Any) -> None:

@@ -34,7 +34,11 @@ def _arrived(item: Any, seed: int) -> Any:
 
 
 def every(
-    count: int, items: Iterable[Any], seed: Callable[[int], int], at: int, weigh: Callable[[Any], int | None] | None = None
+    count: int,
+    items: Iterable[Any],
+    seed: Callable[[int], int],
+    at: int,
+    weigh: Callable[[Any], int | None] | None = None,
 ) -> Iterator[Any]:
     """`items`, with the streams seeded by `seed(place)` before the first is read, and before each whose place is a multiple of `count`.
 

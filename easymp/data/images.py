@@ -33,12 +33,20 @@ class NormalizeImages:
     """
 
     def __init__(
-        self, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32, layout: str = "NCHW"
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        dtype: torch.dtype = torch.float32,
+        layout: str = "NCHW",
     ) -> None:
         if not mean or len(mean) != len(std) or not all(s > 0 for s in std):
-            raise SettingError(f"mean={mean!r} and std={std!r} must have one number a channel each, and those of std be above 0")
+            raise SettingError(
+                f"mean={mean!r} and std={std!r} must have one number a channel each, and those of std be above 0"
+            )
         if dtype not in DTYPES:
-            raise SettingError(f"dtype={dtype!r} is not one that images are normalised to: torch.float32, bfloat16 or float16")
+            raise SettingError(
+                f"dtype={dtype!r} is not one that images are normalised to: torch.float32, bfloat16 or float16"
+            )
         if layout not in LAYOUTS:
             raise SettingError(f"layout={layout!r} of images is neither 'NCHW' nor 'NHWC'")
         self.mean, self.std, self.dtype, self.layout = tuple(mean), tuple(std), dtype, layout
@@ -69,4 +77,6 @@ class NormalizeImages:
         return normalised(images, numbers, self.dtype)
 
     def __repr__(self) -> str:
-        return f"NormalizeImages(mean={self.mean}, std={self.std}, dtype={self.dtype}, layout={self.layout!r})"
+        return (
+            f"NormalizeImages(mean={self.mean}, std={self.std}, dtype={self.dtype}, layout={self.layout!r})"
+        )

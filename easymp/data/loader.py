@@ -70,7 +70,9 @@ class PreparedLoader:
         self._loads = 0  # how often a state was loaded
         self._inner = False  # whether the running pass began inside another loader's
         self.finished = 0
-        self._round = self._begun = 0  # calls of `replay`, and how many there were when the running pass began
+        self._round = self._begun = (
+            0  # calls of `replay`, and how many there were when the running pass began
+        )
         self._empty = 0  # passes to come that have nothing in them
         self._told = [getattr(part, "epoch", None) for part in self._parts()]
 
@@ -142,7 +144,11 @@ class PreparedLoader:
 
     def size_line(self) -> str:
         """For the line printed at prepare: ``"4 per device × 2 processes"``."""
-        size = "batches of the data set's own size" if self.batch_size is None else f"{self.batch_size} per device"
+        size = (
+            "batches of the data set's own size"
+            if self.batch_size is None
+            else f"{self.batch_size} per device"
+        )
         return f"{size} × {self._source.cut.ranks} process{'es' if self._source.cut.ranks > 1 else ''}"
 
     def __getattr__(self, name: str) -> Any:
@@ -172,7 +178,12 @@ class PreparedLoader:
             begun = True
             yield from self.read(0)
         finally:
-            if not begun and self._resume and self._loads == loads and (clock.went_on or clock.resuming <= {id(self)}):
+            if (
+                not begun
+                and self._resume
+                and self._loads == loads
+                and (clock.went_on or clock.resuming <= {id(self)})
+            ):
                 self._begin(0)
                 self._inner, self._over = True, False
                 self._end()
@@ -255,7 +266,11 @@ class PreparedLoader:
         if self._pass is not None:  # a pass left early that nobody has collected yet, or a loop inside a loop
             self._end()
         for part, told in zip(self._parts(), self._told):
-            if part is not self.dataset and (now := getattr(part, "epoch", None)) != told and isinstance(now, int):
+            if (
+                part is not self.dataset
+                and (now := getattr(part, "epoch", None)) != told
+                and isinstance(now, int)
+            ):
                 self.set_epoch(now)  # the user told the sampler, as scripts for DistributedSampler do
         if id(self) in self._clock.resuming:
             self._clock.resuming.remove(id(self))
@@ -300,8 +315,15 @@ class PreparedLoader:
     def _parts(self) -> list[Any]:
         """The user's own objects that shuffle by epoch themselves."""
         given = self._given
-        parts = [given.dataset, given.sampler, given.batch_sampler, getattr(given.batch_sampler, "sampler", None)]
-        return [part for part in {id(p): p for p in parts}.values() if callable(getattr(part, "set_epoch", None))]
+        parts = [
+            given.dataset,
+            given.sampler,
+            given.batch_sampler,
+            getattr(given.batch_sampler, "sampler", None),
+        ]
+        return [
+            part for part in {id(p): p for p in parts}.values() if callable(getattr(part, "set_epoch", None))
+        ]
 
     def _tell(self) -> None:
         for part in self._parts():
@@ -358,4 +380,6 @@ class PreparedLoader:
 
 
 def _stateful(dataset: Any) -> bool:
-    return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
+    return callable(getattr(dataset, "state_dict", None)) and callable(
+        getattr(dataset, "load_state_dict", None)
+    )

@@ -68,12 +68,18 @@ class MapSource:
         self._sampler, self._ranks, self._whole = sampler, ranks, whole
         self._world, self._seeded, self._alone, self._ahead = world, seeded, alone, ahead
         self._ready = given.batch_sampler is None  # the data set's items are batches already
-        self._in_order = getattr(given, "in_order", True) or len(ranks) > 1  # rounds are put together from shares in order
+        self._in_order = (
+            getattr(given, "in_order", True) or len(ranks) > 1
+        )  # rounds are put together from shares in order
         self._checked = False
         self._drawn: int | None = None  # the seed of the order being read, where it is not f(seed, epoch)
         self._redraw: dict[int, int] = {}  # … by epoch, to be used once more, after a resume
         self._upcoming = Rounds()
-        how = {"batch_size": None, "sampler": self._upcoming} if self._ready else {"batch_sampler": self._upcoming}
+        how = (
+            {"batch_size": None, "sampler": self._upcoming}
+            if self._ready
+            else {"batch_sampler": self._upcoming}
+        )
         self.loader = rebuild(given, given.dataset, pin_memory, in_order=self._in_order, **how)
 
     def batches(self, rank: int) -> int | None:
@@ -123,7 +129,15 @@ class MapSource:
                     notes.append(Note(rank, end, -1 if surplus else 0, None, last))
                     yield items[0]
                 else:
-                    notes.append(Note(rank, end, -1 if unknown else surplus, len(items) if self._in_order else None, last))
+                    notes.append(
+                        Note(
+                            rank,
+                            end,
+                            -1 if unknown else surplus,
+                            len(items) if self._in_order else None,
+                            last,
+                        )
+                    )
                     yield items
 
     def _shares(self, order: Any, start: int) -> Iterator[Share]:
@@ -132,10 +146,14 @@ class MapSource:
             for round_, part in halves(order, cut.ranks, even=cut.even, start=start):
                 yield from parts(round_, part, ranks)
         elif self._whole:
-            for round_ in rounds(order, cut.ranks, complete=cut.completes, drop_last=cut.drop_last, start=start, weigh=size_of):
+            for round_ in rounds(
+                order, cut.ranks, complete=cut.completes, drop_last=cut.drop_last, start=start, weigh=size_of
+            ):
                 yield from parts(round_, None, ranks)
         elif not isinstance(order, Sequence):
-            for round_ in rounds(order, cut.whole, complete=cut.completes, drop_last=cut.drop_last, start=start):
+            for round_ in rounds(
+                order, cut.whole, complete=cut.completes, drop_last=cut.drop_last, start=start
+            ):
                 yield from parts(round_, cut.batch, ranks)
         elif len(ranks) == 1:
             yield from shares(order, cut, ranks[0], start)

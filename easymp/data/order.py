@@ -38,7 +38,9 @@ def draw(sampler: Any, seed: int, chunk: int) -> Sequence[Any] | Iterator[Any]:
         return range(len(sampler.data_source))
     if type(sampler) is RandomSampler:
         return _random(len(sampler.data_source), sampler.num_samples, sampler.replacement, seed)
-    if type(sampler) is DistributedSampler:  # its job is ours here, and it would deal its shares a second time
+    if (
+        type(sampler) is DistributedSampler
+    ):  # its job is ours here, and it would deal its shares a second time
         n = len(sampler.dataset)
         return _random(n, n, False, mix(seed, sampler.seed)) if sampler.shuffle else range(n)
     if size_of(sampler) is None:
@@ -54,7 +56,9 @@ class Permutation(Sequence[int]):
 
     def __init__(self, indices: Tensor) -> None:
         self._memory = indices.to(torch.int64).contiguous()  # kept alive: the view below does not own it
-        self._indices = (ctypes.c_int64 * len(indices)).from_address(self._memory.data_ptr()) if len(indices) else []
+        self._indices = (
+            (ctypes.c_int64 * len(indices)).from_address(self._memory.data_ptr()) if len(indices) else []
+        )
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -127,7 +131,11 @@ def generators(sampler: Any) -> list[torch.Generator]:
         if isinstance(value, torch.Generator) and value is not torch.default_generator:
             found.append(value)
         elif hasattr(value, "__iter__") and hasattr(value, "__dict__") and not hasattr(value, "__getitem__"):
-            found += [v for v in vars(value).values() if isinstance(v, torch.Generator) and v is not torch.default_generator]
+            found += [
+                v
+                for v in vars(value).values()
+                if isinstance(v, torch.Generator) and v is not torch.default_generator
+            ]
     return list({id(g): g for g in found}.values())
 
 

@@ -46,7 +46,9 @@ def _ahead(feed: Feed, device: torch.device) -> Feed:
     def copy(batch: Any) -> tuple[Any, torch.cuda.Event]:
         # A data set may have made CUDA tensors itself, on the compute stream: nothing to wait for on the side one.
         with torch.cuda.stream(side):
-            there = tree.map_leaves(lambda leaf: _pin(leaf).to(device, non_blocking=True) if _plain(leaf) else leaf, batch)
+            there = tree.map_leaves(
+                lambda leaf: _pin(leaf).to(device, non_blocking=True) if _plain(leaf) else leaf, batch
+            )
             return there, side.record_event()
 
     held: tuple[Any, torch.cuda.Event, Note] | None = None

@@ -55,7 +55,9 @@ def prepare_loader(
     cut = Cut(per_rank or 1, data_size, config.even_batches, drop_last)
     placed = device if device_placement else None
     # Workers hand over CPU tensors, which the DataLoader's own thread can pin; without workers prefetch does it.
-    pin_memory = loader.pin_memory or (placed is not None and device.type == "cuda" and loader.num_workers > 0)
+    pin_memory = loader.pin_memory or (
+        placed is not None and device.type == "cuda" and loader.num_workers > 0
+    )
     dispatch = bool(config.dispatch_batches) and world.size > 1
     ranks = range(data_size) if dispatch else (data_rank,)
     settings = {"seed": seed if config.data_seed is None else config.data_seed, "pin_memory": pin_memory}
@@ -65,7 +67,9 @@ def prepare_loader(
     else:
         dealt = ("split" if config.split_batches else "deal") if whole else None
         seeded = config.use_seedable_sampler
-        ahead = not loader.num_workers and (dispatch or (placed is not None and reads_ahead(placed, config.non_blocking)))
+        ahead = not loader.num_workers and (
+            dispatch or (placed is not None and reads_ahead(placed, config.non_blocking))
+        )
         how = {"whole": dealt, "seeded": seeded, "alone": dispatch, "ahead": ahead}
         source = MapSource(loader, sampler, cut, ranks, world, **how, **settings)
     if dispatch:
@@ -93,8 +97,12 @@ def _check(loader: Any) -> None:
             "torch.utils.data.DataLoader(dataset, batch_size=…)"
         )
     if size_of(loader.dataset) == 0:
-        raise BatchError(f"the data set ({type(loader.dataset).__name__}) is empty: check the path or filter it was made with")
-    if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith("torchdata"):
+        raise BatchError(
+            f"the data set ({type(loader.dataset).__name__}) is empty: check the path or filter it was made with"
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith(
+        "torchdata"
+    ):
         warnings.warn(
             f"{type(loader).__name__} iterates in a way of its own, which is not used: a prepared loader is a plain DataLoader "
             "with the same data set, collate function and workers. Put what it adds into the data set or the collate function",
@@ -118,7 +126,9 @@ def _reading(loader: DataLoader[Any], data_size: int) -> tuple[Any, int | None, 
     return sampler, batches.batch_size, batches.drop_last or drops, False
 
 
-def _per_rank(loader: DataLoader[Any], size: int | None, data_size: int, split: bool, whole: bool) -> int | None:
+def _per_rank(
+    loader: DataLoader[Any], size: int | None, data_size: int, split: bool, whole: bool
+) -> int | None:
     if not split:
         return size
     if size is None and not whole:

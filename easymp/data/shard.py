@@ -145,7 +145,9 @@ def _weight(items: list[Any], weigh: Callable[[Any], int | None] | None) -> int:
     return -1 if None in sizes else sum(s for s in sizes if s is not None)
 
 
-def halves(batches: Iterable[Sequence[Any]], ranks: int, *, even: bool, start: int = 0) -> Iterator[tuple[Round, int]]:
+def halves(
+    batches: Iterable[Sequence[Any]], ranks: int, *, even: bool, start: int = 0
+) -> Iterator[tuple[Round, int]]:
     """Each batch is a round of its own, cut in `ranks` parts: the round, and how many items a part has.
 
     Even: a batch that does not divide is completed with the first batches' samples.

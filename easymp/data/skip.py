@@ -35,7 +35,11 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     if isinstance(loader.dataset, IterableDataset):
         return SkippedLoader(loader, num_batches)
     without = Without(loader.batch_sampler or loader.sampler, num_batches)
-    how = {"batch_size": None, "sampler": without} if loader.batch_sampler is None else {"batch_sampler": without}
+    how = (
+        {"batch_size": None, "sampler": without}
+        if loader.batch_sampler is None
+        else {"batch_sampler": without}
+    )
     return rebuild(loader, loader.dataset, loader.pin_memory, generator=loader.generator, **how)
 
 

@@ -60,7 +60,9 @@ class Source(Protocol):
     def load(self, state: dict[str, Any]) -> None: ...
 
 
-def rebuild(given: DataLoader[Any], dataset: Any, pin_memory: bool, in_order: bool | None = None, **how: Any) -> DataLoader[Any]:
+def rebuild(
+    given: DataLoader[Any], dataset: Any, pin_memory: bool, in_order: bool | None = None, **how: Any
+) -> DataLoader[Any]:
     """A DataLoader with the settings of `given`, other sampling, and a generator of its own: iterating it leaves the global
     one alone."""
     settings: dict[str, Any] = {

@@ -51,7 +51,9 @@ class Cutter(IterableDataset[Any]):
     It passes for the data set itself: attributes are read from it and set on it (a ``worker_init_fn`` may do both).
     """
 
-    def __init__(self, dataset: Any, cut: Cut, ranks: Sequence[int], ready: bool, epoch: torch.Tensor | None) -> None:
+    def __init__(
+        self, dataset: Any, cut: Cut, ranks: Sequence[int], ready: bool, epoch: torch.Tensor | None
+    ) -> None:
         self.__dict__.update(dataset=dataset, _cut=cut, _ranks=ranks, _ready=ready, _epoch=epoch)
         self.__dict__.update(_marks={}, _lead=0, _seeds=(0, 0))
 
@@ -153,7 +155,9 @@ class StreamSource:
         # Shared memory: the only way to tell living workers that another epoch begins.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_() if persistent else None
         self._dataset = Cutter(given.dataset, cut, ranks, self._ready, self._epoch)
-        self.loader = rebuild(given, self._dataset, pin_memory, batch_size=None, collate_fn=Collate(given.collate_fn))
+        self.loader = rebuild(
+            given, self._dataset, pin_memory, batch_size=None, collate_fn=Collate(given.collate_fn)
+        )
         self._streams = max(1, given.num_workers)
         self._marks: dict[int, Mark] = {}  # where each worker's stream stood after the batch being worked on
         self._turn = 0  # whose batch comes next
@@ -178,7 +182,9 @@ class StreamSource:
         if self._epoch is not None:
             self._epoch.fill_(epoch)
             if self._marks or self._told != (self.cut, self.seed, False):
-                self.loader._iterator = None  # living workers cannot be told how to cut and where to begin: new ones can
+                self.loader._iterator = (
+                    None  # living workers cannot be told how to cut and where to begin: new ones can
+                )
             self._told = (self.cut, self.seed, bool(self._marks))
         self.loader.generator.manual_seed(mix(self.seed, "workers", epoch, start, self._ranks[0]))  # type: ignore[union-attr]
         # With in_order=False the ranks' batches are of different rounds: which rows of a gather repeat is not known.

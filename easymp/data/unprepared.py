@@ -15,7 +15,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..errors import EasympWarning
@@ -49,7 +55,11 @@ class Unprepared:
             if type(sampler) in PLAIN:
                 plain.append((it._dataset, type(sampler).__name__))
         if not read or len(plain) + len(streams) < len(read):
-            return Choice("as given", "no prepared DataLoader is read: the program itself splits the data", Source.DETECTED)
+            return Choice(
+                "as given",
+                "no prepared DataLoader is read: the program itself splits the data",
+                Source.DETECTED,
+            )
         if streams:
             why = f"a DataLoader that was not passed to prepare() is read: {streams[0]} must split its samples by rank itself"
             return Choice("not prepared", why, Source.DETECTED)
@@ -57,7 +67,9 @@ class Unprepared:
         self._own = repr([(sampler, outline(dataset, iter(range(MOST)))) for dataset, sampler in plain])
         self._store = self._world.store()
         self._store.set(f"unprepared/{self._rank}", self._own)
-        return Choice("not prepared", f"{self._what} that was not passed to prepare() is read", Source.DETECTED)
+        return Choice(
+            "not prepared", f"{self._what} that was not passed to prepare() is read", Source.DETECTED
+        )
 
     def further(self) -> bool:
         """Whether there is more to look for. Rank 0 warns once all others have told that they read the same."""
@@ -87,7 +99,9 @@ def outline(value: Any, left: Iterator[int], depth: int = 0) -> Any:
         return value
     if depth > DEPTH or next(left, None) is None:
         return None
-    if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_nested or value.is_meta):
+    if isinstance(value, torch.Tensor) and (
+        value.layout != torch.strided or value.is_nested or value.is_meta
+    ):
         return secrets.token_hex(8)  # has no elements to look at: taken for another one on each rank
     if isinstance(value, torch.Tensor):
         flat = value.detach().flatten() if value.is_contiguous() else value.new_empty(0)
@@ -97,5 +111,7 @@ def outline(value: Any, left: Iterator[int], depth: int = 0) -> Any:
     if isinstance(value, (list, tuple, range)):
         return len(value), [outline(item, left, depth + 1) for item in value[:: max(1, len(value) // FEW)]]
     if isinstance(value, dict):
-        return len(value), [(str(key), outline(item, left, depth + 1)) for key, item in list(value.items())[:FEW]]
+        return len(value), [
+            (str(key), outline(item, left, depth + 1)) for key, item in list(value.items())[:FEW]
+        ]
     return type(value).__qualname__, outline(getattr(value, "__dict__", None), left, depth + 1)

@@ -18,8 +18,16 @@ if TYPE_CHECKING:
     from .sized import read_model as read_model
     from .sized import read_sample as read_sample
 
-DEFAULT_STRATEGIES = ("single", "ddp", "zero1", "fsdp")  # the simplest first: the first one that fits is suggested
-_HOMES = {"rows": ("Estimates", "Row", "estimates"), "sized": ("Sized", "read_count", "read_model", "read_sample")}
+DEFAULT_STRATEGIES = (
+    "single",
+    "ddp",
+    "zero1",
+    "fsdp",
+)  # the simplest first: the first one that fits is suggested
+_HOMES = {
+    "rows": ("Estimates", "Row", "estimates"),
+    "sized": ("Sized", "read_count", "read_model", "read_sample"),
+}
 _INNER = {"rows": ("SPARE", "STATES")}
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES, _INNER)

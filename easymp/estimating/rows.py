@@ -24,7 +24,9 @@ from . import DEFAULT_STRATEGIES
 from .sized import Sized
 
 WITH_INPUT = "activations are not counted: pass the shape of a batch (--input)"
-WITHOUT = "activations are not counted: they need a forward, so module:callable and the shape of a batch (--input)"
+WITHOUT = (
+    "activations are not counted: they need a forward, so module:callable and the shape of a batch (--input)"
+)
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,11 @@ def estimates(
     # The same for every strategy and world.
     followed = {
         precision: estimate(
-            sized.model, strategy="single", precision=precision, sample=sample, activation_checkpointing=activation_checkpointing
+            sized.model,
+            strategy="single",
+            precision=precision,
+            sample=sample,
+            activation_checkpointing=activation_checkpointing,
         )
         for precision in (kinds if sample is not None else ())
     }
@@ -154,7 +160,9 @@ def estimates(
                 continue
             for precision in kinds:
                 try:
-                    need = _need(sized.model, plan, strategy, precision, optimizer, options, activations.get(precision))
+                    need = _need(
+                        sized.model, plan, strategy, precision, optimizer, options, activations.get(precision)
+                    )
                 except SettingError:
                     raise
                 except EasympError as error:  # this model, under this strategy
@@ -167,13 +175,17 @@ def estimates(
     return Estimates(tuple(rows), tuple(dict.fromkeys(refused)), _notes(sized, rows), tuple(preferred))
 
 
-def _check(sized: Sized, strategies: Sequence[str], sample: Any, options: Any, activation_checkpointing: Any) -> None:
+def _check(
+    sized: Sized, strategies: Sequence[str], sample: Any, options: Any, activation_checkpointing: Any
+) -> None:
     if sample is not None and not sized.runs:
         raise SettingError(
             f"activations need a forward, and {sized.name} has none: pass module:callable with the shape of its input"
         )
     if activation_checkpointing is not False and sample is None:
-        raise SettingError("activation checkpointing changes activations, which are counted with the shape of a batch (--input)")
+        raise SettingError(
+            "activation checkpointing changes activations, which are counted with the shape of a batch (--input)"
+        )
     if options and len(strategies) != 1:
         raise SettingError("options are one strategy's: name that strategy alone")
 
@@ -191,9 +203,13 @@ def _facts(plan: Plan) -> Facts:
 def _precisions(plan: Plan, asked: Sequence[str], elsewhere: bool) -> tuple[list[str], list[str]]:
     """Those to estimate, and why others that were asked for cannot be had here."""
     usual = [name for name in _ordered(plan, ["fp32"], elsewhere) if name in PRECISIONS]
-    names = list(dict.fromkeys(ALIASES.get(name, name) for name in asked or ["fp32", *usual]))[: len(asked) or 2]
+    names = list(dict.fromkeys(ALIASES.get(name, name) for name in asked or ["fp32", *usual]))[
+        : len(asked) or 2
+    ]
     refusals = {name: None if elsewhere else PRECISIONS[name].refuse(_facts(plan)) for name in names}
-    return [name for name in names if not refusals[name]], [f"{n}: {why}" for n, why in refusals.items() if why and asked]
+    return [name for name in names if not refusals[name]], [
+        f"{n}: {why}" for n, why in refusals.items() if why and asked
+    ]
 
 
 def _ordered(plan: Plan, names: Sequence[str], elsewhere: bool) -> list[str]:

@@ -113,7 +113,9 @@ def _filed(place: str, dtype: str) -> Sized:
     held = {str(kind).removeprefix("torch.") for kind, _ in stored.values() if kind.is_floating_point}
     notes = [f"{place}: {len(stored)} tensors by their headers; parts are told by their names"]
     if dtype != "own" and held != {str(DTYPES[dtype]).removeprefix("torch.")}:
-        notes.append(f"the file holds {', '.join(sorted(held))}; counted as trained in {dtype} (--dtype own: as in the file)")
+        notes.append(
+            f"the file holds {', '.join(sorted(held))}; counted as trained in {dtype} (--dtype own: as in the file)"
+        )
     return Sized(place, model, _count(model), False, tuple(notes))
 
 
@@ -156,7 +158,9 @@ def _built(text: str, make: Callable[[], Any], notes: list[str]) -> Any:
                 f"{text}() failed with {type(error).__name__}: {error}. It is called without arguments: write a function that takes "
                 "none and returns the model"
             ) from error
-        notes.append(f"{text} was built in the host's memory, for on the meta device it failed ({type(first).__name__})")
+        notes.append(
+            f"{text} was built in the host's memory, for on the meta device it failed ({type(first).__name__})"
+        )
         return made
 
 

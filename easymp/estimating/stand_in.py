@@ -40,7 +40,9 @@ def from_count(parameters: int) -> tuple[nn.Module, str] | None:
     if parameters < SMALLEST:
         return None
     width = max(64, round((parameters * RATIO / 12) ** (1 / 3) / 64) * 64)
-    while width > 64 and 2 * (12 * width**2 + 4 * width) > 2 * parameters // 3:  # two blocks at least, and a table
+    while (
+        width > 64 and 2 * (12 * width**2 + 4 * width) > 2 * parameters // 3
+    ):  # two blocks at least, and a table
         width -= 64
     block = 12 * width**2 + 4 * width
     table = min(WORDS * width, parameters // 3)
@@ -51,10 +53,15 @@ def from_count(parameters: int) -> tuple[nn.Module, str] | None:
         rows, rest = divmod(parameters - layers * block, width)
         model.embedding = nn.Embedding(rows, width)
         model.rest = nn.Parameter(torch.empty(rest))
-    return model, f"a stand-in: a transformer of {layers} equal blocks, {width} wide, with a table of {rows:,} rows"
+    return (
+        model,
+        f"a stand-in: a transformer of {layers} equal blocks, {width} wide, with a table of {rows:,} rows",
+    )
 
 
-def from_tensors(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], dtype: torch.dtype | None) -> nn.Module:
+def from_tensors(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], dtype: torch.dtype | None
+) -> nn.Module:
     """Modules by the names of `tensors`: parts inside parts, numbered ones as the blocks of a list.
 
     Args:

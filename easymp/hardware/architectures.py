@@ -18,7 +18,9 @@ TENSOR_CORES = (
 
 # Chips TU116 and TU117: capability 7.5 without Tensor Cores. GTX 16 series, MX 450 and 550, T and Quadro T series, and the
 # mining card CMP 30HX (TechPowerUp GPU database). "Tesla T4" is a TU104 and has them.
-WITHOUT_TENSOR_CORES = re.compile(r"GTX 16\d\d|\bMX[45]50\b|\b(T400|T500|T550|T600|T1000|T1200|T2000)\b|\bCMP 30HX\b")
+WITHOUT_TENSOR_CORES = re.compile(
+    r"GTX 16\d\d|\bMX[45]50\b|\b(T400|T500|T550|T600|T1000|T1200|T2000)\b|\bCMP 30HX\b"
+)
 
 # Chips in boards (Jetson, Drive) whose machine code the desktop and server chips of the same major version do not share,
 # as torch's own check has it (DEVICE_REQUIREMENT in torch/cuda/__init__.py).

@@ -49,7 +49,11 @@ def _groups(root: Path, controller: str | None) -> Iterator[Path]:
         base = root / mount.lstrip("/")
         for path in paths:
             below = PurePosixPath(path)
-            below = below.relative_to(inside) if below.is_relative_to(inside) and ".." not in below.parts else PurePosixPath()
+            below = (
+                below.relative_to(inside)
+                if below.is_relative_to(inside) and ".." not in below.parts
+                else PurePosixPath()
+            )
             group = base / below
             while True:
                 yield group
@@ -61,7 +65,9 @@ def _groups(root: Path, controller: str | None) -> Iterator[Path]:
 def _paths(root: Path, controller: str | None) -> list[str]:
     """Lines of /proc/self/cgroup are ``number:controllers:path``; version 2's is ``0::path``."""
     lines = [line.split(":", 2) for line in text(root / "proc/self/cgroup").splitlines()]
-    return [path for _, names, path in lines if (controller in names.split(",") if controller else names == "")]
+    return [
+        path for _, names, path in lines if (controller in names.split(",") if controller else names == "")
+    ]
 
 
 def _mounts(root: Path, controller: str | None) -> list[tuple[str, str]]:

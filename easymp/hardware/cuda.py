@@ -24,7 +24,9 @@ ROOT = Path("/")
 INSTALL = "pytorch.org/get-started/locally"
 
 
-def facts_for(name: str, capability: tuple[int, int], memory: int, index: int = 0, arch_list: Sequence[str] = ()) -> Device:
+def facts_for(
+    name: str, capability: tuple[int, int], memory: int, index: int = 0, arch_list: Sequence[str] = ()
+) -> Device:
     """What a card of this `capability` can do, with a torch built for `arch_list` (torch.cuda.get_arch_list(); empty:
     unknown, taken as right). `memory` in bytes.
 
@@ -65,7 +67,11 @@ def _without_cuda(root: Path) -> str:
 def _by_nvml(seen: nvml.Seen, text: str | None) -> Found:
     if not seen.cards:
         hidden = f"CUDA_VISIBLE_DEVICES={text!r} shows none of the {seen.total} here"
-        return _none(f"no NVIDIA GPU: {hidden}" if seen.total and text is not None else "no NVIDIA GPU: the driver lists none")
+        return _none(
+            f"no NVIDIA GPU: {hidden}"
+            if seen.total and text is not None
+            else "no NVIDIA GPU: the driver lists none"
+        )
     # Within one major version any driver runs any minor one (CUDA Compatibility, "Minor Version Compatibility").
     if seen.cuda[0] < int(torch.version.cuda.split(".")[0]):
         return _none(
@@ -82,10 +88,16 @@ def _by_torch(text: str | None) -> Found:
         there = torch.cuda.is_available()
     if not there:
         shown = f" (CUDA_VISIBLE_DEVICES={text!r})" if text is not None else ""
-        why = str(said[0].message).split("(Triggered")[0].strip().rstrip(".") if said else "the driver shows none or is not there"
+        why = (
+            str(said[0].message).split("(Triggered")[0].strip().rstrip(".")
+            if said
+            else "the driver shows none or is not there"
+        )
         return _none(f"no NVIDIA GPU{shown}: {why}")
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return _found([(card.name, (card.major, card.minor), card.total_memory) for card in cards], by_torch(len(cards)))
+    return _found(
+        [(card.name, (card.major, card.minor), card.total_memory) for card in cards], by_torch(len(cards))
+    )
 
 
 def _found(facts: Sequence[tuple[str, tuple[int, int], int]], links: str) -> Found:

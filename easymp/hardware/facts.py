@@ -18,7 +18,9 @@ class CPU:
     threads: int  # logical processors this process may run on: affinity and cgroup quota counted in
     numa_nodes: int
     memory: int  # the smaller of the machine's and the cgroup's limit
-    features: frozenset[str] = frozenset()  # "avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "sve_bf16" …
+    features: frozenset[str] = (
+        frozenset()
+    )  # "avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "sve_bf16" …
 
     @property
     def bf16(self) -> bool:

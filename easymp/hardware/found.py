@@ -13,4 +13,6 @@ class Found(NamedTuple):
     vendor: str  # as in Hardware.vendor
     devices: tuple[Device, ...] = ()
     links: str = ""  # as in Hardware.links
-    missing: tuple[str, ...] = ()  # as in Hardware.looked_for: why there is no device, or what one of them lacks
+    missing: tuple[
+        str, ...
+    ] = ()  # as in Hardware.looked_for: why there is no device, or what one of them lacks

@@ -16,13 +16,23 @@ import torch
 
 from .procfs import apple, line, text
 
-_X86 = {n: n for n in ("avx2", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")}
+_X86 = {
+    n: n for n in ("avx2", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
+}
 _ARM = {n: n for n in ("i8mm", "sve", "sve2", "sme")} | {"bf16": "neon_bf16"}
 
-CAPABILITIES = _X86 | _ARM | {"avx512_f": "avx512", "neon": "neon", "sve_bf16": "sve_bf16", "fp16_arith": "neon_fp16"}
+CAPABILITIES = (
+    _X86 | _ARM | {"avx512_f": "avx512", "neon": "neon", "sve_bf16": "sve_bf16", "fp16_arith": "neon_fp16"}
+)
 X86_FLAGS = _X86 | {"avx512f": "avx512"}
 ARM_FLAGS = _ARM | {"asimd": "neon", "svebf16": "sve_bf16", "asimdhp": "neon_fp16"}
-APPLE_KEYS = {"AdvSIMD": "neon", "FEAT_BF16": "neon_bf16", "FEAT_FP16": "neon_fp16", "FEAT_I8MM": "i8mm", "FEAT_SME": "sme"}
+APPLE_KEYS = {
+    "AdvSIMD": "neon",
+    "FEAT_BF16": "neon_bf16",
+    "FEAT_FP16": "neon_fp16",
+    "FEAT_I8MM": "i8mm",
+    "FEAT_SME": "sme",
+}
 OLDER_TORCH = {"avx2": "avx2", "avx512": "avx512", "avx512_bf16": "avx512_bf16", "amx_fp16": "amx_fp16"}
 
 
@@ -42,12 +52,15 @@ def from_cpuinfo(cpuinfo: str) -> frozenset[str]:
     """From /proc/cpuinfo: x86 has a line "flags", Arm has "Features". The kernel leaves out what it has not enabled."""
     x86, arm = line(cpuinfo, "flags").split(), line(cpuinfo, "Features").split()
     return frozenset(
-        [X86_FLAGS[flag] for flag in x86 if flag in X86_FLAGS] + [ARM_FLAGS[flag] for flag in arm if flag in ARM_FLAGS]
+        [X86_FLAGS[flag] for flag in x86 if flag in X86_FLAGS]
+        + [ARM_FLAGS[flag] for flag in arm if flag in ARM_FLAGS]
     )
 
 
 def _from_older_torch() -> frozenset[str]:
-    checks = {ours: getattr(torch.cpu, f"_is_{theirs}_supported", None) for theirs, ours in OLDER_TORCH.items()}
+    checks = {
+        ours: getattr(torch.cpu, f"_is_{theirs}_supported", None) for theirs, ours in OLDER_TORCH.items()
+    }
     return frozenset(ours for ours, check in checks.items() if check is not None and check())
 
 

@@ -44,7 +44,9 @@ def read(text: str | None, order: str | None) -> Seen | None:
     except pynvml.NVMLError:
         return None
     try:
-        cards = tuple(_card(pynvml, pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount()))
+        cards = tuple(
+            _card(pynvml, pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())
+        )
         if len({card.name for card in cards}) > 1 and not by_uuid(text) and order != "PCI_BUS_ID":
             return None
         left = visible(text, cards)

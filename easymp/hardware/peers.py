@@ -11,4 +11,8 @@ def by_torch(count: int) -> str:
     """``"P2P"`` where each card can read each other's memory, without saying over what, else ``"PCIe"``; "" for one card."""
     if count < 2:
         return ""
-    return "P2P" if all(torch.cuda.can_device_access_peer(a, b) for a, b in combinations(range(count), 2)) else "PCIe"
+    return (
+        "P2P"
+        if all(torch.cuda.can_device_access_peer(a, b) for a, b in combinations(range(count), 2))
+        else "PCIe"
+    )

@@ -27,13 +27,17 @@ MATRIX_UNITS = (
 )
 
 
-def facts_for(name: str, architecture: str, memory: int, index: int = 0, arch_list: Sequence[str] = ()) -> Device:
+def facts_for(
+    name: str, architecture: str, memory: int, index: int = 0, arch_list: Sequence[str] = ()
+) -> Device:
     """What a card can do; `architecture` as torch's gcnArchName, ``"gfx942:sramecc+:xnack-"``; `memory` in bytes.
 
     `arch_list` is torch.cuda.get_arch_list(); empty: unknown, taken as right. AMD's code runs on its own architecture alone.
     """
     base = architecture.split(":")[0]
-    units = frozenset(kind for beginning, kinds in MATRIX_UNITS if base.startswith(beginning) for kind in kinds)
+    units = frozenset(
+        kind for beginning, kinds in MATRIX_UNITS if base.startswith(beginning) for kind in kinds
+    )
     return Device(
         kind="cuda",
         index=index,
@@ -55,7 +59,9 @@ def probe(root: Path = ROOT) -> Found:
         return _none(f"no AMD GPU: torch {torch.__version__} is built for ROCm, but its runtime shows none")
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     built = torch.cuda.get_arch_list()
-    devices = tuple(facts_for(card.name, card.gcnArchName, card.total_memory, i, built) for i, card in enumerate(cards))
+    devices = tuple(
+        facts_for(card.name, card.gcnArchName, card.total_memory, i, built) for i, card in enumerate(cards)
+    )
     missing = tuple(
         f"no code for {name} ({arch}) in this torch {torch.__version__}, built for {' '.join(built)}: "
         "install a build of torch for a ROCm that supports this card"
@@ -66,7 +72,9 @@ def probe(root: Path = ROOT) -> Found:
 
 def _without_rocm(root: Path) -> str:
     if (root / "dev/kfd").exists():
-        return f"AMD driver present, but torch {torch.__version__} has no ROCm: install the ROCm build of torch"
+        return (
+            f"AMD driver present, but torch {torch.__version__} has no ROCm: install the ROCm build of torch"
+        )
     return f"no AMD GPU: this torch {torch.__version__} is built without ROCm"
 
 

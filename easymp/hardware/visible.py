@@ -29,7 +29,9 @@ def visible(text: str | None, cards: tuple[Card, ...]) -> tuple[Card, ...]:
     A process sees a single MIG instance, and then no whole card.
     """
     chosen = cards if text is None else _chosen(text, cards)
-    seen = [card.instances[0] if card.divided else card for card in chosen if card.instances or not card.divided]
+    seen = [
+        card.instances[0] if card.divided else card for card in chosen if card.instances or not card.divided
+    ]
     instance = next((card for card in seen if card.uuid.startswith("MIG-")), None)
     return (instance,) if instance else tuple(seen)
 

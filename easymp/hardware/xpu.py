@@ -8,7 +8,9 @@ from .facts import Device
 from .found import Found
 
 
-def facts_for(name: str, memory: int, index: int = 0, *, bf16: bool, fp16: bool, matrix: bool, tf32: bool = False) -> Device:
+def facts_for(
+    name: str, memory: int, index: int = 0, *, bf16: bool, fp16: bool, matrix: bool, tf32: bool = False
+) -> Device:
     """What a GPU can do, from torch.xpu.get_device_properties; `memory` in bytes.
 
     `bf16` is has_bfloat16_conversions, `fp16` has_fp16 (twice the rate of fp32), `matrix` and `tf32` whether there are
@@ -38,5 +40,7 @@ def _device(index: int) -> Device:
         bf16=card.has_bfloat16_conversions,
         fp16=card.has_fp16,
         matrix=card.has_subgroup_matrix_multiply_accumulate,
-        tf32=getattr(card, "has_subgroup_matrix_multiply_accumulate_tensor_float32", False),  # newer than torch 2.8
+        tf32=getattr(
+            card, "has_subgroup_matrix_multiply_accumulate_tensor_float32", False
+        ),  # newer than torch 2.8
     )

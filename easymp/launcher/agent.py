@@ -30,7 +30,9 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # handed on to 
 LOUD = ("torch.distributed.elastic", "torch.distributed.launcher", "torchelastic-events-null")
 GRACE = 30.0  # seconds
 STAY = 300.0  # seconds that a node whose ranks are done waits for those of the others, as elastic does
-AGAIN = 2.0  # seconds: who signals a process and its group (a terminal, timeout, a scheduler) does so within less
+AGAIN = (
+    2.0  # seconds: who signals a process and its group (a terminal, timeout, a scheduler) does so within less
+)
 
 
 class RanksFailed(Exception):
@@ -82,7 +84,11 @@ def run(
     directory = tempfile.mkdtemp(prefix="easymp-launch-")
     workers: list[Any] = []
     try:
-        with env.override(**surroundings(place, threads), **variables), _signals(workers, SignalException), _quiet():
+        with (
+            env.override(**surroundings(place, threads), **variables),
+            _signals(workers, SignalException),
+            _quiet(),
+        ):
             meeting = Meeting(place) if place.limit > 1 else Alone(place)
             over = True
             try:
@@ -103,7 +109,9 @@ def run(
                 )
                 stopped: set[int] = set()
                 # Weakly: an agent that holds itself would keep the store, and its port, until garbage is collected.
-                agent._start_workers = partial(_start_workers, LocalElasticAgent._start_workers, weakref.proxy(agent), stopped)
+                agent._start_workers = partial(
+                    _start_workers, LocalElasticAgent._start_workers, weakref.proxy(agent), stopped
+                )
                 if place.limit > 1:
                     agent._exit_barrier = partial(_leave_together, weakref.proxy(agent), meeting)
                 group = agent.get_worker_group()
@@ -111,7 +119,9 @@ def run(
                 result = agent.run()
                 if not result.is_failed():
                     return result.return_values
-                codes = {rank: failure.exitcode for rank, failure in result.failures.items() if rank not in stopped}
+                codes = {
+                    rank: failure.exitcode for rank, failure in result.failures.items() if rank not in stopped
+                }
                 own = Report("", tuple(collect(Path(directory), codes, group.workers[0].global_rank)))
                 meeting.tell(own)
                 raise _ending(own, meeting.hear(own), group.workers[0].world_size)
@@ -142,7 +152,9 @@ def _start_workers(start: Callable[[Any, Any], Any], agent: Any, stopped: set[in
 
     def noted(*args: Any, **options: Any) -> None:
         if not stopped:
-            stopped.update(first + local for local, process in agent._pcontext.pids().items() if _alive(process))
+            stopped.update(
+                first + local for local, process in agent._pcontext.pids().items() if _alive(process)
+            )
         close(*args, **options)
 
     agent._pcontext.close = noted
@@ -166,7 +178,10 @@ def _leave_together(agent: Any, meeting: Meeting) -> None:
     deadline = time.monotonic() + STAY
     try:
         agent._store.add("ended", 1)  # of this round: nodes that begin again count anew
-        while agent._store.add("ended", 0) < agent.get_worker_group().group_world_size and time.monotonic() < deadline:
+        while (
+            agent._store.add("ended", 0) < agent.get_worker_group().group_world_size
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
             meeting.num_nodes_waiting()
     except RuntimeError:

@@ -18,7 +18,9 @@ class Alone:
         WorldError: somebody listens at the port that was asked for.
     """
 
-    use_agent_store = False  # of the launcher, by the ranks: its keys of an earlier attempt would be read again
+    use_agent_store = (
+        False  # of the launcher, by the ranks: its keys of an earlier attempt would be read again
+    )
 
     def __init__(self, place: Place) -> None:
         import torch.distributed as dist
@@ -38,7 +40,9 @@ class Alone:
             say(f"a rank failed; restart {self._round}")
         self._round += 1
         store, port = dist.PrefixStore(str(self._round), self._store), self._place.port
-        if port is None:  # another one each time: what a killed rank has forked may have the last one open for some seconds
+        if (
+            port is None
+        ):  # another one each time: what a killed rank has forked may have the last one open for some seconds
             self._kept.close()
             self._kept, port = hold()
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self._place.address, port))

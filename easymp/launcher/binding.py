@@ -25,11 +25,15 @@ def plan(processes: int, numa: bool = True) -> tuple[str, int]:
     if not chosen:
         return "", fair
     masks = ";".join(f"{sum(1 << core for core in each):x}" for each in chosen)
-    get_logger(__name__).info(f"each rank runs on the cores of its NUMA node: {masks} (--no-numa: everywhere)")
+    get_logger(__name__).info(
+        f"each rank runs on the cores of its NUMA node: {masks} (--no-numa: everywhere)"
+    )
     return masks, min(fair, *share(chosen))
 
 
-def choose(processes: int, nodes: dict[int, frozenset[int]], gpus: Sequence[int | None]) -> list[frozenset[int]]:
+def choose(
+    processes: int, nodes: dict[int, frozenset[int]], gpus: Sequence[int | None]
+) -> list[frozenset[int]]:
     """The cores of each rank, or nothing.
 
     Args:

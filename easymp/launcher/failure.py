@@ -22,7 +22,9 @@ RESTART = 75  # EX_TEMPFAIL of sysexits.h: the rank has saved itself and wants t
 FATAL = "fatal.txt"  # Python's stacks at SIGSEGV and its like, by faulthandler
 
 # The types in which a backend says that another rank is gone: a user's own error of another type never means that.
-PEER_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "WorldError"})
+PEER_TYPES = frozenset(
+    {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "WorldError"}
+)
 
 
 class Failure(NamedTuple):

@@ -77,7 +77,9 @@ def notebook_launcher(
     port = None if use_port is None else _port(use_port)
     if rdzv_endpoint:
         master_addr, port = read_address(rdzv_endpoint)
-    place = Place(num_nodes, node_rank, master_addr, port, wait=float(next(iter((rdzv_conf or {}).values()), WAIT)))
+    place = Place(
+        num_nodes, node_rank, master_addr, port, wait=float(next(iter((rdzv_conf or {}).values()), WAIT))
+    )
     if max_restarts < 0:
         raise SettingError(f"max_restarts={max_restarts} is below 0: use 0 for no restart")
     variables = {} if mixed_precision is None else {"EASYMP_MIXED_PRECISION": mixed_precision}
@@ -87,7 +89,9 @@ def notebook_launcher(
     return _fork(function, args, processes, place, max_restarts, monitor_interval, variables)
 
 
-def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
+def debug_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+) -> list[Any]:
     """Run ``function(*args)`` on a few CPU processes, to see whether it works on several ranks.
 
     Returns and raises what `notebook_launcher` does; accelerators are not used.
@@ -126,7 +130,11 @@ def _fork(
     values = [results[rank] for rank in sorted(results)]
     for rank, value in enumerate(values):
         if isinstance(value, _Unsendable):
-            warnings.warn(f"rank {rank}'s result cannot be sent back ({value.why}): it is None here", EasympWarning, stacklevel=3)
+            warnings.warn(
+                f"rank {rank}'s result cannot be sent back ({value.why}): it is None here",
+                EasympWarning,
+                stacklevel=3,
+            )
     return [None if isinstance(value, _Unsendable) else value for value in values]
 
 
@@ -191,13 +199,21 @@ def _no_counterpart(backend: str, conf: Mapping[str, Any] | None, run: str, pref
     if backend not in ("static", "c10d"):
         raise RefusedError(f"rdzv_backend={backend!r} is not there: nodes meet at node 0, leave it away")
     if len(set((conf or {}).values())) > 1:
-        raise RefusedError(f"rdzv_conf={dict(conf or {})!r} has two timeouts, and there is one wait: leave one of them out")
+        raise RefusedError(
+            f"rdzv_conf={dict(conf or {})!r} has two timeouts, and there is one wait: leave one of them out"
+        )
     if unknown := [name for name in conf or {} if name not in ("timeout", "join_timeout")]:
-        raise RefusedError(f"rdzv_conf has {unknown[0]!r}, which has no counterpart here: 'timeout' is all that it may have")
+        raise RefusedError(
+            f"rdzv_conf has {unknown[0]!r}, which has no counterpart here: 'timeout' is all that it may have"
+        )
     if run != "none":
-        raise RefusedError(f"rdzv_id={run!r} has no counterpart here: runs are kept apart by node 0's port, use_port")
+        raise RefusedError(
+            f"rdzv_id={run!r} has no counterpart here: runs are kept apart by node 0's port, use_port"
+        )
     if prefix is not None:
-        raise RefusedError("log_line_prefix_template has no counterpart here: ranks write to this process's output as they are")
+        raise RefusedError(
+            "log_line_prefix_template has no counterpart here: ranks write to this process's output as they are"
+        )
 
 
 def _port(value: int | str) -> int:

@@ -71,7 +71,11 @@ def _connect(place: Place, main: bool) -> Any:
 
     def connect() -> Any:
         return dist.TCPStore(
-            place.address, place.port, is_master=main, wait_for_workers=False, timeout=timedelta(seconds=CONNECT)
+            place.address,
+            place.port,
+            is_master=main,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=CONNECT),
         )
 
     store = in_time(connect, CONNECT)

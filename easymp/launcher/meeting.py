@@ -51,13 +51,19 @@ class Meeting:
         self._place = place
         self._main = is_here(place.address) if place.node_rank is None else place.node_rank == 0
         self._own = own_address(place.address, place.port) or socket.gethostname()
-        self._name = f"node {place.node_rank} ({socket.gethostname()})" if place.node_rank is not None else socket.gethostname()
+        self._name = (
+            f"node {place.node_rank} ({socket.gethostname()})"
+            if place.node_rank is not None
+            else socket.gethostname()
+        )
         self._store = open_store(place, self._main, self._name)
         self._torchs = self._rendezvous()
         self._round, self._restarts, self._size = 0, 0, 0  # nodes, once they have met
         self._looked, self._others_wait, self._lost = 0.0, False, False
         self._told = 0  # our report's number
-        self._kept = socket.socket()  # from the first round on what keeps the ranks' port for them, should rank 0 be here
+        self._kept = (
+            socket.socket()
+        )  # from the first round on what keeps the ranks' port for them, should rank 0 be here
 
     # -- coming together ---------------------------------------------------------------------------------------------
 
@@ -123,15 +129,25 @@ class Meeting:
             return self._gone(error)
         if ends:
             return Ended(ends)
-        late = "before this node's ranks could start again" if self._round else "and this node came too late to take part"
-        return WorldError(f"the run at {self._place.endpoint} is over, {late}: the others' output says how it ended")
+        late = (
+            "before this node's ranks could start again"
+            if self._round
+            else "and this node came too late to take part"
+        )
+        return WorldError(
+            f"the run at {self._place.endpoint} is over, {late}: the others' output says how it ended"
+        )
 
     def _gone(self, error: Exception) -> WorldError:
         return WorldError(f"the main node at {self._place.endpoint} is gone, and with it this run ({error})")
 
     def _in_order(self, found: Any) -> tuple[list[int], list[str]]:
         """Torch's numbers of the nodes in the order of ours, and their names: the main node, then by node rank, then as torch has them."""
-        mine = [not self._main, self._place.limit if self._place.node_rank is None else self._place.node_rank, self._name]
+        mine = [
+            not self._main,
+            self._place.limit if self._place.node_rank is None else self._place.node_rank,
+            self._name,
+        ]
         found.store.set(f"node/{found.rank}", json.dumps(mine))
         nodes = [json.loads(found.store.get(f"node/{i}")) for i in range(found.world_size)]
         self._size = len(nodes)
@@ -203,7 +219,9 @@ class Meeting:
             except RuntimeError:
                 self._lost = True
                 break
-            certain = not own.caused and any(self._final(report) and (report.caused or report.signal) for report in others)
+            certain = not own.caused and any(
+                self._final(report) and (report.caused or report.signal) for report in others
+            )
             if certain or len(others) + silent >= self._size - 1 or time.monotonic() > deadline:
                 break
             time.sleep(0.1)

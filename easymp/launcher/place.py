@@ -41,11 +41,17 @@ class Place:
         if self.nodes < 1:
             raise SettingError(f"{self.nodes} nodes cannot train: use at least 1")
         if self.most is not None and self.most < self.nodes:
-            raise SettingError(f"nodes={self.nodes}:{self.most} ends below its start: write the smaller number first")
+            raise SettingError(
+                f"nodes={self.nodes}:{self.most} ends below its start: write the smaller number first"
+            )
         if self.node_rank is not None and not 0 <= self.node_rank < self.limit:
-            raise SettingError(f"node_rank={self.node_rank} does not lie in 0 … {self.limit - 1} for {self.words}")
+            raise SettingError(
+                f"node_rank={self.node_rank} does not lie in 0 … {self.limit - 1} for {self.words}"
+            )
         if self.limit > 1 and self.port is None:
-            raise SettingError(f"{self.words} need a port to meet at on {self.address}: pass the same free port on each")
+            raise SettingError(
+                f"{self.words} need a port to meet at on {self.address}: pass the same free port on each"
+            )
 
     @property
     def limit(self) -> int:
@@ -60,7 +66,11 @@ class Place:
     @property
     def words(self) -> str:
         """``"2 nodes"``, ``"1 to 4 nodes"``."""
-        return f"{self.nodes} to {self.limit} nodes" if self.elastic else f"{self.nodes} node{'s' * (self.nodes > 1)}"
+        return (
+            f"{self.nodes} to {self.limit} nodes"
+            if self.elastic
+            else f"{self.nodes} node{'s' * (self.nodes > 1)}"
+        )
 
     @property
     def endpoint(self) -> str:
@@ -82,7 +92,9 @@ def place(
     """
     least, most = read_nodes(nodes or "1")
     if most == 1 and node_rank is not None:
-        raise SettingError(f"--node-rank {node_rank} says which of several machines this is: say how many with --nodes, too")
+        raise SettingError(
+            f"--node-rank {node_rank} says which of several machines this is: say how many with --nodes, too"
+        )
     address, port = (LOOPBACK, None) if main_address is None else read_address(main_address)
     if most > 1:
         if main_address is None:
@@ -91,7 +103,10 @@ def place(
             )
         port = port or main_port or PORT
     elif not is_here(address):
-        logger.warning("one node meets nobody: main_address=%r is not this machine, and not used (more: --nodes)", main_address)
+        logger.warning(
+            "one node meets nobody: main_address=%r is not this machine, and not used (more: --nodes)",
+            main_address,
+        )
         address = LOOPBACK
     return Place(least, node_rank, address, port or main_port, None if most == least else most, wait)
 
@@ -101,7 +116,9 @@ def read_nodes(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?", text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
-        raise SettingError(f"nodes={text!r} is no number of nodes: use 2, or 1:4 for at least 1 and at most 4")
+        raise SettingError(
+            f"nodes={text!r} is no number of nodes: use 2, or 1:4 for at least 1 and at most 4"
+        )
     return least, most
 
 
@@ -113,7 +130,9 @@ def read_address(text: str) -> tuple[str, int | None]:
         try:
             return str(ipaddress.IPv6Address(text)), None
         except ValueError:
-            raise SettingError(f"main_address={text!r} is no address: use HOST, HOST:PORT or [IPV6]:PORT") from None
+            raise SettingError(
+                f"main_address={text!r} is no address: use HOST, HOST:PORT or [IPV6]:PORT"
+            ) from None
     port = None if match[2] is None else int(match[2])
     if port is not None and not 0 < port < 65536:
         raise SettingError(f"main_address={text!r} has no possible port: use one from 1 to 65535")
@@ -123,7 +142,9 @@ def read_address(text: str) -> tuple[str, int | None]:
 def own_address(address: str, port: int | None) -> str:
     """This machine's address on its way to another, as the routing table has it; ``""`` where there is no way. Nothing is sent."""
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address, port or PORT, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(address, port or PORT, type=socket.SOCK_DGRAM)[
+            0
+        ]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
             return probe.getsockname()[0]
@@ -161,7 +182,9 @@ def listening(port: int) -> bool:
         try:
             probe.bind(("", port))
         except PermissionError as error:
-            raise SettingError(f"port {port} may not be opened by this user ({error}): take one above 1023") from error
+            raise SettingError(
+                f"port {port} may not be opened by this user ({error}): take one above 1023"
+            ) from error
         except OSError:
             return True
     return False

@@ -61,7 +61,10 @@ def launch_script(
     processes = checked(processes)
     cores, threads = binding.plan(processes, numa)
     # elastic fills in ${local_rank} in arguments; a doubled $ comes out as the user's own.
-    words = [str(word).replace("$", "$$") for word in (WORKER, "module" if module else "script", cores, script, *arguments)]
+    words = [
+        str(word).replace("$", "$$")
+        for word in (WORKER, "module" if module else "script", cores, script, *arguments)
+    ]
     flags = subprocess._args_from_interpreter_flags()  # -W, -X, -O … as multiprocessing hands them on
     try:
         agent.run(
@@ -109,7 +112,9 @@ def launch(processes: int | None = None) -> None:
         SettingError: there is no script to run again (a notebook, ``python -c``, an interactive session).
     """
     found, why = announced.read()
-    if (found is not None and found.processes == 1 and found.most is None) or (found is None and why == announced.ONE):
+    if (found is not None and found.processes == 1 and found.most is None) or (
+        found is None and why == announced.ONE
+    ):
         return
     processes = checked(processes)
     if processes == 1 and found is None:

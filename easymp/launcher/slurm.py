@@ -153,7 +153,9 @@ def batch_script(
         )
     read_nodes(nodes or "1")
     if nodes is not None and "--nodes" in given:
-        raise SettingError(f"nodes are given twice, as --nodes {nodes} and among Slurm's options: leave one of them out")
+        raise SettingError(
+            f"nodes are given twice, as --nodes {nodes} and among Slurm's options: leave one of them out"
+        )
     ours = {
         "--job-name": _quoted(name),
         "--nodes": (nodes or "1").replace(":", "-"),
@@ -165,10 +167,19 @@ def batch_script(
         "--signal": f"USR1@{ceil(grace) + 30}",
         "--requeue": "",
     }
-    kept = {key: value for key, value in ours.items() if value is not None and not given & {key, *SAME.get(key, ())}}
-    lines = [f"#SBATCH {line}" for line in (*(f"{key}={value}" if value else key for key, value in kept.items()), *options)]
+    kept = {
+        key: value
+        for key, value in ours.items()
+        if value is not None and not given & {key, *SAME.get(key, ())}
+    }
+    lines = [
+        f"#SBATCH {line}"
+        for line in (*(f"{key}={value}" if value else key for key, value in kept.items()), *options)
+    ]
     words = shlex.join([sys.executable, "-m", "easymp", "launch", *command])
-    return TEMPLATE.format(options="\n".join(lines), command=words, again="" if "--no-requeue" in given else AGAIN)
+    return TEMPLATE.format(
+        options="\n".join(lines), command=words, again="" if "--no-requeue" in given else AGAIN
+    )
 
 
 def _name(option: str) -> str:
@@ -190,5 +201,7 @@ def submit(text: str) -> int:
     """
     program = shutil.which("sbatch")
     if program is None:
-        raise SettingError("sbatch is not on PATH: run this on the cluster's login node, or keep the script with --slurm print")
+        raise SettingError(
+            "sbatch is not on PATH: run this on the cluster's login node, or keep the script with --slurm print"
+        )
     return subprocess.run([program], input=text, text=True, check=False).returncode

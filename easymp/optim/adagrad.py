@@ -39,4 +39,6 @@ class Adagrad(TorchsOptimizer, torch.optim.Adagrad):
         stochastic_rounding: int | bool = False,
     ) -> None:
         self.options = Options(ema_decay, state_dtype, stochastic_rounding)
-        super().__init__(params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize=maximize, fused=fused)
+        super().__init__(
+            params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize=maximize, fused=fused
+        )

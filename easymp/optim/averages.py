@@ -32,7 +32,9 @@ class Averages:
     def __init__(self, holder: Holder, decay: float | None) -> None:
         self._holder, self.decay = holder, decay
 
-    def around(self, parameters: Iterable[Tensor], step: Callable[[], Any], found_inf: Tensor | None = None) -> Any:
+    def around(
+        self, parameters: Iterable[Tensor], step: Callable[[], Any], found_inf: Tensor | None = None
+    ) -> Any:
         """`step()`, after which the averages of `parameters`, which it may move, follow them, unless `found_inf` is above 0."""
         if self.decay is None:
             return step()
@@ -46,7 +48,9 @@ class Averages:
             if id(p) in new:
                 states[p][EMA] = new[id(p)]
         if held:
-            self._follow([local(p) for p, _ in held], [local(states[p][EMA]) for p, states in held], found_inf)
+            self._follow(
+                [local(p) for p, _ in held], [local(states[p][EMA]) for p, states in held], found_inf
+            )
         return result
 
     @torch.no_grad()

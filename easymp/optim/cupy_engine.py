@@ -53,11 +53,15 @@ class CupyEngine:
         if isinstance(optimizer, ShardedOptimizer):
             world, self._times = optimizer.world, optimizer.world.size
             inner, gradient, masters = optimizer.twin, optimizer.gradient, None
-            self.counting = Counting(lambda p: 1 if p.ndim else world.size, lambda totals: totals.copy_(world.reduce(totals)))
+            self.counting = Counting(
+                lambda p: 1 if p.ndim else world.size, lambda totals: totals.copy_(world.reduce(totals))
+            )
         self._inner, self._masters = inner, masters
         self._low = {} if masters is None else masters.low
         self.averages = other.averages
-        self._averages = Averages(lambda parameter: (parameter, inner.state), ema_decay)  # of what the kernels do not take
+        self._averages = Averages(
+            lambda parameter: (parameter, inner.state), ema_decay
+        )  # of what the kernels do not take
         self._step = FusedStep(
             inner,
             rule,
@@ -98,10 +102,15 @@ class CupyEngine:
         if any(self._rule.refuse(group) for group in self.optimizer.param_groups):
             return False
         low = self._low.values()
-        fp16 = {id(p) for p in low} if low else ()  # gradients in fp16 without a master are refused under a loss scale
+        fp16 = (
+            {id(p) for p in low} if low else ()
+        )  # gradients in fp16 without a master are refused under a loss scale
         device = self._launcher.device
         return all(
-            g.layout is torch.strided and g.device == device and g.dtype in TYPES and (g.dtype != torch.float16 or id(p) in fp16)
+            g.layout is torch.strided
+            and g.device == device
+            and g.dtype in TYPES
+            and (g.dtype != torch.float16 or id(p) in fp16)
             for p, g in self.gradients()
         )
 
@@ -135,8 +144,12 @@ class CupyEngine:
                     return self._other.measure(max_norm, scale, lambda totals: add(totals.div_(times)))
         return self._other.measure(max_norm, scale, over_ranks)
 
-    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None) -> Any:
-        nothing = factor is None and found_inf is None and self._averages.decay is None and self._masters is None
+    def step(
+        self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None
+    ) -> Any:
+        nothing = (
+            factor is None and found_inf is None and self._averages.decay is None and self._masters is None
+        )
         if not self._lost and not (nothing and takes_found_inf(self.optimizer)):
             self._settle()
             try:
@@ -178,7 +191,9 @@ class CupyEngine:
         for key, parameter in rest.items():
             if parameter.grad is None and key in self._low:
                 parameter.grad = self._low[key].grad.to(parameter.dtype)  # type: ignore[union-attr]
-        hidden = [(p, p.grad) for group in self._inner.param_groups for p in group["params"] if id(p) not in rest]
+        hidden = [
+            (p, p.grad) for group in self._inner.param_groups for p in group["params"] if id(p) not in rest
+        ]
         for parameter, _ in hidden:
             parameter.grad = None
         try:

@@ -12,7 +12,14 @@ from ..release import TORCH
 from .fusing import FusedOptimizer
 
 ELEMENTWISE = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adadelta),
+    *(
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.SGD,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Adadelta,
+    ),
     *(torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop),
 )
 # Before this torch, a DTensor that is a sum still to be made takes a number on each rank: `p.norm() + eps`, `p.sum() + 1` are wrong.

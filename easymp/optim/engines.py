@@ -69,7 +69,9 @@ class Engine(Protocol):
         """
         ...
 
-    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None) -> Any:
+    def step(
+        self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None
+    ) -> Any:
         """Move the parameters; returns what the optimizer's own step does.
 
         Args:
@@ -108,7 +110,9 @@ def engine_for(
 
 def _launcher(optimizer: torch.optim.Optimizer) -> Launcher | str:
     """What launches the steps of `optimizer`; or why torch steps, in words."""
-    devices = {p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta}  # of other stages
+    devices = {
+        p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta
+    }  # of other stages
     if len(devices) != 1:
         return "its parameters lie on several devices"
     device = devices.pop()

@@ -15,11 +15,16 @@ DEVICES = {torch.optim.Adagrad: {"cpu", "cuda"}}
 EVERYWHERE = {"cpu", "cuda", "mps", "xpu"}
 SHARDED = (torch.optim.Adam, torch.optim.AdamW)  # DTensor has rules for these fused steps
 IMPLEMENTATION = ("fused", "foreach", "capturable")  # how the step runs, not what it computes
-DENSE_ONLY = (torch.optim.SGD, torch.optim.Adagrad)  # the plain step takes sparse gradients, the fused one does not
+DENSE_ONLY = (
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+)  # the plain step takes sparse gradients, the fused one does not
 
 
 def fuse(
-    optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = (), kind: type[torch.optim.Optimizer] | None = None
+    optimizer: torch.optim.Optimizer,
+    models: Iterable[nn.Module] = (),
+    kind: type[torch.optim.Optimizer] | None = None,
 ) -> str | None:
     """Let `optimizer` run fused, if the user left that open and torch can; returns why not, or None when it now does.
 
@@ -45,9 +50,15 @@ def fuse(
         if group.get("momentum") and group.get("dampening"):
             return "with dampening, the first step differs from the others, and torch's fused SGD takes it for all parameters at once"
         for parameter in group["params"]:
-            if not torch.is_floating_point(parameter) or parameter.device.type not in DEVICES.get(kind, EVERYWHERE):
+            if not torch.is_floating_point(parameter) or parameter.device.type not in DEVICES.get(
+                kind, EVERYWHERE
+            ):
                 return f"torch's fused {kind.__name__} does not take {parameter.dtype} on {parameter.device.type}"
-            if kind is torch.optim.SGD and parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16):
+            if (
+                kind is torch.optim.SGD
+                and parameter.device.type == "cpu"
+                and parameter.dtype in (torch.bfloat16, torch.float16)
+            ):
                 # In torch 2.13 its kernel computes something else from 32 elements on; the plain step is right.
                 return f"torch's fused SGD is wrong for {parameter.dtype} on a CPU"
             if kind not in SHARDED and hasattr(parameter, "to_local"):
@@ -56,7 +67,9 @@ def fuse(
                 return f"torch's fused {kind.__name__} is wrong for a parameter that has gaps in memory, or overlaps"
             if id(parameter) in sparse:
                 return f"torch's fused {kind.__name__} does not take the sparse gradients of {sparse[id(parameter)]!r}"
-    if optimizer.state and any(p.device.type != "cpu" for group in optimizer.param_groups for p in group["params"]):
+    if optimizer.state and any(
+        p.device.type != "cpu" for group in optimizer.param_groups for p in group["params"]
+    ):
         return "it has stepped already, with its counters where the plain step keeps them"
     for group in optimizer.param_groups:
         group["fused"] = True

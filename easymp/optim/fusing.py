@@ -144,7 +144,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             refusal = self.rule.refuse(group)
             if refusal is not None:
                 return refusal
-            if self.rule.norm and any(p.dtype not in cuda.TYPES or p.device != device for p in group["params"]):
+            if self.rule.norm and any(
+                p.dtype not in cuda.TYPES or p.device != device for p in group["params"]
+            ):
                 return "it needs the norm of all gradients, and some are not for our kernels"
         return None
 
@@ -234,7 +236,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if kernels is not None:
             try:
                 if self.rule.norm and result is None:
-                    result = kernels.measure(over_ranks=self._over_ranks)  # a collective, even for a rank without gradients
+                    result = kernels.measure(
+                        over_ranks=self._over_ranks
+                    )  # a collective, even for a rank without gradients
                 kernels.step(factor, found_inf, result, self._lent)
                 moved = kernels.rest
             except KernelError as error:  # nothing has moved yet
@@ -265,7 +269,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         averages = Averages(lambda parameter: (parameter, self.state), self.options.ema_decay)
         averages.around(moved, lambda: self.advance_by_torch(moved, factor, found_inf), found_inf)
 
-    def advance_by_torch(self, parameters: Sequence[Any], factor: Tensor | None, found_inf: Tensor | None) -> None:
+    def advance_by_torch(
+        self, parameters: Sequence[Any], factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
         """The update of `parameters`, which have gradients, by torch's operations."""
         raise NotImplementedError
 
@@ -307,7 +313,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         counted = [(local(g), self._copies(p)) for p, g in zip(parameters, gradients)]
         squares = [
             n.to(device, torch.float32 if device.type == "mps" else torch.float64).square() / copies
-            for n, copies in zip(wide_norms([values(g) for g, c in counted if c]), [c for _, c in counted if c])
+            for n, copies in zip(
+                wide_norms([values(g) for g, c in counted if c]), [c for _, c in counted if c]
+            )
         ]
         wide_type = torch.float32 if device.type == "mps" else torch.float64
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=wide_type, device=device)
@@ -346,7 +354,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if left is None:
             return None if grad_scale is None else inverse(grad_scale), None
         if grad_scale is not None:
-            raise StepError("clip_grad_norm_ measured gradients that are still scaled: call scaler.unscale_(optimizer) before it")
+            raise StepError(
+                "clip_grad_norm_ measured gradients that are still scaled: call scaler.unscale_(optimizer) before it"
+            )
         for parameter, gradient, version in left.seen:
             if parameter.grad is not gradient or local(gradient)._version != version:
                 raise StepError(
@@ -365,8 +375,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             StepError: no average is kept.
         """
         if self.options.ema_decay is None:
-            raise StepError(f"no average of the weights is kept: {type(self).__name__}(…, ema_decay=0.999) does")
-        held = [(local(p), local(self.state[p][EMA])) for p in self._parameters() if p in self.state and EMA in self.state[p]]
+            raise StepError(
+                f"no average of the weights is kept: {type(self).__name__}(…, ema_decay=0.999) does"
+            )
+        held = [
+            (local(p), local(self.state[p][EMA]))
+            for p in self._parameters()
+            if p in self.state and EMA in self.state[p]
+        ]
         with torch.no_grad():
             own = [p.clone() for p, _ in held]
             torch._foreach_copy_([p for p, _ in held], [a for _, a in held])
@@ -396,4 +412,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 def inverse(scale: Tensor) -> Tensor:
     """1 / scale, rounded once."""
-    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()  # no float64 on mps
+    return (
+        scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+    )  # no float64 on mps

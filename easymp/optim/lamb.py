@@ -53,19 +53,33 @@ class LAMB(ListedOptimizer):
     ) -> None:
         check(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm or 0.0)
         self.options = Options(ema_decay, state_dtype, stochastic_rounding)
-        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"adam_w_mode": adam_w_mode, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        defaults |= {
+            "adam_w_mode": adam_w_mode,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
         super().__init__(params, {**defaults, "use_nvlamb": use_nvlamb, "maximize": maximize, "fused": fused})
 
     def advance_lists(self, lists: Sequence[tuple[dict[str, Any], Lists]]) -> None:
-        norm = self.gradient_norm([p for _, of in lists for p in of.parameters], [g for _, of in lists for g in of.g])
+        norm = self.gradient_norm(
+            [p for _, of in lists for p in of.parameters], [g for _, of in lists for g in of.g]
+        )
         for group, of in lists:
             (beta1, beta2), decay, p = group["betas"], group["weight_decay"], of.p
             m, v = of.states["exp_avg"], of.states["exp_avg_sq"]
             g = signed(group, of)
             if group["max_grad_norm"]:
                 here = norm.to(p[0].device)
-                g = torch._foreach_mul(g, torch.where(here > group["max_grad_norm"], group["max_grad_norm"] / here, 1.0).float())
+                g = torch._foreach_mul(
+                    g, torch.where(here > group["max_grad_norm"], group["max_grad_norm"] / here, 1.0).float()
+                )
             if not group["adam_w_mode"] and decay:
                 # Nothing of the weights either, where the step is skipped.
                 g = torch._foreach_add(g, torch._foreach_mul(p, decay * of.go))

@@ -35,7 +35,11 @@ class LARC(FusedOptimizer):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
+        self,
+        optimizer: torch.optim.Optimizer,
+        trust_coefficient: float = 0.02,
+        clip: bool = True,
+        eps: float = 1e-8,
     ) -> None:
         # torch's own __init__ would build param groups and state a second time.
         self.optim = optimizer
@@ -81,8 +85,17 @@ class LARC(FusedOptimizer):
         hidden = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         for parameter, _ in hidden:
             parameter.grad = None
-        for p, g, weight, slope in zip(parameters, gradients, weights.float().unbind(), slopes.float().unbind()):
-            new = adapted(wide(local(p)), wide(local(g)), weight.to(p.device), slope.to(p.device), self.trust, groups[id(p)])
+        for p, g, weight, slope in zip(
+            parameters, gradients, weights.float().unbind(), slopes.float().unbind()
+        ):
+            new = adapted(
+                wide(local(p)),
+                wide(local(g)),
+                weight.to(p.device),
+                slope.to(p.device),
+                self.trust,
+                groups[id(p)],
+            )
             p.grad = torch.empty_like(g)
             local(p.grad).copy_(new)
         try:
@@ -148,5 +161,9 @@ class LARC(FusedOptimizer):
 
 _HOOKS: tuple[str, ...] = (
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks"),
-    *("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+    *(
+        "_optimizer_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+    ),
 )

@@ -41,7 +41,10 @@ class Lion(ListedOptimizer):
     ) -> None:
         check(lr=lr, betas=betas, weight_decay=weight_decay)
         self.options = Options(ema_decay, state_dtype, stochastic_rounding)
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "fused": fused})
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "fused": fused},
+        )
 
     def advance_lists(self, lists: Sequence[tuple[dict[str, Any], Lists]]) -> None:
         for group, of in lists:

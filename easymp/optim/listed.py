@@ -53,7 +53,9 @@ class ListedOptimizer(FusedOptimizer):
                     f"{kind} moves real floating-point parameters, not {parameter.dtype}: give it to another optimizer"
                 )
 
-    def advance_by_torch(self, parameters: Sequence[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
+    def advance_by_torch(
+        self, parameters: Sequence[Tensor], factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
         if self.options.rounding is not None and not self.rule.counts:
             return self.widened.step(parameters, factor, found_inf)
         mine = {id(p) for p in parameters}
@@ -74,7 +76,9 @@ class ListedOptimizer(FusedOptimizer):
             counters = [self.state[p].get("step", of.p[0]) for p in of.parameters]
             round_back(held, moved, counters, numbers, self.rounding, of.parameters)
 
-    def _listed(self, group: dict[str, Any], parameters: list[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> Lists:
+    def _listed(
+        self, group: dict[str, Any], parameters: list[Tensor], factor: Tensor | None, found_inf: Tensor | None
+    ) -> Lists:
         device = parameters[0].device
         grads: list[Any] = [p.grad for p in parameters]
         grads = [wide(local(g.to_dense() if g.is_sparse else g)) for g in grads]
@@ -111,6 +115,8 @@ def check(**numbers: Any) -> None:
     for name, value in numbers.items():
         if name == "betas":
             if len(value) != 2 or not all(0.0 <= b < 1.0 for b in value):
-                raise SettingError(f"betas={value} must be two numbers, at least 0 and below 1; (0.9, 0.999) is usual")
+                raise SettingError(
+                    f"betas={value} must be two numbers, at least 0 and below 1; (0.9, 0.999) is usual"
+                )
         elif not value >= 0.0:
             raise SettingError(f"{name}={value} must be a number of at least 0")

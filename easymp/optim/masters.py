@@ -98,7 +98,9 @@ class Masters:
             master.grad, parameter.grad = total, None
 
     def _follow(self) -> None:
-        changed = [i for i, (parameter, _) in enumerate(self._pairs) if parameter._version != self._versions[i]]
+        changed = [
+            i for i, (parameter, _) in enumerate(self._pairs) if parameter._version != self._versions[i]
+        ]
         if changed:
             self._copy([self._pairs[i][1] for i in changed], [self._pairs[i][0] for i in changed])
             for i in changed:

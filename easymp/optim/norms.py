@@ -32,7 +32,9 @@ def whole_squares(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Te
     """
     norms = wide_norms([values(local(t)) for t in tensors])
     device = norms[0].device
-    squares = torch.stack([n.to(device) if device.type == "mps" else n.to(device, torch.float64) for n in norms]).square()
+    squares = torch.stack(
+        [n.to(device) if device.type == "mps" else n.to(device, torch.float64) for n in norms]
+    ).square()
     add_up(parameters, squares)
     return squares
 

@@ -59,8 +59,18 @@ class NovoGrad(ListedOptimizer):
         if norm_type not in (2, 0, math.inf):
             raise SettingError(f"norm_type={norm_type} must be 2, or inf (Apex writes 0)")
         self.options = Options(ema_decay, state_dtype, stochastic_rounding)
-        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"reg_inside_moment": reg_inside_moment, "grad_averaging": grad_averaging, "norm_type": norm_type}
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        defaults |= {
+            "reg_inside_moment": reg_inside_moment,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+        }
         super().__init__(params, {**defaults, "init_zero": init_zero, "maximize": maximize, "fused": fused})
 
     def advance_lists(self, lists: Sequence[tuple[dict[str, Any], Lists]]) -> None:
@@ -99,13 +109,26 @@ class NovoGrad(ListedOptimizer):
             now = whole_squares(of.parameters, of.g).sqrt()
         else:
             if any(local(p) is not p for p in of.parameters):
-                raise StepError("the largest magnitude of a sharded gradient is not computed: use norm_type=2, or strategy='ddp'")
-            now = torch.stack([g.abs().amax() if g.numel() else g.new_zeros(()) for g in of.g]).to(steps.dtype)
+                raise StepError(
+                    "the largest magnitude of a sharded gradient is not computed: use norm_type=2, or strategy='ddp'"
+                )
+            now = torch.stack([g.abs().amax() if g.numel() else g.new_zeros(()) for g in of.g]).to(
+                steps.dtype
+            )
         if not group["init_zero"]:
             before = torch.where(steps == 1, now, before)
-        after = beta2 * before.square() + (1 - beta2) * now.square() if euclidean else beta2 * before + (1 - beta2) * now
+        after = (
+            beta2 * before.square() + (1 - beta2) * now.square()
+            if euclidean
+            else beta2 * before + (1 - beta2) * now
+        )
         after = after.sqrt() if euclidean else after
         torch._foreach_copy_(
-            held, list(torch.where(torch.as_tensor(of.go, device=after.device) > 0, after, torch.stack(held)).unbind())
+            held,
+            list(
+                torch.where(
+                    torch.as_tensor(of.go, device=after.device) > 0, after, torch.stack(held)
+                ).unbind()
+            ),
         )
         return after

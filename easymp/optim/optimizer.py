@@ -61,7 +61,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._scaler = scaler
         self.engine: Engine = engine or TorchEngine(optimizer, free=False)
         self.factor: Factor | None = None
-        self._by_itself: RemovableHandle | None = None  # hears of a step of the wrapped optimizer while there is a factor
+        self._by_itself: RemovableHandle | None = (
+            None  # hears of a step of the wrapped optimizer while there is a factor
+        )
         self.away = False
         self.updates = 0  # steps that ended a window, skipped ones included
         self._seen = 0  # backward passes before the last step of accumulation by hand
@@ -85,7 +87,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 self._waiting = True
                 return None
         if self.away:
-            raise StepError("optimizer.step() inside `with accelerator.averaged():`, where the weights are not those of training")
+            raise StepError(
+                "optimizer.step() inside `with accelerator.averaged():`, where the weights are not those of training"
+            )
         self._spent, self._waiting = True, False
         self.updates += 1
         low = self._masters is not None or (self._sums is not None and self._sums.on)
@@ -195,7 +199,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         clock, waiting = self._clock, self._waiting
         self._waiting = False
         if clock.accumulation != 1 and not self._spent:
-            begins = waiting or not clock.backwards  # the call opens a micro-step; otherwise it follows this one's step
+            begins = (
+                waiting or not clock.backwards
+            )  # the call opens a micro-step; otherwise it follows this one's step
             if (begins and clock.micro > 1) or (clock.backwards and not clock.sync):
                 return
         self._spent = False
@@ -244,7 +250,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         hooks = there._optimizer_state_dict_pre_hooks or there._optimizer_state_dict_post_hooks
         if type(self.given).state_dict is torch.optim.Optimizer.state_dict and not hooks:
             return {}
-        return {key: value for key, value in there.state_dict().items() if key not in ("state", "param_groups")}
+        return {
+            key: value for key, value in there.state_dict().items() if key not in ("state", "param_groups")
+        }
 
     def listens(self) -> bool:
         """Whether the class or a hook has a part in `load_state_dict`."""

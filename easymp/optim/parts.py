@@ -16,10 +16,14 @@ from torch import Tensor
 
 from ..world import World
 
-ALONE = 2**20  # bytes from which a tensor is gathered where it lies; smaller ones are packed, for each collective has its cost
+ALONE = (
+    2**20
+)  # bytes from which a tensor is gathered where it lies; smaller ones are packed, for each collective has its cost
 AT_A_TIME = 2  # collectives under way while the next is packed
 
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns from torch 2.13 on
+_gather: Any = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # the older name warns from torch 2.13 on
 
 
 def rows(length: int, rank: int, size: int) -> tuple[int, int]:
@@ -114,7 +118,9 @@ class Reunion:
         room = [-(-t.shape[0] // size) * t[0].numel() for t in tensors]  # elements of the largest part
         whole = tensors[0].new_empty(size, sum(room))
         parts = [cut(t, rank, size).reshape(-1) for t in tensors]
-        torch._foreach_copy_([here[: part.numel()] for here, part in zip(whole[rank].split(room), parts)], parts)
+        torch._foreach_copy_(
+            [here[: part.numel()] for here, part in zip(whole[rank].split(room), parts)], parts
+        )
         work = _gather(whole.view(-1).view(torch.uint8), whole[rank].view(torch.uint8), async_op=True)
         yield
         work.wait()

@@ -62,7 +62,10 @@ class PreparedScheduler:
         since = self.behind
         self.behind = [0] * len(since)
         # Several updates in a row are not all skipped: the scale falls with each.
-        return any(n > 1 or (n == 1 and not optimizer.step_was_skipped) for n, optimizer in zip(since, self.optimizers))
+        return any(
+            n > 1 or (n == 1 and not optimizer.step_was_skipped)
+            for n, optimizer in zip(since, self.optimizers)
+        )
 
     @property
     def behind(self) -> list[int]:
@@ -79,7 +82,9 @@ class PreparedScheduler:
     def state_dict(self) -> dict[str, Any]:
         state = self.scheduler.state_dict()
         if isinstance(self.scheduler, SWALR):
-            state.pop("anneal_func", None)  # a function that its constructor sets; in its state before torch 2.10
+            state.pop(
+                "anneal_func", None
+            )  # a function that its constructor sets; in its state before torch 2.10
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -39,4 +39,6 @@ class SGD(TorchsOptimizer, torch.optim.SGD):
         stochastic_rounding: int | bool = False,
     ) -> None:
         self.options = Options(ema_decay, state_dtype, stochastic_rounding)
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=fused)
+        super().__init__(
+            params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=fused
+        )

@@ -35,9 +35,17 @@ HOOKS = (
     *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
     *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
 )
-OWN = {"param_groups", "state", "defaults", "step", *HOOKS}  # what the scan for other references to parameters passes by
+OWN = {
+    "param_groups",
+    "state",
+    "defaults",
+    "step",
+    *HOOKS,
+}  # what the scan for other references to parameters passes by
 
-_taken: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers that have a sharded one in their place
+_taken: weakref.WeakSet[torch.optim.Optimizer] = (
+    weakref.WeakSet()
+)  # optimizers that have a sharded one in their place
 
 
 class _Part:
@@ -84,7 +92,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stepped: list[int] = []  # ids of the parameters of the last step
         self._reunion = Reunion((), world, cap)
         for name in HOOKS:
-            setattr(self, name, vars(given)[name])  # the same ones: hooks that are registered later with either fire, too
+            setattr(
+                self, name, vars(given)[name]
+            )  # the same ones: hooks that are registered later with either fire, too
         self._patch_step_function()  # torch's own __init__ would build param groups and state a second time
         self._twin = _twin(given)
         if self._plain and isinstance(self._twin, FusedOptimizer):
@@ -107,7 +117,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.given.state:
             for parameter, state in self.given.state.items():
                 if isinstance(parameter, Tensor):
-                    self._twin.state[self._part(parameter).shard] = map_leaves(lambda v, p=parameter: self._cut(p, v), state)
+                    self._twin.state[self._part(parameter).shard] = map_leaves(
+                        lambda v, p=parameter: self._cut(p, v), state
+                    )
                 else:
                     self._twin.state[parameter] = state
             self.given.state.clear()
@@ -150,7 +162,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         part = self._parts.get(id(parameter))
         if part is not None and part.place == parameter.data_ptr():
             return part
-        new = _Part(parameter, self._shard(parameter, parameter.detach()).requires_grad_(parameter.dtype.is_floating_point))
+        new = _Part(
+            parameter,
+            self._shard(parameter, parameter.detach()).requires_grad_(parameter.dtype.is_floating_point),
+        )
         if part is not None:  # `p.data = …` and its like: other memory
             if part.shard in self._twin.state:
                 self._twin.state[new.shard] = self._twin.state.pop(part.shard)
@@ -174,13 +189,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return value.clone()
         value = value.to(parameter.device)
         if self._plain:
-            return (cut(value, self.world.rank, self.world.size) if value.shape == parameter.shape else value).clone()
+            return (
+                cut(value, self.world.rank, self.world.size) if value.shape == parameter.shape else value
+            ).clone()
         rowwise = value.ndim and parameter.ndim and value.shape[0] == parameter.shape[0]
         here = cut(value, self.world.rank, self.world.size) if rowwise else value
         return self._distributed(here.clone(), parameter, value, bool(rowwise))
 
     def _distributed(self, here: Tensor, parameter: Tensor, whole: Tensor, rowwise: bool = True) -> Tensor:
-        from torch.distributed.device_mesh import init_device_mesh  # half a second that most runs have no use for
+        from torch.distributed.device_mesh import (
+            init_device_mesh,
+        )  # half a second that most runs have no use for
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         kind = parameter.device.type
@@ -249,7 +268,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.world.debug:
             count = self.world.gather_objects(len(parts))
             if len(set(count)) > 1:
-                raise WorldError(f"the ranks step on different numbers of gradients ({count}): all must have the same ones")
+                raise WorldError(
+                    f"the ranks step on different numbers of gradients ({count}): all must have the same ones"
+                )
         return parts
 
     def _step_twin(self) -> None:
@@ -305,7 +326,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whole parameters as DTensors whose shards are those that their states have."""
         self._follow()
         shards = [self._part(p).shard for p in parameters]
-        return [self._distributed(s.detach(), p, p) for p, s in zip(parameters, shards)] if self._plain else shards
+        return (
+            [self._distributed(s.detach(), p, p) for p, s in zip(parameters, shards)]
+            if self._plain
+            else shards
+        )
 
     def remember(self, states: Mapping[Any, dict[str, Any]]) -> None:
         """These are the states of whole parameters from now on, as `state` shows them."""
@@ -356,7 +381,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return value.detach().cpu().clone()
 
     def _is_cut(self, parameter: Tensor, value: Tensor) -> bool:
-        return bool(self._plain and value.ndim and parameter.ndim and value.shape == self._parts[id(parameter)].shard.shape)
+        return bool(
+            self._plain
+            and value.ndim
+            and parameter.ndim
+            and value.shape == self._parts[id(parameter)].shard.shape
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of a whole state, as `state_dict` of this or of a plain optimizer gives it.
@@ -394,7 +424,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"Sharded({self.given!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StepError("a sharded optimizer can be neither copied nor sent to another process: keep its state_dict()")
+        raise StepError(
+            "a sharded optimizer can be neither copied nor sent to another process: keep its state_dict()"
+        )
 
 
 def holder_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[Tensor, Any]:
@@ -418,7 +450,11 @@ class States(Mapping[Any, dict[str, Any]]):
             return state
 
         def shown(value: Any) -> Any:
-            return it._distributed(value, key, key) if isinstance(value, Tensor) and it._is_cut(key, value) else value
+            return (
+                it._distributed(value, key, key)
+                if isinstance(value, Tensor) and it._is_cut(key, value)
+                else value
+            )
 
         return map_leaves(shown, state)
 
@@ -458,8 +494,16 @@ def _check(given: torch.optim.Optimizer) -> None:
         )
     held = {id(p) for group in given.param_groups for p in group["params"]}
     for name, value in vars(given).items():
-        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,)
-        if name not in OWN and any(isinstance(item, torch.optim.Optimizer) or id(item) in held for item in items):
+        items = (
+            value.values()
+            if isinstance(value, Mapping)
+            else value
+            if isinstance(value, (list, tuple))
+            else (value,)
+        )
+        if name not in OWN and any(
+            isinstance(item, torch.optim.Optimizer) or id(item) in held for item in items
+        ):
             raise RefusedError(
                 f"{kind} holds parameters or another optimizer in .{name}, beside its param groups, and under zero1 each rank steps on "
                 "a part of each parameter: use strategy='ddp'"

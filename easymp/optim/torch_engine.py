@@ -77,7 +77,12 @@ class TorchEngine:
         return "torch fused" if takes_found_inf(self.optimizer) else "torch"
 
     def takes_factor(self) -> bool:
-        if not self._free or not self.worth() or not takes_found_inf(self.optimizer) or watched(self.optimizer):
+        if (
+            not self._free
+            or not self.worth()
+            or not takes_found_inf(self.optimizer)
+            or watched(self.optimizer)
+        ):
             return False
         return all(
             g.dtype in DTYPES and p.dtype == g.dtype and g.layout is torch.strided and (g.is_cpu or g.is_cuda)
@@ -111,7 +116,9 @@ class TorchEngine:
         inverse = None if scale is None else inverse_of(scale)
         if over_ranks is None:
             norms = wide_norms([gradient for _, gradient in pairs])
-            norm = torch.linalg.vector_norm(together(norms)) if norms else torch.zeros((), device=self._device())
+            norm = (
+                torch.linalg.vector_norm(together(norms)) if norms else torch.zeros((), device=self._device())
+            )
             bad = None
             if inverse is not None:
                 inverse = inverse.to(norm.device, non_blocking=True)
@@ -135,7 +142,9 @@ class TorchEngine:
         each = together(norms) if norms else torch.zeros(1, device=self._device())
         squares = each.to(torch.float32 if each.device.type == "mps" else torch.float64).square()
         if any(copies != 1 for _, copies in counted):
-            squares = squares / torch.tensor([c for _, c in counted], dtype=squares.dtype).to(each.device, non_blocking=True)
+            squares = squares / torch.tensor([c for _, c in counted], dtype=squares.dtype).to(
+                each.device, non_blocking=True
+            )
         return torch.stack([squares.sum(), (~each.isfinite()).sum().to(squares.dtype)])
 
     def _device(self) -> torch.device:
@@ -143,7 +152,9 @@ class TorchEngine:
         held = (p.device for group in self.optimizer.param_groups for p in group["params"] if not p.is_meta)
         return next(held, torch.device("cpu"))
 
-    def step(self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None) -> Any:
+    def step(
+        self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None
+    ) -> Any:
         if factor is None and found_inf is None and self.averages.decay is None:
             return self.optimizer.step()  # nothing to tell it, and nothing that follows it
         if self._own is None or scale is None:
@@ -173,7 +184,9 @@ class TorchEngine:
 
 def inverse_of(scale: Tensor) -> Tensor:
     """1 / scale, rounded once."""
-    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()  # no float64 on mps
+    return (
+        scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+    )  # no float64 on mps
 
 
 def together(numbers: list[Tensor]) -> Tensor:

@@ -29,7 +29,10 @@ class TorchsOptimizer(FusedOptimizer):
 
     def _otherwise(self, reason: str) -> Way:
         if self.options.state_dtype is not None or self.options.rounding is not None:
-            return Way("torch", f"{reason}; torch has no step for states of their own dtype, nor for stochastic rounding")
+            return Way(
+                "torch",
+                f"{reason}; torch has no step for states of their own dtype, nor for stochastic rounding",
+            )
         for group in self.param_groups if self._fused_here else ():
             group["fused"] = None  # by us, when the parameters lay elsewhere
         self._fused_here = False
@@ -41,7 +44,9 @@ class TorchsOptimizer(FusedOptimizer):
         fused = all(group.get("fused") for group in self.param_groups)
         return Way("torch fused" if fused else "torch", reason)
 
-    def advance_by_torch(self, parameters: Sequence[Any], factor: Tensor | None, found_inf: Tensor | None) -> None:
+    def advance_by_torch(
+        self, parameters: Sequence[Any], factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
         if self.options.state_dtype is not None or self.options.rounding is not None:
             return self.widened.step(parameters, factor, found_inf)
         step = self.torchs.step
@@ -49,7 +54,9 @@ class TorchsOptimizer(FusedOptimizer):
             step = step.__wrapped__  # type: ignore[attr-defined]  # the hooks have been called with our own step
         hidden = self._hide_all_but(parameters)
         try:
-            if all(group.get("fused") for group in self.param_groups) and not any(p.grad.is_sparse for p in parameters):
+            if all(group.get("fused") for group in self.param_groups) and not any(
+                p.grad.is_sparse for p in parameters
+            ):
                 fill_momentum(self, self.torchs)
                 self._told(step, None if factor is None else factor.reciprocal(), found_inf)
             elif found_inf is None or not found_inf.item():

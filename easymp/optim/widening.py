@@ -49,7 +49,11 @@ class Widened:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, rule: Rule, dtype: torch.dtype | None, rounding: Rounding | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: Rule,
+        dtype: torch.dtype | None,
+        rounding: Rounding | None,
     ) -> None:
         self._optimizer, self._rule, self._dtype, self._rounding = optimizer, rule, dtype, rounding
         self._steps: dict[Tensor, Tensor] = {}  # where the state has none

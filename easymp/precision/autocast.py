@@ -27,7 +27,9 @@ class Autocast(nn.Module):
     whatever wraps it (DDP, torch.compile) sees one function.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, compute: torch.dtype, options: AutocastKwargs) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, compute: torch.dtype, options: AutocastKwargs
+    ) -> None:
         super().__init__()
         self.module = module
         self.device_type = device.type
@@ -65,9 +67,15 @@ def _cast(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf._replace(data=_cast(leaf.data, dtype)) if isinstance(leaf, PackedSequence) else leaf
 
 
-def autocast(device: torch.device, compute: torch.dtype, options: AutocastKwargs) -> AbstractContextManager[Any]:
+def autocast(
+    device: torch.device, compute: torch.dtype, options: AutocastKwargs
+) -> AbstractContextManager[Any]:
     """torch's autocast, or nothing where the caller turned it off."""
-    return torch.autocast(device.type, compute, True, options.cache_enabled) if options.enabled else nullcontext()
+    return (
+        torch.autocast(device.type, compute, True, options.cache_enabled)
+        if options.enabled
+        else nullcontext()
+    )
 
 
 class Upcast:
@@ -101,8 +109,14 @@ def as_if_fp32(model: nn.Module) -> list[RemovableHandle]:
     handles: list[RemovableHandle] = []
     for module in model.modules():
         if isinstance(module, EMBEDDINGS):
-            handles.append(module.register_forward_hook(lambda _, __, output: as_asked(output, torch.float32), prepend=True))
-        every = isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.Bilinear))  # of whose weights some have several dimensions
+            handles.append(
+                module.register_forward_hook(
+                    lambda _, __, output: as_asked(output, torch.float32), prepend=True
+                )
+            )
+        every = isinstance(
+            module, (nn.LayerNorm, nn.RMSNorm, nn.Bilinear)
+        )  # of whose weights some have several dimensions
         vectors = [name for name, p in module._parameters.items() if p is not None and (p.ndim < 2 or every)]
         if vectors and not isinstance(module, PRODUCTS):
             upcast = Upcast(vectors)
@@ -114,7 +128,11 @@ def as_if_fp32(model: nn.Module) -> list[RemovableHandle]:
 @contextmanager
 def upcast_again(module: nn.Module) -> Iterator[None]:
     """Inside, `module`, which is computed again without its hooks, sees its parameters as it did before."""
-    found = [bound for hook in module._forward_pre_hooks.values() if isinstance(bound := getattr(hook, "__self__", None), Upcast)]
+    found = [
+        bound
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(bound := getattr(hook, "__self__", None), Upcast)
+    ]
     for upcast in found:
         upcast.begin(module)
     try:
@@ -124,6 +142,8 @@ def upcast_again(module: nn.Module) -> Iterator[None]:
             upcast.end(module)
 
 
-def under_autocast(module: nn.Module, device: torch.device, compute: torch.dtype, options: AutocastKwargs) -> nn.Module:
+def under_autocast(
+    module: nn.Module, device: torch.device, compute: torch.dtype, options: AutocastKwargs
+) -> nn.Module:
     """`module` under autocast, or `module` itself where the caller turned autocast off."""
     return Autocast(module, device, compute, options) if options.enabled else module

@@ -19,5 +19,8 @@ class BF16(Mixed):
         without = [d for d in facts.hardware.devices if not d.bf16] if facts.device != "cpu" else []
         if without:
             arch = without[0].architecture or "this device"
-            return Refusal(f"{without[0].name} ({arch}) has no bf16 units; torch would emulate them", "use fp16, fp32 or auto")
+            return Refusal(
+                f"{without[0].name} ({arch}) has no bf16 units; torch would emulate them",
+                "use fp16, fp32 or auto",
+            )
         return None  # the CPU runs bf16 with or without instructions for it, and the plan says which

@@ -74,7 +74,9 @@ def cast_table() -> Mapping[Callable[..., Any], Cast]:
 class ListedCasts(TorchFunctionMode):
     """Inside, torch's functions cast their arguments by `table`. Enters and leaves as often as wanted, on its own thread."""
 
-    def __init__(self, table: Mapping[Callable[..., Any], Cast] | None = None, half: torch.dtype = torch.float16) -> None:
+    def __init__(
+        self, table: Mapping[Callable[..., Any], Cast] | None = None, half: torch.dtype = torch.float16
+    ) -> None:
         super().__init__()
         self.table = cast_table() if table is None else table
         self.half = half
@@ -128,7 +130,9 @@ def as_listed(
                 "into the sigmoid, or convert its inputs with .float()"
             )
         return args, kwargs
-    if cast is Cast.WIDEST and len({t.dtype for t in _floating((args, kwargs))}) < 2:  # of any two unlike ones it is fp32
+    if (
+        cast is Cast.WIDEST and len({t.dtype for t in _floating((args, kwargs))}) < 2
+    ):  # of any two unlike ones it is fp32
         return args, kwargs
     return _to(args, wanted), _to(kwargs, wanted)
 
@@ -138,7 +142,10 @@ def _attention() -> Callable[..., Any]:
     """torch's multi-head attention without its first lines, which would hand the call to the mode again and again."""
     whole = functional.multi_head_attention_forward
     found = FunctionType(
-        whole.__code__, {**whole.__globals__, "has_torch_function": lambda _: False}, whole.__name__, whole.__defaults__
+        whole.__code__,
+        {**whole.__globals__, "has_torch_function": lambda _: False},
+        whole.__name__,
+        whole.__defaults__,
     )
     found.__kwdefaults__ = whole.__kwdefaults__
     return found

@@ -42,7 +42,10 @@ class FP8(BF16):
             return Refusal(f"{needs}, and training runs on the CPU", remedy)
         without = [d for d in facts.hardware.devices if not d.fp8 or d.capability is None]
         if without:
-            return Refusal(f"{needs}, and {without[0].name} ({without[0].architecture or without[0].kind}) is none", remedy)
+            return Refusal(
+                f"{needs}, and {without[0].name} ({without[0].architecture or without[0].kind}) is none",
+                remedy,
+            )
         return None
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -53,7 +56,9 @@ class FP8(BF16):
         """
         layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
         fit = {
-            name: layer for name, layer in layers.items() if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+            name: layer
+            for name, layer in layers.items()
+            if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
         }
         already = any(type(layer) is Float8Linear for layer in model.modules())  # by an earlier run
         if not fit and not already:
@@ -109,10 +114,14 @@ class _Product(torch.autograd.Function):
             more = -x.shape[0] % MULTIPLE  # rows are summed over here; those of zeros add nothing
             if more:
                 g, x = (
-                    torch.cat([t.view(torch.uint8), t.new_zeros(more, t.shape[1]).view(torch.uint8)]).view(t.dtype)
+                    torch.cat([t.view(torch.uint8), t.new_zeros(more, t.shape[1]).view(torch.uint8)]).view(
+                        t.dtype
+                    )
                     for t in (g, x)
                 )
-            of_weight = _multiply(g.t().contiguous(), _columns(x), g_scale, x_scale, grad.dtype).to(weight.dtype)
+            of_weight = _multiply(g.t().contiguous(), _columns(x), g_scale, x_scale, grad.dtype).to(
+                weight.dtype
+            )
         return of_input, of_weight, None
 
 
@@ -129,7 +138,9 @@ def _columns(tensor: Tensor) -> Tensor:
     return tensor.t().contiguous().t()
 
 
-def _multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: torch.dtype, fast: bool = False) -> Tensor:
+def _multiply(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: torch.dtype, fast: bool = False
+) -> Tensor:
     if not a.shape[0]:
         return torch.zeros(a.shape[0], b.shape[1], dtype=out, device=a.device)
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=out, use_fast_accum=fast)

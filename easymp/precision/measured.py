@@ -52,7 +52,11 @@ class Measured:
     tf32: ClassVar[bool] = False
 
     def __init__(
-        self, options: AutocastKwargs, world: World, measure: bool = True, decided: Callable[[Choice[str]], None] | None = None
+        self,
+        options: AutocastKwargs,
+        world: World,
+        measure: bool = True,
+        decided: Callable[[Choice[str]], None] | None = None,
     ) -> None:
         self._fp32, self._bf16 = FP32(options), BF16(options)
         self._world, self._measure, self._decided = world, measure, decided
@@ -111,12 +115,18 @@ class Measured:
         if self._decided:
             self._decided(choice)
 
-    def measure(self, plain: nn.Module, cast: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def measure(
+        self, plain: nn.Module, cast: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Time both, tell the others, settle. A model that fails in fp32, too, settles nothing: that error is the caller's."""
         figure: list[Any] = [None]
         try:
             # Every rank takes every step, since a forward may hold a collective; rank 0 says when it is enough, and its figure counts.
-            figure = [time_pairs(plain, cast, args, kwargs, lambda enough: self._world.broadcast_objects([enough])[0])]
+            figure = [
+                time_pairs(
+                    plain, cast, args, kwargs, lambda enough: self._world.broadcast_objects([enough])[0]
+                )
+            ]
         finally:
             self._world.broadcast_objects(figure)
         if figure[0] is None:
@@ -132,7 +142,9 @@ class Measured:
         else:
             reason = f"bf16 takes {ratio:.2f} times fp32's time in this model's own step: no gain"
         many = f"{pairs} pairs" if pairs > 1 else "one pair"
-        self.settle(Choice("bf16" if ratio < GAIN else "fp32", f"{reason} (median of {many})", Source.DETECTED))
+        self.settle(
+            Choice("bf16" if ratio < GAIN else "fp32", f"{reason} (median of {many})", Source.DETECTED)
+        )
 
 
 class Undecided(nn.Module):
@@ -168,7 +180,9 @@ def by_width(model: nn.Module) -> Choice[str]:
     if widest >= WIDE:
         return Choice("bf16", f"bf16 instructions, and a layer {widest} wide (not measured)", Source.DETECTED)
     return Choice(
-        "fp32", f"the widest layer is {widest}: too narrow for bf16 to pay off on a CPU (not measured)", Source.DETECTED
+        "fp32",
+        f"the widest layer is {widest}: too narrow for bf16 to pay off on a CPU (not measured)",
+        Source.DETECTED,
     )
 
 
@@ -186,7 +200,9 @@ def time_pairs(
     parameters = [p for p in plain.parameters() if p.requires_grad]
     ratios: list[float] = []
     with _untouched(plain):
-        _step(plain, parameters, args, kwargs)  # warm up: allocations and kernel choice are not the model's speed
+        _step(
+            plain, parameters, args, kwargs
+        )  # warm up: allocations and kernel choice are not the model's speed
         try:
             _step(cast, parameters, args, kwargs)
         except Exception as error:
@@ -195,7 +211,10 @@ def time_pairs(
         while len(ratios) < PAIRS[1]:
             fp32 = _step(plain, parameters, args, kwargs)
             ratios.append(_step(cast, parameters, args, kwargs) / fp32)
-            if agree(time.perf_counter() - begin > (BUDGET if len(ratios) >= PAIRS[0] else PATIENCE)) is not False:
+            if (
+                agree(time.perf_counter() - begin > (BUDGET if len(ratios) >= PAIRS[0] else PATIENCE))
+                is not False
+            ):
                 break
     ratios.sort()
     return (ratios[(len(ratios) - 1) // 2] + ratios[len(ratios) // 2]) / 2, len(ratios)
@@ -204,7 +223,9 @@ def time_pairs(
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Puts buffers, also those that forward replaces, and the random streams back afterwards."""
-    buffers = [(m, k, b, b.detach().clone()) for m in model.modules() for k, b in m._buffers.items() if b is not None]
+    buffers = [
+        (m, k, b, b.detach().clone()) for m in model.modules() for k, b in m._buffers.items() if b is not None
+    ]
     numpy = sys.modules.get("numpy")
     drawn = random.getstate(), numpy.random.get_state() if numpy else None
     with torch.random.fork_rng(devices=[]):
@@ -220,7 +241,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-def _step(module: nn.Module, parameters: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _step(
+    module: nn.Module, parameters: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float:
     """Seconds of one forward and backward. The sum of the outputs stands in for the loss; inputs are copies."""
     args, kwargs = map_leaves(_copy, args), map_leaves(_copy, kwargs)
     begin = time.perf_counter()

@@ -136,7 +136,11 @@ class Scaler:
     """
 
     def __init__(
-        self, rule: LossScale | None = None, world: World | None = None, enabled: bool = True, guard: bool = False
+        self,
+        rule: LossScale | None = None,
+        world: World | None = None,
+        enabled: bool = True,
+        guard: bool = False,
     ) -> None:
         self.rule = LossScale(initial=1.0, dynamic=False) if guard else rule or LossScale()
         self.enabled = enabled or guard
@@ -155,7 +159,11 @@ class Scaler:
         self._rounds: dict[int, _Round] = {}
         self._skipped: dict[int, Tensor] = {}
         self._unscalers: dict[tuple[torch.device, torch.dtype], Gradients] = {}
-        self._pending: dict[str, Any] = {"scale": self.rule.initial, "good": 0, "patience": self.rule.hysteresis}
+        self._pending: dict[str, Any] = {
+            "scale": self.rule.initial,
+            "good": 0,
+            "patience": self.rule.hysteresis,
+        }
 
     # -- the loss -----------------------------------------------------------------------------------------------------
 
@@ -171,7 +179,9 @@ class Scaler:
 
     def _scaled(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor):
-            raise StepError(f"scale() takes tensors, not {type(loss).__name__}: pass the loss before .item() or float()")
+            raise StepError(
+                f"scale() takes tensors, not {type(loss).__name__}: pass the loss before .item() or float()"
+            )
         self._seen = True
         scale = self._on(loss.device)
         return loss * _to(scale, loss.device) if self.scales else loss
@@ -204,11 +214,17 @@ class Scaler:
             return
         turn = self._rounds.setdefault(id(optimizer), _Round())
         if turn.phase is Phase.UNSCALED:
-            raise StepError("unscale_ was called twice for this optimizer since its last update(): once is enough")
+            raise StepError(
+                "unscale_ was called twice for this optimizer since its last update(): once is enough"
+            )
         if turn.phase is Phase.STEPPED:
-            raise StepError("unscale_ was called after step(): unscale before the step, or call update() first")
+            raise StepError(
+                "unscale_ was called after step(): unscale before the step, or call update() first"
+            )
         self._check_still()
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         self._check_scaled(bool(gradients))
         if self.scales and any(g.dtype == torch.float16 for g in gradients):
             raise StepError(
@@ -224,9 +240,13 @@ class Scaler:
         turn.phase = Phase.UNSCALED
 
     def _check_scaled(self, here: bool) -> None:
-        if here and not self._seen and self.found is not None:  # in a run: a scaler alone may be given any gradients
+        if (
+            here and not self._seen and self.found is not None
+        ):  # in a run: a scaler alone may be given any gradients
             raise StepError(
-                PAST.format("leaves the loss scale out" if self.scales else "nonfinite='skip' and 'raise' do not see")
+                PAST.format(
+                    "leaves the loss scale out" if self.scales else "nonfinite='skip' and 'raise' do not see"
+                )
             )
 
     def divide(self, gradients: Sequence[Tensor], home: torch.device) -> Tensor:
@@ -242,11 +262,17 @@ class Scaler:
             grad = local(grad._values() if grad.is_sparse else grad)
             by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
         scale = self._on(home)
-        inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()  # no float64 on mps
+        inverse = (
+            scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+        )  # no float64 on mps
         found = torch.zeros_like(scale)
         for (device, dtype), grads in by_kind.items():
             here = found if device == found.device else torch.zeros((), device=device)
-            launcher = cuda.launcher_with(device, [cuda.UNSCALE[dtype], cuda.TOTAL]) if dtype in cuda.UNSCALE else None
+            launcher = (
+                cuda.launcher_with(device, [cuda.UNSCALE[dtype], cuda.TOTAL])
+                if dtype in cuda.UNSCALE
+                else None
+            )
             if launcher is not None:
                 unscaler = self._unscalers.setdefault((device, dtype), cuda.Gradients(launcher))
                 bad, grads = unscaler.unscale(grads, _to(scale, device))
@@ -375,7 +401,13 @@ class Scaler:
         if not rule.dynamic or rule.raise_at_minimum or state.device.type not in ("cpu", "cuda"):
             return None
         if self._law is None or self._law.device != state.device:
-            numbers = (rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.growth_delay, rule.hysteresis)
+            numbers = (
+                rule.growth_factor,
+                rule.backoff_factor,
+                rule.growth_interval,
+                rule.growth_delay,
+                rule.hysteresis,
+            )
             law = (*map(float, (*numbers, rule.refill_each_step)), rule.minimum, rule.maximum)
             self._law = cuda.upload(law, torch.float64, state.device)
         turn.lent = cuda.Scale(state, self._law)
@@ -421,7 +453,9 @@ class Scaler:
         if not found:
             raise StepError("update() before any step(): there is nothing to learn from")
         if not moved:
-            self.advance(found[0] if len(found) == 1 else torch.stack([f.to(found[0].device) for f in found]).max())
+            self.advance(
+                found[0] if len(found) == 1 else torch.stack([f.to(found[0].device) for f in found]).max()
+            )
 
     def settle(self) -> None:
         """`update()`, if an optimizer has stepped since the last one."""
@@ -439,7 +473,9 @@ class Scaler:
             return
         if (rule.growth_delay, rule.hysteresis, rule.minimum, rule.maximum) == (0, 1, 0.0, float("inf")):
             # torch's kernel is this very rule in one launch; found_inf == 0 means good there, too.
-            torch._amp_update_scale_(scale, good, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
+            torch._amp_update_scale_(
+                scale, good, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
+            )
             return
         bad = found_inf > 0
         falls = bad & (patience <= 1)
@@ -452,9 +488,13 @@ class Scaler:
         grows = count >= rule.growth_interval + rule.growth_delay
         lower = _times(scale, rule.backoff_factor).clamp(min=rule.minimum)
         higher = _times(scale, rule.growth_factor).clamp(max=rule.maximum)
-        higher = torch.where(higher.isfinite(), higher, scale)  # an infinite scale would never come down again
+        higher = torch.where(
+            higher.isfinite(), higher, scale
+        )  # an infinite scale would never come down again
         refill = (~bad) if rule.refill_each_step else grows
-        patience.copy_(torch.where(refill, rule.hysteresis, torch.where(bad & ~falls, patience - 1, patience)))
+        patience.copy_(
+            torch.where(refill, rule.hysteresis, torch.where(bad & ~falls, patience - 1, patience))
+        )
         scale.copy_(torch.where(falls, lower, torch.where(grows, higher, scale)))
         good.copy_(torch.where(grows, rule.growth_delay, count))
 
@@ -471,7 +511,9 @@ class Scaler:
         if not self.scales:
             return {}
         good, patience = (
-            (self._pending["good"], self._pending["patience"]) if self._good is None else (self._good, self._patience)
+            (self._pending["good"], self._pending["patience"])
+            if self._good is None
+            else (self._good, self._patience)
         )
         return {
             "scale": self.get_scale(),
@@ -491,7 +533,9 @@ class Scaler:
         self._pending = {
             "scale": float(state["scale"]),
             # Counters of a longer rule would lie beyond this one's: torch's kernel waits for equality, and would never grow.
-            "good": min(int(state["_growth_tracker"]), self.rule.growth_interval + self.rule.growth_delay - 1),
+            "good": min(
+                int(state["_growth_tracker"]), self.rule.growth_interval + self.rule.growth_delay - 1
+            ),
             "patience": min(int(state.get("hysteresis", self.rule.hysteresis)), self.rule.hysteresis),
         }
         device = None if self._scale is None else self._scale.device
@@ -508,11 +552,17 @@ def _to(number: Tensor, device: torch.device) -> Tensor:
 
 def _times(scale: Tensor, factor: float) -> Tensor:
     """Rounded once, as torch's kernel and ours have it: ranks may run either."""
-    return scale * factor if scale.device.type == "mps" else (scale.double() * factor).float()  # no float64 on mps
+    return (
+        scale * factor if scale.device.type == "mps" else (scale.double() * factor).float()
+    )  # no float64 on mps
 
 
 def step_told(
-    optimizer: torch.optim.Optimizer, found: Tensor | None, grad_scale: Tensor | None, *args: Any, **kwargs: Any
+    optimizer: torch.optim.Optimizer,
+    found: Tensor | None,
+    grad_scale: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """A step by torch's own protocol for fused optimizers, GradScaler's too: gradients are divided by `grad_scale` as they are read, and
     nothing changes where `found` is above 0."""
@@ -530,9 +580,13 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
     Not so SGD with momentum before its first step: torch leaves the momentum of a skipped first step uninitialised.
     """
-    kind = type(optimizer)  # of a subclass of torch's, the instance says so, too, although its step may do more than torch's
+    kind = type(
+        optimizer
+    )  # of a subclass of torch's, the instance says so, too, although its step may do more than torch's
     if hasattr(kind, "_step_supports_amp_scaling"):
         return bool(getattr(optimizer, "_step_supports_amp_scaling"))  # noqa: B009
-    if not kind.__module__.startswith("torch.optim") or not all(g.get("fused") for g in optimizer.param_groups):
+    if not kind.__module__.startswith("torch.optim") or not all(
+        g.get("fused") for g in optimizer.param_groups
+    ):
         return False
     return not any(g.get("momentum") for g in optimizer.param_groups) or bool(optimizer.state)

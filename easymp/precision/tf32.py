@@ -15,8 +15,13 @@ class TF32(FP32):
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:
         if facts.device == "cpu":
-            return Refusal("TF32 is a mode of GPU Tensor Cores and training runs on the CPU", "use fp32 or bf16")
+            return Refusal(
+                "TF32 is a mode of GPU Tensor Cores and training runs on the CPU", "use fp32 or bf16"
+            )
         without = [d for d in facts.hardware.devices if not d.tf32]
         if without:
-            return Refusal(f"{without[0].name} has no TF32 Tensor Cores (NVIDIA Ampere, sm_80, and newer do)", "use fp32 or auto")
+            return Refusal(
+                f"{without[0].name} has no TF32 Tensor Cores (NVIDIA Ampere, sm_80, and newer do)",
+                "use fp32 or auto",
+            )
         return None

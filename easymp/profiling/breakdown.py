@@ -114,7 +114,9 @@ def _on_device(recording: Recording, parts: Sequence[Mark]) -> tuple[dict[str, i
             return OTHER
         return parts[bisect_right(begins, kernel.launched) - 1].phase
 
-    kinds = {kind: [k for k in recording.kernels if k.kind == kind] for kind in ("work", "collective", "copy")}
+    kinds = {
+        kind: [k for k in recording.kernels if k.kind == kind] for kind in ("work", "collective", "copy")
+    }
     work = common(union((k.begin, k.end) for k in kinds["work"]), window)
     collectives = common(union((k.begin, k.end) for k in kinds["collective"]), window)
     waiting = without(collectives, work)
@@ -131,7 +133,9 @@ def _on_device(recording: Recording, parts: Sequence[Mark]) -> tuple[dict[str, i
             time[phase] = time.get(phase, 0) + length(without(common(stretches, window), taken))
         taken = union([*taken, *common(union((k.begin, k.end) for k in kernels), window)])
     free = without(window, taken)
-    idle = {phase: ns for phase, stretches in _by_phase(parts).items() if (ns := length(common(stretches, free)))}
+    idle = {
+        phase: ns for phase, stretches in _by_phase(parts).items() if (ns := length(common(stretches, free)))
+    }
     for phase, ns in idle.items():
         time[phase] = time.get(phase, 0) + ns
     return time, idle, length(collectives) - length(waiting)

@@ -56,4 +56,7 @@ class Exchange:
                 pause = min(2 * pause, 0.1)
         self.late = waiting
         done = [r for r in begun if r not in waiting]
-        return [own if r == own.rank else Breakdown(**json.loads(store.get(f"{self._key}/done/{r}"))) for r in done]
+        return [
+            own if r == own.rank else Breakdown(**json.loads(store.get(f"{self._key}/done/{r}")))
+            for r in done
+        ]

@@ -23,7 +23,9 @@ def footprint(prepared: Any) -> dict[str, int]:
         if isinstance(value, Tensor)
     ]
     # fp32 masters are what the optimizer steps, and no model's parameters.
-    held = [p for optimizer in prepared.optimizers for group in optimizer.param_groups for p in group["params"]]
+    held = [
+        p for optimizer in prepared.optimizers for group in optimizer.param_groups for p in group["params"]
+    ]
     known = {id(t) for t in weights}
     masters = [p for p in held if id(p) not in known]
     sizes = {"weights": weights, "masters": masters, "gradients": gradients, "optimizer": states}
@@ -35,6 +37,8 @@ def _bytes(tensors: list[Tensor]) -> int:
     """Of what lies on this rank, each memory once."""
     here = [part for tensor in tensors if not (part := local(tensor)).is_meta]
     storages = {
-        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in here if part.layout is torch.strided
+        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
+        for part in here
+        if part.layout is torch.strided
     }
     return sum(storages.values())

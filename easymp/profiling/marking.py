@@ -65,7 +65,9 @@ class Shadow:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._lifted:  # somebody has wrapped it in the meantime
                 return method(*args, **kwargs)
-            with record_function(PREFIX + (phase if phase != FORWARD or torch.is_grad_enabled() else NO_GRAD)):
+            with record_function(
+                PREFIX + (phase if phase != FORWARD or torch.is_grad_enabled() else NO_GRAD)
+            ):
                 return method(*args, **kwargs)
 
         self._call = self._place[name] = call

@@ -26,7 +26,9 @@ class Mark(NamedTuple):
 
 def timeline(marks: Iterable[Mark], begin: int, end: int) -> list[Mark]:
     """`begin` to `end` without a gap, each part in one phase."""
-    parts = [Mark(max(m.begin, begin), min(m.end, end), m.phase) for m in _filled(_innermost(marks), begin, end)]
+    parts = [
+        Mark(max(m.begin, begin), min(m.end, end), m.phase) for m in _filled(_innermost(marks), begin, end)
+    ]
     return list(_losses([m for m in parts if m.begin < m.end]))
 
 

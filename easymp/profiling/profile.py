@@ -87,7 +87,9 @@ class Profile(torch.profiler.profile):
         self._by_hand = False
         self._going = self._failed = False
         self._complete: list[str] = []  # steps of this cycle
-        self._trial: tuple[Any, list[str], int] | None = None  # the recording of the first step, until there is a better one
+        self._trial: tuple[Any, list[str], int] | None = (
+            None  # the recording of the first step, until there is a better one
+        )
         self._written: Path | None = None  # this cycle's trace
         self._taken: tuple[Any, Path | None] | None = None  # the last cycle that was recorded, and its trace
         self._base = 0  # bytes on the device when it began, where torch tells
@@ -163,7 +165,9 @@ class Profile(torch.profiler.profile):
         if self.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE):
             self._complete.append(f"{STEP}{self.step_num}")
         super().step()
-        if self.step_num > self._over_after:  # nothing more is recorded: the rest of the block shall cost nothing
+        if (
+            self.step_num > self._over_after
+        ):  # nothing more is recorded: the rest of the block shall cost nothing
             self._subject.clock.timing = None
             self._marks.close()
         else:
@@ -175,12 +179,16 @@ class Profile(torch.profiler.profile):
         self._written = None
         self._complete = []
         if self._free:
-            self.profiler = None  # another one is made; torch warns that this one is lost, which is kept as the trial
+            self.profiler = (
+                None  # another one is made; torch warns that this one is lost, which is kept as the trial
+            )
         with env.override(KINETO_LOG_LEVEL=env.read("KINETO_LOG_LEVEL", QUIET)):
             super().prepare_trace()
 
     def start_trace(self) -> None:
-        if self.use_device == "cuda" and torch.cuda.is_initialized():  # else this process computes on the CPU, and shall go on so
+        if (
+            self.use_device == "cuda" and torch.cuda.is_initialized()
+        ):  # else this process computes on the CPU, and shall go on so
             torch.cuda.synchronize()  # what was launched before belongs to no step
             self._base = torch.cuda.memory_allocated()
         super().start_trace()
@@ -230,7 +238,11 @@ class Profile(torch.profiler.profile):
             return "profile: nothing was recorded; the block was over before its schedule's active steps"
         whole = ": all that was recorded, for no step in it was complete" if self._whole else ""
         who = f"rank {own.rank} of {self._subject.world.size}" if self._subject.world.size > 1 else own.device
-        lines = [f"profile of {who}, {table.how_long(own.steps)}{whole}", table.table(own), *self._about_memory()]
+        lines = [
+            f"profile of {who}, {table.how_long(own.steps)}{whole}",
+            table.table(own),
+            *self._about_memory(),
+        ]
         if len(self.ranks) > 1:
             lines += ["", table.of_ranks(self.ranks)]
         said = table.sentences(own, self.ranks, self._workers)
@@ -242,7 +254,11 @@ class Profile(torch.profiler.profile):
     def _about_memory(self) -> list[str]:
         if not self.breakdown.peak:
             return []
-        what = f"allocated on {self.breakdown.device}" if self._absolute else "beyond what there was when recording began"
+        what = (
+            f"allocated on {self.breakdown.device}"
+            if self._absolute
+            else "beyond what there was when recording began"
+        )
         held = ", ".join(f"{name} {size(number)}" for name, number in self._state.items())
         return [f"memory: {what}", *([f"there at the end: {held}"] if held else [])]
 
@@ -279,7 +295,11 @@ def _activities(how: ProfileKwargs) -> list[ProfilerActivity] | None:
     words = list(dict.fromkeys(activity_word(given) for given in how.activities))
     there = [here[word] for word in words if word in here]
     if not there:
-        raise RefusedError(f"none of the activities {', '.join(words)} can be recorded here: there are {', '.join(sorted(here))}")
+        raise RefusedError(
+            f"none of the activities {', '.join(words)} can be recorded here: there are {', '.join(sorted(here))}"
+        )
     if len(there) < len(words):
-        logger.info("not recorded, for there is none here: %s", ", ".join(word for word in words if word not in here))
+        logger.info(
+            "not recorded, for there is none here: %s", ", ".join(word for word in words if word not in here)
+        )
     return there

@@ -84,7 +84,11 @@ def read(events: Iterable[Any], steps: Collection[str]) -> Recording:
     here = [e for e in everything if e.device_type().name == host and e.name() != MEMORY]
     taken = [e for e in everything if e.name() == MEMORY]
     annotated = {e.name() for e in here if e.scope() == ANNOTATION}  # the device's rows repeat them
-    there = [e for e in everything if e.device_type().name != host and e.name() not in annotated and e.name() != MEMORY]
+    there = [
+        e
+        for e in everything
+        if e.device_type().name != host and e.name() not in annotated and e.name() != MEMORY
+    ]
     kernels, device = _kernels(there, here)
     complete = [e for e in here if e.name() in steps]
     spans = complete or everything
@@ -93,16 +97,26 @@ def read(events: Iterable[Any], steps: Collection[str]) -> Recording:
     if kernels and complete:  # the last step's kernels may still run when the host is done with it
         end = max([end, *(k.end for k in kernels if k.launched is not None and begin <= k.launched < end)])
     main = {e.start_thread_id() for e in here if e.name().startswith((STEP, PREFIX))}
-    marks = [Mark(e.start_ns(), e.end_ns(), e.name().removeprefix(PREFIX)) for e in here if e.name().startswith(PREFIX)]
+    marks = [
+        Mark(e.start_ns(), e.end_ns(), e.name().removeprefix(PREFIX))
+        for e in here
+        if e.name().startswith(PREFIX)
+    ]
     lasted = [e.duration_ns() for e in sorted(complete, key=lambda e: e.start_ns())]
     recording = Recording(begin, end, lasted or [end - begin], marks, kernels=kernels, device=device)
     recording.flights = union((e.start_ns(), e.end_ns()) for e in here if UNDER_WAY.match(e.name()))
     computing = main | {e.start_thread_id() for e in here if e.name().startswith(ENGINE)}
-    recording.working = union(_work([e for e in here if e.start_thread_id() in computing and not e.is_async()]))
+    recording.working = union(
+        _work([e for e in here if e.start_thread_id() in computing and not e.is_async()])
+    )
     recording.allocations = sorted(
         Allocation(e.start_ns(), e.nbytes())
         for e in taken
-        if (e.device_type().name != host and e.device_index() == device if kernels else e.device_type().name == host)
+        if (
+            e.device_type().name != host and e.device_index() == device
+            if kernels
+            else e.device_type().name == host
+        )
     )
     return recording
 
@@ -138,5 +152,7 @@ def _kernels(there: list[Any], here: list[Any]) -> tuple[list[Kernel], int]:
         if event.device_index() == device and event.duration_ns() > 0:
             name = event.name()
             kind = "collective" if COLLECTIVE_KERNEL.search(name) else "copy" if COPY.match(name) else "work"
-            found.append(Kernel(event.start_ns(), event.end_ns(), launches.get(event.linked_correlation_id()), kind))
+            found.append(
+                Kernel(event.start_ns(), event.end_ns(), launches.get(event.linked_correlation_id()), kind)
+            )
     return sorted(found, key=lambda k: k.begin), device

@@ -56,9 +56,15 @@ def of_ranks(ranks: Sequence[Breakdown]) -> str:
     """A line a rank; of many ranks the slowest, and the fastest."""
     rows = [["rank", "ms a step", "own work", "communication", "data wait"]]
     by_work = sorted(ranks, key=lambda r: -r.own)
-    shown = list(ranks) if len(ranks) <= ROWS else sorted([*by_work[: ROWS - 1], by_work[-1]], key=lambda r: r.rank)
+    shown = (
+        list(ranks)
+        if len(ranks) <= ROWS
+        else sorted([*by_work[: ROWS - 1], by_work[-1]], key=lambda r: r.rank)
+    )
     for r in shown:
-        rows.append([str(r.rank), *(f"{ns / 1e6:.2f}" for ns in (r.step, r.own, r.each(COMMUNICATION), r.each(DATA)))])
+        rows.append(
+            [str(r.rank), *(f"{ns / 1e6:.2f}" for ns in (r.step, r.own, r.each(COMMUNICATION), r.each(DATA)))]
+        )
     if len(shown) < len(ranks):
         rows.append([f"and {len(ranks) - len(shown)} more", "", "", "", ""])
     return columns(rows)
@@ -67,7 +73,10 @@ def of_ranks(ranks: Sequence[Breakdown]) -> str:
 def columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))]).rstrip() for row in rows
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))]
+        ).rstrip()
+        for row in rows
     )
 
 
@@ -108,9 +117,13 @@ def sentences(own: Breakdown, ranks: Sequence[Breakdown] = (), workers: int | No
             f"The optimizer takes {ms(own.each(OPTIMIZER))}, whatever the batch: larger batches or accumulation step less often."
         )
     if own.share(OTHER) >= SCRIPT:
-        said.append(f"{ms(own.each(OTHER))} of the step are none of these: the script's own work between them, such as logging.")
+        said.append(
+            f"{ms(own.each(OTHER))} of the step are none of these: the script's own work between them, such as logging."
+        )
     if min(own.steps) * UNLIKE < max(own.steps):
-        said.append(f"The steps are not alike: the longest took {ms(max(own.steps))}, the shortest {ms(min(own.steps))}.")
+        said.append(
+            f"The steps are not alike: the longest took {ms(max(own.steps))}, the shortest {ms(min(own.steps))}."
+        )
     return [*said, *straggler(ranks)]
 
 

@@ -49,7 +49,10 @@ def write(folder: Path, rank: int, export: Callable[[str], object]) -> Path:
 
 def copy(trace: Path, place: str) -> None:
     """A copy of a trace, compressed if its name ends in ``.gz``."""
-    with open(trace, "rb") as old, gzip.open(place, "wb") if place.endswith(".gz") else open(place, "wb") as new:
+    with (
+        open(trace, "rb") as old,
+        gzip.open(place, "wb") if place.endswith(".gz") else open(place, "wb") as new,
+    ):
         shutil.copyfileobj(old, new)
 
 

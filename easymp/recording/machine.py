@@ -19,7 +19,9 @@ def facts(hardware: Hardware) -> dict[str, Any]:
         "cores": cpu.cores,
         "threads": cpu.threads,
         "memory": cpu.memory,
-        "devices": [{"name": d.name, "memory": d.memory, "architecture": d.architecture} for d in hardware.devices],
+        "devices": [
+            {"name": d.name, "memory": d.memory, "architecture": d.architecture} for d in hardware.devices
+        ],
         "links": hardware.links,
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -64,9 +64,13 @@ class Recorder:
     def write(self, rows: Sequence[Row]) -> None:
         """The numbers of `rows`."""
         for row in rows:
-            numbers = {name: _said(value) for name, value in row.values.items() if isinstance(value, (int, float))}
+            numbers = {
+                name: _said(value) for name, value in row.values.items() if isinstance(value, (int, float))
+            }
             if numbers:
-                self._write("log", round(row.time - self._time, 4), step=row.step, updates=row.updates, values=numbers)
+                self._write(
+                    "log", round(row.time - self._time, 4), step=row.step, updates=row.updates, values=numbers
+                )
 
     def finish(self) -> None:
         """Write the end. Calling it again does nothing."""
@@ -86,7 +90,12 @@ class Recorder:
                     main_process_only=False,
                 )
         self._write(
-            "end", plan=self._run.plan.as_dict(), seconds=seconds, last=self._last, peak=self._memory.peak, **self._counted()
+            "end",
+            plan=self._run.plan.as_dict(),
+            seconds=seconds,
+            last=self._last,
+            peak=self._memory.peak,
+            **self._counted(),
         )
         self._file.close()
 
@@ -119,7 +128,9 @@ class Recorder:
     def _write(self, event: str, at: float | None = None, **rest: Any) -> None:
         at = round(time.perf_counter() - self._begun, 4) if at is None else at
         line = json.dumps({"event": event, "at": at, **rest}, allow_nan=False)
-        os.write(self._file.fileno(), line.encode() + b"\n")  # one call, so that lines of two threads do not mix
+        os.write(
+            self._file.fileno(), line.encode() + b"\n"
+        )  # one call, so that lines of two threads do not mix
 
 
 def begin(run: Run) -> Recorder | None:

@@ -20,7 +20,10 @@ def kernels(device: torch.device) -> str:
     if isinstance(launcher, Unavailable):
         raise LeftOut(launcher.reason)
     ours, theirs = samples.model().to(device), samples.model().to(device)
-    one, other = AdamW(ours.parameters(), lr=samples.RATE), torch.optim.AdamW(theirs.parameters(), lr=samples.RATE)
+    one, other = (
+        AdamW(ours.parameters(), lr=samples.RATE),
+        torch.optim.AdamW(theirs.parameters(), lr=samples.RATE),
+    )
     inputs, labels = (part.to(device) for part in samples.data().tensors)
     for _ in range(10):
         for net, optimizer in ((ours, one), (theirs, other)):

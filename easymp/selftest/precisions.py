@@ -50,7 +50,9 @@ def precision(name: str) -> float:
             found = net(inputs)
         distance = float((found.float() - wanted).norm() / wanted.norm())
         if not distance <= NEAR[name]:
-            raise Wrong(f"{name}: outputs lie {distance:.2%} from fp32's; at most {NEAR[name]:.2%} is rounding")
+            raise Wrong(
+                f"{name}: outputs lie {distance:.2%} from fp32's; at most {NEAR[name]:.2%} is rounding"
+            )
         for _ in range(STEPS):
             loss = nn.functional.cross_entropy(net(inputs), labels)
             acc.backward(loss)

@@ -26,7 +26,9 @@ def collectives(acc: Accelerator) -> str:
     gathered = acc.gather(torch.tensor([rank], device=acc.device)).tolist()
     if gathered != list(range(ranks)):
         raise Wrong(f"the ranks' numbers were gathered as {gathered}, not {list(range(ranks))}")
-    sent = [broadcast(torch.tensor([rank], device=acc.device), from_process=root).item() for root in range(ranks)]
+    sent = [
+        broadcast(torch.tensor([rank], device=acc.device), from_process=root).item() for root in range(ranks)
+    ]
     if sent != list(range(ranks)):
         raise Wrong(f"the ranks' numbers were broadcast as {sent}, not {list(range(ranks))}")
     objects = gather_object([f"rank {rank}"])
@@ -35,7 +37,9 @@ def collectives(acc: Accelerator) -> str:
     acc.wait_for_everyone()
     devices = acc.gather(torch.tensor([acc.device.index or 0], device=acc.device)).tolist()
     kind = acc.device.type
-    return f"{ranks} rank{'s' * (ranks > 1)} on {kind}" + (f" {', '.join(map(str, devices))}" if kind == "cuda" else "")
+    return f"{ranks} rank{'s' * (ranks > 1)} on {kind}" + (
+        f" {', '.join(map(str, devices))}" if kind == "cuda" else ""
+    )
 
 
 def bandwidth(acc: Accelerator) -> str:

@@ -16,7 +16,12 @@ def model(seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
-            nn.Linear(FEATURES, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, CLASSES)
+            nn.Linear(FEATURES, 128),
+            nn.LayerNorm(128),
+            nn.GELU(),
+            nn.Linear(128, 128),
+            nn.GELU(),
+            nn.Linear(128, CLASSES),
         )
 
 
@@ -25,7 +30,9 @@ def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(CLASSES, FEATURES, generator=generator)
     labels = torch.arange(SAMPLES) % CLASSES
-    return TensorDataset(centres[labels] + NOISE * torch.randn(SAMPLES, FEATURES, generator=generator), labels)
+    return TensorDataset(
+        centres[labels] + NOISE * torch.randn(SAMPLES, FEATURES, generator=generator), labels
+    )
 
 
 def loader(batch: int = BATCH) -> DataLoader[tuple[Tensor, Tensor]]:

@@ -65,7 +65,9 @@ def data(acc: Accelerator) -> str:
     loader = acc.prepare(torch.utils.data.DataLoader(numbers, batch_size=4, shuffle=True))  # type: ignore[arg-type]
     seen = torch.cat([acc.gather_for_metrics(batch) for batch in loader])
     if sorted(seen.tolist()) != numbers.tolist():
-        raise Wrong(f"an epoch over 101 samples gave {len(seen)}, {len(set(seen.tolist()))} of them different")
+        raise Wrong(
+            f"an epoch over 101 samples gave {len(seen)}, {len(set(seen.tolist()))} of them different"
+        )
     return "101 samples, each once"
 
 
@@ -78,8 +80,12 @@ def checkpoints(acc: Accelerator, folder: Path) -> str:
     acc.load_state(place)
     again = run.epoch()
     if once != again:
-        raise Wrong(f"the epoch after the checkpoint had a mean loss of {once!r}, and of {again!r} after loading it")
+        raise Wrong(
+            f"the epoch after the checkpoint had a mean loss of {once!r}, and of {again!r} after loading it"
+        )
     damages = checkpoint.verify(place) if acc.is_main_process else []
     if damages:
-        raise Wrong(f"{len(damages)} of its files are not what was written: {damages[0].file} {damages[0].why}")
+        raise Wrong(
+            f"{len(damages)} of its files are not what was written: {damages[0].file} {damages[0].why}"
+        )
     return "saved, loaded, and the next epoch is the same, bit for bit"

@@ -45,13 +45,18 @@ def try_out(processes: int) -> Tried:
         folder = Path(name)
         code = launch_script("easymp.selftest", [name], processes, module=True)
         plan = folder / PLAN
-        return Tried(rows(read(folder, processes)), plan.read_text(encoding="utf-8") if plan.exists() else "", code)
+        return Tried(
+            rows(read(folder, processes)), plan.read_text(encoding="utf-8") if plan.exists() else "", code
+        )
 
 
 def rows(found: dict[int, list[Finding]]) -> list[Row]:
     """One a check, in the order in which ranks began them."""
     names = dict.fromkeys(finding.check for findings in found.values() for finding in findings)
-    return [_row(name, {rank: [f for f in findings if f.check == name] for rank, findings in found.items()}) for name in names]
+    return [
+        _row(name, {rank: [f for f in findings if f.check == name] for rank, findings in found.items()})
+        for name in names
+    ]
 
 
 def _row(check: str, found: dict[int, list[Finding]]) -> Row:
@@ -62,7 +67,13 @@ def _row(check: str, found: dict[int, list[Finding]]) -> Row:
     gone = [rank for rank in found if rank not in ends or ends[rank].outcome == "begun"]
     many = len(found) > 1
     if gone and not (bad and not bad[0][1].second_hand):
-        who = f"rank {gone[0]} did not come" if len(gone) < len(found) else "no rank came" if many else "it did not come"
+        who = (
+            f"rank {gone[0]} did not come"
+            if len(gone) < len(found)
+            else "no rank came"
+            if many
+            else "it did not come"
+        )
         return Row(check, "bad", seconds, f"{who} to the end of it; what was printed above says why")
     if bad:
         rank, finding = bad[0]

@@ -22,7 +22,15 @@ from ..errors import PrepareError
 HALF = (torch.float16, torch.bfloat16)
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # What a subclass may say without changing what it does.
-HARMLESS = {"__module__", "__doc__", "__init__", "__annotations__", "__qualname__", "__firstlineno__", "__static_attributes__"}
+HARMLESS = {
+    "__module__",
+    "__doc__",
+    "__init__",
+    "__annotations__",
+    "__qualname__",
+    "__firstlineno__",
+    "__static_attributes__",
+}
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -43,7 +51,9 @@ class SyncBatchNorm(_BatchNorm):
 
     process_group: dist.ProcessGroup | None = None
 
-    def __init__(self, num_features: int, *others: Any, process_group: dist.ProcessGroup | None = None, **named: Any) -> None:
+    def __init__(
+        self, num_features: int, *others: Any, process_group: dist.ProcessGroup | None = None, **named: Any
+    ) -> None:
         super().__init__(num_features, *others, **named)
         self.process_group = process_group
 
@@ -83,9 +93,13 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"batch-norm of shape {tuple(input.shape)}: at least (samples, channels) is needed")
+            raise ValueError(
+                f"batch-norm of shape {tuple(input.shape)}: at least (samples, channels) is needed"
+            )
 
-    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels  # which torch's forward calls
+    _check_non_zero_input_channels = (
+        nn.SyncBatchNorm._check_non_zero_input_channels
+    )  # which torch's forward calls
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         memo[id(self.process_group)] = self.process_group  # the ranks are the same ones
@@ -98,7 +112,9 @@ class SyncBatchNorm(_BatchNorm):
         return {**self.__dict__, "process_group": None}  # which means nothing in another process
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+    def convert_sync_batchnorm(
+        cls, module: nn.Module, process_group: dist.ProcessGroup | None = None
+    ) -> nn.Module:
         """As `easymp.convert_sync_batchnorm`."""
         return convert_sync_batchnorm(module, process_group)
 
@@ -133,7 +149,9 @@ def batchnorms(model: nn.Module) -> list[Any]:
             continue
         kind, where = type(module).__name__, f"module {name!r}" if name else "the model"
         if isinstance(module, _LazyNormBase):
-            raise PrepareError(f"{where} is a {kind} without a shape yet: call the model once on a batch before converting it")
+            raise PrepareError(
+                f"{where} is a {kind} without a shape yet: call the model once on a batch before converting it"
+            )
         if added := sorted(_added(type(module))):
             raise PrepareError(
                 f"{where} is a {kind}, a batch-norm that adds {', '.join(added)}, which a SyncBatchNorm would lose: build the model "

@@ -12,7 +12,10 @@ from ..errors import PrepareError, nearest
 from ..release import TORCH
 
 LARGE = 4  # one in so many parameters of the largest block is worth a gathering of its own
-TIED_GROUPS = TORCH >= (2, 13)  # before, torch fails where a forward calls one of several modules that are gathered together
+TIED_GROUPS = TORCH >= (
+    2,
+    13,
+)  # before, torch fails where a forward calls one of several modules that are gathered together
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # Its forward reads the weights of its parts without calling them, so that no hook would gather them.
 ATOMS = (nn.MultiheadAttention,)
@@ -50,7 +53,9 @@ def find_blocks(model: nn.Module, wrap: str | tuple[str, ...] | int) -> list[nn.
     return [m for m in inside if id(m) in chosen and _wrappable(m, model)]
 
 
-def find_layers(model: nn.Module, blocks: Sequence[nn.Module], without: Collection[int] = ()) -> list[tuple[nn.Module, ...]]:
+def find_layers(
+    model: nn.Module, blocks: Sequence[nn.Module], without: Collection[int] = ()
+) -> list[tuple[nn.Module, ...]]:
     """The large layers of `model` that lie in none of `blocks`, such as embeddings and heads; those that share a parameter together.
 
     A layer is large if its own parameters are at least a `LARGE`th of the largest block's, or of the largest layer's where there are no
@@ -60,7 +65,9 @@ def find_layers(model: nn.Module, blocks: Sequence[nn.Module], without: Collecti
         without: ids of parameters that do not count.
     """
     inside = {id(m) for block in blocks for m in block.modules()}
-    groups: list[tuple[list[nn.Module], dict[int, int]]] = []  # modules, and their own parameters' elements by id
+    groups: list[
+        tuple[list[nn.Module], dict[int, int]]
+    ] = []  # modules, and their own parameters' elements by id
     for module in bottom_up(model):
         held = module.parameters(recurse=isinstance(module, ATOMS))
         own = {id(p): p.numel() for p in held if id(p) not in without}
@@ -88,7 +95,11 @@ def _is_read(layer: nn.Module, model: nn.Module) -> bool:
     """Whether the forward of a module that holds `layer` names one of its parameters, as ``F.linear(x, self.embed.weight)`` does."""
     for module in model.modules():
         code = getattr(type(module).forward, "__code__", None)
-        names = code is not None and module is not layer and not layer._parameters.keys().isdisjoint(code.co_names)
+        names = (
+            code is not None
+            and module is not layer
+            and not layer._parameters.keys().isdisjoint(code.co_names)
+        )
         if names and any(m is layer for m in module.modules()):
             return True
     return False
@@ -157,14 +168,18 @@ def _wrappable(module: nn.Module, model: nn.Module) -> bool:
 
 
 def _callable(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return type(module).forward is not nn.Module.forward and not isinstance(
+        module, (nn.ModuleList, nn.ModuleDict)
+    )
 
 
 def _apart(modules: Sequence[nn.Module], model: nn.Module) -> bool:
     """Whether `modules` share no parameter with the rest of `model`."""
     mine = {id(p) for module in modules for p in module.parameters()}
     parts = {id(m) for module in modules for m in module.modules()}
-    outside = (p for m in model.modules() if id(m) not in parts for p in m._parameters.values() if p is not None)
+    outside = (
+        p for m in model.modules() if id(m) not in parts for p in m._parameters.values() if p is not None
+    )
     return mine.isdisjoint(id(p) for p in outside)
 
 
@@ -175,7 +190,9 @@ def refuse_sparse(model: nn.Module, why: str, cure: str = "use strategy='ddp'", 
         PrepareError: there is one; names it.
     """
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not (module.sparse and module.weight.requires_grad):
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not (
+            module.sparse and module.weight.requires_grad
+        ):
             continue
         if not narrow or module.weight.dtype.itemsize < 4:
             raise PrepareError(

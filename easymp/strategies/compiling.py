@@ -39,13 +39,19 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         if self.what not in WHAT:
-            raise SettingError(f"what={self.what!r} is neither 'model' nor 'blocks'{nearest(str(self.what), WHAT)}")
+            raise SettingError(
+                f"what={self.what!r} is neither 'model' nor 'blocks'{nearest(str(self.what), WHAT)}"
+            )
         if not (callable(self.backend) or (isinstance(self.backend, str) and self.backend)):
-            raise SettingError(f"backend={self.backend!r} is neither the name of a backend of torch.compile nor a function")
+            raise SettingError(
+                f"backend={self.backend!r} is neither the name of a backend of torch.compile nor a function"
+            )
         if self.mode is not None and self.options is not None:
             raise SettingError("mode and options of torch.compile exclude each other: pass one of them")
         if not isinstance(self.fullgraph, bool) or self.dynamic not in (None, True, False):
-            raise SettingError(f"fullgraph={self.fullgraph!r} and dynamic={self.dynamic!r}: True or False (dynamic: or None)")
+            raise SettingError(
+                f"fullgraph={self.fullgraph!r} and dynamic={self.dynamic!r}: True or False (dynamic: or None)"
+            )
 
 
 def read_compile(given: Any, backend: Any) -> CompileOptions | None:
@@ -72,7 +78,9 @@ def read_compile(given: Any, backend: Any) -> CompileOptions | None:
             f"{nearest(given, WHAT) if isinstance(given, str) else ''}"
         )
     if options and asked:
-        raise SettingError("both compile and dynamo_backend ask for torch.compile: pass compile=CompileOptions(backend=...)")
+        raise SettingError(
+            "both compile and dynamo_backend ask for torch.compile: pass compile=CompileOptions(backend=...)"
+        )
     options = options or asked
     if options and isinstance(options.backend, str):
         import torch._dynamo  # 1.6 s, which only those pay who compile
@@ -136,7 +144,12 @@ class Compiling:
 
     def _compile(self, module: nn.Module) -> None:
         o = self._options
-        options: dict[str, Any] = {"backend": o.backend, "mode": o.mode, "fullgraph": o.fullgraph, "dynamic": o.dynamic}
+        options: dict[str, Any] = {
+            "backend": o.backend,
+            "mode": o.mode,
+            "fullgraph": o.fullgraph,
+            "dynamic": o.dynamic,
+        }
         options["options"] = None if o.options is None else dict(o.options)
         if passed_over(module):
 

@@ -96,7 +96,12 @@ class Blanks(TorchDispatchMode):
 def _refuse_overwriting(func: Any, args: Any, kwargs: Any) -> None:
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor) and not value.is_meta:
+        if (
+            argument.alias_info is not None
+            and argument.alias_info.is_write
+            and isinstance(value, Tensor)
+            and not value.is_meta
+        ):
             raise StepError(
                 f"the model writes in place ({func}) what one stage computes into a tensor of shape {tuple(value.shape)} that it made "
                 "itself: other stages would not see it. Write `x = x + y` in place of `x += y` there, or use another strategy"
@@ -155,9 +160,13 @@ class Survey(Blanks):
         super().__init__()
         self.order: list[str] = []
         self.users: dict[str, set[int]] = {}
-        self.torn: dict[int, int] = {}  # segment at which no stage can begin → a segment that uses what is not passed there
+        self.torn: dict[
+            int, int
+        ] = {}  # segment at which no stage can begin → a segment that uses what is not passed there
         self._tensors, self._places = tensors, places
-        self._passed: list[set[int]] = [set()]  # a segment: ids of the blank tensors among the arguments it begins with
+        self._passed: list[set[int]] = [
+            set()
+        ]  # a segment: ids of the blank tensors among the arguments it begins with
         self._born: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no id is used twice
 
@@ -201,7 +210,9 @@ def holds_tensors(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
 
 
-def survey(model: nn.Module, called: nn.Module, places: Mapping[str, nn.Module], args: Any, kwargs: Any) -> Survey:
+def survey(
+    model: nn.Module, called: nn.Module, places: Mapping[str, nn.Module], args: Any, kwargs: Any
+) -> Survey:
     """One forward of `called`, which is `model` or wraps it, without values. Nothing in the model changes.
 
     Raises:
@@ -209,13 +220,17 @@ def survey(model: nn.Module, called: nn.Module, places: Mapping[str, nn.Module],
     """
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     blanks = {name: blank(t.detach()) for name, t in state.items()}
-    watch = Survey({id(t): name for name, t in blanks.items()}, {module: name for name, module in places.items()})
+    watch = Survey(
+        {id(t): name for name, t in blanks.items()}, {module: name for name, module in places.items()}
+    )
     doors = {module: watch.door(module, call_of(module)) for module in places.values()}
     prefix = next(name for name, module in called.named_modules() if module is model)
     dotted = f"{prefix}." if prefix else ""
     try:
         with intercepted(doors), torch.no_grad(), watch:
-            torch.func.functional_call(called, {f"{dotted}{name}": t for name, t in blanks.items()}, args, kwargs)
+            torch.func.functional_call(
+                called, {f"{dotted}{name}": t for name, t in blanks.items()}, args, kwargs
+            )
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         if isinstance(error, StepError):
             raise
@@ -240,11 +255,16 @@ def balance(weights: Sequence[int], allowed: Sequence[int], stages: int) -> list
     for weight in weights:
         before.append(before[-1] + weight)
     ends = [*allowed, len(weights)]
-    best: list[tuple[int, list[int]]] = [(before[end] ** 2, []) for end in ends]  # the first part ends at ends[k]
+    best: list[tuple[int, list[int]]] = [
+        (before[end] ** 2, []) for end in ends
+    ]  # the first part ends at ends[k]
     for part in range(1, stages):
         best = [
             min(
-                ((best[j][0] + (before[end] - before[ends[j]]) ** 2, [*best[j][1], ends[j]]) for j in range(part - 1, k)),
+                (
+                    (best[j][0] + (before[end] - before[ends[j]]) ** 2, [*best[j][1], ends[j]])
+                    for j in range(part - 1, k)
+                ),
                 key=lambda cost_and_cuts: cost_and_cuts[0],
                 default=(1 << 200, []),
             )
@@ -264,7 +284,9 @@ def choose(model: nn.Module, watch: Survey, splits: Sequence[str] | None, stages
         at = []
         for name in splits:
             if name not in watch.order:
-                raise PrepareError(f"splits holds {name!r}, but the forward of this {kind} does not call that module")
+                raise PrepareError(
+                    f"splits holds {name!r}, but the forward of this {kind} does not call that module"
+                )
             at.append(watch.order.index(name) + 1)
             if at[-1] in watch.torn:
                 user = watch.order[watch.torn[at[-1]] - 1]
@@ -274,7 +296,9 @@ def choose(model: nn.Module, watch: Survey, splits: Sequence[str] | None, stages
                 )
         if at != sorted(at):
             called = ", ".join(name for name in watch.order if name in splits)
-            raise PrepareError(f"splits={tuple(splits)} are not in the order in which forward calls them: {called}")
+            raise PrepareError(
+                f"splits={tuple(splits)} are not in the order in which forward calls them: {called}"
+            )
     else:
         allowed = [i for i in range(1, len(watch.order) + 1) if i not in watch.torn]
         if len(allowed) < stages - 1:

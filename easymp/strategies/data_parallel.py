@@ -32,8 +32,14 @@ class DataParallelOptions:
         if self.devices is None:
             return
         devices = tuple(self.devices) if isinstance(self.devices, (list, tuple, range)) else ()
-        if not devices or len(set(devices)) < len(devices) or any(type(d) is not int or d < 0 for d in devices):
-            raise SettingError(f"devices={self.devices!r} is not a list of different device indices, such as (0, 1)")
+        if (
+            not devices
+            or len(set(devices)) < len(devices)
+            or any(type(d) is not int or d < 0 for d in devices)
+        ):
+            raise SettingError(
+                f"devices={self.devices!r} is not a list of different device indices, such as (0, 1)"
+            )
         object.__setattr__(self, "devices", devices)
 
 
@@ -63,13 +69,19 @@ class DataParallel(Single):
             )
         return None
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+    ) -> nn.Module:
         module = super().wrap(model, optimizers, manner)
         count = len(self._devices)
         if count < 2:
             logger.info("data_parallel: one device (%s), so the model runs as it is", self._device)
             return module
-        compiled = [name or "the model" for name, part in module.named_modules() if part._compiled_call_impl is not None]
+        compiled = [
+            name or "the model"
+            for name, part in module.named_modules()
+            if part._compiled_call_impl is not None
+        ]
         if compiled:
             raise RefusedError(
                 f"data_parallel calls copies of the model, and the compiled code of {compiled[0]} would run in each of them with the "
@@ -95,7 +107,9 @@ def choose_devices(device: torch.device, wanted: tuple[int, ...] | None) -> tupl
         return (first, *(d for d in range(here) if d != first)) if here else ()
     missing = [d for d in wanted if d >= here]
     if missing:
-        raise RefusedError(f"devices={wanted}, but there are {here} accelerators here, counted from 0: leave out {missing}")
+        raise RefusedError(
+            f"devices={wanted}, but there are {here} accelerators here, counted from 0: leave out {missing}"
+        )
     if wanted[0] != first:
         raise RefusedError(f"devices={wanted}, but the model is put on device {first}: name that one first")
     return wanted

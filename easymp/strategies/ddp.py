@@ -72,10 +72,14 @@ class DDP:
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         buckets = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        errors = options.low_rank and options.comm_state_option.get("use_error_feedback", True)  # PowerSGD's, of each element
+        errors = options.low_rank and options.comm_state_option.get(
+            "use_error_feedback", True
+        )  # PowerSGD's, of each element
         return Layout(reducing=buckets * ((not options.gradient_as_bucket_view) + errors))
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+    ) -> nn.Module:
         _check(model, self._options, manner)
         device = self._world.device
         if manner.place:
@@ -119,7 +123,9 @@ class DDP:
         self._world.average_(gradients)
         for model in models:
             if isinstance(model, DistributedDataParallel):
-                model.require_forward_param_sync = True  # buffers: what forward does when it expects a reduction
+                model.require_forward_param_sync = (
+                    True  # buffers: what forward does when it expects a reduction
+                )
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         replicas = [m for m in models if isinstance(m, DistributedDataParallel)]
@@ -159,7 +165,9 @@ class Replica(DistributedDataParallel):
         self._backwards = not options["find_unused_parameters"]  # with which torch keeps its first layout
         super().__init__(module, **options)
         self._in_order = [name for name, p in root.named_parameters() if p.requires_grad]
-        self._names = self._in_order[::-1] if self._backwards else self._in_order  # as the reducer counts them
+        self._names = (
+            self._in_order[::-1] if self._backwards else self._in_order
+        )  # as the reducer counts them
         if self._backwards:
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
@@ -167,7 +175,9 @@ class Replica(DistributedDataParallel):
         self.armed = False  # whether a backward averages gradients, which a call makes so, and only once
         self._all = tuple(root.parameters())
         self._few = (*self._all[:4], *self._all[4:][-4:])
-        self._outputs: deque[list[Tensor]] = deque(maxlen=CALLS)  # since the last backward, for find_unused_parameters
+        self._outputs: deque[list[Tensor]] = deque(
+            maxlen=CALLS
+        )  # since the last backward, for find_unused_parameters
         self._done = False  # whether there has been one
         self._frozen = tuple((name, p) for name, p in root.named_parameters() if not p.requires_grad)
 
@@ -261,7 +271,11 @@ class Replica(DistributedDataParallel):
         missing = {self._names[int(i)] for i in found[1].split()} if found else set()
         names = [repr(name) for name in self._in_order if name in missing]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        who = f"no gradient came for {', '.join(names[:5])}{more}" if names else "not every parameter got a gradient"
+        who = (
+            f"no gradient came for {', '.join(names[:5])}{more}"
+            if names
+            else "not every parameter got a gradient"
+        )
         if self.static_graph:
             cure = (
                 "With static_graph=True each step must use the same parameters: pass "

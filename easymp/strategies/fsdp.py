@@ -61,10 +61,14 @@ class FSDPOptions:
             if not isinstance(getattr(self, name), bool):
                 raise SettingError(f"{name}={getattr(self, name)!r} is neither True nor False")
         if not isinstance(self.reduce_every_micro_batch, bool | None):
-            raise SettingError(f"reduce_every_micro_batch={self.reduce_every_micro_batch!r} is neither True, False nor None")
+            raise SettingError(
+                f"reduce_every_micro_batch={self.reduce_every_micro_batch!r} is neither True, False nor None"
+            )
         ignore = (self.ignore,) if isinstance(self.ignore, str) else self.ignore
         if not isinstance(ignore, (list, tuple)) or not all(isinstance(name, str) for name in ignore):
-            raise SettingError(f"ignore={ignore!r} is no tuple of names of parameters or modules, or patterns of them")
+            raise SettingError(
+                f"ignore={ignore!r} is no tuple of names of parameters or modules, or patterns of them"
+            )
         object.__setattr__(self, "ignore", tuple(ignore))
         wrap = self.wrap
         if isinstance(wrap, list):
@@ -136,7 +140,9 @@ class FSDP:
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         return shards_of(model, options, size)
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+    ) -> nn.Module:
         names = names_of(model, optimizers)
         ignored = matching(model, self.options.ignore)
         check_shardable(model, ignored)
@@ -154,11 +160,15 @@ class FSDP:
             if group and finished.issuperset(map(id, group)):
                 for module in group:
                     take_rank_0s(module, self._world, manner.place)
-                parts.extend(shard(group, self._over(), self.options, self._world.device, whole, policy.gather))
+                parts.extend(
+                    shard(group, self._over(), self.options, self._world.device, whole, policy.gather)
+                )
 
         if on_meta(model):
             # A block is drawn whole and then sharded: drawn as shards, all ranks would have the same numbers in different places.
-            materialise(model, self._world.device if manner.place else torch.device("cpu"), manner.initialize, take)
+            materialise(
+                model, self._world.device if manner.place else torch.device("cpu"), manner.initialize, take
+            )
         else:
             for part in bottom_up(model):
                 take(part)
@@ -182,7 +192,9 @@ class FSDP:
             from torch.distributed.device_mesh import init_device_mesh
 
             self._mesh = init_device_mesh(
-                self._world.device.type, self._shape, mesh_dim_names=("replicate", "shard")[-len(self._shape) :]
+                self._world.device.type,
+                self._shape,
+                mesh_dim_names=("replicate", "shard")[-len(self._shape) :],
             )
         return self._mesh
 
@@ -272,7 +284,8 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
         gradients=cut,
         states=cut,
         gathers=True,
-        gathered=kept[0] + sum(elements for elements, _ in (blocks[:2] if options.reshard_after_forward else blocks)),
+        gathered=kept[0]
+        + sum(elements for elements, _ in (blocks[:2] if options.reshard_after_forward else blocks)),
         unreduced=unreduced,
         reducing=reducing,
         note="weights, gradients and states lie in the host's memory" if options.cpu_offload else "",
@@ -291,7 +304,9 @@ def take_rank_0s(model: nn.Module, world: World, place: bool = False) -> None:
                 tensor.copy_(world.broadcast(tensor))
 
 
-def find_groups(model: nn.Module, wrap: str | tuple[str, ...] | int, whole: Sequence[Tensor] = ()) -> list[tuple[nn.Module, ...]]:
+def find_groups(
+    model: nn.Module, wrap: str | tuple[str, ...] | int, whole: Sequence[Tensor] = ()
+) -> list[tuple[nn.Module, ...]]:
     """What is gathered at a time, inner modules first; the last one is `model`, with what is in no other group."""
     blocks = find_blocks(model, wrap)
     layers = find_layers(model, blocks, {id(p) for p in whole}) if wrap == "blocks" else []
@@ -315,10 +330,22 @@ def shard(
             them all that are gathered together.
     """
     # Imported here: half a second that other strategies need not pay.
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     offload = options.cpu_offload and device.type != "cpu"  # on a CPU everything is where it would go
-    within = {id(p) for m in modules for part in m.modules() if isinstance(part, FSDPModule) for p in part.parameters()}
+    within = {
+        id(p)
+        for m in modules
+        for part in m.modules()
+        if isinstance(part, FSDPModule)
+        for p in part.parameters()
+    }
     dtypes = {p.dtype for module in modules for p in module.parameters() if id(p) not in within}
     fully_shard(
         modules if len(modules) > 1 else modules[0],
@@ -380,14 +407,18 @@ class Sharded(nn.Module):
         self.options = options
         self.reduces = True  # whether backward ends an accumulation window
         self.early = False  # whether backwards before it reduce gradients to shards
-        self.replicated = False  # whether shards are replicated: their gradients are averaged at the end of the window
+        self.replicated = (
+            False  # whether shards are replicated: their gradients are averaged at the end of the window
+        )
         self.stale = True  # whether buffers may differ between the ranks
         self.gathered = False  # whether all parts have been gathered once
         self._whole = tuple(whole)  # a tuple: they are parameters of `root`, and of nothing else
         self._hooks = as_if_fp32(root) if gather else []
         self._hooks += [_when_accumulated(p, self._expect_average) for p in self._whole]
         self._expecting = False  # whether this backward ends with `_average`
-        self._empty: list[Tensor] | None = None  # parameters without a gradient when an early window of replicas began
+        self._empty: list[Tensor] | None = (
+            None  # parameters without a gradient when an early window of replicas began
+        )
         self._used: set[int] = set()  # ids of those that have had one since
         self._ending = False  # whether this backward ends with `_end_window`
         self._parts_of_root = tuple(root.parameters())
@@ -400,7 +431,9 @@ class Sharded(nn.Module):
             WorldError: other ranks froze others, or none.
         """
         names = {id(p): name for name, p in self.root.named_parameters()}
-        now = {names.get(id(p), "?"): "frozen" if f else "trained" for p, f in zip(self._parts_of_root, frozen)}
+        now = {
+            names.get(id(p), "?"): "frozen" if f else "trained" for p, f in zip(self._parts_of_root, frozen)
+        }
         changed = [name for name, f, before in zip(now, frozen, self._frozen) if f != before]
         self.world.compare(
             f"a forward after requires_grad was changed, first of {changed[0]!r}",
@@ -418,7 +451,11 @@ class Sharded(nn.Module):
             self._agree(frozen)
         if training and not self.reduces and self.early and self.replicated and self._empty is None:
             # torch keeps the sums of micro-batches without names: each must be of all parameters, with zeros for those that it did not use.
-            self._empty = [p for p in self.root.parameters() if p.requires_grad and hasattr(p, "to_local") and p.grad is None]
+            self._empty = [
+                p
+                for p in self.root.parameters()
+                if p.requires_grad and hasattr(p, "to_local") and p.grad is None
+            ]
             self.root.set_reduce_scatter_unused_params(True)
         self.stale = training and self.reduces
         with self.world.explained("forward"):
@@ -426,11 +463,15 @@ class Sharded(nn.Module):
         if training and not self.reduces and not self.gathered:
             # torch keeps unreduced gradients beside gathered parameters, and fails for a block that no forward has gathered yet.
             for part in self.parts:
-                places = [(m, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None]
+                places = [
+                    (m, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None
+                ]
                 part.unshard()
                 for module, name, shard in places if self.early and self.replicated else ():
                     if module._parameters[name] is not shard:
-                        self._hooks.append(_when_accumulated(module._parameters[name], partial(self._note_use, id(shard))))
+                        self._hooks.append(
+                            _when_accumulated(module._parameters[name], partial(self._note_use, id(shard)))
+                        )
                 part.reshard()
             self.gathered = True
         if not training and not self.options.reshard_after_forward:
@@ -460,7 +501,11 @@ class Sharded(nn.Module):
         """Explain calls of a module whose parameters the model's own call gathers, from elsewhere than there."""
         inside = {id(m) for part in self.parts if part is not self.root for m in part.modules()}
         for module in self.root.modules():
-            if module is not self.root and id(module) not in inside and any(True for _ in module.parameters(recurse=False)):
+            if (
+                module is not self.root
+                and id(module) not in inside
+                and any(True for _ in module.parameters(recurse=False))
+            ):
                 self._hooks.append(module.register_forward_pre_hook(_check_gathered))
 
     def _note_use(self, shard: int, _: Tensor) -> None:
@@ -546,7 +591,9 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
     found: set[str] = set()
     for pattern in patterns:
         modules = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
-        these = {n for n in parameters if fnmatchcase(n, pattern) or any(n.startswith(f"{m}.") for m in modules)}
+        these = {
+            n for n in parameters if fnmatchcase(n, pattern) or any(n.startswith(f"{m}.") for m in modules)
+        }
         if not these:
             known = [*parameters, *(name for name, _ in model.named_modules() if name)]
             raise PrepareError(
@@ -574,7 +621,9 @@ def check_shardable(model: nn.Module, ignored: Collection[str] = ()) -> None:
         if name in ignored:
             continue
         if hasattr(parameter, "to_local"):
-            raise PrepareError(f"parameter {name!r} is sharded already, by an earlier run or by hand: build the model anew")
+            raise PrepareError(
+                f"parameter {name!r} is sharded already, by an earlier run or by hand: build the model anew"
+            )
         if parameter.ndim == 0:
             raise PrepareError(
                 f"parameter {name!r} is 0-dim, and fsdp shards along dimension 0: make it one of shape (1,), or `ignore` it"

@@ -32,7 +32,9 @@ REMEMBERED = {"errors": "error_dict", "p": "p_memory_dict", "q": "q_memory_dict"
 Future = torch.futures.Future[Tensor]
 
 
-def make_hook(options: DistributedDataParallelKwargs, size: int) -> tuple[Any, Callable[[Any, Any], Future]] | None:
+def make_hook(
+    options: DistributedDataParallelKwargs, size: int
+) -> tuple[Any, Callable[[Any, Any], Future]] | None:
     """State and hook for ``register_comm_hook``, or None where torch's own all-reduce is what was asked for.
 
     Args:
@@ -62,7 +64,11 @@ def all_reduce(journey: Journey, bucket: dist.GradBucket) -> Future:
     if journey.dtype is not None and dtype.is_floating_point:
         dtype = torch.promote_types(dtype, torch.float32) if journey.dtype == torch.float32 else journey.dtype
     wider = torch.promote_types(dtype, gradient.dtype) == dtype  # divided where there is more room
-    moved = divided(gradient, torch.empty_like(gradient, dtype=dtype), journey.before) if dtype != gradient.dtype else None
+    moved = (
+        divided(gradient, torch.empty_like(gradient, dtype=dtype), journey.before)
+        if dtype != gradient.dtype
+        else None
+    )
     if moved is None:
         moved = gradient.to(dtype).div_(journey.before) if wider else gradient.div_(journey.before).to(dtype)
 
@@ -81,7 +87,9 @@ def all_reduce(journey: Journey, bucket: dist.GradBucket) -> Future:
 class Load:
     """A bucket as PowerSGD reads it, over another buffer than DistributedDataParallel's."""
 
-    def __init__(self, bucket: dist.GradBucket, buffer: Tensor, shapes: Sequence[torch.Size | tuple[int, ...]]) -> None:
+    def __init__(
+        self, bucket: dist.GradBucket, buffer: Tensor, shapes: Sequence[torch.Size | tuple[int, ...]]
+    ) -> None:
         self._bucket, self._buffer = bucket, buffer
         parts = buffer.split([math.prod(shape) for shape in shapes])
         self._gradients = [part.view(shape) for part, shape in zip(parts, shapes)]
@@ -124,7 +132,9 @@ class Carried:
         self._state.iter = state["step"]
         self._state.rng.set_state(state["drawn"])
         for name, own in REMEMBERED.items():
-            setattr(self._state, own, {int(bucket): tensor.to(device) for bucket, tensor in state[name].items()})
+            setattr(
+                self._state, own, {int(bucket): tensor.to(device) for bucket, tensor in state[name].items()}
+            )
 
 
 def _power_sgd(options: DistributedDataParallelKwargs) -> tuple[Any, Callable[[Any, Any], Future]]:
@@ -138,7 +148,9 @@ def _power_sgd(options: DistributedDataParallelKwargs) -> tuple[Any, Callable[[A
     def low_rank(state: Any, bucket: dist.GradBucket) -> Future:
         gradient = bucket.buffer()
         # torch's hook cannot make matrices of scalars and of empty tensors.
-        shapes: Sequence[Any] = [g.shape if g.ndim and g.numel() else (1, g.numel()) for g in bucket.gradients()]
+        shapes: Sequence[Any] = [
+            g.shape if g.ndim and g.numel() else (1, g.numel()) for g in bucket.gradients()
+        ]
         moved = gradient if dtype is None else gradient.to(dtype)
         if square:
             side = math.isqrt(gradient.numel() - 1) + 1  # of the smallest square that holds all

@@ -73,7 +73,9 @@ class LocalTraining:
         self._every = options.every
         self._models: list[nn.Module] = []
         self._turns: list[Turn] = []
-        self.averaged: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None  # told of each averaging
+        self.averaged: Callable[[torch.optim.Optimizer], None] = lambda optimizer: (
+            None
+        )  # told of each averaging
         world.settling.append(self._settle)
 
     @staticmethod
@@ -89,7 +91,9 @@ class LocalTraining:
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         return Layout()
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+    ) -> nn.Module:
         if manner.place:
             model.to(self._world.device)
         model = manner.policy.convert(model)

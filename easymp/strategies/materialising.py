@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from ..errors import PrepareError
 
-OTHERS = ("_init_weights", "init_weights")  # how models name what we cannot call in their place: some take a module, some nothing
+OTHERS = (
+    "_init_weights",
+    "init_weights",
+)  # how models name what we cannot call in their place: some take a module, some nothing
 
 
 LEFT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -96,7 +99,12 @@ def _resetter(module: nn.Module) -> Callable[[], None] | None:
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
-    return {name: t for table in (module._parameters, module._buffers) for name, t in table.items() if t is not None}
+    return {
+        name: t
+        for table in (module._parameters, module._buffers)
+        for name, t in table.items()
+        if t is not None
+    }
 
 
 def _only_holds(module: nn.Module) -> bool:
@@ -105,21 +113,29 @@ def _only_holds(module: nn.Module) -> bool:
 
 
 def _check(model: nn.Module, initialize: Callable[[nn.Module], None] | None, holders: set[int]) -> None:
-    ways = (
-        "pass Accelerator(initialize=function), which is called with each such module and fills its tensors, or build it off meta"
-    )
+    ways = "pass Accelerator(initialize=function), which is called with each such module and fills its tensors, or build it off meta"
     for name, module in model.named_modules():
-        own, where = _own(module), f"{type(module).__name__} {name!r}" if name else f"this {type(module).__name__}"
+        own, where = (
+            _own(module),
+            f"{type(module).__name__} {name!r}" if name else f"this {type(module).__name__}",
+        )
         there = [n for n, t in own.items() if t.is_meta]
         if there and _resetter(module) is None and initialize is None:
-            raise PrepareError(f"{where} has {there[0]!r} on the meta device, without values, and no reset_parameters(): {ways}")
+            raise PrepareError(
+                f"{where} has {there[0]!r} on the meta device, without values, and no reset_parameters(): {ways}"
+            )
         if there and len(there) < len(own):
             real = next(n for n, t in own.items() if not t.is_meta)
             raise PrepareError(
                 f"{where} has {there[0]!r} on the meta device and values in {real!r}: build it on meta as a whole, or not at all"
             )
         other = next((n for n in OTHERS if callable(getattr(module, n, None))), None)
-        if other and initialize is None and id(module) not in holders and any(t.is_meta for t in module.parameters()):
+        if (
+            other
+            and initialize is None
+            and id(module) not in holders
+            and any(t.is_meta for t in module.parameters())
+        ):
             raise PrepareError(
                 f"{where} has {other}(), which did nothing on the meta device and is not called by us: {ways}. If it takes a module, "
                 f"initialize=model.{other} will do"
@@ -133,7 +149,10 @@ def _check(model: nn.Module, initialize: Callable[[nn.Module], None] | None, hol
 
 
 def _fill(
-    module: nn.Module, device: torch.device, initialize: Callable[[nn.Module], None] | None, origin: dict[int, Tensor]
+    module: nn.Module,
+    device: torch.device,
+    initialize: Callable[[nn.Module], None] | None,
+    origin: dict[int, Tensor],
 ) -> None:
     own = _own(module)
     new = {name: t for name, t in own.items() if t.is_meta}
@@ -179,7 +198,9 @@ def swap_in(module: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
     for buffer in module._buffers.values():
         if buffer is not None and (new := fresh(buffer)) is not buffer:
             torch.utils.swap_tensors(buffer, new)
-    with _swapping():  # `_apply`, for modules that keep weak references to their parameters (LSTM) let go of them in it
+    with (
+        _swapping()
+    ):  # `_apply`, for modules that keep weak references to their parameters (LSTM) let go of them in it
         module._apply(fresh, recurse=False)
 
 

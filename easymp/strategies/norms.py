@@ -44,7 +44,9 @@ def counting(world: World) -> Counting:
     """For gradients in any layouts over the ranks of `world`."""
 
     def add(totals: Tensor) -> None:
-        totals.copy_(world.reduce(totals.to(world.device)))  # a rank that holds none of the gradients has them anywhere
+        totals.copy_(
+            world.reduce(totals.to(world.device))
+        )  # a rank that holds none of the gradients has them anywhere
 
     return Counting(lambda parameter: copies(parameter, world.size), add, settle)
 
@@ -64,7 +66,11 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float, world: World) -> Ten
         nn.utils.get_total_norm(parts, norm_type).to(world.device) * count ** (-1.0 / norm_type)
         for count, parts in by_copies.items()
     ]
-    mine = torch.linalg.vector_norm(torch.stack(here), norm_type) if here else torch.zeros((), device=world.device)
+    mine = (
+        torch.linalg.vector_norm(torch.stack(here), norm_type)
+        if here
+        else torch.zeros((), device=world.device)
+    )
     return torch.linalg.vector_norm(world.gather(mine), norm_type)
 
 

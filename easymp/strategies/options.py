@@ -31,7 +31,9 @@ def read_options(strategy: type[Strategy], given: Any, handlers: Mapping[type, A
     if given is None:
         return kind() if handler is None else handler
     if handler is not None:
-        raise SettingError("both strategy_options and kwargs_handlers hold options of the strategy: pass one of them")
+        raise SettingError(
+            "both strategy_options and kwargs_handlers hold options of the strategy: pass one of them"
+        )
     if isinstance(given, kind):
         return given
     if not isinstance(given, Mapping):

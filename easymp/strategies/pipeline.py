@@ -56,8 +56,12 @@ class PipelineOptions:
         if isinstance(self.splits, list):
             object.__setattr__(self, "splits", tuple(self.splits))
         splits = self.splits
-        if splits is not None and not (isinstance(splits, tuple) and splits and all(isinstance(name, str) for name in splits)):
-            raise SettingError(f"splits={splits!r} is neither None nor a tuple of module names such as ('blocks.2', 'blocks.4')")
+        if splits is not None and not (
+            isinstance(splits, tuple) and splits and all(isinstance(name, str) for name in splits)
+        ):
+            raise SettingError(
+                f"splits={splits!r} is neither None nor a tuple of module names such as ('blocks.2', 'blocks.4')"
+            )
         if splits is not None and len(set(splits)) != len(splits):
             raise SettingError(f"splits={splits!r} names a module twice: each stage begins at another one")
         count = self.microbatches
@@ -128,9 +132,15 @@ class Pipeline:
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         """The fullest stage, taking modules to be called in the order in which they were registered."""
         places = candidates(model, options.splits or ())
-        order = {id(p): i for i, module in enumerate(places.values(), 1) for p in reversed(list(module.parameters()))}
+        order = {
+            id(p): i
+            for i, module in enumerate(places.values(), 1)
+            for p in reversed(list(module.parameters()))
+        }
         parameters = [(name, p, order.get(id(p), 0)) for name, p in model.named_parameters()]
-        weights = [sum(p.numel() for _, p, i in parameters if i == segment) for segment in range(len(places) + 1)]
+        weights = [
+            sum(p.numel() for _, p, i in parameters if i == segment) for segment in range(len(places) + 1)
+        ]
         if options.splits is not None:
             at = sorted(list(places).index(name) + 1 for name in options.splits)
         else:
@@ -144,7 +154,9 @@ class Pipeline:
 
         return Layout(cut, cut, cut, cut, note="the fullest stage, as far as it shows without a batch")
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+    ) -> nn.Module:
         if type(model) in (nn.ModuleList, nn.ModuleDict):
             raise PrepareError(
                 f"a {type(model).__name__} cannot be called, so it has no stages: put it into a module with a forward"
@@ -155,7 +167,9 @@ class Pipeline:
         places = candidates(model, self._options.splits or ())
         inside = {id(part) for place in places.values() for part in place.modules()}
         for name, part in model.named_modules():
-            if id(part) not in inside and ("_orig_mod" in part._modules or vars(part).get("_compiled_call_impl") is not None):
+            if id(part) not in inside and (
+                "_orig_mod" in part._modules or vars(part).get("_compiled_call_impl") is not None
+            ):
                 raise PrepareError(
                     f"{name or 'the model'} is compiled, as one function, and stages begin and end inside of it: pass it uncompiled, or "
                     "compile its blocks"
@@ -172,7 +186,15 @@ class Pipeline:
             cuts = choose(model, watch, options.splits, stages)
             return cuts, self._divide(model, cuts, manner)
 
-        return Pipelined(module, model, places, self._world, options.microbatches or stages, options.schedule == "1f1b", divide)
+        return Pipelined(
+            module,
+            model,
+            places,
+            self._world,
+            options.microbatches or stages,
+            options.schedule == "1f1b",
+            divide,
+        )
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self._optimizers.append(optimizer)

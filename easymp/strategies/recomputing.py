@@ -60,7 +60,9 @@ def read_words(text: str) -> Which:
     Raises:
         SettingError: an empty pattern.
     """
-    return read_which({"blocks": True, "no": False}.get(text.lower(), tuple(word.strip() for word in text.split(","))))
+    return read_which(
+        {"blocks": True, "no": False}.get(text.lower(), tuple(word.strip() for word in text.split(",")))
+    )
 
 
 def find_recomputed(models: Sequence[nn.Module], which: Which) -> list[nn.Module]:
@@ -97,7 +99,11 @@ def _by_pattern(models: Sequence[nn.Module], patterns: tuple[str, ...]) -> list[
     for model in models:
         taken: set[int] = set()  # inside one that was found
         for name, module in model.named_modules():
-            if not name or type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            if (
+                not name
+                or type(module).forward is nn.Module.forward
+                or isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            ):
                 continue
             names = (name, type(module).__name__)
             known.update(names)
@@ -162,7 +168,12 @@ def _recomputed(kind: type) -> type:
                 return (_new, (kind, *made[1][1:]), *made[2:])  # a copy is the user's own
             return made
 
-        body = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        body = {
+            "forward": forward,
+            "__reduce_ex__": __reduce_ex__,
+            "__module__": kind.__module__,
+            "__doc__": kind.__doc__,
+        }
         # The class is nobody's business: a metaclass or __init_subclass__ that keeps a register, or wants arguments, is passed by.
         meta = type(kind)
         make: Any = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
@@ -187,7 +198,12 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Abstract
 
     @contextmanager
     def first() -> Iterator[None]:
-        before = [(m, name, b, b._version) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+        before = [
+            (m, name, b, b._version)
+            for m in module.modules()
+            for name, b in m._buffers.items()
+            if b is not None
+        ]
         yield
         changed.extend(
             (m, name)
@@ -197,7 +213,9 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Abstract
 
     @contextmanager
     def second() -> Iterator[None]:
-        kept: list[tuple[nn.Module, str, Tensor | None]] = [(m, name, m._buffers.get(name)) for m, name in changed]
+        kept: list[tuple[nn.Module, str, Tensor | None]] = [
+            (m, name, m._buffers.get(name)) for m, name in changed
+        ]
         for m, name, buffer in kept:
             m._buffers[name] = None if buffer is None else buffer.clone()
         try:

@@ -130,7 +130,9 @@ class Pipelined(nn.Module):
         self.shared: list[Shared] = []
         self._places, self._divide = dict(places), divide
         # What a form of micro-batch sends along with it the first time, and what all know from then on.
-        self._inward: dict[Any, tuple[list[Form], list[int]]] = {}  # all that could come in, and which of it is wanted
+        self._inward: dict[
+            Any, tuple[list[Form], list[int]]
+        ] = {}  # all that could come in, and which of it is wanted
         self._outward: dict[Any, tuple[list[Form], list[int]]] = {}
         self._outputs: dict[Any, Any] = {}  # form of a batch → its output, with forms in place of tensors
 
@@ -215,7 +217,9 @@ class Pipelined(nn.Module):
                 )
             passage.inward = [forms[wanted[n]] for n in differentiable]
             anchor = torch.zeros((), device=self.world.device, requires_grad=True)
-            for n, value in zip(differentiable, Arrival.apply(anchor, [values[n] for n in differentiable], passage)):
+            for n, value in zip(
+                differentiable, Arrival.apply(anchor, [values[n] for n in differentiable], passage)
+            ):
                 values[n] = value
         came = dict(zip(wanted, values))
         return [came.get(i, t) for i, t in enumerate(tensors)]
@@ -261,7 +265,9 @@ class Pipelined(nn.Module):
                         f"the model returns a tensor of shape {tuple(leaf.shape)} for {length(part)} samples: micro-batches can be put "
                         "together only along dimension 0. Return one value a sample, and reduce it outside (the loss, for example)"
                     )
-                if not isinstance(leaf, Tensor) and not (leaf is None or isinstance(leaf, (bool, int, float, str))):
+                if not isinstance(leaf, Tensor) and not (
+                    leaf is None or isinstance(leaf, (bool, int, float, str))
+                ):
                     return BatchError(
                         f"the model returns a {type(leaf).__name__}, which cannot be put together from micro-batches: return tensors, "
                         "and lists, tuples or dicts of them"
@@ -278,7 +284,9 @@ class Pipelined(nn.Module):
     def _share(self, outputs: Sequence[Any], forms: Sequence[Form]) -> list[Tensor]:
         with torch.no_grad():
             if outputs:
-                whole = concatenate([map_leaves(lambda t: t.detach() if isinstance(t, Tensor) else t, o) for o in outputs])
+                whole = concatenate(
+                    [map_leaves(lambda t: t.detach() if isinstance(t, Tensor) else t, o) for o in outputs]
+                )
                 tensors = [leaf.contiguous() for leaf in leaves(whole) if isinstance(leaf, Tensor)]
             else:
                 tensors = [form.empty(self.world.device) for form in forms]
@@ -319,7 +327,9 @@ class Flight:
         self._passages = [Passage(self.trains and not self.twice) for _ in parts]
         self._buffers = [(b, b.clone()) for b in root.buffers() if not b.is_meta] if self.twice else []
         self._key = int(torch.randint(1 << 62, (), device="cpu"))
-        if self.trains and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(list(parts))):
+        if self.trains and any(
+            isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(list(parts))
+        ):
             raise StepError(
                 "an input of a pipelined model requires a gradient, which only the first stage could compute: detach it"
             )
@@ -328,7 +338,9 @@ class Flight:
         """The outputs, one a micro-batch, on the last rank; nothing elsewhere."""
         there = self._pipelined
         with self._stream(), torch.no_grad() if self.twice else nullcontext():
-            outputs = [there.go(part, self.manner, passage) for part, passage in zip(self.parts, self._passages)]
+            outputs = [
+                there.go(part, self.manner, passage) for part, passage in zip(self.parts, self._passages)
+            ]
         there.wires.flush()
         return outputs if there.world.rank == there.world.size - 1 else []
 

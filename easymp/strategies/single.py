@@ -49,7 +49,9 @@ class Single:
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
         return Layout()
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+    ) -> nn.Module:
         if manner.place:
             model.to(self._device)
         module = manner.policy.forward(manner.policy.convert(model), self._device)

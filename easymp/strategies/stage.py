@@ -42,7 +42,9 @@ class Stage:
         index: which stage is here.
     """
 
-    def __init__(self, module: nn.Module, names: Sequence[str], places: Mapping[str, nn.Module], index: int) -> None:
+    def __init__(
+        self, module: nn.Module, names: Sequence[str], places: Mapping[str, nn.Module], index: int
+    ) -> None:
         self.module = module
         self.names = tuple(names)
         self.index = index
@@ -61,7 +63,9 @@ class Stage:
         begins = f"begins at {self.names[self.index - 1]!r}" if self.index else "is the first"
         return f"stage {self.index} of {self.last + 1} ({begins})"
 
-    def __call__(self, args: Any, kwargs: Any, arrive: Callable[[list[Tensor]], list[Tensor]]) -> tuple[bool, Any]:
+    def __call__(
+        self, args: Any, kwargs: Any, arrive: Callable[[list[Tensor]], list[Tensor]]
+    ) -> tuple[bool, Any]:
         """One micro-batch: whether the forward ended here, and its output or else what the next stage needs.
 
         Args:
@@ -123,7 +127,9 @@ class Stage:
             self._waits = False
             self._blanks.__exit__(None, None, None)
         tensors = [leaf for leaf in leaves(values) if isinstance(leaf, Tensor)]
-        arrived = iter([_become(old, new, self.where) for old, new in zip(tensors, self._arrive(tensors), strict=True)])
+        arrived = iter(
+            [_become(old, new, self.where) for old, new in zip(tensors, self._arrive(tensors), strict=True)]
+        )
         return map_leaves(lambda leaf: next(arrived) if isinstance(leaf, Tensor) else leaf, values)
 
     def _stand_in(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

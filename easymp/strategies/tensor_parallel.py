@@ -25,7 +25,17 @@ from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from ..rebind import names_of, rebind
 from ..shards import local
 from ..world import World
-from .fsdp import FSDPOptions, Released, Sharded, check_shardable, find_groups, one_by_one, shard, shards_of, take_rank_0s
+from .fsdp import (
+    FSDPOptions,
+    Released,
+    Sharded,
+    check_shardable,
+    find_groups,
+    one_by_one,
+    shard,
+    shards_of,
+    take_rank_0s,
+)
 from .norms import clip_to_norm, counting, settle
 from .tensor_plan import apply, read_plan, split_dims
 
@@ -74,8 +84,12 @@ class TensorParallelOptions:
             raise SettingError(
                 f"plan={self.plan!r} is no mapping of module names to styles, such as {{'blocks.*.up': 'colwise'}}"
             )
-        if self.size is not None and (not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 2):
-            raise SettingError(f"size={self.size!r} is not a number of ranks of at least 2: a group of one splits nothing")
+        if self.size is not None and (
+            not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 2
+        ):
+            raise SettingError(
+                f"size={self.size!r} is not a number of ranks of at least 2: a group of one splits nothing"
+            )
         if not isinstance(self.sequence_parallel, bool):
             raise SettingError(f"sequence_parallel={self.sequence_parallel!r} is neither True nor False")
         if isinstance(self.fsdp, Mapping):
@@ -195,7 +209,9 @@ class TensorParallel:
             self._grid = init_device_mesh(self._world.device.type, shape, mesh_dim_names=("data", "tensor"))
         return self._grid
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+    ) -> nn.Module:
         names = names_of(model, optimizers)
         _check_whole(model)
         if self.data_size > 1:
@@ -216,12 +232,16 @@ class TensorParallel:
         pieces: list[Any] = []
         if self.data_size > 1:
             for group in find_groups(model, options.fsdp.wrap):
-                pieces += shard(group, self._mesh()["data"], options.fsdp, self._world.device, gather=policy.gather)
+                pieces += shard(
+                    group, self._mesh()["data"], options.fsdp, self._world.device, gather=policy.gather
+                )
         else:
             for parameter in model.parameters():
                 if hasattr(parameter, "to_local"):  # fsdp does this by itself
                     trained = parameter.requires_grad
-                    parameter.requires_grad_(True)  # torch takes no hook for one that is frozen now, and may not always be
+                    parameter.requires_grad_(
+                        True
+                    )  # torch takes no hook for one that is frozen now, and may not always be
                     parameter.register_post_accumulate_grad_hook(settle)
                     parameter.requires_grad_(trained)
         rebind(model, optimizers, names)
@@ -255,7 +275,12 @@ class TensorParallel:
         Raises:
             StepError: they differ.
         """
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and not _is_split(p)]
+        held = [
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None and not _is_split(p)
+        ]
         if not held:
             return False
         grads = [values(local(p.grad.detach())).double() for p in held]
@@ -342,7 +367,9 @@ def _reducing(model: nn.Module, wanted: bool) -> Iterator[None]:
 def _check_whole(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local"):
-            raise PrepareError(f"parameter {name!r} is sharded already, by an earlier run or by hand: build the model anew")
+            raise PrepareError(
+                f"parameter {name!r} is sharded already, by an earlier run or by hand: build the model anew"
+            )
 
 
 def _is_split(parameter: Any) -> bool:

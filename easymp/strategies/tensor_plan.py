@@ -36,7 +36,9 @@ class Part:
     how: Any
 
 
-def read_plan(model: nn.Module, plan: Mapping[str, Any] | None, size: int, sequence_parallel: bool) -> list[Part]:
+def read_plan(
+    model: nn.Module, plan: Mapping[str, Any] | None, size: int, sequence_parallel: bool
+) -> list[Part]:
     """What to do to the modules of `model`, for groups of `size` ranks.
 
     Args:
@@ -67,7 +69,9 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any] | None, size: int, seque
     else:
         for part in parts:
             if part.how in ("sequence", "sequence_split"):
-                raise PrepareError(f"the plan says {part.how!r} for {part.name!r}, which needs sequence_parallel=True")
+                raise PrepareError(
+                    f"the plan says {part.how!r} for {part.name!r}, which needs sequence_parallel=True"
+                )
     return parts
 
 
@@ -88,7 +92,11 @@ def gathered(model: nn.Module, size: int) -> dict[str, str]:
     """
     inside = _inside_atoms(model)
     plan: dict[str, str] = {}
-    modules = {n: m for n, m in model.named_modules() if id(m) not in inside and not set(m._parameters) - {"weight", "bias"}}
+    modules = {
+        n: m
+        for n, m in model.named_modules()
+        if id(m) not in inside and not set(m._parameters) - {"weight", "bias"}
+    }
     for name, module in modules.items():
         if type(module) is nn.Linear and module.out_features >= size and "weight" in module._parameters:
             plan[name] = "colwise_rep"
@@ -119,7 +127,11 @@ def _tied_to_a_linear(module: nn.Module, model: nn.Module) -> bool:
 def _inside_atoms(model: nn.Module) -> dict[int, str]:
     """id of each module inside of one that reads its parts' weights without calling them → the class of that one."""
     return {
-        id(m): type(atom).__name__ for atom in model.modules() if isinstance(atom, ATOMS) for m in atom.modules() if m is not atom
+        id(m): type(atom).__name__
+        for atom in model.modules()
+        if isinstance(atom, ATOMS)
+        for m in atom.modules()
+        if m is not atom
     }
 
 
@@ -148,7 +160,9 @@ def _matched(model: nn.Module, plan: Mapping[str, Any], lenient: bool) -> list[P
         for name in found:
             taken.setdefault(id(names[name]), Part(name, names[name], word))
     if not taken:
-        raise PrepareError(f"the plan of this {type(model).__name__} matches none of its modules: pass one that does")
+        raise PrepareError(
+            f"the plan of this {type(model).__name__} matches none of its modules: pass one that does"
+        )
     return list(taken.values())
 
 
@@ -158,7 +172,9 @@ def _word(pattern: str, how: Any) -> Any:
     word = ALIASES.get(how, how)
     if word not in WORDS:
         known = (*WORDS, *ALIASES)
-        raise PrepareError(f"the plan's {pattern!r} has the style {how!r}{nearest(how, known) or ','} known: {', '.join(known)}")
+        raise PrepareError(
+            f"the plan's {pattern!r} has the style {how!r}{nearest(how, known) or ','} known: {', '.join(known)}"
+        )
     return word
 
 
@@ -247,12 +263,17 @@ def _check(model: nn.Module, parts: Iterable[Part], size: int) -> None:
             passed_on = how == "colwise" or (how == "rowwise" and not embedding)
             if many < size or (passed_on and many % size):
                 why = f"does not divide by {size} ranks" if many >= size else f"is less than {size} ranks"
-                remedy = "say 'colwise_rep' or 'rowwise_rep', which" if many >= size else "leave it out, which"
+                remedy = (
+                    "say 'colwise_rep' or 'rowwise_rep', which" if many >= size else "leave it out, which"
+                )
                 raise PrepareError(
                     f"{part.name!r} is {how!r}, and dimension {dim} of its weight, {many}, {why}: {remedy} needs no equal parts, or choose "
                     "another size"
                 )
-        if how in ("sequence", "replicated_with_grad_allreduce") and next(module.children(), None) is not None:
+        if (
+            how in ("sequence", "replicated_with_grad_allreduce")
+            and next(module.children(), None) is not None
+        ):
             raise PrepareError(
                 f"{how!r} is for single layers, and {part.name!r} is a {type(module).__name__}: name the layers in it"
             )
@@ -260,7 +281,10 @@ def _check(model: nn.Module, parts: Iterable[Part], size: int) -> None:
 
 def _check_sequence(model: nn.Module, parts: Iterable[Part]) -> None:
     parts = list(parts)
-    enters = any(p.how == "sequence_split" or not isinstance(p.how, str) or isinstance(p.module, nn.Embedding) for p in parts)
+    enters = any(
+        p.how == "sequence_split" or not isinstance(p.how, str) or isinstance(p.module, nn.Embedding)
+        for p in parts
+    )
     if not enters:
         raise PrepareError(
             "sequence_parallel=True, but nothing in the plan splits the sequence, so every rank would take the whole for its piece: say "
@@ -289,7 +313,11 @@ def apply(part: Part, mesh: Any, sequence_parallel: bool) -> None:
         part.module.register_forward_pre_hook(_splitter(part.name, mesh))
         return
     trained = {name: p.requires_grad for name, p in part.module.named_parameters()}
-    if sequence_parallel and part.how in SPLITTING and (isinstance(part.module, nn.Embedding) or part.how.startswith("rowwise")):
+    if (
+        sequence_parallel
+        and part.how in SPLITTING
+        and (isinstance(part.module, nn.Embedding) or part.how.startswith("rowwise"))
+    ):
         part.module.register_forward_hook(_length_check(part.name, mesh.size()))  # before torch's, which cuts
     parallelize_module(part.module, mesh, _style(part, sequence_parallel))
     for name, parameter in part.module.named_parameters():
@@ -313,7 +341,8 @@ def _style(part: Part, sequence_parallel: bool) -> Any:
     if how.startswith("colwise"):
         whole = piece if embedding else Replicate()
         return ColwiseParallel(
-            input_layouts=Replicate() if embedding else piece, output_layouts=whole if how == "colwise_rep" else Shard(-1)
+            input_layouts=Replicate() if embedding else piece,
+            output_layouts=whole if how == "colwise_rep" else Shard(-1),
         )
     given = Replicate() if embedding or how == "rowwise_rep" else Shard(-1)
     return RowwiseParallel(input_layouts=given, output_layouts=piece)

@@ -67,7 +67,9 @@ class Wires:
         tensors = [form.empty(self._world.device) for form in forms]
         group = self._up if step > 0 else None
         with self._world.explained(f"receiving from rank {self._world.rank + step}"):
-            works = [dist.irecv(_bytes(t), self._world.rank + step, group=group) for t in tensors if t.numel()]
+            works = [
+                dist.irecv(_bytes(t), self._world.rank + step, group=group) for t in tensors if t.numel()
+            ]
             for work in works:
                 if work is not None:
                     work.wait()

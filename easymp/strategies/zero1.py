@@ -40,7 +40,9 @@ class ZeRO1(DDP):
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         super().__init__(world, options)
         self._cap = int(options.bucket_cap_mb * 2**20)
-        self._frozen: set[int] = set()  # ids of parameters whose gradients, should there be some, nobody averages
+        self._frozen: set[int] = (
+            set()
+        )  # ids of parameters whose gradients, should there be some, nobody averages
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:
@@ -53,10 +55,14 @@ class ZeRO1(DDP):
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
-        packed = packed_at_once([p for p in model.parameters() if p.requires_grad], int(options.bucket_cap_mb * 2**20))
+        packed = packed_at_once(
+            [p for p in model.parameters() if p.requires_grad], int(options.bucket_cap_mb * 2**20)
+        )
         return DDP.layout(model, options, size, local_size)._replace(states=pieces(size), gathered=packed)
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+    ) -> nn.Module:
         refuse_sparse(model, "zero1 cuts dense ones only")
         module = super().wrap(model, optimizers, manner)
         self._frozen.update(id(p) for p in model.parameters() if not p.requires_grad)

@@ -22,7 +22,9 @@ def words_of(log_with: Any) -> tuple[str | None, dict[str, Any]]:
     """
     own: dict[str, Any] = {}
     words: list[str] = []
-    for item in log_with if isinstance(log_with, (list, tuple, set)) else [] if log_with is None else [log_with]:
+    for item in (
+        log_with if isinstance(log_with, (list, tuple, set)) else [] if log_with is None else [log_with]
+    ):
         word = item.value if isinstance(item, Enum) else item
         if not isinstance(word, str):
             word = check_own(item)

@@ -38,7 +38,9 @@ class JsonLines:
 
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         if options:
-            raise SettingError(f"init_kwargs={{'jsonl': {dict(options)!r}}}: it takes no options. Leave them out")
+            raise SettingError(
+                f"init_kwargs={{'jsonl': {dict(options)!r}}}: it takes no options. Leave them out"
+            )
         self._folder = folder
         self._file: BinaryIO | None = None
         self._id = ""
@@ -60,7 +62,9 @@ class JsonLines:
         starts.append({"time": time.time(), "config": config})
         about = _about(self.path)
         fresh = about.with_name(about.name + ".new")
-        fresh.write_text(as_json({"run": run, "id": self._id, "starts": starts}, indent=2) + "\n", encoding="utf-8")
+        fresh.write_text(
+            as_json({"run": run, "id": self._id, "starts": starts}, indent=2) + "\n", encoding="utf-8"
+        )
         fresh.replace(about)
         logger.info("rows are logged to %s", self.path)
 
@@ -75,7 +79,9 @@ class JsonLines:
         if file is None or about.get("id") != position["id"]:
             if file is not None:
                 file.close()
-            logger.warning("%s is not the file of the run that is resumed: its rows go to a new one%s", path, why)
+            logger.warning(
+                "%s is not the file of the run that is resumed: its rows go to a new one%s", path, why
+            )
             return None
         self._leave()
         self._cut(path, file, position["bytes"])
@@ -93,7 +99,9 @@ class JsonLines:
     def _cut(self, path: Path, file: BinaryIO, size: int) -> None:
         there = os.fstat(file.fileno()).st_size
         if there < size:
-            logger.warning("%s has %d bytes and had %d at the checkpoint: rows are missing", path, there, size)
+            logger.warning(
+                "%s has %d bytes and had %d at the checkpoint: rows are missing", path, there, size
+            )
         self._size = min(size, there)
         file.seek(self._size)
         after = file.read()

@@ -41,7 +41,11 @@ class Logbook:
     """
 
     def __init__(
-        self, names: Sequence[str], own: Mapping[str, Any], folder: Path, facts: Callable[[], Mapping[str, Any]]
+        self,
+        names: Sequence[str],
+        own: Mapping[str, Any],
+        folder: Path,
+        facts: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._names, self._own, self._folder, self._facts = names, own, folder, facts
         self.run, self._config, self._options = "log", {}, {}
@@ -63,7 +67,9 @@ class Logbook:
     @property
     def trackers(self) -> dict[str, Any]:
         """The trackers by name, started; of the script's own ones the objects themselves."""
-        found = {name: tracker.given if name in self._own else tracker for name, tracker in self._started().items()}
+        found = {
+            name: tracker.given if name in self._own else tracker for name, tracker in self._started().items()
+        }
         self._complain()
         return found
 
@@ -107,7 +113,9 @@ class Logbook:
             words = f"tracker {name}: {type(error).__name__}: {error}"
             if words not in self._said:
                 self._said.add(words)
-                logger.error("%s; the training goes on%s", words, f", {rows} rows are not kept there" if rows else "")
+                logger.error(
+                    "%s; the training goes on%s", words, f", {rows} rows are not kept there" if rows else ""
+                )
             return None
 
     # -- the run ------------------------------------------------------------------------------------------------------
@@ -118,9 +126,13 @@ class Logbook:
             for name in self._names:
                 try:
                     self._trackers[name] = self._start(name, self._make(name))
-                except EasympError as error:  # it is not tried again; the others have their rows before this is raised
+                except (
+                    EasympError
+                ) as error:  # it is not tried again; the others have their rows before this is raised
                     self._failure, self.waiting = error, True
-            atexit.register(self.finish)  # the last one: what trackers registered, such as wandb's own end, comes after it
+            atexit.register(
+                self.finish
+            )  # the last one: what trackers registered, such as wandb's own end, comes after it
         return self._trackers
 
     def _complain(self) -> None:
@@ -151,7 +163,9 @@ class Logbook:
     @property
     def _positions(self) -> Mapping[str, Any]:
         """Where trackers stood at the checkpoint that was loaded, if it is one of a run of this name."""
-        return self._loaded["positions"] if self._loaded is not None and self._loaded["run"] == self.run else {}
+        return (
+            self._loaded["positions"] if self._loaded is not None and self._loaded["run"] == self.run else {}
+        )
 
     def state_dict(self) -> dict[str, Any] | None:
         """Where each tracker stands, with all rows handed over; None where nothing was logged, in this run or those before."""

@@ -58,9 +58,13 @@ class MLflow:
             self._before = env.put({URI: f"sqlite:///{(self._folder / 'mlflow.db').absolute().as_posix()}"})
         self._client = mlflow.MlflowClient(env.read(URI))
         found = self._client.get_experiment_by_name(experiment)
-        keep_apart(("mlflow", "requests", "urllib3"))  # a run's name is drawn, and how long to wait for a server
+        keep_apart(
+            ("mlflow", "requests", "urllib3")
+        )  # a run's name is drawn, and how long to wait for a server
         place = (self._folder / "mlartifacts").absolute().as_uri() if local else None
-        number = found.experiment_id if found is not None else self._client.create_experiment(experiment, place)
+        number = (
+            found.experiment_id if found is not None else self._client.create_experiment(experiment, place)
+        )
         if position is not None:
             self.run = mlflow.start_run(run_id=position["id"])
         else:
@@ -70,7 +74,10 @@ class MLflow:
 
     def _last_steps(self) -> Iterator[tuple[str, int]]:
         for name in self._client.get_run(self.run.info.run_id).data.metrics:
-            yield name, max(metric.step for metric in self._client.get_metric_history(self.run.info.run_id, name))
+            yield (
+                name,
+                max(metric.step for metric in self._client.get_metric_history(self.run.info.run_id, name)),
+            )
 
     def _describe(self, config: Mapping[str, Any]) -> None:
         """Parameters, which MLflow never changes: a run that goes on adds those that are new."""
@@ -80,7 +87,9 @@ class MLflow:
         whole = {allowed(key): str(value) for key, value in concise(config).items()}
         long = [key for key, value in whole.items() if len(value) > LONGEST]
         if long:
-            logger.warning("MLflow takes %d characters of a parameter, and these are cut: %s", LONGEST, ", ".join(long))
+            logger.warning(
+                "MLflow takes %d characters of a parameter, and these are cut: %s", LONGEST, ", ".join(long)
+            )
         said = {key: value[:LONGEST] for key, value in whole.items()}
         changed = [key for key, value in said.items() if there.get(key, value) != value]
         if changed:
@@ -93,7 +102,9 @@ class MLflow:
         """Numbers as metrics, now; words as tags."""
         import mlflow
 
-        mlflow.log_metrics({allowed(key): value for key, value in values.items() if not isinstance(value, str)}, step=step)
+        mlflow.log_metrics(
+            {allowed(key): value for key, value in values.items() if not isinstance(value, str)}, step=step
+        )
         for key, value in values.items():
             if isinstance(value, str):
                 self._client.set_tag(self.run.info.run_id, allowed(key), value)

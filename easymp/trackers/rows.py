@@ -38,7 +38,9 @@ class Row:
 def checked_step(step: Any) -> int:
     """A step as a whole number."""
     if isinstance(step, (Tensor, bool)):
-        raise SettingError(f"log(step=...) got a {type(step).__name__}: pass a whole number, or leave it out to count updates")
+        raise SettingError(
+            f"log(step=...) got a {type(step).__name__}: pass a whole number, or leave it out to count updates"
+        )
     try:
         return operator.index(step)
     except TypeError:
@@ -56,7 +58,9 @@ def checked_values(values: Any) -> dict[str, Any]:
         SettingError: what is no number and no word.
     """
     if not isinstance(values, Mapping):
-        raise SettingError(f"log() got a {type(values).__name__}: pass a dict of numbers by name, such as {{'loss': loss}}")
+        raise SettingError(
+            f"log() got a {type(values).__name__}: pass a dict of numbers by name, such as {{'loss': loss}}"
+        )
     return dict(_flat(values, ""))
 
 

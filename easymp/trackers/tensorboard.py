@@ -49,7 +49,9 @@ class TensorBoard:
             _await_next_second(self.logging_dir)
         else:
             self.logging_dir, self._last = fresh_folder(self._folder / run), None
-        self.writer = SummaryWriter(**{"log_dir": str(self.logging_dir), "purge_step": purge, **self._options})
+        self.writer = SummaryWriter(
+            **{"log_dir": str(self.logging_dir), "purge_step": purge, **self._options}
+        )
         self._describe(config, purge or 0)
 
     def _describe(self, config: Mapping[str, Any], step: int) -> None:
@@ -57,7 +59,10 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         self.writer.add_text("config", f"```json\n{as_json(config, indent=2)}\n```", step)
-        values = {key: value if isinstance(value, (bool, int, float)) else str(value) for key, value in concise(config).items()}
+        values = {
+            key: value if isinstance(value, (bool, int, float)) else str(value)
+            for key, value in concise(config).items()
+        }
         for summary in hparams(values, {}):
             self.writer.file_writer.add_summary(summary, step)
         self.writer.flush()
@@ -76,7 +81,11 @@ class TensorBoard:
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self.log(row.values, row.step, **{"walltime": row.time, **row.options.get(self.name, {})})
-        self._last = max(row.step for row in rows) if self._last is None else max(self._last, *(row.step for row in rows))
+        self._last = (
+            max(row.step for row in rows)
+            if self._last is None
+            else max(self._last, *(row.step for row in rows))
+        )
         self.writer.flush()
 
     def position(self) -> dict[str, Any]:

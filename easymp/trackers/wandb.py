@@ -52,7 +52,9 @@ class WandB:
         if self._known:
             self.run.config.update(dict(config), allow_val_change=True)
             logger.info(
-                "wandb has run %s up to step %d: rows of steps before it are not logged again", self.run.id, self._known - 1
+                "wandb has run %s up to step %d: rows of steps before it are not logged again",
+                self.run.id,
+                self._known - 1,
             )
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
@@ -63,7 +65,11 @@ class WandB:
         """Lists of pictures by name."""
         import wandb
 
-        self.log({name: [wandb.Image(image) for image in images] for name, images in values.items()}, step, **options)
+        self.log(
+            {name: [wandb.Image(image) for image in images] for name, images in values.items()},
+            step,
+            **options,
+        )
 
     def log_table(
         self,

@@ -17,7 +17,13 @@ DEVICES = ("MULTI_GPU", "MULTI_XPU", "MULTI_CPU")
 ELSEWHERE = ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON", "XLA", "TPU")
 ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 KINDS = ("NO", *DEVICES, *ELSEWHERE, *ENGINES)
-SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # 1 to 5, where a number stands
+SHARDING = (
+    "FULL_SHARD",
+    "SHARD_GRAD_OP",
+    "NO_SHARD",
+    "HYBRID_SHARD",
+    "HYBRID_SHARD_ZERO2",
+)  # 1 to 5, where a number stands
 BY_NUMBER = {str(number): word for number, word in enumerate(SHARDING, 1)}
 TPU = "no counterpart: a setting of TPUs, which easymp does not know"
 MEGATRON = "no counterpart: an option of Megatron-LM's own models"
@@ -102,7 +108,9 @@ def _kind(take: Taking, value: Any) -> str:
     if kind in ELSEWHERE:
         return "no counterpart: easymp trains on CUDA, ROCm, XPU and MPS devices and on CPUs"
     if kind == "NO":
-        return take.launch("processes", 1) if "num_processes" not in content else "nothing to take: one process"
+        return (
+            take.launch("processes", 1) if "num_processes" not in content else "nothing to take: one process"
+        )
     spread = asked(content)
     if spread is None and kind == "DEEPSPEED":
         named = section(content, "deepspeed_config").get("deepspeed_config_file")
@@ -172,7 +180,9 @@ def _backend(take: Taking, value: Any) -> str:
 def _dynamo(text: str) -> Rule:
     def rule(take: Taking, value: Any) -> str:
         return (
-            "nothing to take: as by default" if value in (*OFF, "default") else f"in the script: compile=CompileOptions({text})"
+            "nothing to take: as by default"
+            if value in (*OFF, "default")
+            else f"in the script: compile=CompileOptions({text})"
         )
 
     return rule
@@ -230,7 +240,11 @@ def _to_host(take: Taking, value: Any) -> str:
 
 
 def _steps(take: Taking, value: Any) -> str:
-    return "nothing to take: the script says it" if value == "auto" else take.set("gradient_accumulation_steps", value)
+    return (
+        "nothing to take: the script says it"
+        if value == "auto"
+        else take.set("gradient_accumulation_steps", value)
+    )
 
 
 def _clip(take: Taking, value: Any) -> str:
@@ -252,16 +266,26 @@ def _shards(take: Taking, value: Any) -> str:
 
 def _copies(take: Taking, value: Any) -> str:
     number = take.number(value, least=1, whole=True)
-    return "nothing to take: off" if number == 1 else f"strategy {take.spread or 'auto'}: as many copies as processes allow"
+    return (
+        "nothing to take: off"
+        if number == 1
+        else f"strategy {take.spread or 'auto'}: as many copies as processes allow"
+    )
 
 
 def _stages(take: Taking, value: Any) -> str:
     stages = take.number(value, least=1, whole=True)
-    return f"strategy {take.spread or 'auto'}: as many stages as processes" if stages > 1 else "nothing to take: off"
+    return (
+        f"strategy {take.spread or 'auto'}: as many stages as processes"
+        if stages > 1
+        else "nothing to take: off"
+    )
 
 
 def _parts(take: Taking, value: Any) -> str:
-    return take.option(microbatches=take.number(value, least=1, whole=True)) if value else "nothing to take: off"
+    return (
+        take.option(microbatches=take.number(value, least=1, whole=True)) if value else "nothing to take: off"
+    )
 
 
 def _sequence(take: Taking, value: Any) -> str:
@@ -286,7 +310,9 @@ FSDP: Rules = {
     ),
     "fsdp_sync_module_states": "nothing to take: all ranks begin with the same values",
     "fsdp_activation_checkpointing": _recompute,
-    "fsdp_activation_checkpointing_offload": when_on("no counterpart: what is kept of activations stays on the device"),
+    "fsdp_activation_checkpointing_offload": when_on(
+        "no counterpart: what is kept of activations stays on the device"
+    ),
 }
 DEEPSPEED: Rules = {
     "zero_stage": _stage,
@@ -299,7 +325,9 @@ DEEPSPEED: Rules = {
     "zero3_init_flag": when_on(
         'in the script: build the model under torch.device("meta"); prepare gives values to what each rank holds'
     ),
-    "zero3_save_16bit_model": when_on("in the script: accelerator.save_model(model, folder) writes whole weights"),
+    "zero3_save_16bit_model": when_on(
+        "in the script: accelerator.save_model(model, folder) writes whole weights"
+    ),
     "deepspeed_config_file": "read as well, below",
     "deepspeed_multinode_launcher": MACHINES,
     "deepspeed_hostfile": MACHINES,
@@ -330,14 +358,31 @@ MEGATRON_LM: Rules = {
         "num_micro_batches": _parts,
         "sequence_parallelism": _sequence,
         "recompute_activations": _recompute,
-        "use_distributed_optimizer": when_on("as strategy zero1 does, alone: states of the optimizer in shards"),
+        "use_distributed_optimizer": when_on(
+            "as strategy zero1 does, alone: states of the optimizer in shards"
+        ),
         "gradient_clipping": _clip,
         **dict.fromkeys(
             (
-                *("use_custom_fsdp", "no_load_optim", "no_save_optim", "eod_mask_loss", "overlap_cpu_optimizer_d2h_h2d"),
-                *("optimizer_cpu_offload", "use_precision_aware_optimizer", "decoder_last_pipeline_num_layers"),
+                *(
+                    "use_custom_fsdp",
+                    "no_load_optim",
+                    "no_save_optim",
+                    "eod_mask_loss",
+                    "overlap_cpu_optimizer_d2h_h2d",
+                ),
+                *(
+                    "optimizer_cpu_offload",
+                    "use_precision_aware_optimizer",
+                    "decoder_last_pipeline_num_layers",
+                ),
                 *("recompute_granularity", "recompute_method", "recompute_num_layers", "attention_backend"),
-                *("expert_model_parallel_size", "context_parallel_size", "attention_dropout", "hidden_dropout"),
+                *(
+                    "expert_model_parallel_size",
+                    "context_parallel_size",
+                    "attention_dropout",
+                    "hidden_dropout",
+                ),
                 *("attention_softmax_in_fp32", "expert_tensor_parallel_size", "calculate_per_token_loss"),
                 "use_rotary_position_embeddings",
             ),
@@ -354,8 +399,22 @@ DYNAMO: Rules = {
 }
 FP8: Rules = dict.fromkeys(
     (
-        *("backend", "use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_length", "amax_history_len"),
-        *("amax_compute_algorithm", "amax_compute_algo", "override_linear_precision", "optimization_level", "opt_level"),
+        *(
+            "backend",
+            "use_autocast_during_eval",
+            "margin",
+            "interval",
+            "fp8_format",
+            "amax_history_length",
+            "amax_history_len",
+        ),
+        *(
+            "amax_compute_algorithm",
+            "amax_compute_algo",
+            "override_linear_precision",
+            "optimization_level",
+            "opt_level",
+        ),
         *("enable_fsdp_float8_all_gather", "pad_inner_dim"),
     ),
     "no counterpart: fp8 is torch's scaled products, one scale a tensor, without options",
@@ -364,7 +423,9 @@ ACCELERATE: Rules = {
     "compute_environment": _environment,
     "distributed_type": _kind,
     "mixed_precision": _precision,
-    "fp16": lambda take, value: take.set("mixed_precision", "fp16") if take.yes(value) else "nothing to take: off",
+    "fp16": lambda take, value: (
+        take.set("mixed_precision", "fp16") if take.yes(value) else "nothing to take: off"
+    ),
     "num_processes": _processes,
     "num_machines": _machines,
     "machine_rank": _machine,
@@ -379,7 +440,9 @@ ACCELERATE: Rules = {
     "main_training_function": "nothing to take: a script is started, not a function in it; notebook_launcher starts functions",
     "enable_cpu_affinity": "nothing to take: `easymp launch` binds ranks to NUMA nodes by itself",
     "downcast_bf16": when_on(TPU),
-    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"), when_on(TPU)),
+    **dict.fromkeys(
+        ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"), when_on(TPU)
+    ),
     **dict.fromkeys(("commands", "command_file"), when_on(TPU)),
     "dynamo_backend": _backend,
     "dynamo_config": DYNAMO,
@@ -393,8 +456,22 @@ ACCELERATE: Rules = {
     "use_xpu": "nothing to take: an XPU is found by itself",
     **dict.fromkeys(
         (
-            *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version"),
-            *("transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args"),
+            *(
+                "ec2_instance_type",
+                "iam_role_name",
+                "image_uri",
+                "profile",
+                "region",
+                "base_job_name",
+                "pytorch_version",
+            ),
+            *(
+                "transformers_version",
+                "py_version",
+                "sagemaker_inputs_file",
+                "sagemaker_metrics_file",
+                "additional_args",
+            ),
         ),
         when_on("no counterpart: of SageMaker's jobs"),
     ),

@@ -87,7 +87,9 @@ def accept(case: Case, said: Sequence[Said], strict: bool) -> Case:
     for question in QUESTIONS:
         proposal = propose(question, case, said)
         if proposal.problem and strict:
-            raise RefusedError(f"{proposal.problem}; or pass --set {question.name}={question.shown(question.default)}")
+            raise RefusedError(
+                f"{proposal.problem}; or pass --set {question.name}={question.shown(question.default)}"
+            )
         if proposal.origin or proposal.problem or question.matters(case):
             case = case.settle(question.name, proposal.value, proposal.origin or "detected")
     return case
@@ -117,7 +119,9 @@ def read_ahead(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if name not in KNOWN:
-            raise SettingError(f"--set {pair}: {name!r} is no setting{nearest(name, KNOWN) or '.'} Known: {', '.join(KNOWN)}")
+            raise SettingError(
+                f"--set {pair}: {name!r} is no setting{nearest(name, KNOWN) or '.'} Known: {', '.join(KNOWN)}"
+            )
         if not equals:
             raise SettingError(f"--set {pair}: there is no value; write --set {name}=VALUE")
         question = next((q for q in QUESTIONS if q.name == name), None)

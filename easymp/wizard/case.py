@@ -44,7 +44,9 @@ class Case:
 
     def settle(self, name: str, value: Any, origin: str = "asked for") -> Case:
         """This case with one value more."""
-        return dataclasses.replace(self, values={**self.values, name: value}, origins={**self.origins, name: f"{origin}"})
+        return dataclasses.replace(
+            self, values={**self.values, name: value}, origins={**self.origins, name: f"{origin}"}
+        )
 
     def get(self, name: str) -> Any:
         """The value of a setting, or its default."""
@@ -76,7 +78,9 @@ class Case:
         Raises:
             RefusedError: the values cannot be had here.
         """
-        return make_plan(self._settings(), self.machine.hardware, Ranks(0, self.world, 0, self.processes, "asked for"))
+        return make_plan(
+            self._settings(), self.machine.hardware, Ranks(0, self.world, 0, self.processes, "asked for")
+        )
 
     def refusal(self, name: str, value: Any) -> str:
         """Why `value` cannot be had beside what is settled, or ``""``."""
@@ -103,4 +107,7 @@ class Case:
 
     def _settings(self) -> Settings:
         values = {name: value for name, value in self.values.items() if name in NAMES}
-        return Settings(**values, sources={name: (Source.ASKED, self.origins[name]) for name in values if name in self.origins})
+        return Settings(
+            **values,
+            sources={name: (Source.ASKED, self.origins[name]) for name in values if name in self.origins},
+        )

@@ -90,7 +90,11 @@ def configure(screen: Screen, machine: Machine, wish: Wish, answered: bool = Tru
     screen.say()
     screen.say("The plan", strong=True)
     screen.rows(plan(proposed))
-    case = proposed if wish.yes else _talk(screen, Dialogue(screen, start, said, wish.everything), proposed, there, wish)
+    case = (
+        proposed
+        if wish.yes
+        else _talk(screen, Dialogue(screen, start, said, wish.everything), proposed, there, wish)
+    )
     text = text_for(case, there)
     if wish.yes:
         _show(screen, text, there)
@@ -120,7 +124,9 @@ def _for_several(case: Case, said: Sequence[Said], foreign: Foreign) -> bool:
     spread = foreign.settings.get("strategy")
     if spread is None or case.world > 1 or "strategy" in said[0].values:  # --set wins
         return False
-    return bool(case.refusal("strategy", spread)) and not dataclasses.replace(case, assumed=2).refusal("strategy", spread)
+    return bool(case.refusal("strategy", spread)) and not dataclasses.replace(case, assumed=2).refusal(
+        "strategy", spread
+    )
 
 
 def _tell_foreign(screen: Screen, foreign: Foreign, name: str) -> None:
@@ -150,7 +156,9 @@ def text_for(case: Case, there: Target) -> str:
 
 def _talk(screen: Screen, dialogue: Dialogue, proposed: Case, there: Target, wish: Wish) -> Case:
     screen.say()
-    screen.say(f"Enter takes what stands in brackets, {BACK} goes to the question before, {QUIT} leaves, help says more.")
+    screen.say(
+        f"Enter takes what stands in brackets, {BACK} goes to the question before, {QUIT} leaves, help says more."
+    )
     while True:
         case = dialogue.run()
         if plan(case) != plan(proposed):
@@ -202,4 +210,6 @@ def _end(screen: Screen, text: str, there: Target, wish: Wish) -> None:
         screen.say(f"Nothing is written, as --dry-run asks; it would go to {there.path.absolute()}.")
     else:
         kept = write(there, text)
-        screen.say(f"Written to {there.path.absolute()}." + (f" The one before is {kept.name}." if kept else ""))
+        screen.say(
+            f"Written to {there.path.absolute()}." + (f" The one before is {kept.name}." if kept else "")
+        )

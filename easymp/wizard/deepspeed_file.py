@@ -47,10 +47,15 @@ def check(take: Taking) -> None:
     """Refuse what contradicts itself, and say what holds although it is not written."""
     on = [name for name in ("fp16", "bf16", "amp") if _enabled(take, name)]
     if len(on) > 1:
-        raise SettingError(f"{take.document.where(on[1])}: {' and '.join(on)} are enabled at once: turn one of them off")
+        raise SettingError(
+            f"{take.document.where(on[1])}: {' and '.join(on)} are enabled at once: turn one of them off"
+        )
     if "gradient_clipping" not in take.document.content:
         take.lines.append(
-            ("(no gradient_clipping)", f"DeepSpeed clips at 1.0 then, since mid-2026; {CLIP.format(value=1.0)}, if it did")
+            (
+                "(no gradient_clipping)",
+                f"DeepSpeed clips at 1.0 then, since mid-2026; {CLIP.format(value=1.0)}, if it did",
+            )
         )
 
 
@@ -60,7 +65,9 @@ def _enabled(take: Taking, name: str) -> bool:
 
 
 def _precision(name: str) -> Rule:
-    notes = {"fp16": "; weights stay in fp32, and products run in fp16 (fp16 weights with fp32 masters are mixed_precision O2)"}
+    notes = {
+        "fp16": "; weights stay in fp32, and products run in fp16 (fp16 weights with fp32 masters are mixed_precision O2)"
+    }
     notes["bf16"] = "; weights stay in fp32, and products run in bf16"
 
     def rule(take: Taking, value: Any) -> str:
@@ -82,7 +89,11 @@ def _of_fp16(meaning: Rule) -> Rule:
 
 def _scale(take: Taking, value: Any) -> str:
     number = take.number(value)
-    return take.scale(init_scale=float(number), dynamic=False) if number else "nothing to take: dynamic, as by default"
+    return (
+        take.scale(init_scale=float(number), dynamic=False)
+        if number
+        else "nothing to take: dynamic, as by default"
+    )
 
 
 def _power(take: Taking, value: Any) -> str:
@@ -104,7 +115,11 @@ def _amp(take: Taking, value: Any) -> str:
 
 
 def _amp_level(take: Taking, value: Any) -> str:
-    return take.set("mixed_precision", str(value)) if _enabled(take, "amp") else "nothing to take: amp is not enabled"
+    return (
+        take.set("mixed_precision", str(value))
+        if _enabled(take, "amp")
+        else "nothing to take: amp is not enabled"
+    )
 
 
 def _steps(take: Taking, value: Any) -> str:
@@ -127,11 +142,14 @@ def _batch(take: Taking, value: Any) -> str:
     if value == "auto":
         return AUTO
     total, content = take.number(value, 1, True), take.document.content
-    micro, steps = (_count(content.get(key)) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    micro, steps = (
+        _count(content.get(key)) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
     if micro and steps:
         if total % (micro * steps):
             raise take.wrong(
-                value, f"is no multiple of {micro} (a micro-batch) times {steps} (accumulation): correct one of the three"
+                value,
+                f"is no multiple of {micro} (a micro-batch) times {steps} (accumulation): correct one of the three",
             )
         return f"nothing to take: {micro} x {steps} on {total // (micro * steps)} processes"
     if micro:
@@ -180,7 +198,10 @@ def _typed(take: Taking, value: Any) -> tuple[str, Mapping[str, Any]]:
     params = value.get("params") or {}
     if unknown or not isinstance(params, Mapping):
         raise take.wrong(
-            value, f"has {unknown[0]!r} beside type and params" if unknown else "has params that are no keys and values"
+            value,
+            f"has {unknown[0]!r} beside type and params"
+            if unknown
+            else "has params that are no keys and values",
         )
     return value["type"], params
 
@@ -201,11 +222,11 @@ def _optimizer(take: Taking, value: Any) -> str:
     elif lower in classes:
         room, kind = "torch.optim", getattr(torch.optim, classes[lower])
     else:
-        return (
-            f"no counterpart: {name}{nearest(name, [*classes.values(), *OURS.values()]) or ', which torch.optim does not have'}"
-        )
+        return f"no counterpart: {name}{nearest(name, [*classes.values(), *OURS.values()]) or ', which torch.optim does not have'}"
     known = inspect.signature(kind).parameters
-    told = "".join(f", {k}={tuple(v) if isinstance(v, list) else v!r}" for k, v in params.items() if k in known)
+    told = "".join(
+        f", {k}={tuple(v) if isinstance(v, list) else v!r}" for k, v in params.items() if k in known
+    )
     lost = [f"{k}={v}" for k, v in params.items() if k not in known]
     return f"in the script: {room}.{kind.__name__}(model.parameters(){told})" + (
         f"; no counterpart: {', '.join(lost)}" if lost else ""
@@ -219,19 +240,29 @@ def _scheduler(take: Taking, value: Any) -> str:
     room = torch.optim.lr_scheduler
     if name in FALL:
         warm, total = params.get("warmup_num_steps", 1000), params.get("total_num_steps", "total")
-        names = {"warm": _or(warm, "warm"), "total": _or(total, "total"), "low": _or(params.get("cos_min_ratio", 0.0001), "low")}
+        names = {
+            "warm": _or(warm, "warm"),
+            "total": _or(total, "total"),
+            "low": _or(params.get("cos_min_ratio", 0.0001), "low"),
+        }
         rise = RISE.get(str(params.get("warmup_type", "log")), RISE["log"]).format(**names)
         factor = f"lambda i: {rise} if i < {names['warm']} else {FALL[name].format(**names)}"
         top = params.get("warmup_max_lr")
         with_lr = f", with the optimizer's lr={top}" if top not in (None, "auto") else ""
         low = params.get("warmup_min_lr")
-        without = f"; no counterpart: warmup_min_lr={low}, it begins at 0" if low not in (None, 0, 0.0, "auto") else ""
+        without = (
+            f"; no counterpart: warmup_min_lr={low}, it begins at 0"
+            if low not in (None, 0, 0.0, "auto")
+            else ""
+        )
         return f"in the script: torch.optim.lr_scheduler.LambdaLR(optimizer, {factor}){with_lr}{without}"
     if name in CYCLES or isinstance(getattr(room, name, None), type):
         told = "".join(f", {k}={v!r}" for k, v in params.items() if v != "auto")
         home = "easymp.compat.deepspeed" if name in CYCLES else "torch.optim.lr_scheduler"
         return f"in the script: {home}.{name}(optimizer{told})"
-    return f"no counterpart: {name}{nearest(name, [*FALL, *CYCLES, *(n for n in dir(room) if n[0].isupper())])}"
+    return (
+        f"no counterpart: {name}{nearest(name, [*FALL, *CYCLES, *(n for n in dir(room) if n[0].isupper())])}"
+    )
 
 
 def _or(value: Any, name: str) -> Any:
@@ -246,7 +277,9 @@ def _tracker(take: Taking, value: Any) -> str:
     if value in OFF or not isinstance(value, Mapping) or value.get("enabled") is not True:
         return "nothing to take: off"
     named = [take.settings.pop("log_with")] if "log_with" in take.settings else []
-    return f"{take.set('log_with', ','.join([*named, take.path[-1]]))}: what the script gives to accelerator.log"
+    return (
+        f"{take.set('log_with', ','.join([*named, take.path[-1]]))}: what the script gives to accelerator.log"
+    )
 
 
 def _compile(take: Taking, value: Any) -> str:
@@ -278,7 +311,8 @@ ZERO: Rules = {
     "cpu_offload": _offload,
     "cpu_offload_params": _offload,
     **dict.fromkeys(
-        ("cpu_offload_use_pin_memory", "stage3_gather_fp16_weights_on_model_save"), when_on("nothing to take: old spelling")
+        ("cpu_offload_use_pin_memory", "stage3_gather_fp16_weights_on_model_save"),
+        when_on("nothing to take: old spelling"),
     ),
     "stage3_gather_16bit_weights_on_model_save": when_on(
         "in the script: accelerator.save_model(model, folder) writes whole weights"
@@ -293,18 +327,49 @@ ZERO: Rules = {
     ),
     **dict.fromkeys(
         (
-            *("allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter", "reduce_bucket_size"),
-            *("contiguous_gradients", "round_robin_gradients", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
-            *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
-            *("stage3_module_granularity_threshold", "sub_group_size", "grad_hooks", "use_multi_rank_bucket_allreduce"),
+            *(
+                "allgather_partitions",
+                "allgather_bucket_size",
+                "overlap_comm",
+                "reduce_scatter",
+                "reduce_bucket_size",
+            ),
+            *(
+                "contiguous_gradients",
+                "round_robin_gradients",
+                "stage3_max_live_parameters",
+                "stage3_max_reuse_distance",
+            ),
+            *(
+                "stage3_prefetch_bucket_size",
+                "stage3_param_persistence_threshold",
+                "stage3_model_persistence_threshold",
+            ),
+            *(
+                "stage3_module_granularity_threshold",
+                "sub_group_size",
+                "grad_hooks",
+                "use_multi_rank_bucket_allreduce",
+            ),
             *(
                 "zero_quantized_weights",
                 "zero_quantized_gradients",
                 "zero_quantized_nontrainable_weights",
                 "load_from_fp32_weights",
             ),
-            *("mics_hierarchical_params_gather", "memory_efficient_linear", "pipeline_loading_checkpoint", "elastic_checkpoint"),
-            *("ignore_unused_parameters", "legacy_stage1", "override_module_apply", "log_trace_cache_warnings", "zenflow"),
+            *(
+                "mics_hierarchical_params_gather",
+                "memory_efficient_linear",
+                "pipeline_loading_checkpoint",
+                "elastic_checkpoint",
+            ),
+            *(
+                "ignore_unused_parameters",
+                "legacy_stage1",
+                "override_module_apply",
+                "log_trace_cache_warnings",
+                "zenflow",
+            ),
             *(
                 "stage3_use_all_reduce_for_fetch_params",
                 "allgather_sequential",
@@ -325,13 +390,19 @@ DEEPSPEED: Rules = {
     "zero_optimization": ZERO,
     "fp16": {
         "enabled": _precision("fp16"),
-        "auto_cast": _of_fp16(lambda take, value: "nothing to take: inputs are cast by autocast, where products need it"),
+        "auto_cast": _of_fp16(
+            lambda take, value: "nothing to take: inputs are cast by autocast, where products need it"
+        ),
         "loss_scale": _of_fp16(_scale),
         "initial_scale_power": _of_fp16(_power),
-        "loss_scale_window": _of_fp16(lambda take, value: take.scale(growth_interval=take.number(value, 1, True))),
+        "loss_scale_window": _of_fp16(
+            lambda take, value: take.scale(growth_interval=take.number(value, 1, True))
+        ),
         "hysteresis": _of_fp16(lambda take, value: take.scale(hysteresis=take.number(value, 1, True))),
         "consecutive_hysteresis": _of_fp16(
-            lambda take, value: take.scale(refill_each_step=True) if take.yes(value) else "nothing to take: as by default"
+            lambda take, value: (
+                take.scale(refill_each_step=True) if take.yes(value) else "nothing to take: as by default"
+            )
         ),
         "min_loss_scale": _of_fp16(_least),
         "fp16_master_weights_and_grads": when_on("no counterpart: masters are fp32"),
@@ -341,7 +412,9 @@ DEEPSPEED: Rules = {
         "immediate_grad_update": when_on("no counterpart: gradients are added up as torch does"),
         "check_grad_overflow": when_on("no counterpart: bf16 has fp32's range"),
         "bf16_master_weights_and_grads": when_on("no counterpart: masters are fp32"),
-        "bf16_optimizer_states": when_on("in the script: easymp.optim.AdamW(..., state_dtype=torch.bfloat16)"),
+        "bf16_optimizer_states": when_on(
+            "in the script: easymp.optim.AdamW(..., state_dtype=torch.bfloat16)"
+        ),
     },
     "amp": {"enabled": _amp, "opt_level": _amp_level},
     "torch_autocast": {
@@ -352,7 +425,12 @@ DEEPSPEED: Rules = {
     "tensor_parallel": {"autotp_size": _split, **dict.fromkeys(("tp_size", "tp", "dtype"), when_on(COMM))},
     "activation_checkpointing": dict.fromkeys(
         (
-            *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints"),
+            *(
+                "partition_activations",
+                "cpu_checkpointing",
+                "contiguous_memory_optimization",
+                "number_checkpoints",
+            ),
             *("synchronize_checkpoint_boundary", "profile"),
         ),
         when_on(
@@ -370,16 +448,31 @@ DEEPSPEED: Rules = {
     "dataloader_drop_last": when_on("in the script: DataLoader(..., drop_last=True)"),
     "steps_per_print": "nothing to take: the script prints",
     "checkpoint": when_on("no counterpart: save_state says how checkpoints are written"),
-    "prescale_gradients": when_on("in the script: strategy_options={'gradient_predivide_factor': ...} under ddp"),
-    "gradient_predivide_factor": when_on("in the script: strategy_options={'gradient_predivide_factor': {value}} under ddp"),
+    "prescale_gradients": when_on(
+        "in the script: strategy_options={'gradient_predivide_factor': ...} under ddp"
+    ),
+    "gradient_predivide_factor": when_on(
+        "in the script: strategy_options={'gradient_predivide_factor': {value}} under ddp"
+    ),
     "fp32_allreduce": when_on("in the script: strategy_options={'comm_hook': 'fp32'} under ddp"),
     "communication_data_type": when_on("in the script: strategy_options={'comm_hook': '{value}'} under ddp"),
     "sparse_gradients": when_on(COMM),
     "seq_parallel_communication_data_type": when_on(COMM),
-    "sequence_parallel_size": when_on("no counterpart: attention over several ranks of one sequence is not offered"),
+    "sequence_parallel_size": when_on(
+        "no counterpart: attention over several ranks of one sequence is not offered"
+    ),
     "disable_allgather": when_on(COMM),
     **dict.fromkeys(
-        (*("wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger", "timers"),),
+        (
+            *(
+                "wall_clock_breakdown",
+                "memory_breakdown",
+                "dump_state",
+                "flops_profiler",
+                "comms_logger",
+                "timers",
+            ),
+        ),
         when_on(WATCH),
     ),
     "tensorboard": _tracker,
@@ -390,9 +483,27 @@ DEEPSPEED: Rules = {
     "autotuning": when_on("in the shell: `easymp estimate` for memory"),
     **dict.fromkeys(
         (
-            *("compression_training", "data_efficiency", "curriculum_learning", "progressive_layer_drop", "eigenvalue"),
-            *("quantize_training", "weight_quantization", "sparse_attention", "hybrid_engine", "inference", "pipeline"),
-            *("use_data_before_expert_parallel_parallelism", "graph_harvesting", "data_efficiency_config", "checkpoint_engine"),
+            *(
+                "compression_training",
+                "data_efficiency",
+                "curriculum_learning",
+                "progressive_layer_drop",
+                "eigenvalue",
+            ),
+            *(
+                "quantize_training",
+                "weight_quantization",
+                "sparse_attention",
+                "hybrid_engine",
+                "inference",
+                "pipeline",
+            ),
+            *(
+                "use_data_before_expert_parallel_parallelism",
+                "graph_harvesting",
+                "data_efficiency_config",
+                "checkpoint_engine",
+            ),
         ),
         when_on("no counterpart: not a part of training that easymp has"),
     ),

@@ -92,7 +92,9 @@ class Dialogue:
                 screen.say("This is the first question.")
             elif text.lower() == MEASURE and question.measurable:
                 measured = timed(screen, case).measured
-                self._cases = {number: dataclasses.replace(c, measured=measured) for number, c in self._cases.items()}
+                self._cases = {
+                    number: dataclasses.replace(c, measured=measured) for number, c in self._cases.items()
+                }
             elif text.lower() in HELP:
                 self._help(question, case)
             else:
@@ -115,8 +117,17 @@ class Dialogue:
         rows = []
         for word, words in question.choices.items():
             refusal = case.refusal(question.name, word)
-            rows.append([word, f"not here: {refusal.partition('cannot run here: ')[2] or refusal}" if refusal else words])
-        rows += [["Enter", "takes what stands in brackets"], [BACK, "to the question before"], [QUIT, "writes nothing"]]
+            rows.append(
+                [
+                    word,
+                    f"not here: {refusal.partition('cannot run here: ')[2] or refusal}" if refusal else words,
+                ]
+            )
+        rows += [
+            ["Enter", "takes what stands in brackets"],
+            [BACK, "to the question before"],
+            [QUIT, "writes nothing"],
+        ]
         self._screen.rows(rows)
 
 

@@ -40,15 +40,21 @@ def read_document(path: str | Path) -> Document:
     """
     name = str(path)
     if not Path(path).is_file():
-        raise SettingError(f"{name!r} is no file: pass the path of a configuration of Accelerate (YAML) or of DeepSpeed (JSON)")
+        raise SettingError(
+            f"{name!r} is no file: pass the path of a configuration of Accelerate (YAML) or of DeepSpeed (JSON)"
+        )
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"{name!r} cannot be read as a text file: {error}") from error
     if not text.strip():
-        raise SettingError(f"{name} is empty: pass a configuration of Accelerate (YAML) or of DeepSpeed (JSON)")
+        raise SettingError(
+            f"{name} is empty: pass a configuration of Accelerate (YAML) or of DeepSpeed (JSON)"
+        )
     ending = Path(path).suffix.lower()
-    begun = next((line for line in map(str.strip, text.splitlines()) if line and not line.startswith(("#", "//"))), "")
+    begun = next(
+        (line for line in map(str.strip, text.splitlines()) if line and not line.startswith(("#", "//"))), ""
+    )
     yaml = ending in (".yaml", ".yml") or (ending != ".json" and not begun.startswith(("{", "/*")))
     content, lines = _read_yaml(text, name) if yaml else located(text, name)
     if not isinstance(content, dict):
@@ -60,7 +66,9 @@ def _read_yaml(text: str, name: str) -> tuple[Any, dict[tuple[str | int, ...], i
     try:
         import yaml  # an extra
     except ModuleNotFoundError as error:
-        raise SettingError(f"{name} is YAML, which PyYAML reads: pip install 'easymp[yaml]', or pyyaml") from error
+        raise SettingError(
+            f"{name} is YAML, which PyYAML reads: pip install 'easymp[yaml]', or pyyaml"
+        ) from error
     lines: dict[tuple[str | int, ...], int] = {}
 
     def walk(node: Any, path: tuple[str | int, ...]) -> None:
@@ -91,7 +99,9 @@ def _read_yaml(text: str, name: str) -> tuple[Any, dict[tuple[str | int, ...], i
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark else ""
-        raise SettingError(f"{name}{place} is not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        raise SettingError(
+            f"{name}{place} is not valid YAML: {getattr(error, 'problem', None) or error}"
+        ) from error
     except ValueError as error:  # such as a date that there is not
         raise SettingError(f"{name} is not valid YAML: {error}") from error
     finally:

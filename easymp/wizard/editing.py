@@ -45,17 +45,25 @@ def edit(text: str, values: Mapping[str, Any], whys: Mapping[str, str]) -> str:
         SettingError: a setting is written in a way that is not known here.
     """
     wanted = tomllib.loads(text)
-    open_ = {name: value for name, value in values.items() if not _is(name, _table_of(name, wanted).get(name), value)}
+    open_ = {
+        name: value
+        for name, value in values.items()
+        if not _is(name, _table_of(name, wanted).get(name), value)
+    }
     if not open_:
         return text
     ending = "\r\n" if "\r\n" in text else "\n"
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
     for name, value in open_.items():
         lines = _without(lines, name) if value is None else _with(lines, name, value, whys.get(name, ""))
-        _table_of(name, wanted)[name] = None if value is None else tomllib.loads(f"x = {literal(KNOWN[name], value)}")["x"]
+        _table_of(name, wanted)[name] = (
+            None if value is None else tomllib.loads(f"x = {literal(KNOWN[name], value)}")["x"]
+        )
     edited = "\n".join([*lines, ""])
     if _said(_parsed([edited]) or {}) != _said(wanted):
-        said = ", ".join(f"{name} = {literal(KNOWN[name], value)}" for name, value in open_.items() if value is not None)
+        said = ", ".join(
+            f"{name} = {literal(KNOWN[name], value)}" for name, value in open_.items() if value is not None
+        )
         taken = ", ".join(name for name, value in open_.items() if value is None)
         todo = "; ".join(word for word in (said and f"set {said}", taken and f"take away {taken}") if word)
         raise SettingError(f"the file is written in a way that cannot be edited from here; by hand, {todo}")
@@ -107,14 +115,19 @@ def _find(lines: list[str], name: str) -> Statement | None:
     """The statement that sets `name`, under its header, by a dotted key, or in an inline table."""
     table = LAUNCH if name in LAUNCHING else ""
     for each in _statements(lines):
-        if (each.table == table and name in each.content) or (table and not each.table and name in each.content.get(LAUNCH, {})):
+        if (each.table == table and name in each.content) or (
+            table and not each.table and name in each.content.get(LAUNCH, {})
+        ):
             return each
     return None
 
 
 def _inline(lines: list[str], statement: Statement) -> bool:
     """Whether it is the whole table on a line: ``launch = {...}``."""
-    return not statement.table and re.match(rf"""\s*["']?{LAUNCH}["']?\s*=""", lines[statement.start]) is not None
+    return (
+        not statement.table
+        and re.match(rf"""\s*["']?{LAUNCH}["']?\s*=""", lines[statement.start]) is not None
+    )
 
 
 def _without(lines: list[str], name: str) -> list[str]:
@@ -125,7 +138,11 @@ def _without(lines: list[str], name: str) -> list[str]:
         table = {key: value for key, value in found.content[LAUNCH].items() if key != name}
         return [*lines[: found.start], _table(lines, found, table), *lines[found.end :]]
     own = [f"# {line}" for line in lines[found.start : found.end]]
-    if found.table == (LAUNCH if name in LAUNCHING else "") and len(own) == 1 and "#" not in lines[found.start]:
+    if (
+        found.table == (LAUNCH if name in LAUNCHING else "")
+        and len(own) == 1
+        and "#" not in lines[found.start]
+    ):
         own = [unset(name)]
     return [*lines[: _reason(lines, found.start)], *own, *lines[found.end :]]
 
@@ -135,9 +152,18 @@ def _with(lines: list[str], name: str, value: Any, why: str) -> list[str]:
     if found is None:
         return _added(lines, name, value, why)
     if _inline(lines, found):
-        return [*lines[: found.start], _table(lines, found, {**found.content[LAUNCH], name: value}), *lines[found.end :]]
+        return [
+            *lines[: found.start],
+            _table(lines, found, {**found.content[LAUNCH], name: value}),
+            *lines[found.end :],
+        ]
     own = [
-        re.sub(rf"""(\b{name}["']?\s*=\s*){VALUE}""", lambda m: m[1] + literal(KNOWN[name], value), lines[found.start], count=1)
+        re.sub(
+            rf"""(\b{name}["']?\s*=\s*){VALUE}""",
+            lambda m: m[1] + literal(KNOWN[name], value),
+            lines[found.start],
+            count=1,
+        )
     ]
     if found.end > found.start + 1:
         comment = re.search(r"""(?:"{3}|'{3})\s*(#.*)$""", lines[found.end - 1])
@@ -170,7 +196,12 @@ def _added(lines: list[str], name: str, value: Any, why: str) -> list[str]:
     first, last = (header, len(lines)) if name in LAUNCHING else (0, header)
     if unset(name) in lines[first:last]:
         at = lines.index(unset(name), first)
-        return [*lines[: _reason(lines, at)], *here(why), f"{name} = {literal(KNOWN[name], value)}", *lines[at + 1 :]]
+        return [
+            *lines[: _reason(lines, at)],
+            *here(why),
+            f"{name} = {literal(KNOWN[name], value)}",
+            *lines[at + 1 :],
+        ]
     if name not in LAUNCHING:
         top = [each.end for each in statements if not each.table]
         at = top[-1] if top else _head(lines)

@@ -43,13 +43,21 @@ def read_foreign(path: str | Path) -> Foreign:
         SettingError: there is no such file, it is of neither library or not readable, or a value is wrong; with the line.
     """
     document = read_document(path)
-    ours, theirs = (len(document.content.keys() & keys) for keys in (accelerate_file.ACCELERATE, deepspeed_file.DEEPSPEED))
+    ours, theirs = (
+        len(document.content.keys() & keys) for keys in (accelerate_file.ACCELERATE, deepspeed_file.DEEPSPEED)
+    )
     if not ours and not theirs:
         keys = ", ".join(map(str, document.content)) or "none"
-        raise SettingError(f"{path} is a configuration of neither Accelerate nor DeepSpeed: none of its keys is theirs ({keys})")
-    peer = theirs >= ours and "distributed_type" not in document.content  # which Accelerate always writes; a few keys are of both
+        raise SettingError(
+            f"{path} is a configuration of neither Accelerate nor DeepSpeed: none of its keys is theirs ({keys})"
+        )
+    peer = (
+        theirs >= ours and "distributed_type" not in document.content
+    )  # which Accelerate always writes; a few keys are of both
     take = _deepspeed(document) if peer else _accelerate(document)
-    return Foreign(take.settings, take.launching, take.lines, take.script(), "DeepSpeed" if peer else "Accelerate")
+    return Foreign(
+        take.settings, take.launching, take.lines, take.script(), "DeepSpeed" if peer else "Accelerate"
+    )
 
 
 def _deepspeed(document: Document, outer: Taking | None = None) -> Taking:
@@ -57,7 +65,9 @@ def _deepspeed(document: Document, outer: Taking | None = None) -> Taking:
     if outer is None:
         take = Taking(document, "DeepSpeed", spread)
     else:
-        take = outer.inside(document, "DeepSpeed", None if accelerate_file.alone(outer.document.content) else spread)
+        take = outer.inside(
+            document, "DeepSpeed", None if accelerate_file.alone(outer.document.content) else spread
+        )
     deepspeed_file.check(take)
     take.walk(document.content, deepspeed_file.DEEPSPEED)
     return take

@@ -44,7 +44,9 @@ def facts(machine: Machine) -> list[list[str]]:
     """Rows of a name and what was found."""
     hardware = machine.hardware
     rows = [row for group in _alike(hardware.devices) for row in _devices(group)]
-    rows += [["no GPU" if i == 0 else "", why] for i, why in enumerate(hardware.looked_for if not rows else ())]
+    rows += [
+        ["no GPU" if i == 0 else "", why] for i, why in enumerate(hardware.looked_for if not rows else ())
+    ]
     if hardware.links:
         rows.append(["links", hardware.links])
     rows += _processor(hardware.cpu)
@@ -59,7 +61,11 @@ def _alike(devices: Iterable[Device]) -> list[list[Device]]:
 
 def _devices(group: list[Device]) -> list[list[str]]:
     one, last = group[0], group[-1]
-    name = one.kind if one.kind == "mps" else f"{one.kind}:{one.index}" + (f"-{last.index}" if len(group) > 1 else "")
+    name = (
+        one.kind
+        if one.kind == "mps"
+        else f"{one.kind}:{one.index}" + (f"-{last.index}" if len(group) > 1 else "")
+    )
     capability = f"{one.capability[0]}.{one.capability[1]}" if one.capability else ""
     architecture = f"({one.architecture})" if capability and one.architecture else one.architecture or ""
     rows = [

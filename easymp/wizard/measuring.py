@@ -67,7 +67,9 @@ class Speed:
             said = f"{name} is as fast as {BASE} on this machine"
         each = ", ".join(f"{block} {ratio:.2f}" for block, ratio in self.blocks.items())
         low, high = self.spread
-        rounds = "one round" if self.rounds == 1 else f"{self.rounds} rounds, middle half {low:.2f} to {high:.2f}"
+        rounds = (
+            "one round" if self.rounds == 1 else f"{self.rounds} rounds, middle half {low:.2f} to {high:.2f}"
+        )
         return f"{said} ({each}; {rounds})"
 
 
@@ -90,7 +92,9 @@ class Measurement:
     @property
     def fastest(self) -> str:
         """The first precision than which none is faster for certain."""
-        ratios = {speed.precision: speed.ratio for speed in self.speeds if speed.certain or speed.precision == BASE}
+        ratios = {
+            speed.precision: speed.ratio for speed in self.speeds if speed.certain or speed.precision == BASE
+        }
         return next(name for name, ratio in ratios.items() if ratio * (1 + EQUAL) >= max(ratios.values()))
 
     @property
@@ -162,7 +166,9 @@ def measure(
     def left() -> float:
         return seconds - (clock() - begun)
 
-    def one_round(samples: Sequence[Sample], names: Sequence[str], start: int = 0) -> dict[tuple[str, str], float]:
+    def one_round(
+        samples: Sequence[Sample], names: Sequence[str], start: int = 0
+    ) -> dict[tuple[str, str], float]:
         order = [*names[start % len(names) :], *names[: start % len(names)]]  # none is always the first
         return {(sample.block, name): timer(Work(sample, name)) for sample in samples for name in order}
 
@@ -198,7 +204,9 @@ def measure(
         if left() < clock() - before:
             break
     found |= {name: tried.speed(name) for name in going}
-    return Measurement(str(device), tuple(found[name] for name in MEASURED if name in found), left_out, clock() - begun)
+    return Measurement(
+        str(device), tuple(found[name] for name in MEASURED if name in found), left_out, clock() - begun
+    )
 
 
 def _runs(samples: Sequence[Sample], name: str, timer: Timer) -> str:

@@ -16,12 +16,17 @@ def command(case: Case, path: Path) -> tuple[str, str]:
     usual = Path(env.read(project_file.VARIABLE) or project_file.FILE)
     named = "" if path.resolve() == usual.resolve() else f"{project_file.VARIABLE}={shlex.quote(str(path))} "
     least, most = case.nodes
-    if case.machine.nodes > 1 and most > 1:  # one launcher a node, which finds the others by the job's variables
+    if (
+        case.machine.nodes > 1 and most > 1
+    ):  # one launcher a node, which finds the others by the job's variables
         return f"{named}srun easymp launch {SCRIPT}", ""
     if most > 1:
         address = "" if case.get("main_address") else f" --main-address {case.machine.name}"
         many = str(most) if least == most else f"{least} to {most}"
-        return f"{named}easymp launch{address} {SCRIPT}", f"On each of the {many} machines, of which this one is the first:"
+        return (
+            f"{named}easymp launch{address} {SCRIPT}",
+            f"On each of the {many} machines, of which this one is the first:",
+        )
     if case.assumed and not case.get("processes"):
         return (
             f"{named}easymp launch --processes {case.assumed} {SCRIPT}",

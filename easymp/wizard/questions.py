@@ -17,7 +17,10 @@ from .places import unusable
 
 # A few words each, for who has to choose.
 PRECISION = {AUTO: "decided by the hardware", **PRECISIONS.words}
-STRATEGY = {AUTO: "one process alone, several with ddp, or fsdp where a model does not fit", **STRATEGIES.words}
+STRATEGY = {
+    AUTO: "one process alone, several with ddp, or fsdp where a model does not fit",
+    **STRATEGIES.words,
+}
 # What a strategy needs of the script where there is one node.
 ON_ONE_NODE = {"hsdp": "On one node it needs strategy_options=HSDPOptions(shard_size=...) in the script."}
 
@@ -161,7 +164,9 @@ QUESTIONS = (
     Question(
         "mixed_precision",
         "Precision",
-        lambda case: "Half precision takes less memory, and less time where the hardware has units for it; fp32 is exact.",
+        lambda case: (
+            "Half precision takes less memory, and less time where the hardware has units for it; fp32 is exact."
+        ),
         _precisions_differ,
         _precision_here,
         PRECISION,
@@ -171,7 +176,9 @@ QUESTIONS = (
     Question(
         "strategy",
         "Strategy",
-        lambda case: "What is divided takes less memory on each process, and more communication between them.",
+        lambda case: (
+            "What is divided takes less memory on each process, and more communication between them."
+        ),
         lambda case: case.world > 1 or case.devices > 1,
         lambda case: _auto(case, "strategy", "strategy"),
         STRATEGY,

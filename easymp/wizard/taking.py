@@ -40,7 +40,9 @@ class Taking:
 
     def __init__(self, document: Document, what: str, spread: str | None) -> None:
         self.document, self._what, self.spread = document, what, spread
-        self.options = [f.name for f in dataclasses.fields(STRATEGIES[spread].Options)] if spread else []  # that there are
+        self.options = (
+            [f.name for f in dataclasses.fields(STRATEGIES[spread].Options)] if spread else []
+        )  # that there are
         self.settings: dict[str, Any] = {}
         self.launching: dict[str, Any] = {}
         self.arguments: dict[str, Any] = {}
@@ -125,7 +127,11 @@ class Taking:
             raise self.wrong(value, "is no number") from None
         if whole and isinstance(value, float) and value.is_integer():
             value = int(value)
-        good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and least <= value < float("inf")
+        good = (
+            isinstance(value, int if whole else (int, float))
+            and not isinstance(value, bool)
+            and least <= value < float("inf")
+        )
         if not good:
             raise self.wrong(value, f"is no {'whole ' * whole}number of at least {least:g}")
         return value

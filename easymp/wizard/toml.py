@@ -48,7 +48,12 @@ def literal(f: dataclasses.Field[Any], value: Any) -> str:
 
 def _size(number: float) -> str:
     """Bytes in the largest unit that holds them exactly."""
-    for unit, count in (("TiB", UNITS["tib"]), ("GiB", UNITS["gib"]), ("GB", UNITS["gb"]), ("MiB", UNITS["mib"])):
+    for unit, count in (
+        ("TiB", UNITS["tib"]),
+        ("GiB", UNITS["gib"]),
+        ("GB", UNITS["gb"]),
+        ("MiB", UNITS["mib"]),
+    ):
         if number % count == 0:
             return f'"{int(number // count)}{unit}"'
     return repr(number)
@@ -81,12 +86,21 @@ def unset(name: str) -> str:
     if f.default is not None:
         return f"# {name} = {literal(f, f.default)}"
     number = not str(f.type).startswith("str")
-    usual = f.metadata["choices"][-1] if f.metadata["choices"] else f.metadata["least"] or 1 if number else "..."
+    usual = (
+        f.metadata["choices"][-1] if f.metadata["choices"] else f.metadata["least"] or 1 if number else "..."
+    )
     return f"# {name} = {literal(f, EXAMPLES.get(name, usual))}  # an example"
 
 
 def _comment(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent="# ",
+        subsequent_indent="# ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def compose(values: Mapping[str, Any], whys: Mapping[str, str]) -> str:

@@ -30,19 +30,29 @@ class Attention(nn.Module):
         self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.mixed(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (3, batch, heads, tokens, HEAD)
+        parts = (
+            self.mixed(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )  # (3, batch, heads, tokens, HEAD)
         mixed = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2])
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 def products(width: int) -> tuple[nn.Module, tuple[int, ...]]:
-    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)), (2 * width, width)
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)), (
+        2 * width,
+        width,
+    )
 
 
 def convolutions(width: int) -> tuple[nn.Module, tuple[int, ...]]:
     planes = width // 4
     layers = [nn.Conv2d(planes, planes, 3, padding=1, bias=False), nn.BatchNorm2d(planes), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Conv2d(planes, planes, 3, padding=1, bias=False)), (max(1, width // 32), planes, 32, 32)
+    return nn.Sequential(*layers, nn.Conv2d(planes, planes, 3, padding=1, bias=False)), (
+        max(1, width // 32),
+        planes,
+        32,
+        32,
+    )
 
 
 def attention(width: int) -> tuple[nn.Module, tuple[int, ...]]:

@@ -41,11 +41,15 @@ def target(path: Path, writable: bool = True) -> Target:
     try:
         folder = path.resolve().parent
         if not folder.is_dir():
-            raise SettingError(f"there is no folder {folder} for {path}: make it first, or name another file by --file")
+            raise SettingError(
+                f"there is no folder {folder} for {path}: make it first, or name another file by --file"
+            )
         if path.is_dir():
             raise SettingError(f"{path} is a folder: name a file by --file, such as {path / 'easymp.toml'}")
         if path.exists() and not path.is_file():
-            raise SettingError(f"{path} is no ordinary file, and would be replaced by one: name another by --file")
+            raise SettingError(
+                f"{path} is no ordinary file, and would be replaced by one: name another by --file"
+            )
         before = path.read_bytes() if path.exists() else None
         if writable:
             with tempfile.TemporaryFile(dir=folder, prefix=".easymp-"):
@@ -66,7 +70,9 @@ def write(there: Target, text: str) -> Path | None:
     place = there.real
     try:
         if (place.read_bytes() if place.exists() else None) != there.before:
-            raise SettingError(f"{there.path} was changed meanwhile and is left as it is: run the command again")
+            raise SettingError(
+                f"{there.path} was changed meanwhile and is left as it is: run the command again"
+            )
         like = None if there.before is None else place.stat()
         kept = None if like is None else _keep(place, there.before or b"", like)
         temporary = place.with_name(f".{place.name}-{os.getpid()}")

@@ -20,7 +20,9 @@ def forget_meshes() -> None:
         clear()
     from torch.distributed.tensor import _random
 
-    _random._rng_tracker = None  # all ranks of the next world agree on their random numbers anew, and none of them before
+    _random._rng_tracker = (
+        None  # all ranks of the next world agree on their random numbers anew, and none of them before
+    )
 
 
 def _clearing() -> Iterator[Any]:
@@ -41,6 +43,10 @@ def _clearing() -> Iterator[Any]:
         clear = getattr(owner, name, None)
         if clear is not None:
             yield clear
-    for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):  # of torch 2.8
+    for name in (
+        "child_to_root_mapping",
+        "root_to_flatten_mapping",
+        "flatten_name_to_root_dims",
+    ):  # of torch 2.8
         if hasattr(_mesh_resources, name):
             yield getattr(_mesh_resources, name).clear

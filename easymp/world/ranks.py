@@ -19,8 +19,12 @@ class Ranks(NamedTuple):
     size: int = 1
     local_rank: int = 0  # on this node
     local_size: int = 1
-    announced: str = ""  # who said so: "RANK and WORLD_SIZE", "the process group", "Slurm's srun", or "" where nobody did
-    bound: bool = False  # sees one accelerator only, chosen for it by the launcher (as Slurm's --gpus-per-task does)
+    announced: str = (
+        ""  # who said so: "RANK and WORLD_SIZE", "the process group", "Slurm's srun", or "" where nobody did
+    )
+    bound: bool = (
+        False  # sees one accelerator only, chosen for it by the launcher (as Slurm's --gpus-per-task does)
+    )
     # rank 0's address and port, where MASTER_ADDR and MASTER_PORT do not say them
     meeting: tuple[str | None, int | None] | None = None
     alone: str = "no launcher announced others"  # why there is one process, where nobody announced it
@@ -63,7 +67,12 @@ def read_ranks() -> Ranks:
 
 
 def _ranks(
-    rank: int, size: int, local: int | None, beside: int | None, by: str, meeting: tuple[str | None, int | None] | None = None
+    rank: int,
+    size: int,
+    local: int | None,
+    beside: int | None,
+    by: str,
+    meeting: tuple[str | None, int | None] | None = None,
 ) -> Ranks:
     unknown = "" if size == 1 else "rank" if local is None else "size" if beside is None else ""
     local = local if local is not None else rank
@@ -72,5 +81,9 @@ def _ranks(
 
 def bound() -> bool:
     """Whether a visible-devices variable leaves this process one accelerator."""
-    shown = [env.read(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")]
-    return any(text is not None and len(text.split(",")) == 1 and text.strip() not in ("", "-1") for text in shown)
+    shown = [
+        env.read(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    ]
+    return any(
+        text is not None and len(text.split(",")) == 1 and text.strip() not in ("", "-1") for text in shown
+    )

@@ -80,14 +80,18 @@ class Watch:
             answer, and None is none.
     """
 
-    def __init__(self, rank: int, size: int, store: dist.Store, abort: Callable[[int], None] = lambda group: None) -> None:
+    def __init__(
+        self, rank: int, size: int, store: dist.Store, abort: Callable[[int], None] = lambda group: None
+    ) -> None:
         self._rank, self._size, self._abort = rank, size, abort
         # A clone has a connection of its own, so the sleeper blocks nobody.
         # Counted in the store: worlds come and go on all ranks alike, but processes need not have lived equally long.
         number = store.add(f"easymp/watches/{rank}", 1)
         self._store = dist.PrefixStore(f"easymp/watch/{number}", store.clone())
         self._ask = dist.PrefixStore(f"easymp/watch/{number}", store.clone())
-        self._meet = dist.PrefixStore(f"easymp/watch/{number}", store.clone())  # for `compare`, which may be interrupted
+        self._meet = dist.PrefixStore(
+            f"easymp/watch/{number}", store.clone()
+        )  # for `compare`, which may be interrupted
         self._silent = False  # whether the store has left a request without an answer
         self.trains = threading.get_ident()
         self.heard: Callable[[], int | None] = lambda: None
@@ -118,7 +122,9 @@ class Watch:
     def _whereabouts(self) -> str:
         frame = sys._current_frames().get(self.trains)
         stack = traceback.extract_stack(frame) if frame else []
-        ours = [f for f in stack if "site-packages" not in f.filename and not f.filename.startswith(NOT_THE_USERS)]
+        ours = [
+            f for f in stack if "site-packages" not in f.filename and not f.filename.startswith(NOT_THE_USERS)
+        ]
         place = f"{ours[-1].filename}:{ours[-1].lineno} in {ours[-1].name}" if ours else "outside Python"
         return f"{last_collective()}; at {place}"
 
@@ -135,9 +141,13 @@ class Watch:
                 if rank == self._rank:
                     continue
                 there = self._ask_where(rank)
-                lines.append(f"  rank {rank}: {there or 'no answer: it has ended, was killed, or is stopped'}")
+                lines.append(
+                    f"  rank {rank}: {there or 'no answer: it has ended, was killed, or is stopped'}"
+                )
         except RuntimeError:
-            lines.append("  no other rank can be asked any more: rank 0, which holds the store, has ended or was killed")
+            lines.append(
+                "  no other rank can be asked any more: rank 0, which holds the store, has ended or was killed"
+            )
         return "\n".join(lines)
 
     def _ask_where(self, rank: int) -> str:
@@ -173,7 +183,9 @@ class Watch:
             RuntimeError: not all ranks came within `seconds`, one has left the run, or the store is gone.
         """
         try:
-            end = in_time(lambda: self._come_and_wait(place, said, seconds), seconds + PATIENCE.total_seconds())
+            end = in_time(
+                lambda: self._come_and_wait(place, said, seconds), seconds + PATIENCE.total_seconds()
+            )
         except dist.DistStoreError:
             raise RuntimeError(f"timed out: not all ranks have called it within {seconds:g} s") from None
         except TimeoutError:
@@ -234,7 +246,9 @@ class Watch:
                     raise RuntimeError(f"timed out: rank {late} has not answered for {seconds:g} s")
         except TimeoutError:
             self._silent = True
-            raise RuntimeError(f"timed out: rank 0, which holds the store, has not answered for {seconds:g} s") from None
+            raise RuntimeError(
+                f"timed out: rank 0, which holds the store, has not answered for {seconds:g} s"
+            ) from None
 
     def abort_others(self, group: int) -> None:
         """Let every other rank abort the collectives of this group: kernels that wait on the device end with an error."""
@@ -284,6 +298,4 @@ def last_collective() -> str:
         return "no collective yet"
     entry = max(entries, key=lambda entry: entry.get("time_created_ns", 0))
     name = str(entry.get("profiling_name", "?")).split(":")[-1]
-    return (
-        f"last collective #{entry.get('collective_seq_id', '?')} {name}{entry.get('input_sizes', '')} ({entry.get('state', '?')})"
-    )
+    return f"last collective #{entry.get('collective_seq_id', '?')} {name}{entry.get('input_sizes', '')} ({entry.get('state', '?')})"

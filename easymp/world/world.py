@@ -71,11 +71,18 @@ class World:
     """
 
     def __init__(
-        self, ranks: Ranks, device: torch.device, timeout: float = 120.0, debug: bool | None = None, backend: str | None = None
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        timeout: float = 120.0,
+        debug: bool | None = None,
+        backend: str | None = None,
     ) -> None:
         there = BACKENDS.get(device.type, "gloo")
         if backend is not None and backend not in (there, there.rpartition(":")[2]):
-            raise RefusedError(f"backend={backend!r} on {device.type}: collectives there are {there!r}. Leave it out")
+            raise RefusedError(
+                f"backend={backend!r} on {device.type}: collectives there are {there!r}. Leave it out"
+            )
         self.ranks = ranks
         self.rank, self.size = ranks.rank, ranks.size
         self.local_rank, self.local_size = ranks.local_rank, ranks.local_size
@@ -87,7 +94,9 @@ class World:
         self.backend: str | None = None
         self.settling: list[Callable[[], None]] = []  # see `settle`
         self.forwards = 0  # of models whose forward needs every rank
-        self.carried: list[Any] = []  # what a journey of gradients leaves on this rank for the next, with a state_dict
+        self.carried: list[
+            Any
+        ] = []  # what a journey of gradients leaves on this rank for the next, with a state_dict
         self._process = os.getpid()
         self._left = False
         self.owned = False  # whether we started the process group, and so end it
@@ -124,7 +133,9 @@ class World:
         own = dist.PrefixStore(f"group/{number}", store)
         # What is sent to one rank only shares its stream with the group's collectives, as torch would warn: nothing here minds their order.
         serial = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-        with env.override(TORCH_FR_BUFFER_SIZE=env.read("TORCH_FR_BUFFER_SIZE", "64"), **{serial: env.read(serial, "0")}):
+        with env.override(
+            TORCH_FR_BUFFER_SIZE=env.read("TORCH_FR_BUFFER_SIZE", "64"), **{serial: env.read(serial, "0")}
+        ):
             dist.init_process_group(
                 BACKENDS.get(self.device.type, "gloo"),
                 store=own,
@@ -180,7 +191,9 @@ class World:
         deadline, pause = time.monotonic() + seconds, 0.001
         try:
             self._store.set(f"farewell/{self.rank}", "")
-            while time.monotonic() < deadline and not self._store.check([f"farewell/{r}" for r in range(self.size)]):
+            while time.monotonic() < deadline and not self._store.check(
+                [f"farewell/{r}" for r in range(self.size)]
+            ):
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
         except RuntimeError:
@@ -214,7 +227,9 @@ class World:
         if self._watch is not None:
             self._watch.leave((self._number, self._compared + 1))
         if self._watch is not None and self.device.type != "cpu":
-            self._watch.abort_others(self._number)  # their kernels wait on the device, where a closed socket is not seen
+            self._watch.abort_others(
+                self._number
+            )  # their kernels wait on the device, where a closed socket is not seen
         self._abort(self._number)
 
     def _abort(self, number: int) -> None:
@@ -242,7 +257,9 @@ class World:
         if self._watch is not None:
             self._watch.trains = threading.get_ident()
 
-    def compare(self, call: str, facts: Callable[[], dict[str, str]] = dict, error: str = "", remedy: str = ALIKE) -> None:
+    def compare(
+        self, call: str, facts: Callable[[], dict[str, str]] = dict, error: str = "", remedy: str = ALIKE
+    ) -> None:
         """Before a collective that a script calls: raise one error on all ranks where their calls differ.
 
         The ranks compare by the store, where no gradient's collective can be mistaken for it and no device is waited for.
@@ -330,7 +347,11 @@ class World:
         with self.explained(f"reduce ({op})"):
             dist.all_reduce(moved, OPS[op])
         if op == "mean":
-            moved = moved / self.size if moved.is_floating_point() else moved.div(self.size, rounding_mode="trunc")
+            moved = (
+                moved / self.size
+                if moved.is_floating_point()
+                else moved.div(self.size, rounding_mode="trunc")
+            )
         return moved.to(tensor.dtype)
 
     def average_(self, tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -391,7 +412,9 @@ class World:
         padded = tensor.new_zeros((longest, *tensor.shape[1:]))
         padded[: tensor.shape[0]] = tensor
         whole = self.gather(padded)
-        return torch.cat([whole[r * longest : r * longest + n] for r, n in enumerate(lengths) if r % every == 0])
+        return torch.cat(
+            [whole[r * longest : r * longest + n] for r, n in enumerate(lengths) if r % every == 0]
+        )
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """The tensor of rank `source`, as a new tensor on every rank; shapes must agree."""
@@ -451,7 +474,9 @@ class World:
             WorldError: also where this process has left the world.
         """
         if self._left:
-            raise WorldError(f"{what} after end_training(): this process has left the others. Call end_training() last")
+            raise WorldError(
+                f"{what} after end_training(): this process has left the others. Call end_training() last"
+            )
         try:
             yield
         except RuntimeError as error:
@@ -485,7 +510,14 @@ def _sign_in(ranks: Ranks, timeout: float) -> tuple[dist.Store, list[str]]:
                 address = LOOPBACK
                 kept = _listen_here(port) if ranks.rank == 0 else None
             store = dist.TCPStore(
-                address, port, None, ranks.rank == 0, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=kept
+                address,
+                port,
+                None,
+                ranks.rank == 0,
+                limit,
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=kept,
             )
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
         raise WorldError(

@@ -73,7 +73,14 @@ class Run:
 
 def lines_of_code(source: str) -> int:
     """Lines that are neither blank nor comments nor docstrings."""
-    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    skipped = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
     lines = {
         line
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -81,7 +88,11 @@ def lines_of_code(source: str) -> int:
         for line in range(token.start[0], token.end[0] + 1)
     }
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
 
@@ -89,7 +100,11 @@ def lines_of_code(source: str) -> int:
 def size(approach: Approach) -> str:
     """Lines of the program, and of its configuration."""
     code = str(lines_of_code(approach.program.read_text(encoding="utf-8")))
-    return f"{code} + {len((FOLDER / approach.file).read_text(encoding='utf-8').splitlines())}" if approach.file else code
+    return (
+        f"{code} + {len((FOLDER / approach.file).read_text(encoding='utf-8').splitlines())}"
+        if approach.file
+        else code
+    )
 
 
 def run(approach: Approach, *arguments: str) -> Run:
@@ -100,10 +115,15 @@ def run(approach: Approach, *arguments: str) -> Run:
     """
     foreign = ("EASYMP_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), clean.get("PYTHONPATH", "")])}
+    clean |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), clean.get("PYTHONPATH", "")]),
+    }
     command = [*approach.command, str(approach.program), *approach.arguments, *arguments]
     started = [
-        subprocess.Popen(command, env=clean | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            command, env=clean | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for variables in (srun() if approach.name == "slurm" else [{}])
     ]
     said = [process.communicate()[0] for process in started]
@@ -181,13 +201,21 @@ def kept() -> dict[str, tuple[str, ...]]:
     """The rows that README.md has, by their first cell."""
     place = FOLDER / "README.md"
     lines = place.read_text(encoding="utf-8").splitlines() if place.exists() else []
-    cells = [tuple(cell.strip() for cell in line.strip("| ").split(" | ")) for line in lines if line.startswith("| [")]
+    cells = [
+        tuple(cell.strip() for cell in line.strip("| ").split(" | "))
+        for line in lines
+        if line.startswith("| [")
+    ]
     return {row[0]: row for row in cells}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each, of which the quickest counts (%(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="runs of each, of which the quickest counts (%(default)s)"
+    )
     parser.add_argument("--only", nargs="+", choices=[a.name for a in APPROACHES], help="these programs")
     args = parser.parse_args()
     chosen = [a for a in APPROACHES if not args.only or a.name in args.only]
@@ -200,7 +228,9 @@ def main() -> None:
     order = [f"[{a.title}]({a.program.name})" for a in APPROACHES]
     told = table([rows[first] for first in order if first in rows])
     print(told)
-    text = TEXT.format(table=told, machine=machine(), date=datetime.date.today().isoformat(), load=os.getloadavg()[0])
+    text = TEXT.format(
+        table=told, machine=machine(), date=datetime.date.today().isoformat(), load=os.getloadavg()[0]
+    )
     (FOLDER / "README.md").write_text(text, encoding="utf-8")
 
 

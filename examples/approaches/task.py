@@ -22,7 +22,20 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from digits import TRAINING, Net, load
 
-__all__ = ["BATCH", "LR", "Net", "Prefetcher", "arguments", "leave", "load", "place", "report", "share", "sums", "updates"]
+__all__ = [
+    "BATCH",
+    "LR",
+    "Net",
+    "Prefetcher",
+    "arguments",
+    "leave",
+    "load",
+    "place",
+    "report",
+    "share",
+    "sums",
+    "updates",
+]
 
 BATCH = 64  # samples in one update, over all processes
 LR = 5e-3  # the highest
@@ -78,7 +91,10 @@ class Prefetcher:
         for batch in self.loader:
             current = upcoming
             with torch.cuda.stream(side):
-                upcoming = [tensor.to(self.device, non_blocking=True) for tensor in batch], side.record_event()
+                upcoming = (
+                    [tensor.to(self.device, non_blocking=True) for tensor in batch],
+                    side.record_event(),
+                )
             if current is not None:
                 yield self._arrived(*current)
         if upcoming is not None:
@@ -105,7 +121,9 @@ def sums(model: nn.Module, batches: Prefetcher) -> Tensor:
     for images, labels in batches:
         outputs = model(images).float()
         loss = F.cross_entropy(outputs, labels, reduction="sum")
-        found += torch.stack([loss, (outputs.argmax(1) == labels).sum().float(), loss.new_tensor(len(labels))])
+        found += torch.stack(
+            [loss, (outputs.argmax(1) == labels).sum().float(), loss.new_tensor(len(labels))]
+        )
     model.train()
     return found
 
@@ -123,4 +141,6 @@ def peak() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     status = Path(f"/proc/{os.getpid()}/status")  # getrusage would count what the process's parent had
-    return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return next(
+        int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM")
+    )

@@ -23,14 +23,18 @@ def main():
     training, test = load()
     pinned = device.type == "cuda"
     sampler = DistributedSampler(training, num_replicas=hvd.size(), rank=hvd.rank())
-    loader = DataLoader(training, batch_size=BATCH // hvd.size(), sampler=sampler, drop_last=True, pin_memory=pinned)
+    loader = DataLoader(
+        training, batch_size=BATCH // hvd.size(), sampler=sampler, drop_last=True, pin_memory=pinned
+    )
     test_loader = DataLoader(share(test, hvd.rank(), hvd.size()), batch_size=128, pin_memory=pinned)
 
     model = Net().to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=hvd.Compression.fp16)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=hvd.Compression.fp16
+    )
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, updates(args.epochs))
 
     begin = time.perf_counter()

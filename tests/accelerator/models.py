@@ -22,11 +22,15 @@ def data(n: int = 24) -> TensorDataset:
     return TensorDataset(x, torch.arange(n), (x.sum(1) > 0).long())
 
 
-def train(acc: Accelerator, batch: int, epochs: int = 2, clip: float | None = None, n: int = 24, **loader: Any) -> list[Tensor]:
+def train(
+    acc: Accelerator, batch: int, epochs: int = 2, clip: float | None = None, n: int = 24, **loader: Any
+) -> list[Tensor]:
     """Parameters after some epochs of the canonical loop."""
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer, batches = acc.prepare(model, optimizer, DataLoader(data(n), batch_size=batch, shuffle=True, **loader))
+    model, optimizer, batches = acc.prepare(
+        model, optimizer, DataLoader(data(n), batch_size=batch, shuffle=True, **loader)
+    )
     for _ in range(epochs):
         for x, _, y in batches:
             with acc.accumulate(model):

@@ -61,7 +61,11 @@ def joined(precision: str) -> tuple[int, float, list[torch.Tensor]]:
                     schedule.step()
                     optimizer.zero_grad()
                     seen += 1
-        return seen, schedule.get_last_lr()[0] * acc.scaler.get_scale(), [p.detach().clone() for p in model.parameters()]
+        return (
+            seen,
+            schedule.get_last_lr()[0] * acc.scaler.get_scale(),
+            [p.detach().clone() for p in model.parameters()],
+        )
 
 
 def test_joined_ranks_train_as_one_process_with_the_same_samples(ranks) -> None:
@@ -69,7 +73,9 @@ def test_joined_ranks_train_as_one_process_with_the_same_samples(ranks) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     for _ in range(2):
-        for inputs, targets in zip(x.split(8), y.split(8)):  # a batch of each rank; the last one is a single rank's
+        for inputs, targets in zip(
+            x.split(8), y.split(8)
+        ):  # a batch of each rank; the last one is a single rank's
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             schedule.step()
@@ -113,11 +119,17 @@ class Bag(nn.Module):
         return self.out(torch.tanh(self.middle(self.words(indices).mean(1))))
 
 
-def looked_up(strategy: str | None, precision: str, clip: str, steps: int, sparse: bool) -> list[torch.Tensor] | None:
+def looked_up(
+    strategy: str | None, precision: str, clip: str, steps: int, sparse: bool
+) -> list[torch.Tensor] | None:
     torch.manual_seed(0)
     scale = [GradScalerKwargs(init_scale=1024.0)]  # that no gradient here overflows
     with Accelerator(
-        mixed_precision=precision, strategy=strategy, gradient_accumulation_steps=steps, kwargs_handlers=scale, cpu=True
+        mixed_precision=precision,
+        strategy=strategy,
+        gradient_accumulation_steps=steps,
+        kwargs_handlers=scale,
+        cpu=True,
     ) as acc:
         model = Bag(sparse)
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -161,7 +173,10 @@ def test_sparse_gradients_under_local_sgd(ranks) -> None:
 
 
 def refused(strategy: str, precision: str) -> str:
-    with Accelerator(mixed_precision=precision, strategy=strategy, cpu=True) as acc, pytest.raises(PrepareError) as caught:
+    with (
+        Accelerator(mixed_precision=precision, strategy=strategy, cpu=True) as acc,
+        pytest.raises(PrepareError) as caught,
+    ):
         acc.prepare(Bag(True))
     return str(caught.value)
 
@@ -223,7 +238,10 @@ def test_a_gradient_penalty_trains(ranks, how: dict[str, Any]) -> None:
 
 def test_a_gradient_penalty_under_zero1_and_local_sgd(ranks) -> None:
     assert far(ranks(penalised, "zero1", {})[1], penalised(None, {})) < PRECISE
-    assert far(ranks(penalised, "local_sgd", {"strategy_options": {"every": 1}})[1], penalised(None, {})) < PRECISE
+    assert (
+        far(ranks(penalised, "local_sgd", {"strategy_options": {"every": 1}})[1], penalised(None, {}))
+        < PRECISE
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,14 +254,18 @@ def test_a_gradient_penalty_under_zero1_and_local_sgd(ranks) -> None:
     ],
     ids=str,
 )
-def test_a_gradient_penalty_is_refused_when_its_graph_is_asked_for(ranks, strategy: str, how: Any, words: str) -> None:
+def test_a_gradient_penalty_is_refused_when_its_graph_is_asked_for(
+    ranks, strategy: str, how: Any, words: str
+) -> None:
     for failure in ranks.fails(penalised, strategy, how):
         assert failure.type == "StepError"
         assert words in failure.message
 
 
 def test_compiled_code_has_no_second_gradient() -> None:
-    with pytest.raises(StepError, match="holds the gradient of a gradient, which a part of the model does not have"):
+    with pytest.raises(
+        StepError, match="holds the gradient of a gradient, which a part of the model does not have"
+    ):
         penalised(None, {"compile": CompileOptions(backend="aot_eager")})
 
 
@@ -291,13 +313,17 @@ WAYS = {
 }
 
 
-def through(strategy: str | None, way: str, how: dict[str, Any], named: bool = True) -> tuple[list[torch.Tensor] | None, str]:
+def through(
+    strategy: str | None, way: str, how: dict[str, Any], named: bool = True
+) -> tuple[list[torch.Tensor] | None, str]:
     torch.manual_seed(0)
     precision = how.get("mixed_precision", "no")
     with Accelerator(**{**how, "mixed_precision": precision, "strategy": strategy, "cpu": True}) as acc:
         model = Tower()
         model, optimizer = acc.prepare(
-            model, torch.optim.SGD(model.parameters(), lr=0.01), forward_methods=("embed", "around") if named else ()
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.01),
+            forward_methods=("embed", "around") if named else (),
         )
         part, parts = share(strategy, acc.process_index)
         generator = torch.Generator().manual_seed(1)
@@ -344,7 +370,9 @@ def test_methods_with_options(ranks, how: dict[str, Any]) -> None:
 
 
 def dropped_calls() -> int:
-    with Accelerator(mixed_precision="no", strategy="ddp", strategy_options={"find_unused_parameters": True}) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy="ddp", strategy_options={"find_unused_parameters": True}
+    ) as acc:
         model = acc.prepare(nn.Linear(4, 2))
         outputs = [weakref.ref(model(torch.ones(1, 4))) for _ in range(50)]
         return sum(output() is not None for output in outputs)
@@ -364,7 +392,9 @@ def through_four(strategy: str, options: dict[str, int]) -> list[torch.Tensor] |
     torch.manual_seed(0)
     with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options, cpu=True) as acc:
         model = Tower()
-        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), forward_methods=("embed", "around"))
+        model, optimizer = acc.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.01), forward_methods=("embed", "around")
+        )
         part, parts = (acc.process_index, 4) if strategy == "hsdp" else (acc.process_index // 2, 2)
         generator = torch.Generator().manual_seed(1)
         for _ in range(4):
@@ -453,7 +483,9 @@ def refused_by_pipeline() -> str:
 
 
 def test_a_pipeline_runs_forward_alone(ranks) -> None:
-    assert all("strategy 'pipeline' divides forward into stages" in said for said in ranks(refused_by_pipeline))
+    assert all(
+        "strategy 'pipeline' divides forward into stages" in said for said in ranks(refused_by_pipeline)
+    )
 
 
 # -- what sharded ranks must do together --------------------------------------------------------------------------------

@@ -41,7 +41,9 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def train(acc: Accelerator, factors: list[Any], clip: bool = False, kind: Any = torch.optim.AdamW) -> list[bool]:
+def train(
+    acc: Accelerator, factors: list[Any], clip: bool = False, kind: Any = torch.optim.AdamW
+) -> list[bool]:
     """Steps whose loss is multiplied by each of `factors`, or is what one of them makes of it; whether each has moved the weights."""
     model = net()
     model, optimizer = acc.prepare(model, kind(model.parameters(), lr=0.01))
@@ -65,7 +67,9 @@ def test_it_is_said_once(precision: str) -> None:
     with heard() as said, Accelerator(mixed_precision=precision, cpu=True) as acc:
         assert train(acc, [1, 1, NAN, NAN]) == [True] * 4  # what is NaN is equal to nothing
     (line,) = said
-    assert line.startswith(f"rank 0, step 3: the loss is nan (precision {precision}, no loss scale). The step is taken")
+    assert line.startswith(
+        f"rank 0, step 3: the loss is nan (precision {precision}, no loss scale). The step is taken"
+    )
     assert "nonfinite='skip'" in line
 
 
@@ -87,7 +91,8 @@ def test_raised(precision: str) -> None:
         before = [p.detach().clone() for p in model.parameters()]
         acc.backward(model(X).sum() * NAN)
         with pytest.raises(
-            NonfiniteError, match=rf"step 1: the loss is not finite on rank 0 \(precision {precision}, .*loss scale"
+            NonfiniteError,
+            match=rf"step 1: the loss is not finite on rank 0 \(precision {precision}, .*loss scale",
         ):
             optimizer.step()
         assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before))
@@ -104,7 +109,10 @@ def test_a_gradient_that_is_not_finite_of_a_loss_that_is() -> None:
     def corner(loss: Tensor) -> Tensor:
         return loss + (loss * 0).sqrt()  # 0, with an infinite slope
 
-    for mode, words in ((None, "the gradient norm is nan"), ("skip", "the gradients? (norm is nan|are not finite)")):
+    for mode, words in (
+        (None, "the gradient norm is nan"),
+        ("skip", "the gradients? (norm is nan|are not finite)"),
+    ):
         with heard() as said, Accelerator(mixed_precision="fp32", cpu=True, nonfinite=mode) as acc:
             assert train(acc, [1, corner], clip=True) == [True, mode is None]
         (line,) = said
@@ -119,7 +127,10 @@ def test_a_gradient_that_is_not_finite_of_a_loss_that_is() -> None:
 @pytest.mark.parametrize("mode", [None, "warn", "raise"])
 def test_the_search_for_a_loss_scale_is_no_alarm(mode: str | None) -> None:
     scale = GradScalerKwargs(init_scale=2.0**24)
-    with heard() as said, Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[scale], nonfinite=mode) as acc:
+    with (
+        heard() as said,
+        Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[scale], nonfinite=mode) as acc,
+    ):
         moved = train(acc, [64] * 16, clip=True)
         assert not moved[0]
         assert moved[-1]
@@ -175,7 +186,11 @@ def among_ranks(strategy: str, mode: str, steps: int, items: bool) -> dict[str, 
             before = [whole(p) for p in model.parameters() if not p.is_meta]
             for micro in range(steps):
                 x = X.clone()
-                if update == 1 and micro == 0 and (acc.process_index == 1 or strategy in ("pipeline", "tensor_parallel")):
+                if (
+                    update == 1
+                    and micro == 0
+                    and (acc.process_index == 1 or strategy in ("pipeline", "tensor_parallel"))
+                ):
                     x[0, 0] = NAN
                 with acc.accumulate(model):
                     loss = model(x).square().sum()
@@ -213,7 +228,9 @@ def test_all_ranks_skip_or_raise(ranks: Any, strategy: str, steps: int, items: b
     raising = ranks(among_ranks, strategy, "raise", steps, items)
     assert [got["moved"] for got in raising] == [[True, False, True]] * 2
     where = "rank 0, 1" if strategy in ("pipeline", "tensor_parallel") else "rank 1"
-    assert {got["error"].partition(" (")[0] for got in raising} == {f"step 2: the loss is not finite on {where}"}
+    assert {got["error"].partition(" (")[0] for got in raising} == {
+        f"step 2: the loss is not finite on {where}"
+    }
 
 
 # -- the true cause ----------------------------------------------------------------------------------------------------
@@ -249,6 +266,7 @@ def test_objects_are_sent_to_gather_object() -> None:
             acc.gather_for_metrics(["a"], use_gather_object=True)
         for _ in acc.prepare(DataLoader(X, batch_size=4)):
             with pytest.raises(
-                BatchError, match=r"got 1 items, .* 4 samples: pass one item for each sample, or use gather_object\(\)"
+                BatchError,
+                match=r"got 1 items, .* 4 samples: pass one item for each sample, or use gather_object\(\)",
             ):
                 acc.gather_for_metrics(["a"], use_gather_object=True)

@@ -25,7 +25,9 @@ class Training:
 
     def __init__(self, acc: Accelerator) -> None:
         self.acc = acc
-        net = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))
+        net = nn.Sequential(
+            nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)
+        )
         optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
         x = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
         loader = DataLoader(TensorDataset(x, x[:, :16].sin()), batch_size=16, shuffle=True)
@@ -47,7 +49,12 @@ class Training:
         return [self.step(*batch) for batch in self.loader]
 
     def state(self) -> list[Tensor]:
-        moments = [value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        moments = [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
         return [t.detach().cpu().clone() for t in (*self.model.state_dict().values(), *moments)]
 
 
@@ -132,7 +139,9 @@ acc.end_training()
 
 def easymp(folder: Path, *words: str) -> Any:
     """What a command prints as JSON, or else as text."""
-    done = subprocess.run([sys.executable, "-m", "easymp", *words], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "easymp", *words], cwd=folder, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout) if "--json" in words else done.stdout
 
@@ -153,6 +162,16 @@ def test_the_machine_is_described_and_a_plan_written(tmp_path: Path) -> None:
 
 def test_precisions_are_compared(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    words = ("compare", "train.py", "--precision", "fp32,bf16", "--processes", "1", "--output", "out", "--json")
+    words = (
+        "compare",
+        "train.py",
+        "--precision",
+        "fp32,bf16",
+        "--processes",
+        "1",
+        "--output",
+        "out",
+        "--json",
+    )
     found = easymp(tmp_path, *words)
     assert {run["status"] for summary in found["plans"] for run in summary["runs"]} == {"finished"}

@@ -31,7 +31,12 @@ def acc() -> Iterator[Accelerator]:
 def four() -> list:
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return [model, optimizer, DataLoader(data(), batch_size=4), torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+    return [
+        model,
+        optimizer,
+        DataLoader(data(), batch_size=4),
+        torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    ]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::3])
@@ -39,7 +44,9 @@ def test_any_order(acc: Accelerator, order: tuple[int, ...]) -> None:
     objects = four()
     done = acc.prepare(*[objects[i] for i in order])
     kinds = [nn.Sequential, PreparedOptimizer, PreparedLoader, PreparedScheduler]
-    assert [type(d).__name__ for d in done] == ["PreparedSequential" if i == 0 else kinds[i].__name__ for i in order]
+    assert [type(d).__name__ for d in done] == [
+        "PreparedSequential" if i == 0 else kinds[i].__name__ for i in order
+    ]
 
 
 def test_one_by_one_in_any_call(acc: Accelerator) -> None:
@@ -64,7 +71,9 @@ def test_prepared_objects_and_none_come_back_as_they_are(acc: Accelerator) -> No
 
 def test_two_models_with_an_optimizer_each(acc: Accelerator) -> None:
     g, d = make(1), make(2)
-    g, d, og, od = acc.prepare(g, d, torch.optim.SGD(g.parameters(), 0.1), torch.optim.SGD(d.parameters(), 0.1))
+    g, d, og, od = acc.prepare(
+        g, d, torch.optim.SGD(g.parameters(), 0.1), torch.optim.SGD(d.parameters(), 0.1)
+    )
     before = [p.detach().clone() for p in d.parameters()]
     acc.backward(d(torch.randn(3, 4)).sum() + g(torch.randn(3, 4)).sum())
     og.step()
@@ -103,7 +112,8 @@ def test_a_fused_step_only_where_the_user_left_it_open() -> None:
 
 def test_an_optimizer_of_another_model(acc: Accelerator) -> None:
     with pytest.raises(
-        PrepareError, match=r"SGD holds a parameter of shape \(8, 4\) \(param group 0\) that belongs to no prepared model"
+        PrepareError,
+        match=r"SGD holds a parameter of shape \(8, 4\) \(param group 0\) that belongs to no prepared model",
     ):
         acc.prepare(make(), torch.optim.SGD(make().parameters(), lr=0.1))
 
@@ -111,7 +121,9 @@ def test_an_optimizer_of_another_model(acc: Accelerator) -> None:
 def test_a_parameter_prepared_twice(acc: Accelerator) -> None:
     model = make()
     acc.prepare(model)
-    with pytest.raises(PrepareError, match=r"parameter 'weight' of this Linear was prepared before, as '2.weight'"):
+    with pytest.raises(
+        PrepareError, match=r"parameter 'weight' of this Linear was prepared before, as '2.weight'"
+    ):
         acc.prepare(model[2])
 
 
@@ -156,7 +168,11 @@ def test_things_that_cannot_be_prepared(acc: Accelerator) -> None:
         ({"mixed_precision": "tf32"}, RefusedError, "TF32 is a mode of GPU Tensor Cores"),
         ({"strategy": "ddp"}, RefusedError, "and there is one; start several"),
         ({"gradient_accumulation_steps": 0}, SettingError, "below the smallest possible value, 1"),
-        ({"mixed_precison": "bf16"}, SettingError, "no argument 'mixed_precison', did you mean 'mixed_precision'"),
+        (
+            {"mixed_precison": "bf16"},
+            SettingError,
+            "no argument 'mixed_precison', did you mean 'mixed_precision'",
+        ),
         ({"log_with": "jsonk"}, SettingError, "'jsonk' is no tracker, did you mean 'jsonl'"),
         ({"dynamo_plugin": object()}, RefusedError, r"pass compile=CompileOptions\(...\)"),
         ({"kwargs_handlers": [object()]}, SettingError, "holds a object; it takes AutocastKwargs"),

@@ -33,9 +33,13 @@ def close_to(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def trained(batch: int, steps: int, clip: float | None, precision: str = "no", **ddp: Any) -> list[torch.Tensor]:
+def trained(
+    batch: int, steps: int, clip: float | None, precision: str = "no", **ddp: Any
+) -> list[torch.Tensor]:
     options = [DistributedDataParallelKwargs(**ddp)]
-    with Accelerator(mixed_precision=precision, seed=5, gradient_accumulation_steps=steps, kwargs_handlers=options) as acc:
+    with Accelerator(
+        mixed_precision=precision, seed=5, gradient_accumulation_steps=steps, kwargs_handlers=options
+    ) as acc:
         return train(acc, batch, clip=clip)
 
 
@@ -59,7 +63,11 @@ def token_windows(rank: int, size: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     counts = [[3, 8], [1, 6], [9, 2], [4, 4]]  # micro-step, rank
     parts = [
-        [(torch.randn(n, 4, generator=generator), torch.randint(0, 2, (n,), generator=generator)) for n in row] for row in counts
+        [
+            (torch.randn(n, 4, generator=generator), torch.randint(0, 2, (n,), generator=generator))
+            for n in row
+        ]
+        for row in counts
     ]
     with Accelerator(mixed_precision="no", gradient_accumulation_steps=len(parts)) as acc:
         model = acc.prepare(make())
@@ -85,7 +93,9 @@ def test_a_token_weighted_loss_is_that_of_one_big_batch(ranks) -> None:
 def overflow_on_one_rank() -> tuple[bool, float, list[torch.Tensor]]:
     with Accelerator(mixed_precision="fp16") as acc:
         model = make()
-        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=acc.is_main_process))
+        model, optimizer = acc.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=acc.is_main_process)
+        )
         before = [p.detach().clone() for p in model.parameters()]
         # A parameter outside of the reduction, as a sharded one would be: only this rank sees its overflow.
         model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
@@ -93,7 +103,11 @@ def overflow_on_one_rank() -> tuple[bool, float, list[torch.Tensor]]:
         if acc.process_index == 1:
             model[0].weight.grad[0, 0] = float("inf")
         optimizer.step()
-        return acc.optimizer_step_was_skipped, acc.scaler.get_scale(), [a - b for a, b in zip(before, model.parameters())]
+        return (
+            acc.optimizer_step_was_skipped,
+            acc.scaler.get_scale(),
+            [a - b for a, b in zip(before, model.parameters())],
+        )
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks) -> None:
@@ -109,7 +123,9 @@ def scheduler_steps() -> tuple[float, float]:
         with Accelerator(mixed_precision="no", scheduler_steps_per_process=theirs) as acc:
             model = make()
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            model, optimizer, scheduler = acc.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+            model, optimizer, scheduler = acc.prepare(
+                model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            )
             acc.backward(model(torch.ones(1, 4)).sum())
             optimizer.step()
             scheduler.step()
@@ -282,14 +298,23 @@ def collectives() -> dict[str, Any]:
             "weighted": float(acc.mean(float(r), 1 + 2 * r)),
             "share": list(share(acc, list(range(5)))),
             "padded share": list(share(acc, {"x": torch.arange(5)}, True)["x"].tolist()),
-            "who": (acc.num_processes, acc.process_index, acc.is_main_process, acc.is_last_process, acc.use_distributed),
+            "who": (
+                acc.num_processes,
+                acc.process_index,
+                acc.is_main_process,
+                acc.is_last_process,
+                acc.use_distributed,
+            ),
             "type": acc.distributed_type,
         }
         acc.wait_for_everyone()
         if r == 1:
             acc.set_trigger()
         found["trigger"] = (acc.check_trigger(), acc.check_trigger())
-        found["only"] = (acc.on_main_process(lambda: "ran")(), acc.on_process(lambda: "ran", process_index=1)())
+        found["only"] = (
+            acc.on_main_process(lambda: "ran")(),
+            acc.on_process(lambda: "ran", process_index=1)(),
+        )
         return found
 
 
@@ -393,7 +418,10 @@ def different_models() -> None:
 def test_ranks_that_prepare_different_models(ranks) -> None:
     for failure in ranks.fails(different_models):
         assert failure.type == "WorldError"
-        assert "rank 0 has Linear.weight (2, 4) torch.float32, rank 1 has Linear.weight (3, 4) torch.float32" in failure.message
+        assert (
+            "rank 0 has Linear.weight (2, 4) torch.float32, rank 1 has Linear.weight (3, 4) torch.float32"
+            in failure.message
+        )
 
 
 def different_plans() -> None:
@@ -405,7 +433,10 @@ def different_plans() -> None:
 
 def test_ranks_that_decided_differently(ranks) -> None:
     for failure in ranks.fails(different_plans):
-        assert "the ranks prepare different things: rank 0 has precision fp32, rank 1 has precision bf16" in failure.message
+        assert (
+            "the ranks prepare different things: rank 0 has precision fp32, rank 1 has precision bf16"
+            in failure.message
+        )
 
 
 def a_hang(path: Path) -> None:

@@ -77,7 +77,9 @@ def test_windows_may_run_over_the_end_of_a_loader() -> None:
 def test_an_eval_loop_inside_does_not_disturb_the_window() -> None:
     synced = []
     with Accelerator(mixed_precision="no", gradient_accumulation_steps=4) as acc:
-        model, loader, held_out = acc.prepare(make(), DataLoader(data(24), batch_size=4), DataLoader(data(8), batch_size=4))
+        model, loader, held_out = acc.prepare(
+            make(), DataLoader(data(24), batch_size=4), DataLoader(data(8), batch_size=4)
+        )
         for _ in loader:
             for i, _ in enumerate(held_out):
                 if i == 0:
@@ -109,10 +111,14 @@ def test_optimizers_and_schedulers_act_once_a_window() -> None:
 
 
 def test_a_scheduler_may_be_left_to_the_user() -> None:
-    with Accelerator(mixed_precision="no", step_scheduler_with_optimizer=False, gradient_accumulation_steps=2) as acc:
+    with Accelerator(
+        mixed_precision="no", step_scheduler_with_optimizer=False, gradient_accumulation_steps=2
+    ) as acc:
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer, scheduler = acc.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        model, optimizer, scheduler = acc.prepare(
+            model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        )
         for _ in range(4):
             with acc.accumulate(model):
                 acc.backward(model(torch.ones(1, 4)).sum())
@@ -124,10 +130,14 @@ def test_a_scheduler_may_be_left_to_the_user() -> None:
 
 
 def test_an_fp16_overflow_skips_step_and_scheduler() -> None:
-    with Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0, growth_interval=2)]) as acc:
+    with Accelerator(
+        mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0, growth_interval=2)]
+    ) as acc:
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-        model, optimizer, scheduler = acc.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        model, optimizer, scheduler = acc.prepare(
+            model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        )
         scales = []
         for factor in (1.0, float("inf"), 1.0, 1.0):
             before = model[0].weight.detach().clone()
@@ -167,11 +177,14 @@ def test_a_sum_over_tokens_is_divided_by_the_count_of_the_whole_window() -> None
         with Accelerator(mixed_precision="no", gradient_accumulation_steps=3 if chunks else 1) as acc:
             model = acc.prepare(make())
             for window in chunks or [
-                [(torch.cat([x for x, _ in part]), torch.cat([y for _, y in part]))] for part in (batches[:3], batches[3:])
+                [(torch.cat([x for x, _ in part]), torch.cat([y for _, y in part]))]
+                for part in (batches[:3], batches[3:])
             ]:
                 for x, y in window:
                     with acc.accumulate(model):
-                        acc.backward(nn.functional.cross_entropy(model(x), y, reduction="sum"), num_items=len(y))
+                        acc.backward(
+                            nn.functional.cross_entropy(model(x), y, reduction="sum"), num_items=len(y)
+                        )
                 grads.append([p.grad.clone() for p in model.parameters()])
                 model.zero_grad()
     assert same(grads[0], grads[2])
@@ -184,7 +197,9 @@ def test_a_scheduler_may_be_stepped_once_an_epoch() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         step = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
-        model, optimizer, step, plateau, loader = acc.prepare(model, optimizer, step, plateau, DataLoader(data(20), batch_size=4))
+        model, optimizer, step, plateau, loader = acc.prepare(
+            model, optimizer, step, plateau, DataLoader(data(20), batch_size=4)
+        )
         for epoch in range(3):
             for x, _, y in loader:
                 with acc.accumulate(model):
@@ -246,7 +261,8 @@ def test_a_step_outside_accumulate() -> None:
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         acc.backward(model(torch.ones(1, 4)).sum())
         with pytest.raises(
-            StepError, match=r"outside `with accelerator.accumulate\(model\):`, 1 of gradient_accumulation_steps=4"
+            StepError,
+            match=r"outside `with accelerator.accumulate\(model\):`, 1 of gradient_accumulation_steps=4",
         ):
             optimizer.step()
 
@@ -288,7 +304,10 @@ def test_num_items_for_every_micro_batch_or_none() -> None:
 
 
 def test_a_model_that_was_not_prepared() -> None:
-    with Accelerator(mixed_precision="no") as acc, pytest.raises(StepError, match="this Linear is not prepared"):
+    with (
+        Accelerator(mixed_precision="no") as acc,
+        pytest.raises(StepError, match="this Linear is not prepared"),
+    ):
         with acc.no_sync(nn.Linear(1, 1)):
             pass
 

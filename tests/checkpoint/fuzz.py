@@ -38,7 +38,9 @@ ODD: tuple[Any, ...] = (
 
 def read_header(content: bytes) -> bool:
     """As a whole file, and as the JSON of one whose data has the size that the first two bytes say."""
-    texts = [content, (len(content) - 2).to_bytes(8, "little") + content[2:]] if len(content) > 2 else [content]
+    texts = (
+        [content, (len(content) - 2).to_bytes(8, "little") + content[2:]] if len(content) > 2 else [content]
+    )
     read = 0
     for text, data in zip(texts, (0, int.from_bytes(content[:2], "little"))):
         size = len(text) + data
@@ -50,7 +52,9 @@ def read_header(content: bytes) -> bool:
         safetensors.deserialize(text + bytes(data))  # nothing is taken that the library would refuse
         ordered = sorted(slots.items(), key=lambda item: item[1][2:])
         head, places = header.encode([(name, slot.dtype, slot.shape) for name, slot in ordered])
-        assert header.decode(head, max([len(head), *(p.end for p in places)]), "x") == dict(zip(dict(ordered), places))
+        assert header.decode(head, max([len(head), *(p.end for p in places)]), "x") == dict(
+            zip(dict(ordered), places)
+        )
         read += 1
     return read > 0
 
@@ -109,7 +113,14 @@ def seeds(target: str) -> list[bytes]:
             "\ud800",
             torch.Size([2]),
         ],
-        "torch": [torch.float32, torch.device("cpu"), range(3), slice(1), OrderedDict(a=1), {1: "a", (2,): "b"}],
+        "torch": [
+            torch.float32,
+            torch.device("cpu"),
+            range(3),
+            slice(1),
+            OrderedDict(a=1),
+            {1: "a", (2,): "b"},
+        ],
         "random": random.Random(0).getstate()[1][:3],
         "w": torch.zeros(2),
     }
@@ -129,7 +140,9 @@ def seeds(target: str) -> list[bytes]:
     made = manifest.Manifest(
         1, 2, "2026-01-01", "easymp", {"a": [1]}, stored, {file: record}, {"state": packed}, {"b": "state/w"}
     )
-    hooked = dataclasses.replace(made, extra={"unet/a.bin": record, "unet/.b": manifest.FileRecord(0, ()), "c": record})
+    hooked = dataclasses.replace(
+        made, extra={"unet/a.bin": record, "unet/.b": manifest.FileRecord(0, ()), "c": record}
+    )
     real = {
         "header": [
             head + bytes(slots[-1].end - len(head)),
@@ -137,7 +150,10 @@ def seeds(target: str) -> list[bytes]:
         ],
         "manifest": [made.encode(), hooked.encode()],
         "strict": [strict.dumps(packed), b'[1e5,-0.0,"\\ud83d\\ude00\\n",{"a":{}}]'],
-        "trees": [strict.dumps(part) for part in (packed, *packed["kinds"], *packed["torch"], packed["array"], packed["scalar"])],
+        "trees": [
+            strict.dumps(part)
+            for part in (packed, *packed["kinds"], *packed["torch"], packed["array"], packed["scalar"])
+        ],
     }
     return real[target]
 
@@ -153,7 +169,9 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     queue = [value]
     while queue and len(places) < 2000:
         at = queue.pop()
-        items = list(at.items()) if isinstance(at, dict) else list(enumerate(at)) if isinstance(at, list) else []
+        items = (
+            list(at.items()) if isinstance(at, dict) else list(enumerate(at)) if isinstance(at, list) else []
+        )
         places += [(at, key) for key, _ in items]
         queue += [item for _, item in items]
     if not places:
@@ -165,7 +183,9 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     elif change == 1:
         other, place = rng.choice(places)
         at[key] = json.loads(
-            json.dumps(other.get(place) if isinstance(other, dict) else other[place] if place < len(other) else None)
+            json.dumps(
+                other.get(place) if isinstance(other, dict) else other[place] if place < len(other) else None
+            )
         )
     elif change == 2 and isinstance(at, list):
         at.insert(key, at[key])
@@ -182,7 +202,9 @@ def functions() -> list[FunctionType]:
     """All of ours that read."""
     found = []
     for module in (boxes, header, manifest, readers, strict, trees, unpacking, wellformed):
-        classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+        classes = [
+            c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__
+        ]
         for held in (module, *classes):
             for thing in vars(held).values():
                 if isinstance(thing, FunctionType) and thing.__code__.co_filename == module.__file__:

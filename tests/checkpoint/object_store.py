@@ -27,7 +27,9 @@ def _s3_server() -> Iterator[str]:
     """The address of an S3 server on this machine, with a bucket named "bucket". A process of its own: it keeps files open."""
     pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")
-    with subprocess.Popen([sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
         try:
             assert server.stdout is not None
             address = f"http://127.0.0.1:{int(server.stdout.readline())}"

@@ -102,7 +102,9 @@ class Case:
 def loader_of(case: Case) -> DataLoader[Any]:
     more = {"num_workers": case.workers, "persistent_workers": case.workers > 0}
     if case.data != "map":
-        return DataLoader(Streamed() if case.data == "stream" else Remembered(), batch_size=case.batch, **more)
+        return DataLoader(
+            Streamed() if case.data == "stream" else Remembered(), batch_size=case.batch, **more
+        )
     return DataLoader(Numbered(), batch_size=case.batch, shuffle=True, **more)
 
 
@@ -161,11 +163,17 @@ def _train(folder: str, case: Case, step_done: Callable[[], None]) -> dict[str, 
     model: Any = nn.Sequential(
         nn.Linear(12, 33), *norm, nn.Tanh(), nn.Dropout(0.2), nn.Linear(33, 16), nn.Tanh(), nn.Linear(16, 5)
     )
-    optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01) if case.adam else torch.optim.SGD(model.parameters(), 0.05, 0.9)
+    optimizer: Any = (
+        torch.optim.AdamW(model.parameters(), 0.01)
+        if case.adam
+        else torch.optim.SGD(model.parameters(), 0.05, 0.9)
+    )
     schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 15)
     plateau: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     loader, test_loader = loader_of(case), DataLoader(Numbered(24), batch_size=8)
-    model, optimizer, schedule, loader, test_loader = acc.prepare(model, optimizer, schedule, loader, test_loader)
+    model, optimizer, schedule, loader, test_loader = acc.prepare(
+        model, optimizer, schedule, loader, test_loader
+    )
     plateau = acc.prepare(plateau)
     seen: list[tuple[int, list[int]]] = []
     tested: list[int] = []
@@ -205,10 +213,17 @@ def _train(folder: str, case: Case, step_done: Callable[[], None]) -> dict[str, 
 
 def full(model: nn.Module) -> list[tuple[str, Tensor]]:
     """The whole parameters; a collective."""
-    there = [(name, p) for name, p in model.named_parameters() if not p.is_meta]  # another stage of a pipeline's
+    there = [
+        (name, p) for name, p in model.named_parameters() if not p.is_meta
+    ]  # another stage of a pipeline's
     return [(name, p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in there]  # type: ignore[operator]
 
 
 if __name__ == "__main__":  # a worker of torchrun, of which the last one dies once
-    first, last = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0", int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-    torch.save(train(sys.argv[1], Case("ddp"), 7 if first and last else 0), f"{sys.argv[1]}/{os.environ['RANK']}.pt")
+    first, last = (
+        os.environ["TORCHELASTIC_RESTART_COUNT"] == "0",
+        int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1,
+    )
+    torch.save(
+        train(sys.argv[1], Case("ddp"), 7 if first and last else 0), f"{sys.argv[1]}/{os.environ['RANK']}.pt"
+    )

@@ -43,7 +43,9 @@ def written(folder: str, safe: bool) -> dict[str, Any]:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizers[0], 1.0, 0.2, 20)
     loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, shuffle=True)  # type: ignore[arg-type, var-annotated]
-    *models, optimizers[0], optimizers[1], scheduler, loader = acc.prepare(*models, *optimizers, scheduler, loader)
+    *models, optimizers[0], optimizers[1], scheduler, loader = acc.prepare(
+        *models, *optimizers, scheduler, loader
+    )
     counter = Counter()
     counter.count = 7
     acc.register_for_checkpointing(counter)
@@ -52,7 +54,9 @@ def written(folder: str, safe: bool) -> dict[str, Any]:
         optimizer.step()
         scheduler.step()
     acc.save_state(folder, safe_serialization=safe)
-    torch.save({"scale": 8.0, "growth_factor": 2.0}, Path(folder, "scaler.pt"))  # written by runs in fp16, which need a GPU
+    torch.save(
+        {"scale": 8.0, "growth_factor": 2.0}, Path(folder, "scaler.pt")
+    )  # written by runs in fp16, which need a GPU
     models = [acc.unwrap_model(m) for m in models]
     acc.end_training()
     AcceleratorState._reset_state(True)
@@ -66,7 +70,9 @@ def written(folder: str, safe: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_all_of_it_comes_back(ranks: Any, tmp_path: Path, safe: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_of_it_comes_back(
+    ranks: Any, tmp_path: Path, safe: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     (live,) = ranks(written, str(tmp_path), safe, processes=1)
     found = read_accelerate(tmp_path, allow_pickle=True)
     for got, expected in zip(found.models, live["models"], strict=True):
@@ -86,7 +92,9 @@ def test_all_of_it_comes_back(ranks: Any, tmp_path: Path, safe: bool, caplog: py
     assert is_accelerate_folder(tmp_path) and not is_accelerate_folder(tmp_path.parent)
 
 
-def test_pickles_are_named_and_not_read_unless_allowed(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickles_are_named_and_not_read_unless_allowed(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks(written, str(tmp_path), True, processes=1)
 
     def never(*_: Any, **__: Any) -> None:
@@ -96,7 +104,12 @@ def test_pickles_are_named_and_not_read_unless_allowed(ranks: Any, tmp_path: Pat
         patched.setattr(torch, "load", never)
         with pytest.raises(CheckpointError) as caught:
             read_accelerate(tmp_path)
-    for words in ("optimizer.bin, optimizer_1.bin, scheduler.bin", "random_states_0.pkl", "scaler.pt", "custom_checkpoint_0.pkl"):
+    for words in (
+        "optimizer.bin, optimizer_1.bin, scheduler.bin",
+        "random_states_0.pkl",
+        "scaler.pt",
+        "custom_checkpoint_0.pkl",
+    ):
         assert words in str(caught.value)
     for words in ("can run code", "allow_pickle=True", "load_weights"):
         assert words in str(caught.value)
@@ -117,7 +130,9 @@ class Crafted:
         return Path.touch, (self.path,)
 
 
-def test_code_in_a_pickle_runs_only_where_that_was_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_code_in_a_pickle_runs_only_where_that_was_allowed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder, mark = tmp_path / "folder", tmp_path / "mark"
     folder.mkdir()
     torch.save(Crafted(mark), folder / "custom_checkpoint_0.pkl")
@@ -129,7 +144,9 @@ def test_code_in_a_pickle_runs_only_where_that_was_allowed(tmp_path: Path, caplo
     assert "custom_checkpoint_0.pkl holds more than plain data: its pickle is run" in caplog.text
 
 
-def test_a_damaged_file_is_not_handed_to_the_reader_that_runs_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_not_handed_to_the_reader_that_runs_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "optimizer.bin")
     content = (tmp_path / "optimizer.bin").read_bytes()
     (tmp_path / "optimizer.bin").write_bytes(content[: len(content) // 2])

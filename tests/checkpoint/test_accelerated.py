@@ -20,7 +20,8 @@ pytest.importorskip("accelerate")
 def objects() -> tuple[nn.Module, Any, Any]:
     model = nn.Sequential(make("tied"), nn.Dropout(0.2))
     optimizer = torch.optim.AdamW(
-        [{"params": list(model[0].blocks.parameters())}, {"params": [model[0].embed.weight], "lr": 0.02}], lr=0.01
+        [{"params": list(model[0].blocks.parameters())}, {"params": [model[0].embed.weight], "lr": 0.02}],
+        lr=0.01,
     )
     return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 20)
 
@@ -99,6 +100,8 @@ def test_another_order_of_parameters_is_an_error(ranks: Any, tmp_path: Path) -> 
         model, _, _ = objects()
         model, _optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
         before = [p.detach().clone() for p in model.parameters()]
-        with pytest.raises(CheckpointError, match=r"param groups of \[\d+, 1\] parameters, and has \[\d+\] here"):
+        with pytest.raises(
+            CheckpointError, match=r"param groups of \[\d+, 1\] parameters, and has \[\d+\] here"
+        ):
             acc.load_state(tmp_path / "a", allow_pickle=True)
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))

@@ -25,7 +25,9 @@ def boxes_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 def elements(shape: tuple[int, ...]) -> torch.Tensor:
     return (
-        torch.arange(max(torch.Size(shape).numel(), 1)).reshape(shape) if 0 not in shape else torch.empty(shape, dtype=torch.long)
+        torch.arange(max(torch.Size(shape).numel(), 1)).reshape(shape)
+        if 0 not in shape
+        else torch.empty(shape, dtype=torch.long)
     )
 
 
@@ -83,14 +85,17 @@ def tilings(draw: st.DrawFn, box: Box, cuts: int = 6) -> list[Box]:
     at = draw(st.integers(1, box.shape[d] - 1))
     first = Box(box.offset, (*box.shape[:d], at, *box.shape[d + 1 :]))
     second = Box(
-        (*box.offset[:d], box.offset[d] + at, *box.offset[d + 1 :]), (*box.shape[:d], box.shape[d] - at, *box.shape[d + 1 :])
+        (*box.offset[:d], box.offset[d] + at, *box.offset[d + 1 :]),
+        (*box.shape[:d], box.shape[d] - at, *box.shape[d + 1 :]),
     )
     return [*draw(tilings(first, cuts - 1)), *draw(tilings(second, cuts - 1))]
 
 
 @settings(deadline=None)
 @given(st.data(), st.lists(st.integers(1, 9), max_size=4).map(tuple), st.randoms())
-def test_tilings_have_no_fault_and_any_change_is_one(data: st.DataObject, shape: tuple[int, ...], rng: random.Random) -> None:
+def test_tilings_have_no_fault_and_any_change_is_one(
+    data: st.DataObject, shape: tuple[int, ...], rng: random.Random
+) -> None:
     tiles = data.draw(tilings(whole(shape)))
     rng.shuffle(tiles)
     assert fault(shape, tiles) is None
@@ -123,7 +128,10 @@ def test_words(name: str) -> None:
 def test_more_corners_than_memory_has_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boxes, "CORNERS", 15)
     quarters = [Box(at, (1, 1)) for at in itertools.product(range(2), repeat=2)]
-    assert fault((2, 2), quarters) == "the tensor is cut into 4 boxes along 2 dimensions, and at most 3 are understood"
+    assert (
+        fault((2, 2), quarters)
+        == "the tensor is cut into 4 boxes along 2 dimensions, and at most 3 are understood"
+    )
     assert fault((2, 2), [Box((0, 0), (1, 2)), Box((1, 0), (1, 2))]) is None
 
 
@@ -146,7 +154,13 @@ def test_twenty_thousand_pieces(dimension: int) -> None:
 
 
 def test_a_pinwheel_and_a_grid_of_cubes() -> None:
-    pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    pinwheel = [
+        Box((0, 0), (1, 2)),
+        Box((0, 2), (2, 1)),
+        Box((2, 1), (1, 2)),
+        Box((1, 0), (2, 1)),
+        Box((1, 1), (1, 1)),
+    ]
     assert fault((3, 3), pinwheel) is None
     assert fault((3, 3), pinwheel[:-1]) is not None
     cubes = [Box((a, b, c), (1, 1, 1)) for a, b, c in itertools.product(range(12), repeat=3)]

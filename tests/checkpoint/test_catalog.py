@@ -19,12 +19,21 @@ OF_ONE, OF_TWO = "step-00000002", "step-00000003"
 
 def test_good_ones_by_step_and_the_newest(samples: Path) -> None:
     one, two = list_checkpoints(samples)
-    assert [one.name, one.step, one.world_size, one.committed, one.why, one.newest] == [OF_ONE, 2, 1, True, "", False]
+    assert [one.name, one.step, one.world_size, one.committed, one.why, one.newest] == [
+        OF_ONE,
+        2,
+        1,
+        True,
+        "",
+        False,
+    ]
     assert replace(two, size=0, written=None) == replace(
         one, name=OF_TWO, step=3, world_size=2, newest=True, size=0, written=None, parent=OF_ONE
     )
     for entry in (one, two):
-        files = [f.stat().st_size for f in (samples / entry.name).iterdir() if f.name not in (MANIFEST, COMMIT)]
+        files = [
+            f.stat().st_size for f in (samples / entry.name).iterdir() if f.name not in (MANIFEST, COMMIT)
+        ]
         assert entry.size == sum(files)
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}\+00:00", entry.written)
 
@@ -39,7 +48,9 @@ def test_good_ones_by_step_and_the_newest(samples: Path) -> None:
         (COMMIT, lambda text: b"", False, "was changed"),
     ],
 )
-def test_a_damaged_one_does_not_count(root: Path, name: str, change: object, committed: bool, words: str) -> None:
+def test_a_damaged_one_does_not_count(
+    root: Path, name: str, change: object, committed: bool, words: str
+) -> None:
     file = root / OF_TWO / name
     file.write_bytes(change(file.read_bytes())) if callable(change) else file.unlink()
     wrong, good = list_checkpoints(root)
@@ -77,7 +88,11 @@ def test_of_several_saves_of_a_step_one_counts(root: Path) -> None:
     """As where folders cannot swap names."""
     shutil.copytree(root / OF_TWO, root / f"{OF_TWO}.save-2")
     said = {entry.name: (entry.why, entry.newest) for entry in list_checkpoints(root)}
-    assert said == {OF_ONE: ("", False), OF_TWO: (f"replaced by {OF_TWO}.save-2", False), f"{OF_TWO}.save-2": ("", True)}
+    assert said == {
+        OF_ONE: ("", False),
+        OF_TWO: (f"replaced by {OF_TWO}.save-2", False),
+        f"{OF_TWO}.save-2": ("", True),
+    }
 
 
 def test_nothing_is_an_empty_list_and_a_checkpoint_is_no_folder_of_them(root: Path) -> None:

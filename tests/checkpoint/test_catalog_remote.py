@@ -62,7 +62,10 @@ def test_pruned(bucket: str) -> None:
     memory.copy(f"/bucket/runs/{OF_TWO}", "/bucket/runs/step-00000004", recursive=True)
     found = prune(bucket, keep=1)
     assert (found.kept, found.removed) == (("step-00000004",), (OF_TWO,))
-    assert [(e.name, e.newest) for e in list_checkpoints(bucket)] == [(OF_ONE, False), ("step-00000004", True)]
+    assert [(e.name, e.newest) for e in list_checkpoints(bucket)] == [
+        (OF_ONE, False),
+        ("step-00000004", True),
+    ]
 
 
 def test_what_a_dead_writer_left_goes_and_what_nobody_claims_stays(bucket: str) -> None:

@@ -40,7 +40,10 @@ def holder(tmp_path):
 
     def start(kind):
         process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(tmp_path), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", HOLD, str(tmp_path), kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         running.append(process)
         assert process.stdout.readline() == "held\n"
@@ -59,7 +62,11 @@ def quick(monkeypatch):
 
 
 def take(storage, kind):
-    return storage.claim("best", words()) if kind == "lock" else Marker(storage, lock_of("best"), "best", words())
+    return (
+        storage.claim("best", words())
+        if kind == "lock"
+        else Marker(storage, lock_of("best"), "best", words())
+    )
 
 
 @pytest.mark.parametrize("kind", ["lock", "marker"])
@@ -67,7 +74,9 @@ def test_one_owner_within_a_process(tmp_path, kind, quick):
     storage = LocalStorage(tmp_path / "new" / "root")  # made for the claim
     storage.claim("other", words()).release()
     first = take(storage, kind)
-    with pytest.raises(CheckpointError, match=rf"best is being written by process {os.getpid()} on {socket.gethostname()}"):
+    with pytest.raises(
+        CheckpointError, match=rf"best is being written by process {os.getpid()} on {socket.gethostname()}"
+    ):
         take(storage, kind)
     first.release()
     assert storage.list() == []
@@ -78,7 +87,10 @@ def test_one_owner_within_a_process(tmp_path, kind, quick):
 
 def test_another_process_is_refused_by_name_and_owns_nothing_once_killed(tmp_path, holder):
     storage, other = LocalStorage(tmp_path), holder("lock")
-    with pytest.raises(CheckpointError, match=rf"process {other.pid} on {socket.gethostname()} since 2.* s\), and two writers"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"process {other.pid} on {socket.gethostname()} since 2.* s\), and two writers",
+    ):
         take(storage, "lock")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: "elsewhere")

@@ -43,7 +43,11 @@ def test_a_committed_manifest_comes_back(storage: LocalStorage) -> None:
 
 @pytest.mark.parametrize(
     ("gone", "words"),
-    [((COMMIT,), "not committed"), ((MANIFEST,), f"{MANIFEST} is missing"), ((MANIFEST, COMMIT), "no checkpoint: neither")],
+    [
+        ((COMMIT,), "not committed"),
+        ((MANIFEST,), f"{MANIFEST} is missing"),
+        ((MANIFEST, COMMIT), "no checkpoint: neither"),
+    ],
 )
 def test_half_of_one_is_none(storage: LocalStorage, gone: tuple[str, ...], words: str) -> None:
     for name in gone:

@@ -57,7 +57,9 @@ def test_another_step_of_it(samples: Path) -> None:
     """One process against two, whole tensors against shards."""
     read: list[int] = []
     found = diff(samples / OF_ONE, samples / OF_TWO, read.append)
-    both = [t for name in (OF_ONE, OF_TWO) for t in inspect(samples / name).tensors if t.name not in found.added]
+    both = [
+        t for name in (OF_ONE, OF_TWO) for t in inspect(samples / name).tensors if t.name not in found.added
+    ]
     assert sum(read) == sum(t.size for t in both)
     assert not found.same and not found.missing and not found.kinds
     assert all(name.startswith("ranks/00001/") for name in found.added)  # the second process's random streams
@@ -138,13 +140,20 @@ def test_names_kinds_and_states(tmp_path: Path) -> None:
 
 def test_tensors_pass_through_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the parts: a few rows of a tensor, several tensors at once."""
-    tensors = {"a": torch.arange(60.0).view(3, 4, 5), "b": torch.arange(7), "c": torch.tensor(1), "d": torch.rand(2, 9)}
+    tensors = {
+        "a": torch.arange(60.0).view(3, 4, 5),
+        "b": torch.arange(7),
+        "c": torch.tensor(1),
+        "d": torch.rand(2, 9),
+    }
     changed = {**tensors, "a": tensors["a"] + (torch.arange(60).view(3, 4, 5) >= 57), "d": tensors["d"] * 2}
     one, other = write(tmp_path, "a", tensors), write(tmp_path, "b", changed)
     whole_ = diff(one, other)
     sizes: list[int] = []
     stream = passing.stream
-    monkeypatch.setattr(passing, "stream", lambda f, w: (sizes.append(sum(x.into.nbytes for x in w)), stream(f, w)))
+    monkeypatch.setattr(
+        passing, "stream", lambda f, w: (sizes.append(sum(x.into.nbytes for x in w)), stream(f, w))
+    )
     monkeypatch.setattr(comparing, "BLOCK", 16)
     monkeypatch.setattr(comparing, "room", lambda files: 40)
     assert diff(one, other) == whole_

@@ -84,7 +84,11 @@ def file_system(kind: str) -> Iterator[dict[str, Any]]:
             LocalStorage.exchange = lambda self, one, other: False
         if kind.endswith("renamed"):
             LocalStorage.renames = False
-        yield {**SAVES.get(kind.partition(",")[0], {"step": 1}), "hooked": kind == HOOKED, "anew": kind.startswith(ANEW)}
+        yield {
+            **SAVES.get(kind.partition(",")[0], {"step": 1}),
+            "hooked": kind == HOOKED,
+            "anew": kind.startswith(ANEW),
+        }
     finally:
         LocalStorage.exchange, LocalStorage.renames = exchange, True
 
@@ -98,13 +102,20 @@ def newest(root: Path) -> list[Any] | None:
 def kept(root: Path) -> list[list[Any]]:
     """The values in all that counts."""
     storage = LocalStorage(root)
-    return [loaded(root, name) for name in storage.list() if name.startswith("step-") and is_committed(storage, name)]
+    return [
+        loaded(root, name)
+        for name in storage.list()
+        if name.startswith("step-") and is_committed(storage, name)
+    ]
 
 
 def clean(root: Path) -> bool:
     """Whether nothing is left of saves that did not end."""
     storage = LocalStorage(root)
-    return all(name == "latest" or name.startswith(".new-latest-") or is_committed(storage, name) for name in storage.list())
+    return all(
+        name == "latest" or name.startswith(".new-latest-") or is_committed(storage, name)
+        for name in storage.list()
+    )
 
 
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
@@ -198,7 +209,9 @@ def _two_writers(base: str) -> None:
     with pytest.raises(CheckpointError, match=rf"{FIRST} is being written by process {child} on "):
         save(root, 3, step=1)
     save(root, 4, step=4)  # another one is nobody's
-    assert len([name for name in os.listdir(root) if name.startswith(".tmp-")]) == 2, "the other's folder and its lock stay"
+    assert len([name for name in os.listdir(root) if name.startswith(".tmp-")]) == 2, (
+        "the other's folder and its lock stay"
+    )
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert loaded(root, FIRST) == values(1)
@@ -266,7 +279,9 @@ def violations(
 
 
 def frozen(tree: Any) -> Any:
-    return tuple((name, frozen(there)) for name, there in tree.items()) if isinstance(tree, dict) else hash(tree)
+    return (
+        tuple((name, frozen(there)) for name, there in tree.items()) if isinstance(tree, dict) else hash(tree)
+    )
 
 
 POWER = ["the first", *ALL]
@@ -372,7 +387,9 @@ def failed_everywhere(root: Path, kind: str, number: int, step: int) -> int:
             save(place, 3, **how)
             assert newest(place) == values(3)
             # What cannot be removed where nothing is renamed stays, and the log says so.
-            assert clean(place) or (kind.endswith("renamed") and seen[at - 1] in ("unlink", "rmdir", "fsync directory")), (
+            assert clean(place) or (
+                kind.endswith("renamed") and seen[at - 1] in ("unlink", "rmdir", "fsync directory")
+            ), (
                 at,
                 seen,
                 os.listdir(place),
@@ -451,7 +468,9 @@ def test_a_file_of_another_length(one, tmp_path, number):
     file = one[number]
     content = file.read_bytes()
     size = len(content)
-    for length in sorted({0, 1, 8, 9, 64, size // 2, size - 4096, size - 8, size - 1, size + 1, size + 4096} - {size}):
+    for length in sorted(
+        {0, 1, 8, 9, 64, size // 2, size - 4096, size - 8, size - 1, size + 1, size + 4096} - {size}
+    ):
         if length >= 0:
             file.write_bytes((content + bytes(4096))[:length])
             assert faults(tmp_path, FIRST), (file.name, length)
@@ -473,7 +492,11 @@ def flipped(one: list[Path], root: Path, step: int) -> None:
         for at in range(0, len(content), step if record else min(step, 3)):
             content[at] ^= 1 << at % 8
             file.write_bytes(content)
-            look = partial(storage.verify, f"{FIRST}/{file.name}", record.size, record.checksums) if record else None
+            look = (
+                partial(storage.verify, f"{FIRST}/{file.name}", record.size, record.checksums)
+                if record
+                else None
+            )
             with pytest.raises(CheckpointError):
                 (look or partial(open_manifest, storage, FIRST))()
             if at % (97 * step) == 0:

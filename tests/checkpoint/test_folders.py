@@ -52,7 +52,9 @@ def test_a_name_leads_there_and_back():
     assert folders.next_save([], "best") == "best"
     assert folders.aside(["a"], "a", "0") == "a.line-0"
     assert folders.aside(["a", "a.line-0.save-2"], "a", "0") == "a.line-0-2"
-    assert folders.next_save(["best", "best.save-9", "best.save-10", "other.save-11"], "best") == "best.save-11"
+    assert (
+        folders.next_save(["best", "best.save-9", "best.save-10", "other.save-11"], "best") == "best.save-11"
+    )
 
 
 def test_the_newest_committed_save_counts(root):

@@ -28,7 +28,9 @@ def test_a_real_file_changed_in_a_few_places(target: str, data: st.DataObject) -
     for _ in range(data.draw(st.integers(1, 6))):
         content = mutated(content, rng)
     for at in data.draw(st.lists(st.integers(0, len(content)), max_size=2)):
-        content = content[:at] + data.draw(st.binary(max_size=2)) + content[at + data.draw(st.integers(0, 2)) :]
+        content = (
+            content[:at] + data.draw(st.binary(max_size=2)) + content[at + data.draw(st.integers(0, 2)) :]
+        )
     READERS[target](content)
 
 
@@ -40,14 +42,18 @@ def test_real_files_pass(target: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs atheris, which has wheels for Linux on x86_64")
+@pytest.mark.skipif(
+    importlib.util.find_spec("atheris") is None, reason="needs atheris, which has wheels for Linux on x86_64"
+)
 def test_more_than_a_hundred_thousand_inputs() -> None:
     """None crashes, hangs, or takes memory: libFuzzer's limits are in `fuzz`."""
     assert RUNS * len(READERS) >= 100_000
     for target in READERS:
         command = [sys.executable, "-m", "tests.checkpoint.fuzz", target, "--runs", str(RUNS)]
         root = Path(__file__).parents[2]
-        ran = subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True, timeout=300)
+        ran = subprocess.run(
+            command, cwd=root, env=dict(os.environ), capture_output=True, text=True, timeout=300
+        )
         assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
         count = re.search(r"stat::number_of_executed_units: (\d+)", ran.stderr)
         assert count is not None and int(count[1]) >= RUNS

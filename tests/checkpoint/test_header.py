@@ -62,7 +62,9 @@ def test_the_library_reads_what_we_write(tmp_path: Path, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [dtype for dtype in NAMES if dtype not in PARTS], ids=str)
 def test_we_read_what_the_library_writes(tmp_path: Path, dtype: torch.dtype) -> None:
     shapes = [shape for shape in SHAPES if shape or dtype is not torch.float4_e2m1fn_x2]
-    tensors = {str(i): some(dtype, s) for i, s in enumerate(shapes)} | {"odd": torch.ones(3, dtype=torch.uint8)}
+    tensors = {str(i): some(dtype, s) for i, s in enumerate(shapes)} | {
+        "odd": torch.ones(3, dtype=torch.uint8)
+    }
     path = tmp_path / "a.safetensors"
     safetensors.torch.save_file(tensors, path, {"any": "word"})
     text = path.read_bytes()
@@ -102,7 +104,11 @@ def test_what_no_file_holds_says_what_to_do(dtype: torch.dtype) -> None:
 
 F4 = torch.float4_e2m1fn_x2
 UNWRITABLE = {
-    "twice": ([("w", torch.int8, (1,)), ("w", torch.int8, (1,))], None, "two tensors of a file have this name"),
+    "twice": (
+        [("w", torch.int8, (1,)), ("w", torch.int8, (1,))],
+        None,
+        "two tensors of a file have this name",
+    ),
     "taken": ([("__metadata__", torch.int8, (1,))], None, "two tensors of a file have this name"),
     "huge": ([("w", torch.int64, (2**31, 2**31))], None, "no file holds"),
     "huge together": ([("v", torch.int8, (2**62,)), ("w", torch.int8, (2**62,))], None, "w: no file holds"),
@@ -110,7 +116,11 @@ UNWRITABLE = {
     "half a byte": ([("w", F4, ())], None, "without a dimension"),
     "no text": ([("\ud800", torch.int8, (1,))], None, "cannot be stored as JSON"),
     "metadata": ([("w", torch.int8, (1,))], {"a": 1}, "words to words"),
-    "too many names": ([("n" * 50_100_000, torch.int8, (0,)), ("m" * 50_100_000, torch.int8, (0,))], None, "several files"),
+    "too many names": (
+        [("n" * 50_100_000, torch.int8, (0,)), ("m" * 50_100_000, torch.int8, (0,))],
+        None,
+        "several files",
+    ),
 }
 
 
@@ -164,7 +174,10 @@ HOSTILE = {
     "shape smaller than bytes": (changed(shape=[2]), "needs 8 bytes"),
     "shape larger than bytes": (changed(shape=[4]), "needs 16 bytes"),
     "half bytes odd": (put({"w": {"dtype": "F4", "shape": [3], "data_offsets": [0, 2]}}, 2), "the shape"),
-    "half bytes without dimension": (put({"w": {"dtype": "F4", "shape": [], "data_offsets": [0, 1]}}, 1), "the shape"),
+    "half bytes without dimension": (
+        put({"w": {"dtype": "F4", "shape": [], "data_offsets": [0, 1]}}, 1),
+        "the shape",
+    ),
     "places: one": (changed(data_offsets=[4]), "not two places"),
     "places: words": (changed(data_offsets="ab"), "not two places"),
     "places: floats": (changed(data_offsets=[4.0, 16]), "not two places"),
@@ -189,7 +202,10 @@ def test_what_is_no_such_file_is_refused(name: str) -> None:
 
 def test_the_good_one_of_the_table_passes() -> None:
     text = put(GOOD)
-    assert {name: slot.shape for name, slot in decode(text, len(text), "x").items()} == {"v": (2, 2), "w": (3,)}
+    assert {name: slot.shape for name, slot in decode(text, len(text), "x").items()} == {
+        "v": (2, 2),
+        "w": (3,),
+    }
 
 
 def test_a_header_bomb_is_refused_unread() -> None:
@@ -226,5 +242,7 @@ def test_every_truncation_is_seen() -> None:
 def test_every_dtype_that_holds_whole_numbers_of_bytes_has_a_name() -> None:
     assert len(DTYPES) == len(NAMES)
     torches = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-    left = {str(d)[6:] for d in torches - set(NAMES)}  # bcomplex32 came with torch 2.15, and safetensors has no name for it
+    left = {
+        str(d)[6:] for d in torches - set(NAMES)
+    }  # bcomplex32 came with torch 2.15, and safetensors has no name for it
     assert all(re.fullmatch("bits.*|q.*|u?int[1-7]|bcomplex32", name) for name in left), left

@@ -81,9 +81,13 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("root", "async_"), [("folder", False), ("folder", True), ("memory", False), ("s3", True)], indirect=["root"]
+    ("root", "async_"),
+    [("folder", False), ("folder", True), ("memory", False), ("s3", True)],
+    indirect=["root"],
 )
-def test_their_files_are_part_of_it(root: str, async_: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_their_files_are_part_of_it(
+    root: str, async_: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     place = f"{root}/checkpoint-7"
@@ -99,7 +103,9 @@ def test_their_files_are_part_of_it(root: str, async_: bool, tmp_path: Path, mon
     assert not [name for name in os.listdir(tmp_path / "tmp") if name.startswith("easymp-")]
     assert [entry.name for entry in list_checkpoints(root)] == ["checkpoint-7"]
     found = inspect(place)
-    assert found.extra == tuple(name for name in found.files if name.startswith("unet")) and sorted(found.extra) == list(NAMES)
+    assert found.extra == tuple(name for name in found.files if name.startswith("unet")) and sorted(
+        found.extra
+    ) == list(NAMES)
     assert not any(tensor.name.startswith("model/") for tensor in found.tensors)
     assert verify(place) == []
     if "://" not in root:
@@ -107,15 +113,19 @@ def test_their_files_are_part_of_it(root: str, async_: bool, tmp_path: Path, mon
         assert (Path(place) / "unet/config.json").read_text() == "{}"
 
 
-def test_they_are_compared_merged_shown_and_go_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_they_are_compared_merged_shown_and_go_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Run(tmp_path) as run:
         for _ in range(3):
             run.step()
             run.acc.save_state()
     steps = [tmp_path / "checkpoints" / f"step-0000000{i}" for i in (1, 2, 3)]
-    assert [it.path.partition("/crc32")[0] for it in diff(steps[0], steps[1]).states if it.path.startswith("extra")] == [
-        "extra/unet/weights.safetensors"
-    ]
+    assert [
+        it.path.partition("/crc32")[0]
+        for it in diff(steps[0], steps[1]).states
+        if it.path.startswith("extra")
+    ] == ["extra/unet/weights.safetensors"]
     merge(steps[2], tmp_path / "merged", all=True)
     assert verify(tmp_path / "merged") == [] and diff(steps[2], tmp_path / "merged").same
     with Run() as run:
@@ -157,7 +167,9 @@ def test_damage_is_found_before_hooks_see_it(tmp_path: Path) -> None:
             damage(place / "unet/config.json")
             with pytest.raises(CheckpointError, match=f"was not loaded, and nothing has changed: .*{words}"):
                 run.acc.load_state(place)
-            assert {it.file for it in verify(place)} == (set(NAMES) if damage is link_above else {"unet/config.json"})
+            assert {it.file for it in verify(place)} == (
+                set(NAMES) if damage is link_above else {"unet/config.json"}
+            )
         assert torch.equal(run.weight(), weight) and len(run.given) == given
         older = run.acc.save_state()
         run.step()
@@ -239,7 +251,11 @@ def _together(folder: str) -> Any:
         run.acc.load_state(place)
         same = torch.equal(run.weight(), weight)
         said = []
-        for hook in (write("differs", str(rank)), fail if rank else write("a"), write("one") if rank else write("one/a")):
+        for hook in (
+            write("differs", str(rank)),
+            fail if rank else write("a"),
+            write("one") if rank else write("one/a"),
+        ):
             handle = run.acc.register_save_state_pre_hook(hook)
             with pytest.raises((CheckpointError, ZeroDivisionError)) as caught:
                 run.acc.save_state()
@@ -260,7 +276,9 @@ def test_files_of_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
     place = tmp_path / "checkpoints" / "step-00000001"
     assert verify(place) == []
     assert sorted(inspect(place).extra) == sorted(["all.json", "ranks/0.json", "ranks/1.json", *NAMES])
-    assert not any(tensor.name.startswith("model/") for tensor in inspect(place).tensors), "the main process left none to save"
+    assert not any(tensor.name.startswith("model/") for tensor in inspect(place).tensors), (
+        "the main process left none to save"
+    )
     assert sorted(os.listdir(place.parent)) == ["latest", "step-00000001"]
 
 
@@ -306,7 +324,13 @@ def _whole_weights_of(folder: str, label: str) -> Any:
     step()
     there = inspect(place)
     kept = [tensor.name for tensor in there.tensors if tensor.name.startswith("model/")]
-    found = (all(map(torch.equal, before, again)), all(map(torch.equal, after, values())), kept, there.extra, verify(place))
+    found = (
+        all(map(torch.equal, before, again)),
+        all(map(torch.equal, after, values())),
+        kept,
+        there.extra,
+        verify(place),
+    )
     acc.close()
     return found
 
@@ -315,4 +339,6 @@ def _whole_weights_of(folder: str, label: str) -> Any:
 def test_whole_weights_of_models_in_parts(ranks: Ranks, tmp_path: Path) -> None:
     labels = ["ddp", "zero1", "fsdp", "tensor_parallel", "pipeline"]
     for found in ranks(_whole_weights, str(tmp_path), labels, processes=2):
-        assert dict(zip(labels, found)) == dict.fromkeys(labels, (True, True, [], ("whole/model.safetensors",), []))
+        assert dict(zip(labels, found)) == dict.fromkeys(
+            labels, (True, True, [], ("whole/model.safetensors",), [])
+        )

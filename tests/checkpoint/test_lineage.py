@@ -32,7 +32,9 @@ class Run:
 
     def __init__(self, place: str, limit: int | None = None, pace: float = 1.0) -> None:
         self.acc = Accelerator(
-            project_config=ProjectConfiguration(place, total_limit=limit), log_with="none", save_on_signal=False
+            project_config=ProjectConfiguration(place, total_limit=limit),
+            log_with="none",
+            save_on_signal=False,
         )
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
@@ -104,7 +106,9 @@ def names(place: str) -> list[str]:
 
 
 @pytest.mark.parametrize("async_", [False, True])
-def test_going_on_from_an_older_step_leaves_the_newer_ones_aside(place: str, async_: bool, caplog: Any) -> None:
+def test_going_on_from_an_older_step_leaves_the_newer_ones_aside(
+    place: str, async_: bool, caplog: Any
+) -> None:
     with run(place, limit=3) as it:
         it.to(8)
         it.acc.save_state(f"{place}/kept")
@@ -141,7 +145,9 @@ def test_a_name_of_the_abandoned_line_is_taken_and_both_stay(place: str, caplog:
         "step-00000010": "",
         "step-00000012": "newest",
     }
-    aside = next(e.name for e in list_checkpoints(f"{place}/checkpoints") if e.name.startswith("step-00000012.line-"))
+    aside = next(
+        e.name for e in list_checkpoints(f"{place}/checkpoints") if e.name.startswith("step-00000012.line-")
+    )
     assert verify(f"{place}/checkpoints/{aside}") == []
     with run(place, load=aside) as it:
         assert it.weight == 12
@@ -212,7 +218,10 @@ def test_a_damaged_last_one_gives_way_to_what_it_was_continued_from(tmp_path: Pa
     assert (states["step-00000010"], states["step-00000012"]) == ("abandoned", "newest")
     for step in (8, 12):
         flip(tmp_path / f"checkpoints/step-{step:08d}/model-00001-of-00001.safetensors", -1)
-    with run(place) as it, pytest.raises(CheckpointError, match=r"no checkpoint is whole any more: .*not on the current line"):
+    with (
+        run(place) as it,
+        pytest.raises(CheckpointError, match=r"no checkpoint is whole any more: .*not on the current line"),
+    ):
         it.acc.resume()
 
 
@@ -250,7 +259,9 @@ def test_folders_of_the_first_release(tmp_path: Path) -> None:
 def test_a_clock_that_went_back_changes_no_order(tmp_path: Path) -> None:
     with run(str(tmp_path)) as it:
         it.to(2)
-    lineage = json.loads((tmp_path / "checkpoints/step-00000002/manifest.json").read_bytes())["plan"]["lineage"]
+    lineage = json.loads((tmp_path / "checkpoints/step-00000002/manifest.json").read_bytes())["plan"][
+        "lineage"
+    ]
     rewrite(tmp_path / "checkpoints/step-00000002", lineage, written="2999-01-01T00:00:00.000000+00:00")
     with run(str(tmp_path)) as it:
         it.to(1)
@@ -272,7 +283,9 @@ def test_the_command_lists_lines(tmp_path: Path) -> None:
 
 
 def easymp(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "easymp", *words], capture_output=True, text=True, timeout=100, check=True)
+    return subprocess.run(
+        [sys.executable, "-m", "easymp", *words], capture_output=True, text=True, timeout=100, check=True
+    )
 
 
 # -- one run a folder --------------------------------------------------------------------------------------------------
@@ -359,7 +372,9 @@ def test_a_second_live_run_is_refused_and_a_dead_one_is_not_waited_for(ranks: Ra
             it.to(3)
 
 
-def test_a_folder_that_is_read_only_can_be_resumed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_read_only_can_be_resumed_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with run(str(tmp_path)) as it:
         it.to(1)
     real = os.open

@@ -55,7 +55,13 @@ class Run:
         tensors = [copied(t) for t in self.model.state_dict().values()]
         tensors += [copied(t) for s in self.optimizer.state.values() for t in s.values()]
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        return [tensors, groups, self.optimizer.updates, self.schedule.state_dict(), self.acc.scaler.state_dict()]
+        return [
+            tensors,
+            groups,
+            self.optimizer.updates,
+            self.schedule.state_dict(),
+            self.acc.scaler.state_dict(),
+        ]
 
 
 @contextmanager
@@ -88,7 +94,11 @@ MISFITS = {
 @pytest.mark.parametrize("name", MISFITS)
 def test_another_model_is_an_error_that_says_how_it_differs(saved: Path, name: str) -> None:
     model, pattern = MISFITS[name]
-    with (run := Run(model)).acc as acc, unchanged(run), pytest.raises(CheckpointError, match=pattern) as caught:
+    with (
+        (run := Run(model)).acc as acc,
+        unchanged(run),
+        pytest.raises(CheckpointError, match=pattern) as caught,
+    ):
         acc.load_state(saved)
     assert "nothing has changed" in str(caught.value) and "strict=False" in str(caught.value)
 
@@ -110,7 +120,9 @@ def test_without_strict_what_fits_is_loaded_and_what_does_not_is_said(saved: Pat
         assert torch.equal(run.model[0].weight, one[0].weight) and torch.equal(run.model[1].weight, before)
         assert run.optimizer.state[run.model[0].weight]["exp_avg"].shape == (4, 3)
         assert any("1.weight has shape" in words for words in found.skipped)
-        assert any("remembers parameters of another shape: model/1.weight" in words for words in found.skipped)
+        assert any(
+            "remembers parameters of another shape: model/1.weight" in words for words in found.skipped
+        )
         acc.backward(run.model(torch.ones(1, 3)).sum())
         run.optimizer.step()
     assert "skipped: model: 1.weight has shape" in caplog.text
@@ -119,7 +131,8 @@ def test_without_strict_what_fits_is_loaded_and_what_does_not_is_said(saved: Pat
 def test_what_was_saved_and_is_not_prepared_is_named(saved: Path) -> None:
     with Accelerator(cpu=True) as acc:
         with pytest.raises(
-            CheckpointError, match=r"nothing here takes model; optimizer; .*prepare what was saved before loading"
+            CheckpointError,
+            match=r"nothing here takes model; optimizer; .*prepare what was saved before loading",
         ):
             acc.load_state(saved)
     with Accelerator(cpu=True) as acc:
@@ -147,7 +160,9 @@ def rewritten(folder: Path, old: str, new: str) -> None:
         ('"1.weight":{', '"1.weight":[{', "no JSON|JSON"),
     ],
 )
-def test_a_manifest_that_says_something_else_changes_nothing(saved: Path, old: str, new: str, pattern: str) -> None:
+def test_a_manifest_that_says_something_else_changes_nothing(
+    saved: Path, old: str, new: str, pattern: str
+) -> None:
     rewritten(saved, old, new)
     with (run := Run(net(3, 4, 2))).acc as acc, unchanged(run), pytest.raises(CheckpointError, match=pattern):
         acc.load_state(saved)
@@ -184,9 +199,12 @@ def damaged(folder: Path, which: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("which", "words"), [("file", "model-00002-of-00002"), ("schedule", "state/scheduler_0: ValueError: not this one")]
+    ("which", "words"),
+    [("file", "model-00002-of-00002"), ("schedule", "state/scheduler_0: ValueError: not this one")],
 )
-def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(ranks: Any, tmp_path: Path, which: str, words: str) -> None:
+def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(
+    ranks: Any, tmp_path: Path, which: str, words: str
+) -> None:
     said = ranks(damaged, tmp_path / "a", which)
     assert said[0] == said[1]
     assert "rank 1: " in said[0] and words in said[0] and "nothing has changed" in said[0]
@@ -200,7 +218,8 @@ def test_an_object_that_cannot_be_put_back_is_named(saved: Path) -> None:
 
         run.schedule.scheduler.load_state_dict = refuse
         with pytest.raises(
-            CheckpointError, match="was not loaded: state/scheduler_0: ValueError: never; state/scheduler_0 could not be"
+            CheckpointError,
+            match="was not loaded: state/scheduler_0: ValueError: never; state/scheduler_0 could not be",
         ):
             acc.load_state(saved)
 
@@ -260,14 +279,19 @@ def shorten(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [(flip, "block 0 .* is not what was written"), (shorten, "ends at byte 100 while it is read")]
+    ("change", "words"),
+    [(flip, "block 0 .* is not what was written"), (shorten, "ends at byte 100 while it is read")],
 )
-def test_a_file_that_changes_after_it_was_verified_is_said(saved: Path, change: Callable[[Path], None], words: str) -> None:
+def test_a_file_that_changes_after_it_was_verified_is_said(
+    saved: Path, change: Callable[[Path], None], words: str
+) -> None:
     (file,) = saved.glob("model-0*")
     content = file.read_bytes()
     with (run := Run(net(3, 4, 2), 2)).acc as acc:
         meanwhile(run, lambda: change(file))
-        with pytest.raises(CheckpointError, match=f"was loaded in part, .* load this or another checkpoint .*{words}") as caught:
+        with pytest.raises(
+            CheckpointError, match=f"was loaded in part, .* load this or another checkpoint .*{words}"
+        ) as caught:
             acc.load_state(saved)
         assert "nothing has changed" not in str(caught.value)
         file.write_bytes(content)
@@ -344,7 +368,14 @@ class Counting(LocalStorage):
         self.bytes: dict[str, int] = {}
         self.requests = 0
 
-    def fetch(self, name: str, size: int, checksums: Any, wanted: Sequence[tuple[int, memoryview]], tick: Tick = nothing) -> None:
+    def fetch(
+        self,
+        name: str,
+        size: int,
+        checksums: Any,
+        wanted: Sequence[tuple[int, memoryview]],
+        tick: Tick = nothing,
+    ) -> None:
         group = name.rpartition("/")[2].partition("-")[0]
         self.bytes[group] = self.bytes.get(group, 0) + sum(len(view) for _, view in wanted)
         self.requests += len(wanted)

@@ -39,7 +39,9 @@ def _no_trial_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @WAYS
 @pytest.mark.parametrize("operation", ["create", "allocate", "write", "fsync", "close"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT], ids=errno.errorcode.get
+)
 def test_what_the_system_refuses_is_an_error_with_its_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, direct: bool, operation: str, code: int
 ) -> None:
@@ -60,12 +62,16 @@ def test_what_the_system_refuses_is_an_error_with_its_name(
 
 @WAYS
 @pytest.mark.parametrize("most", [1_000_003, 4096 * 70, 4096 * 100 + 1])
-def test_short_writes_go_on_where_they_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, direct: bool, most: int) -> None:
+def test_short_writes_go_on_where_they_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, direct: bool, most: int
+) -> None:
     def shorten(do: Do, name: str, path: str, call: Do, *arguments: Any) -> Any:
         if name == "write":
             descriptor, (view, *_), at = arguments
             return (
-                do(name, path, os.pwrite, descriptor, view[:most], at) if len(view) > most else do(name, path, call, *arguments)
+                do(name, path, os.pwrite, descriptor, view[:most], at)
+                if len(view) > most
+                else do(name, path, call, *arguments)
             )
         return do(name, path, call, *arguments)
 
@@ -84,7 +90,9 @@ def staged(data: bytes) -> memoryview:
 
 
 def test_a_disk_that_writes_nothing_does_not_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    through(monkeypatch, lambda do, name, path, call, *rest: 0 if name == "write" else do(name, path, call, *rest))
+    through(
+        monkeypatch, lambda do, name, path, call, *rest: 0 if name == "write" else do(name, path, call, *rest)
+    )
     with pytest.raises(OSError, match="wrote nothing"):
         LocalStorage(tmp_path).put("file", [b"abc"], 3)
 
@@ -116,7 +124,9 @@ def test_without_o_direct_files_go_through_the_page_cache(
 
 
 @pytest.mark.parametrize("slow", ["past", "through"])
-def test_the_quicker_way_is_found_and_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: str) -> None:
+def test_the_quicker_way_is_found_and_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: str
+) -> None:
     """By a clock that only the writes of the slow way move on."""
     plain, ticks = [], []
 
@@ -142,7 +152,9 @@ def test_the_quicker_way_is_found_and_remembered(monkeypatch: pytest.MonkeyPatch
 
 
 @WAYS
-def test_the_order_in_which_a_file_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, direct: bool) -> None:
+def test_the_order_in_which_a_file_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, direct: bool
+) -> None:
     said = []
     through(monkeypatch, lambda do, name, *call: (said.append(name), do(name, *call))[1])
     data = content(2 * BLOCK)
@@ -173,15 +185,28 @@ def test_links_pipes_and_folders_are_no_files(tmp_path: Path) -> None:
             storage.get(name, 10)
         with pytest.raises(CheckpointError, match=why):
             storage.fetch(name, 3, crcs(b"abc"), [(0, memoryview(bytearray(3)))])
-    assert [storage.size(name) for name in ("link", "pipe", "real", "linked/file", "real/file")] == [None, None, None, None, 3]
-    assert [storage.list(name) for name in ("link", "linked", "linked/real", "real")] == [[], [], [], ["file"]]
+    assert [storage.size(name) for name in ("link", "pipe", "real", "linked/file", "real/file")] == [
+        None,
+        None,
+        None,
+        None,
+        3,
+    ]
+    assert [storage.list(name) for name in ("link", "linked", "linked/real", "real")] == [
+        [],
+        [],
+        [],
+        ["file"],
+    ]
     assert LocalStorage(tmp_path / "linked").list() == ["file"], "what the user names may be a link"
     for name in ("linked/file", "linked/other"):
         with pytest.raises(CheckpointError, match="a link"):
             storage.put(name, [b"abc"], 3)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     data = content(2 * BLOCK)
     storage = LocalStorage(tmp_path)
     checksums = storage.put("file", [data], len(data))
@@ -213,7 +238,9 @@ def test_short_reads_go_on_where_they_stopped(monkeypatch: pytest.MonkeyPatch, t
     assert all(view == data[at : at + len(view)] for at, view in wanted)
 
 
-def test_a_disk_that_cannot_be_read_is_an_error_with_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_disk_that_cannot_be_read_is_an_error_with_the_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def fail(do: Do, name: str, path: str, call: Do, *arguments: Any) -> Any:
         def act(*_: Any) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -274,21 +301,28 @@ def test_two_folders_swap_names(tmp_path: Path) -> None:
         storage.make(folder)
         storage.put(f"{folder}/{folder}", [b"1"], 1)
     swapped = storage.exchange("one", "two")
-    assert [storage.list("one"), storage.list("two")] == ([["two"], ["one"]] if swapped else [["one"], ["two"]])
+    assert [storage.list("one"), storage.list("two")] == (
+        [["two"], ["one"]] if swapped else [["one"], ["two"]]
+    )
     if not swapped:
         return  # it says so, and has changed nothing: some file systems cannot
     with pytest.raises(FileNotFoundError):
         storage.exchange("one", "three")
 
 
-def test_commit_is_gone_for_good_before_the_rest_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commit_is_gone_for_good_before_the_rest_goes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     storage = LocalStorage(tmp_path)
     storage.make("step/inner")
     for name in ("A", COMMIT, "inner/z"):
         storage.put(f"step/{name}", [b"1"], 1)
     (tmp_path / "step" / "link").symlink_to(tmp_path)
     said = []
-    through(monkeypatch, lambda do, name, path, *call: (said.append((name, Path(path).name)), do(name, path, *call))[1])
+    through(
+        monkeypatch,
+        lambda do, name, path, *call: (said.append((name, Path(path).name)), do(name, path, *call))[1],
+    )
     storage.remove("step")
     assert [s for s in said if s[0] in calls.CHANGES] == [
         ("unlink", COMMIT), ("fsync directory", "step"),

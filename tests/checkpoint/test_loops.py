@@ -24,7 +24,9 @@ class Died(Exception):
 class Run:
     """A training on two loaders, whose loop says where it is; it dies with the save at the place `at`."""
 
-    def __init__(self, folder: Path, at: str = "", lengths: tuple[int, int] = (12, 12), **options: Any) -> None:
+    def __init__(
+        self, folder: Path, at: str = "", lengths: tuple[int, int] = (12, 12), **options: Any
+    ) -> None:
         self.acc = Accelerator(mixed_precision="no", seed=3, project_dir=folder, **options)
         model = nn.Linear(12, 5)
         given = torch.optim.AdamW(model.parameters(), 0.1)
@@ -115,8 +117,16 @@ LOOPS: dict[str, tuple[Callable[[Run], None], dict[str, Any], list[str]]] = {
     "zip with a shorter one": (zipped, {"lengths": (12, 8)}, ["step 2", "end 1"]),
     "an endless one beside": (endless_beside, {"lengths": (12, 16)}, ["end 1", "step 2", "end 0", "step 5"]),
     "zip in windows": (zipped, {"lengths": (12, 8), **WINDOWS}, ["step 1", "step 2", "step 3"]),
-    "an endless one beside windows": (endless_beside, {"lengths": (12, 16), **WINDOWS}, ["step 3", "step 1", "step 2", "end 1"]),
-    "one that is begun again": (begun_again_when_empty, {"lengths": (12, 8)}, ["end 1", "step 2", "step 3", "end 2"]),
+    "an endless one beside windows": (
+        endless_beside,
+        {"lengths": (12, 16), **WINDOWS},
+        ["step 3", "step 1", "step 2", "end 1"],
+    ),
+    "one that is begun again": (
+        begun_again_when_empty,
+        {"lengths": (12, 8)},
+        ["end 1", "step 2", "step 3", "end 2"],
+    ),
     "a count of steps": (a_count_of_steps, {}, ["step 3", "step 1", "step 2", "end 0", "end 1"]),
     "two zips": (two_zips, {}, ["step 4", "step 1", "step 3", "step 6", "end 0"]),
     "the sampler's own random order": (plain, UNSEEDED, ["step 3", "step 2", "end 0", "step 6"]),

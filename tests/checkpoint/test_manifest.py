@@ -26,13 +26,21 @@ GOOD = Manifest(
     made_by="easymp 0.1.0",
     plan={"strategy": {"value": "fsdp", "reason": "it was asked for", "source": "asked"}, "processes": 2},
     tensors={
-        "model/w": Stored(torch.float32, (4, 2), (Piece(Box((0, 0), (2, 2)), A, 4096), Piece(Box((2, 0), (2, 2)), B, 4096))),
+        "model/w": Stored(
+            torch.float32, (4, 2), (Piece(Box((0, 0), (2, 2)), A, 4096), Piece(Box((2, 0), (2, 2)), B, 4096))
+        ),
         "model/b": Stored(torch.bfloat16, (), (Piece(whole(()), A, 4112),)),
         "model/empty": Stored(torch.int64, (0, 3), (Piece(whole((0, 3)), B, 4112),)),
         "model/nowhere": Stored(torch.complex128, (0,), ()),
     },
-    files={A: FileRecord(4114, (1,)), B: FileRecord(BLOCK + 1, (0, 2**32 - 1)), "index.json": FileRecord(0, ())},
-    states={"state/scheduler": {"last": 3, "of": {"$": "tuple", "items": [{"$": "tensor", "name": "model/b"}]}}},
+    files={
+        A: FileRecord(4114, (1,)),
+        B: FileRecord(BLOCK + 1, (0, 2**32 - 1)),
+        "index.json": FileRecord(0, ()),
+    },
+    states={
+        "state/scheduler": {"last": 3, "of": {"$": "tuple", "items": [{"$": "tensor", "name": "model/b"}]}}
+    },
     aliases={"model/head": "model/w"},
 )
 
@@ -79,7 +87,9 @@ def manifests(draw: st.DrawFn) -> Manifest:
         name: FileRecord(end, tuple(draw(st.integers(0, 2**32 - 1)) for _ in range(-(-end // BLOCK))))
         for name, end in ends.items()
     }
-    state = pack(draw(st.dictionaries(words, st.integers() | st.tuples(st.floats()), max_size=3)), "state", {})
+    state = pack(
+        draw(st.dictionaries(words, st.integers() | st.tuples(st.floats()), max_size=3)), "state", {}
+    )
     number = st.integers(1, 2**63 - 1)
     return dataclasses.replace(
         GOOD,
@@ -129,12 +139,18 @@ BAD: dict[str, tuple[bytes, str]] = {
     "version 2 without": (edited(version=2), "lacks 'extra'"),
     "files of hooks as a list": (edited(version=2, extra=[]), "as extra, and should have a table"),
     "file of a hook without a size": (edited(version=2, extra={"a": {"crc32": []}}), "lacks 'size'"),
-    "file of a hook of more blocks": (edited(version=2, extra={"a": {"size": 1, "crc32": []}}), "so 1 checksums"),
+    "file of a hook of more blocks": (
+        edited(version=2, extra={"a": {"size": 1, "crc32": []}}),
+        "so 1 checksums",
+    ),
     "tensor in a file of a hook": (
         edited(version=2, extra={"a": {"size": 4114, "crc32": [1]}}, tensors__w__pieces__0__2="a"),
         "none of the files",
     ),
-    "file and folder of hooks": (edited(version=2, extra={"a/B": FILE, "A/b/c": FILE}), "is a file of a hook, and a folder"),
+    "file and folder of hooks": (
+        edited(version=2, extra={"a/B": FILE, "A/b/c": FILE}),
+        "is a file of a hook, and a folder",
+    ),
     "files of hooks of one name": (edited(version=2, extra={"a/b": FILE, "A/B": FILE}), "have one name"),
     "version 0": (edited(version=0), "its version is 0"),
     "version True": (edited(version=True), "its version is True"),
@@ -191,7 +207,10 @@ BAD: dict[str, tuple[bytes, str]] = {
     "alias that is stored": (edited(aliases={"model/b": "model/w"}), "too"),
     "alias of a list": (edited(aliases={"a": []}), "as of"),
     "state of an unknown kind": (edited(states={"a": {"$": "pickle"}}), "'a': .*'pickle'"),
-    "state with a tensor that is not there": (edited(states={"a": {"$": "tensor", "name": "b"}}), "which is not stored"),
+    "state with a tensor that is not there": (
+        edited(states={"a": {"$": "tensor", "name": "b"}}),
+        "which is not stored",
+    ),
 }
 for _name in (
     "",
@@ -211,14 +230,40 @@ for _name in (
     "é" * 101,
     "\u202ea",
 ):
-    BAD[f"file called {_name!r}"] = (edited(files={**json.loads(GOOD.encode())["files"], _name: FILE}), "no plain name")
+    BAD[f"file called {_name!r}"] = (
+        edited(files={**json.loads(GOOD.encode())["files"], _name: FILE}),
+        "no plain name",
+    )
 for _name in (
-    *("", ".", "..", "../a", "/a", "a/", "a//b", "a/../b", "./a", "a/.", "a\\b", "a\0b", "a/b\nc", "C:a", "a/b.", "a/ b"),
+    *(
+        "",
+        ".",
+        "..",
+        "../a",
+        "/a",
+        "a/",
+        "a//b",
+        "a/../b",
+        "./a",
+        "a/.",
+        "a\\b",
+        "a\0b",
+        "a/b\nc",
+        "C:a",
+        "a/b.",
+        "a/ b",
+    ),
     *("a/" + "é" * 101, "/".join(["a" * 100] * 8), "\u202ea/b"),
 ):
-    BAD[f"file of a hook called {_name!r}"] = (edited(version=2, extra={_name: FILE}), "no name that every file system takes")
+    BAD[f"file of a hook called {_name!r}"] = (
+        edited(version=2, extra={_name: FILE}),
+        "no name that every file system takes",
+    )
 for _name in ("COMMIT", "manifest.json", "Manifest.JSON/a", A, f"{A.upper()}/a", "index.json"):
-    BAD[f"file of a hook called {_name!r}"] = (edited(version=2, extra={_name: FILE}), "one that is the checkpoint's own")
+    BAD[f"file of a hook called {_name!r}"] = (
+        edited(version=2, extra={_name: FILE}),
+        "one that is the checkpoint's own",
+    )
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -79,7 +79,9 @@ def test_all_of_it_is_a_checkpoint_with_whole_tensors(samples: Path, tmp_path: P
 
 
 def weights_of_model(folder: Path) -> dict[str, torch.Tensor]:
-    return {n: t for f in folder.glob("model-*.safetensors") for n, t in safetensors.torch.load_file(f).items()}
+    return {
+        n: t for f in folder.glob("model-*.safetensors") for n, t in safetensors.torch.load_file(f).items()
+    }
 
 
 def go_on(strategy: str, folder: str) -> tuple[float, dict[str, torch.Tensor]]:
@@ -115,7 +117,9 @@ def test_what_is_damaged_leaves_nothing(root: Path, tmp_path: Path, all_: bool) 
     flip(root / OF_TWO / "model-00002-of-00002.safetensors", -1)
     with pytest.raises(CheckpointError, match="model-00002-of-00002"):
         merge(root / OF_TWO, tmp_path / "out", all=all_)
-    assert not [f for f in tmp_path.rglob("*") if f.is_file() and "out" in str(f) and not f.name.startswith(".model")]
+    assert not [
+        f for f in tmp_path.rglob("*") if f.is_file() and "out" in str(f) and not f.name.startswith(".model")
+    ]
 
 
 def test_refusals(root: Path, tmp_path: Path) -> None:

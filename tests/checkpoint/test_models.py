@@ -46,7 +46,9 @@ class Odd(nn.Module):
         return x @ self.weight
 
 
-def round_trip(make: Callable[[int], nn.Module], folder: Path, **settings: Any) -> tuple[nn.Module, nn.Module]:
+def round_trip(
+    make: Callable[[int], nn.Module], folder: Path, **settings: Any
+) -> tuple[nn.Module, nn.Module]:
     """A model that was saved, and another one that took its place."""
     with Accelerator(cpu=True, **settings) as acc:
         before = acc.prepare(make(3))
@@ -83,7 +85,10 @@ def test_tied_tensors_are_written_once_and_stay_tied(tmp_path: Path) -> None:
     assert after[1].weight is after[0].weight and torch.equal(after[0].weight, before[0].weight)
     assert after[3].running_mean is after[2].running_mean and after[2].running_mean.tolist() == [3, 3]
     manifest = open_manifest(LocalStorage(tmp_path), "a")
-    assert manifest.aliases == {"model/1.weight": "model/0.weight", "model/3.running_mean": "model/2.running_mean"}
+    assert manifest.aliases == {
+        "model/1.weight": "model/0.weight",
+        "model/3.running_mean": "model/2.running_mean",
+    }
 
 
 def test_what_was_tied_may_be_apart_now_and_the_other_way_round(tmp_path: Path) -> None:
@@ -101,10 +106,14 @@ def test_what_was_tied_may_be_apart_now_and_the_other_way_round(tmp_path: Path) 
     with Accelerator(cpu=True) as acc:
         apart = acc.prepare(make(False))
         acc.load_state(tmp_path / "True")
-        assert torch.equal(apart[1].weight, models[True][0].weight) and torch.equal(apart[0].weight, models[True][0].weight)
+        assert torch.equal(apart[1].weight, models[True][0].weight) and torch.equal(
+            apart[0].weight, models[True][0].weight
+        )
     with Accelerator(cpu=True) as acc:
         acc.prepare(make(True))
-        with pytest.raises(CheckpointError, match=r"1\.weight and 0\.weight are one tensor here, and two in the checkpoint"):
+        with pytest.raises(
+            CheckpointError, match=r"1\.weight and 0\.weight are one tensor here, and two in the checkpoint"
+        ):
             acc.load_state(tmp_path / "False")
 
 
@@ -126,7 +135,9 @@ def test_names_are_those_of_the_plain_module(tmp_path: Path) -> None:
             model, optimizer = acc.prepare(model, torch.optim.Adam(model.parameters()))
             if load:
                 acc.load_state(folder)
-                return {n: s["exp_avg"] for (n, _), s in zip(model.named_parameters(), optimizer.state.values())}
+                return {
+                    n: s["exp_avg"] for (n, _), s in zip(model.named_parameters(), optimizer.state.values())
+                }
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter)
             optimizer.step()
@@ -137,7 +148,9 @@ def test_names_are_those_of_the_plain_module(tmp_path: Path) -> None:
         folder = tmp_path / makes[0].__name__
         before, after = (train(make, folder, load) for make, load in zip(makes, (False, True)))
         assert all(torch.equal(a, b) for a, b in zip(before.values(), after.values()))
-        assert sorted(n for n in open_manifest(LocalStorage(tmp_path), folder.name).tensors if n.startswith("model")) == [
+        assert sorted(
+            n for n in open_manifest(LocalStorage(tmp_path), folder.name).tensors if n.startswith("model")
+        ) == [
             "model/0.bias",
             "model/0.weight",
             "model/1.bias",

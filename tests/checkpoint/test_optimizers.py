@@ -119,13 +119,18 @@ def test_states_that_lie_in_one_another_here_and_not_in_the_checkpoint(tmp_path:
         model, optimizer = acc.prepare(model := net(), Alike(model.parameters(), lr=0.1))
         steps(acc, model, optimizer, 0, 2)
         acc.save_state(tmp_path / "a")
-        saved = [(p.detach().clone(), {k: v.clone() for k, v in optimizer.state[p].items()}) for p in model.parameters()]
+        saved = [
+            (p.detach().clone(), {k: v.clone() for k, v in optimizer.state[p].items()})
+            for p in model.parameters()
+        ]
     with Accelerator(cpu=True) as acc:
         model, optimizer = acc.prepare(model := net(5), Alike(model.parameters(), lr=0.1))
         steps(acc, model, optimizer, 0, 1)
         acc.load_state(tmp_path / "a")
         for p, (weight, state) in zip(model.parameters(), saved):
-            assert torch.equal(p, weight) and all(torch.equal(optimizer.state[p][k], v) for k, v in state.items())
+            assert torch.equal(p, weight) and all(
+                torch.equal(optimizer.state[p][k], v) for k, v in state.items()
+            )
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -196,12 +201,20 @@ def test_a_load_state_dict_that_fails_leaves_all_as_it_was(tmp_path: Path) -> No
         acc.save_state(tmp_path / "a")
         optimizer.given.calls = 7
         steps(acc, model, optimizer, 2, 3)
-        before, momentum = weights(model), [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
-        with pytest.raises(CheckpointError, match="nothing has changed: optimizer: ValueError: an unlucky number"):
+        before, momentum = (
+            weights(model),
+            [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()],
+        )
+        with pytest.raises(
+            CheckpointError, match="nothing has changed: optimizer: ValueError: an unlucky number"
+        ):
             acc.load_state(tmp_path / "a")
         assert optimizer.given.calls == 8
         assert all(torch.equal(a, b) for a, b in zip(before, weights(model)))
-        assert all(torch.equal(m, optimizer.state[p]["momentum_buffer"]) for m, p in zip(momentum, model.parameters()))
+        assert all(
+            torch.equal(m, optimizer.state[p]["momentum_buffer"])
+            for m, p in zip(momentum, model.parameters())
+        )
 
 
 def heard(strategy: str, folder: Path) -> None:
@@ -209,7 +222,9 @@ def heard(strategy: str, folder: Path) -> None:
     for load in (False, True):
         with Accelerator(cpu=True, strategy=strategy, fused=False, timeout=50) as acc:
             model = net(5 if load else 3)
-            model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.5 if load else 0.25))
+            model, optimizer = acc.prepare(
+                model, torch.optim.AdamW(model.parameters(), lr=0.5 if load else 0.25)
+            )
             steps(acc, model, optimizer, 0, 1 if load else 3)
             if not load:
                 acc.save_state(folder)
@@ -217,7 +232,12 @@ def heard(strategy: str, folder: Path) -> None:
             seen = []
 
             def hook(of: Any, seen: list[Any] = seen) -> None:
-                seen.append((of.param_groups[0]["lr"], [float(of.state[p]["step"]) for p in of.param_groups[0]["params"]]))
+                seen.append(
+                    (
+                        of.param_groups[0]["lr"],
+                        [float(of.state[p]["step"]) for p in of.param_groups[0]["params"]],
+                    )
+                )
 
             optimizer.register_load_state_dict_post_hook(hook)
             acc.load_state(folder)
@@ -246,12 +266,15 @@ def test_groups_and_parameters_may_stand_in_another_order(tmp_path: Path) -> Non
         other, optimizer = acc.prepare(other, groups(other, [1], [0]))
         acc.load_state(tmp_path / "a")
         assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.5]
-        assert all(torch.equal(m, optimizer.state[layer.weight]["exp_avg"]) for m, layer in zip(moments, other))
+        assert all(
+            torch.equal(m, optimizer.state[layer.weight]["exp_avg"]) for m, layer in zip(moments, other)
+        )
     with Accelerator(cpu=True) as acc:
         other = net(5)
         acc.prepare(other, groups(other, [1, 0]))
         with pytest.raises(
-            CheckpointError, match=r"optimizer: param group 0 has other parameters .* group 0: not in the .*'model/1"
+            CheckpointError,
+            match=r"optimizer: param group 0 has other parameters .* group 0: not in the .*'model/1",
         ):
             acc.load_state(tmp_path / "a")
 
@@ -280,7 +303,10 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
     for load in (False, True):
         with Accelerator(cpu=True) as acc:
             nets = [net(9 if load else i) for i in (1, 2)]
-            both = [torch.optim.SGD(nets[0].parameters(), 0.1, momentum=0.9), torch.optim.AdamW(nets[1].parameters())]
+            both = [
+                torch.optim.SGD(nets[0].parameters(), 0.1, momentum=0.9),
+                torch.optim.AdamW(nets[1].parameters()),
+            ]
             *nets, one, two = acc.prepare(*nets, *both)
             if load:
                 acc.load_state(tmp_path / "a")
@@ -294,7 +320,9 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found))
     with Accelerator(cpu=True) as acc:
         acc.prepare(net())
-        with pytest.raises(CheckpointError, match="nothing here takes model_1; optimizer; optimizer_1 of the checkpoint"):
+        with pytest.raises(
+            CheckpointError, match="nothing here takes model_1; optimizer; optimizer_1 of the checkpoint"
+        ):
             acc.load_state(tmp_path / "a")
 
 
@@ -338,7 +366,9 @@ def test_a_schedule_that_has_not_answered_an_update_yet_does_so(tmp_path: Path) 
         with Accelerator(cpu=True) as acc:
             model = net()
             optimizer: Any = torch.optim.SGD(model.parameters(), 1.0)
-            model, optimizer, schedule = acc.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+            model, optimizer, schedule = acc.prepare(
+                model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            )
             if load:
                 acc.load_state(tmp_path / "a")
             else:
@@ -356,7 +386,9 @@ def test_a_schedule_that_has_not_answered_an_update_yet_does_so(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("before", "after"), [("O2", "no"), ("no", "O2"), ("O2", "O2")])
-def test_masters_serve_as_fp32_weights_and_the_other_way_round(tmp_path: Path, before: str, after: str) -> None:
+def test_masters_serve_as_fp32_weights_and_the_other_way_round(
+    tmp_path: Path, before: str, after: str
+) -> None:
     found = []
     for precision in (before, after):
         with Accelerator(cpu=True, mixed_precision=precision) as acc:
@@ -429,7 +461,9 @@ def apart(folder: Path, load: bool) -> tuple[Tensor, Tensor]:
         if load:
             acc.load_state(folder)
         else:
-            steps(acc, model, optimizer, acc.process_index, acc.process_index + 3)  # the last one is not averaged
+            steps(
+                acc, model, optimizer, acc.process_index, acc.process_index + 3
+            )  # the last one is not averaged
             acc.save_state(folder)
         acc._run.world.settle()
         return model[0].weight.detach().clone(), optimizer.state[model[0].weight]["momentum_buffer"].clone()

@@ -23,18 +23,24 @@ def held(label: str, kind: str) -> dict[str, Any]:
     way = WAYS[label]
     options = {**way.options, **way.more.get(kind, {})}
     found: dict[str, Any] = {}
-    with Accelerator(mixed_precision="no", strategy=way.strategy, strategy_options=options, timeout=30) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy=way.strategy, strategy_options=options, timeout=30
+    ) as acc:
         model = make(kind)
         given: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         model, optimizer = acc.prepare(model, given)
         spread = acc._prepared.strategy
-        x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[spread.data_rank]
+        x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[
+            spread.data_rank
+        ]
         loss = model(x).square().mean()
         acc.backward(loss)
         optimizer.step()
         named: dict[str, Tensor] = dict(model.named_parameters())
         if way.strategy != "pipeline":
-            momenta = {f"momentum of {name}": given.state[p].get("momentum_buffer") for name, p in named.items()}
+            momenta = {
+                f"momentum of {name}": given.state[p].get("momentum_buffer") for name, p in named.items()
+            }
             named.update((name, m) for name, m in momenta.items() if m is not None)
         for name, tensor in (named | dict(model.named_buffers())).items():
             place = place_of(tensor)
@@ -49,8 +55,12 @@ def held(label: str, kind: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", [k if k in ("tied", "conv") else pytest.param(k, marks=pytest.mark.slow) for k in MODELS])
-@pytest.mark.parametrize(("label", "size"), [(label, size) for label, way in WAYS.items() for size in way.sizes])
+@pytest.mark.parametrize(
+    "kind", [k if k in ("tied", "conv") else pytest.param(k, marks=pytest.mark.slow) for k in MODELS]
+)
+@pytest.mark.parametrize(
+    ("label", "size"), [(label, size) for label, way in WAYS.items() for size in way.sizes]
+)
 def test_what_ranks_hold_is_the_whole(ranks, label: str, size: int, kind: str) -> None:
     several = ranks(held, label, kind, processes=size)
     expected = {name: t.shape for name, t in [*make(kind).named_parameters(), *make(kind).named_buffers()]}
@@ -62,14 +72,21 @@ def test_what_ranks_hold_is_the_whole(ranks, label: str, size: int, kind: str) -
             for box, view in mine:
                 assert tuple(view.shape) == box.shape
                 parts[box] = view
-                torch.testing.assert_close(view, truth[tuple(slice(o, o + n) for o, n in zip(*box))], rtol=0, atol=0)
+                torch.testing.assert_close(
+                    view, truth[tuple(slice(o, o + n) for o, n in zip(*box))], rtol=0, atol=0
+                )
         assert fault(shape, list(parts)) is None
 
 
 def test_a_rank_may_hold_nothing(ranks) -> None:
     """Five rows on four ranks: two, two, one, none."""
     rows = [rank["4.bias"][1] for rank in ranks(held, "fsdp", "mlp", processes=4)]
-    assert [[box for box, _ in parts] for parts in rows] == [[Box((0,), (2,))], [Box((2,), (2,))], [Box((4,), (1,))], []]
+    assert [[box for box, _ in parts] for parts in rows] == [
+        [Box((0,), (2,))],
+        [Box((2,), (2,))],
+        [Box((4,), (1,))],
+        [],
+    ]
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
@@ -86,7 +103,9 @@ def test_fsdp_over_tensor_parallel_cuts_the_parts_of_tensor_parallel() -> None:
                 for t in range(tensor):
                     parts = [*torch.arange(rows).chunk(tensor), *[torch.arange(0)] * tensor][t]
                     piece = [*parts.chunk(data), *[torch.arange(0)] * data][d].tolist()
-                    (runs,) = runs_held((rows,), (data, tensor), (d, t), [_StridedShard(0, split_factor=tensor), Shard(0)])
+                    (runs,) = runs_held(
+                        (rows,), (data, tensor), (d, t), [_StridedShard(0, split_factor=tensor), Shard(0)]
+                    )
                     assert [i for first, n in runs for i in range(first, first + n)] == piece
 
 
@@ -108,7 +127,9 @@ def in_several_places() -> tuple[Any, ...]:
         mesh = init_device_mesh("cpu", (2,))
         truth = torch.arange(24.0).view(3, 8)
         mine = [[0, 1, 4, 5], [2, 3, 6, 7]][mesh.get_rank()]
-        spread: Any = DTensor.from_local(truth[:, mine], mesh, [_StridedShard(1, split_factor=2)], shape=(3, 8), stride=(8, 1))
+        spread: Any = DTensor.from_local(
+            truth[:, mine], mesh, [_StridedShard(1, split_factor=2)], shape=(3, 8), stride=(8, 1)
+        )
         place = place_of(spread)
         assert place is not None
         with pytest.raises(CheckpointError, match=r"Partial.*redistribute"):

@@ -30,7 +30,9 @@ TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
         pytest.param(Case("fsdp", every=NEVER), 2, TERM, [0], 5, marks=pytest.mark.slow),
         pytest.param(Case("local_sgd", {"every": 3}, every=NEVER), 2, USR1, [0], 6, marks=pytest.mark.slow),
         pytest.param(Case("ddp", every=NEVER, workers=1), 2, TERM, [1], 6, marks=pytest.mark.slow),
-        pytest.param(Case("pipeline", {"microbatches": 2}, every=NEVER), 4, TERM, [2], 6, marks=pytest.mark.slow),
+        pytest.param(
+            Case("pipeline", {"microbatches": 2}, every=NEVER), 4, TERM, [2], 6, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: "" if isinstance(value, Case) else str(value),
 )
@@ -39,13 +41,17 @@ def test_a_signal_saves_on_all_ranks_and_the_next_run_goes_on(
 ) -> None:
     folder = str(tmp_path / "stopped")
     ended = ranks.fails(signalled, folder, case, number, to, step, processes=processes)
-    assert [(outcome.type, outcome.message) for outcome in ended] == [("SystemExit", str(RESTART))] * processes
+    assert [(outcome.type, outcome.message) for outcome in ended] == [
+        ("SystemExit", str(RESTART))
+    ] * processes
     again = ranks(train, folder, case, processes=processes)
     straight = ranks(train, str(tmp_path / "straight"), case, processes=processes)
     for one, other in zip(straight, again):
         assert other["resumed"] is not None
         assert other["seen"] == one["seen"][-len(other["seen"]) :] and len(other["seen"]) < len(one["seen"])
-        assert case.strategy == "local_sgd" or all(torch.equal(w, one["weights"][name]) for name, w in other["weights"].items())
+        assert case.strategy == "local_sgd" or all(
+            torch.equal(w, one["weights"][name]) for name, w in other["weights"].items()
+        )
 
 
 def again_later(folder: str, again: float, signals: list[tuple[int, float]]) -> None:
@@ -60,7 +66,9 @@ def again_later(folder: str, again: float, signals: list[tuple[int, float]]) -> 
 
 
 def test_one_signal_twice_at_once_is_one_and_another_later_ends_it(ranks: Ranks, tmp_path: Path) -> None:
-    (outcome,) = ranks.fails(again_later, str(tmp_path), 1000.0, [(TERM, 0), (TERM, 0.1), (USR1, 0)], processes=1)
+    (outcome,) = ranks.fails(
+        again_later, str(tmp_path), 1000.0, [(TERM, 0), (TERM, 0.1), (USR1, 0)], processes=1
+    )
     assert outcome.message == "the body went on"
     (outcome,) = ranks.fails(again_later, str(tmp_path), 0.1, [(TERM, 0), (TERM, 0.2)], processes=1)
     assert outcome.type == "SIGTERM"
@@ -99,5 +107,7 @@ def handlers(folder: str) -> list[Any]:
     return [kept, taken, heard, back, never]
 
 
-def test_handlers_come_with_resume_call_the_former_ones_and_go_with_the_accelerator(ranks: Ranks, tmp_path: Path) -> None:
+def test_handlers_come_with_resume_call_the_former_ones_and_go_with_the_accelerator(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     assert ranks(handlers, str(tmp_path), processes=1) == [[True, True, [int(signal.SIGUSR1)], True, True]]

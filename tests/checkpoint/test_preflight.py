@@ -32,7 +32,9 @@ def written(tmp_path: Path) -> tuple[LocalStorage, Manifest]:
     (tmp_path / STEP).mkdir()
     storage = LocalStorage(tmp_path)
     held = [(name, dtype, shape, box) for name, (dtype, shape, boxes) in shapes.items() for box in boxes]
-    head, slots = encode([(key(name, box, shape), dtype, box.shape) for name, dtype, shape, box in held], {"format": "pt"})
+    head, slots = encode(
+        [(key(name, box, shape), dtype, box.shape) for name, dtype, shape, box in held], {"format": "pt"}
+    )
     size = slots[-1].end
     pieces: dict[str, list[Piece]] = {}
     for (name, _, _, box), slot in zip(held, slots):
@@ -57,7 +59,11 @@ def table(path: Path, edit: Callable[[dict[str, dict[str, object]]], None]) -> N
     length = int.from_bytes(content[:8], "little")
     entries = json.loads(content[8 : 8 + length])
     edit(entries)
-    path.write_bytes(content[:8] + json.dumps(entries, separators=(",", ":")).encode().ljust(length) + content[8 + length :])
+    path.write_bytes(
+        content[:8]
+        + json.dumps(entries, separators=(",", ":")).encode().ljust(length)
+        + content[8 + length :]
+    )
 
 
 def swap(entries: dict[str, dict[str, object]]) -> None:

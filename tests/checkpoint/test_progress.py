@@ -86,7 +86,9 @@ def test_other_processes_say_nothing(terminal: bool) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_in_the_background_the_log_hears_of_the_end_alone(terminal: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_in_the_background_the_log_hears_of_the_end_alone(
+    terminal: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "easymp"):
         assert run(40, 0.5, terminal, background=True) == ""
         assert [r.getMessage() for r in caplog.records] == ["saved x: 64.0 MiB in 40.0 s, 1.6 MiB/s"]
@@ -105,7 +107,10 @@ def test_what_fails_is_not_said_to_be_done() -> None:
 
     with pytest.raises(OSError):
         save()
-    assert stream.getvalue().startswith("\rsaving x: 1.0 MiB, 341.3 KiB/s\r") and "saved" not in stream.getvalue()
+    assert (
+        stream.getvalue().startswith("\rsaving x: 1.0 MiB, 341.3 KiB/s\r")
+        and "saved" not in stream.getvalue()
+    )
     assert stream.getvalue().endswith(" \r")
 
 
@@ -157,7 +162,10 @@ def told(folder: str, asynchronous: bool) -> list[str]:
 def test_an_accelerator_speaks_on_its_main_process(tmp_path: Path, ranks: Any, asynchronous: bool) -> None:
     first, second = ranks(told, str(tmp_path / "x"), asynchronous)
     place = re.escape(str(tmp_path / "x"))
-    expected = [rf"saved {place} \(rank 0 of 2\): [\d.]+ KiB in", rf"loaded {place} \(rank 0 of 2\): [\d.]+ KiB in"]
+    expected = [
+        rf"saved {place} \(rank 0 of 2\): [\d.]+ KiB in",
+        rf"loaded {place} \(rank 0 of 2\): [\d.]+ KiB in",
+    ]
     for line, pattern in zip(first, expected[asynchronous:], strict=True):
         assert re.match(pattern, line)
     assert second == []

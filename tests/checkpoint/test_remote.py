@@ -59,7 +59,11 @@ def test_a_store_that_fails_is_an_error_with_the_url(
         patch.setattr(calls, "do", fail)
         with pytest.raises(OSError, match="RuntimeError: the token has expired") as caught:
             storage.put("file", [content(BLOCK + 1)], BLOCK + 1)
-    assert caught.value.errno == errno.EIO and caught.value.filename.endswith("/file") and "://" in caught.value.filename
+    assert (
+        caught.value.errno == errno.EIO
+        and caught.value.filename.endswith("/file")
+        and "://" in caught.value.filename
+    )
     assert storage.list() == []
 
 
@@ -68,7 +72,11 @@ def test_what_others_do_is_seen_at_once(storage: RemoteStorage) -> None:
     storage.list(), storage.list("step"), storage.size("step/late")
     other = type(storage._fs)(**{**storage._fs.storage_options, "skip_instance_cache": True})
     other.pipe_file(f"{storage._root}/step/late", b"there")
-    assert "late" in storage.list("step") and storage.size("step/late") == 5 and storage.get("step/late", 9) == b"there"
+    assert (
+        "late" in storage.list("step")
+        and storage.size("step/late") == 5
+        and storage.get("step/late", 9) == b"there"
+    )
     other.rm_file(f"{storage._root}/step/late")
     assert "late" not in storage.list("step") and storage.size("step/late") is None
 
@@ -137,7 +145,9 @@ class Hesitant(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_store_that_is_busy_changes_no_random_number_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_busy_changes_no_random_number_of_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Clients wait for a random time before they try again: a run whose store failed once would go on as another run."""
     pytest.importorskip("s3fs", reason="an optional package is not installed: s3fs (the extra 's3')")
     Hesitant.asked = 0
@@ -145,7 +155,12 @@ def test_a_store_that_is_busy_changes_no_random_number_of_the_training(monkeypat
     thread = Thread(target=server.serve_forever)
     thread.start()
     apart = {"connector_args": {"force_close": True, "keepalive_timeout": None}}
-    options = {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "key": "k", "secret": "s", "config_kwargs": apart}
+    options = {
+        "endpoint_url": f"http://127.0.0.1:{server.server_port}",
+        "key": "k",
+        "secret": "s",
+        "config_kwargs": apart,
+    }
     monkeypatch.setitem(fsspec.config.conf, "s3", options)
     before = random.getstate()
     try:
@@ -155,7 +170,9 @@ def test_a_store_that_is_busy_changes_no_random_number_of_the_training(monkeypat
     assert Hesitant.asked > 2 and random.getstate() == before
 
 
-def test_an_import_that_draws_changes_no_random_number_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_draws_changes_no_random_number_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "drawing_store.py").write_text(
         "import random\nfrom fsspec.implementations.memory import MemoryFileSystem\n\n"
         "random.random()\n\n\nclass Drawing(MemoryFileSystem):\n    protocol = 'drawing'\n"

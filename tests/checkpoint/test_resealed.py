@@ -48,7 +48,9 @@ class Run:
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         data = DataLoader(TensorDataset(torch.randn(12, 4)), batch_size=2, shuffle=True)
-        self.model, self.optimizer, self.schedule, self.loader = self.acc.prepare(net, optimizer, schedule, data)
+        self.model, self.optimizer, self.schedule, self.loader = self.acc.prepare(
+            net, optimizer, schedule, data
+        )
         for i, (x,) in enumerate(self.loader):
             self.acc.backward(self.model(x).square().mean())
             self.optimizer.step()
@@ -61,7 +63,12 @@ class Run:
 
     def live(self) -> str:
         torch.set_printoptions(precision=10)
-        run = [self.model.state_dict(), self.optimizer.state_dict(), self.schedule.state_dict(), self.loader.state_dict()]
+        run = [
+            self.model.state_dict(),
+            self.optimizer.state_dict(),
+            self.schedule.state_dict(),
+            self.loader.state_dict(),
+        ]
         return repr([*run, self.acc.save_iteration, torch.get_rng_state().sum()])
 
 
@@ -94,7 +101,9 @@ def test_what_cannot_be_is_refused_before_anything_live_changes(tmp_path: Path) 
 
 
 def test_a_header_whose_metadata_is_null_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
-    header = json.dumps({"__metadata__": None, "weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}).encode()
+    header = json.dumps(
+        {"__metadata__": None, "weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}
+    ).encode()
     file = tmp_path / "w.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header + struct.pack("<f", 3.0))
     net = nn.Linear(1, 1, bias=False)
@@ -102,7 +111,9 @@ def test_a_header_whose_metadata_is_null_is_read_as_the_library_reads_it(tmp_pat
     assert net.weight.item() == 3.0
 
 
-def test_commands_say_what_they_did_and_equal_runs_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_say_what_they_did_and_equal_runs_are_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("one", "other"):
         torch.manual_seed(0)
         with Accelerator(cpu=True, project_dir=tmp_path / name, seed=0) as acc:

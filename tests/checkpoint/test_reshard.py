@@ -34,7 +34,11 @@ def rows_of(size: int) -> list[Row]:
         if precision != "O2" or WAYS[way].strategy not in WITHOUT_MASTERS:
             rows.append(Row(way, ("tied", "conv")[i % 2], precision, 1, size))
     # What four processes add to two is meshes of two dimensions, and ranks without rows.
-    return rows if size < 4 else [row for row in rows if row.way in ("hsdp", "tensor_parallel in fsdp") or row.kind == "mlp"]
+    return (
+        rows
+        if size < 4
+        else [row for row in rows if row.way in ("hsdp", "tensor_parallel in fsdp") or row.kind == "mlp"]
+    )
 
 
 ROWS = [
@@ -94,7 +98,9 @@ def moved(ranks: Any, folder: Path, before: Sequence[Row], after: Sequence[Row])
         found = ranks(saved, rows, folder, processes=size, timeout=400)
         states.update((row, union([rank[i][0] for rank in found], True)) for i, row in enumerate(rows))
     words = []
-    reference = {kind: ranks(uninterrupted, kind, processes=1)[0] for kind in sorted({row.kind for row in before})}
+    reference = {
+        kind: ranks(uninterrupted, kind, processes=1)[0] for kind in sorted({row.kind for row in before})
+    }
     for size in sorted({row.size for row in after}):
         tables = [([b for b in before if b[1:3] == row[1:3]], row) for row in after if row.size == size]
         found = ranks(all_loaded, tables, folder, processes=size, timeout=400)
@@ -111,8 +117,20 @@ def moved(ranks: Any, folder: Path, before: Sequence[Row], after: Sequence[Row])
 
 
 def test_a_checkpoint_moves_to_other_strategies_and_worlds(ranks: Any, tmp_path: Path) -> None:
-    before = [Row("single", size=1), Row("zero1"), Row("pipeline"), Row("hsdp", size=4), Row("tensor_parallel in fsdp", size=4)]
-    after = [Row("single", size=1), Row("zero1"), Row("tensor_parallel"), Row("fsdp", size=4), Row("pipeline", size=4)]
+    before = [
+        Row("single", size=1),
+        Row("zero1"),
+        Row("pipeline"),
+        Row("hsdp", size=4),
+        Row("tensor_parallel in fsdp", size=4),
+    ]
+    after = [
+        Row("single", size=1),
+        Row("zero1"),
+        Row("tensor_parallel"),
+        Row("fsdp", size=4),
+        Row("pipeline", size=4),
+    ]
     words = moved(ranks, tmp_path, before, after)
     assert not words, "\n".join(words)
 

@@ -70,7 +70,9 @@ SLOW: dict[str, tuple[Case, int, int, int, int]] = {
 }
 
 
-def whole_life(ranks: Ranks, folder: str, row: tuple[Case, int, int, int, int]) -> tuple[list[Any], list[Any]]:
+def whole_life(
+    ranks: Ranks, folder: str, row: tuple[Case, int, int, int, int]
+) -> tuple[list[Any], list[Any]]:
     """What each rank says of a run without interruption, and of one with, on the processes after it."""
     case, before, after, step, write = row
     if case.strategy == "pipeline":
@@ -84,7 +86,9 @@ def whole_life(ranks: Ranks, folder: str, row: tuple[Case, int, int, int, int]) 
 def same_end(ranks: Ranks, folder: str, row: tuple[Case, int, int, int, int]) -> None:
     straight, again = whole_life(ranks, folder, row)
     went_on(straight, again, exactly=row[1] == row[2])
-    assert not [name for name in open_storage(f"{folder}/straight/checkpoints").list() if name.startswith(".tmp")]
+    assert not [
+        name for name in open_storage(f"{folder}/straight/checkpoints").list() if name.startswith(".tmp")
+    ]
 
 
 def went_on(straight: list[Any], again: list[Any], exactly: bool) -> None:
@@ -95,8 +99,12 @@ def went_on(straight: list[Any], again: list[Any], exactly: bool) -> None:
         assert other["tested"] == one["tested"][-len(other["tested"]) :]
         assert (other["updates"], other["lr"]) == (one["updates"], one["lr"])
         if exactly:
-            assert all(torch.equal(weights, one["weights"][name]) for name, weights in other["weights"].items())
-            assert all(torch.equal(buffer, known) for buffer, known in zip(other["statistics"], one["statistics"]))
+            assert all(
+                torch.equal(weights, one["weights"][name]) for name, weights in other["weights"].items()
+            )
+            assert all(
+                torch.equal(buffer, known) for buffer, known in zip(other["statistics"], one["statistics"])
+            )
             assert other["drawn"][1] == one["drawn"][1] and torch.equal(other["drawn"][0], one["drawn"][0])
 
 
@@ -107,7 +115,9 @@ def test_killed_and_started_again(ranks: Ranks, tmp_path: Path, row: tuple[Case,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", SLOW.values(), ids=SLOW)
-def test_killed_and_started_again_in_all_ways(ranks: Ranks, tmp_path: Path, row: tuple[Case, int, int, int, int]) -> None:
+def test_killed_and_started_again_in_all_ways(
+    ranks: Ranks, tmp_path: Path, row: tuple[Case, int, int, int, int]
+) -> None:
     same_end(ranks, str(tmp_path), row)
 
 
@@ -122,7 +132,9 @@ def test_killed_and_started_again_by_torchrun(ranks: Ranks, tmp_path: Path) -> N
     straight, folder = ranks(train, str(tmp_path / "straight"), Case("ddp"), processes=2), tmp_path / "killed"
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     command = [sys.executable, "-m", *launch, "-m", "tests.checkpoint.runs", str(folder)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stderr
     assert "exitcode: -9" in done.stderr
     went_on(straight, [torch.load(folder / f"{rank}.pt") for rank in (0, 1)], exactly=True)
@@ -133,4 +145,6 @@ def test_killed_in_the_first_save_it_begins_anew(ranks: Ranks, tmp_path: Path, w
     straight, again = whole_life(ranks, str(tmp_path), (Case(), 1, 1, 0, write))
     assert again[0]["resumed"] is None
     assert again[0]["seen"] == straight[0]["seen"]
-    assert all(torch.equal(weights, straight[0]["weights"][name]) for name, weights in again[0]["weights"].items())
+    assert all(
+        torch.equal(weights, straight[0]["weights"][name]) for name, weights in again[0]["weights"].items()
+    )

@@ -97,7 +97,12 @@ def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, storage):
     for step in (1, 2, 3, 4):
         saves.save(target(tmp_path, step), [Rows(0, 1, step)], limit=2)
         kept.append([it.folder.removeprefix("step-0000000") for it in committed(LocalStorage(tmp_path))])
-    assert kept == [["9", "1"], ["9", "1", "2"], ["9", "1", "2", "3"], ["9", "2", "3", "4"]]  # 9 is another run's
+    assert kept == [
+        ["9", "1"],
+        ["9", "1", "2"],
+        ["9", "1", "2", "3"],
+        ["9", "2", "3", "4"],
+    ]  # 9 is another run's
     assert loaded(tmp_path, "best") == values(9)
     saves.save(target(tmp_path, 2), [Rows(0, 1, 2)], limit=0)  # a lower step than others, and saved last
     last = folders.current(LocalStorage(tmp_path), "step-00000002")
@@ -108,7 +113,9 @@ def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, storage):
 def test_the_older_ones_stay_until_the_new_one_counts(tmp_path, monkeypatch):
     save(tmp_path, 1)
     with broken(monkeypatch, "write", "COMMIT"):
-        with pytest.raises(CheckpointError, match=r"step-00000002 was not written.*untouched: .*No space left"):
+        with pytest.raises(
+            CheckpointError, match=r"step-00000002 was not written.*untouched: .*No space left"
+        ):
             save(tmp_path, 2, limit=0)
     assert listed(tmp_path) == ["latest", STEP]
     assert loaded(tmp_path, STEP) == values(1)
@@ -188,7 +195,9 @@ def test_the_state_is_that_of_the_call(tmp_path, gate):
     gate.set()
     saves.wait()
     assert loaded(tmp_path, STEP) == values(1)
-    saves.save(target(tmp_path, 2), [Rows(0, 1, 2, rows=600)], asynchronous=True)  # more than the memory of before
+    saves.save(
+        target(tmp_path, 2), [Rows(0, 1, 2, rows=600)], asynchronous=True
+    )  # more than the memory of before
     saves.save(target(tmp_path, 3), [Rows(0, 1, 3)], asynchronous=True)  # waits for it
     saves.close()
     assert loaded(tmp_path, "step-00000003") == values(3)
@@ -323,7 +332,9 @@ def _one_fails(root, where, asynchronous):
 )  # fmt: skip
 def test_trouble_on_one_rank_is_every_ranks(ranks, tmp_path, operation, rank, asynchronous):
     for said, left, kept, again in ranks(_one_fails, str(tmp_path), (operation, rank), asynchronous):
-        reason = "ValueError: the state is lost" if operation == "bring" else r"\[Errno 5\] Input/output error: '/"
+        reason = (
+            "ValueError: the state is lost" if operation == "bring" else r"\[Errno 5\] Input/output error: '/"
+        )
         assert re.search(rf"rank {rank}: {reason}", said), said
         assert left == ["latest", STEP]
         assert kept
@@ -370,12 +381,16 @@ def _dies(root, when, asynchronous):
     return "saved"
 
 
-@pytest.mark.parametrize(("processes", "asynchronous"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("processes", "asynchronous"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)]
+)
 def test_a_rank_that_is_killed_is_missed(ranks, tmp_path, processes, asynchronous):
     *alive, dead = ranks.fails(_dies, str(tmp_path), "write", asynchronous, processes=processes)
     assert dead.type == "SIGKILL"
     for said in alive:
-        assert re.search(rf"was not written.*untouched: rank {processes - 1}: no sign of life for 3 s", said), said
+        assert re.search(
+            rf"was not written.*untouched: rank {processes - 1}: no sign of life for 3 s", said
+        ), said
     assert listed(tmp_path) == ["latest", STEP]
     save(tmp_path, 2)
     assert loaded(tmp_path, "step-00000002") == values(2)

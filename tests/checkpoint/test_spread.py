@@ -52,7 +52,9 @@ def test_an_error_of_the_items_is_raised() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1])
-def test_without_more_threads_the_work_is_done_by_those_there_are(monkeypatch: pytest.MonkeyPatch, start: int) -> None:
+def test_without_more_threads_the_work_is_done_by_those_there_are(
+    monkeypatch: pytest.MonkeyPatch, start: int
+) -> None:
     started = []
 
     class Few(threading.Thread):

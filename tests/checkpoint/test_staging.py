@@ -42,7 +42,11 @@ def planned(device="cpu"):
 
 
 def expected(plan, parts):
-    rows = [parts[at].cpu().resolve_conj().contiguous().view(-1).view(torch.uint8) for at in plan.contents if parts[at].numel()]
+    rows = [
+        parts[at].cpu().resolve_conj().contiguous().view(-1).view(torch.uint8)
+        for at in plan.contents
+        if parts[at].numel()
+    ]
     return plan.header + torch.cat(rows).numpy().tobytes()
 
 
@@ -95,7 +99,9 @@ def test_nothing_but_cuda_is_copied_behind_the_callers_back(monkeypatch):
     """There is no event to wait for elsewhere (Apple's, Intel's)."""
     waits, copy = [], torch.Tensor.copy_
     monkeypatch.setattr(
-        torch.Tensor, "copy_", lambda into, source, non_blocking: (waits.append(non_blocking), copy(into, source))[1]
+        torch.Tensor,
+        "copy_",
+        lambda into, source, non_blocking: (waits.append(non_blocking), copy(into, source))[1],
     )
     plan, parts = planned()
     Image().take([plan], parts)

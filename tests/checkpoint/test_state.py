@@ -28,7 +28,9 @@ class Run:
         self.acc = Accelerator(mixed_precision="no", seed=3, project_dir=folder, **options)
         model = nn.Linear(12, 5)
         given = torch.optim.AdamW(model.parameters(), 0.1)
-        self.model, self.optimizer, self.loader = self.acc.prepare(model, given, DataLoader(Numbered(), 8, shuffle=True))
+        self.model, self.optimizer, self.loader = self.acc.prepare(
+            model, given, DataLoader(Numbered(), 8, shuffle=True)
+        )
 
     def __enter__(self) -> Run:
         return self
@@ -71,7 +73,9 @@ def test_names_follow_updates_and_go_on_after_a_load(tmp_path: Path) -> None:
 
 
 def test_a_limit_leaves_the_newest_and_what_has_a_name_of_its_own(tmp_path: Path) -> None:
-    with Run(project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)) as run:
+    with Run(
+        project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    ) as run:
         run.acc.save_state(tmp_path / "checkpoints" / "first")
         for _ in range(4):
             run.step()
@@ -107,7 +111,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match="map_location"):
             run.acc.load_state(map_location="cpu")
         with pytest.raises(
-            CheckpointError, match="a dict cannot be kept in checkpoints: it has no state_dict and no load_state_dict"
+            CheckpointError,
+            match="a dict cannot be kept in checkpoints: it has no state_dict and no load_state_dict",
         ):
             run.acc.register_for_checkpointing({})
         with pytest.raises(SettingError, match="no number of epochs"):
@@ -128,7 +133,9 @@ def test_not_within_a_window(tmp_path: Path) -> None:
                 run.acc.save_state()
 
 
-def test_other_arithmetic_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_arithmetic_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Run(tmp_path) as run:
         run.acc.save_state()
         run.acc.resume()
@@ -137,11 +144,14 @@ def test_other_arithmetic_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         monkeypatch.setattr(torch, "get_num_threads", lambda: now + 1)
         run.acc.resume()
     assert re.search(
-        rf"saved with torch \S+ and {now} threads?, and this run has torch \S+ and {now + 1} threads: .* last bits", caplog.text
+        rf"saved with torch \S+ and {now} threads?, and this run has torch \S+ and {now + 1} threads: .* last bits",
+        caplog.text,
     )
 
 
-def test_gradients_that_wait_for_a_step_are_not_lost_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_that_wait_for_a_step_are_not_lost_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Run(tmp_path) as run:
         run.step()
         run.acc.save_state()
@@ -157,7 +167,9 @@ def damaged(folder: Path, how: str) -> None:
     if how == "uncommitted":
         (folder / "COMMIT").unlink()
     elif how == "manifest":
-        (folder / "manifest.json").write_bytes((folder / "manifest.json").read_bytes().replace(b'"step":', b'"stop":', 1))
+        (folder / "manifest.json").write_bytes(
+            (folder / "manifest.json").read_bytes().replace(b'"step":', b'"stop":', 1)
+        )
     else:
         file = next(folder.glob("model-*.safetensors"))
         content = bytearray(file.read_bytes())
@@ -166,7 +178,9 @@ def damaged(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["uncommitted", "manifest", "flipped bit"])
-def test_resume_leaves_out_what_is_not_whole(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_resume_leaves_out_what_is_not_whole(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with Run(tmp_path) as run:
         for _ in range(2):
             run.step()
@@ -233,7 +247,10 @@ class Ragged(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
             matrix = parameter.ndim == 2
-            self.state[parameter] = {"blocks": [torch.ones(2)] if matrix else [[]], "form": "matrix" if matrix else "vector"}
+            self.state[parameter] = {
+                "blocks": [torch.ones(2)] if matrix else [[]],
+                "form": "matrix" if matrix else "vector",
+            }
             parameter.sub_(0.1 * parameter.grad)
 
 
@@ -266,7 +283,11 @@ def ragged(folder: Path) -> tuple[Accelerator, list[Any], list[Any]]:
     model = nn.Linear(12, 5)
     optimizer = Ragged(model.parameters())
     schedule, data = Watching(optimizer), Drawing()
-    return acc, [optimizer, schedule, data], list(acc.prepare(model, optimizer, schedule, DataLoader(data, 8)))
+    return (
+        acc,
+        [optimizer, schedule, data],
+        list(acc.prepare(model, optimizer, schedule, DataLoader(data, 8))),
+    )
 
 
 def test_states_of_the_users_own_classes_may_change_their_form(tmp_path: Path) -> None:
@@ -311,7 +332,9 @@ def test_hooks(tmp_path: Path) -> None:
         handle.remove()
         run.acc.save_state()
         assert len(called) == 2
-        run.acc.register_save_state_pre_hook(lambda models, weights, folder: (Path(place) / "mine").write_text(""))
+        run.acc.register_save_state_pre_hook(
+            lambda models, weights, folder: (Path(place) / "mine").write_text("")
+        )
         with pytest.raises(CheckpointError, match="a hook wrote to"):
             run.acc.save_state(place)
 
@@ -437,7 +460,9 @@ def two_passes(run: Run, test: Any, save_at: str = "") -> list[str]:
         (2, "end", 0, "nothing"),
     ],
 )
-def test_epochs_go_on_where_the_save_was(tmp_path: Path, epoch: int, where: str, number: int, first: str | None) -> None:
+def test_epochs_go_on_where_the_save_was(
+    tmp_path: Path, epoch: int, where: str, number: int, first: str | None
+) -> None:
     def begin() -> tuple[Run, Any]:
         run = Run(tmp_path)
         return run, run.acc.prepare(DataLoader(Numbered(24), 8))
@@ -489,7 +514,9 @@ def test_a_save_in_another_kind_of_loop_does_not_say_which_epochs_are_left(tmp_p
 
 
 @pytest.mark.parametrize("says_so", [True, False])
-def test_a_plain_loop_that_begins_with_the_next_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture, says_so: bool) -> None:
+def test_a_plain_loop_that_begins_with_the_next_epoch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, says_so: bool
+) -> None:
     with Run(tmp_path) as run:
         for batch in run.loader:
             run.step(batch)
@@ -536,7 +563,9 @@ def test_a_link_to_a_checkpoint_leads_to_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "s3"])
-def test_a_run_in_an_object_store_saves_again_and_goes_on(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_a_run_in_an_object_store_saves_again_and_goes_on(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     place = "memory://" + tmp_path.name if kind == "memory" else request.getfixturevalue("s3") + "/run"
     with Run(place, project_config=ProjectConfiguration(total_limit=2)) as run:
         for asynchronous in (False, True, False):
@@ -544,7 +573,9 @@ def test_a_run_in_an_object_store_saves_again_and_goes_on(kind: str, request: py
             run.acc.save_state(async_=asynchronous)
         run.acc.save_state()  # the same step once more
         before = run.model.weight.detach().clone()
-    names = [entry.name for entry in easymp.checkpoint.list_checkpoints(f"{place}/checkpoints") if entry.committed]
+    names = [
+        entry.name for entry in easymp.checkpoint.list_checkpoints(f"{place}/checkpoints") if entry.committed
+    ]
     assert [name.partition(".")[0] for name in names] == ["step-00000002", "step-00000003"]
     with Run(place) as run:
         assert run.acc.resume().startswith(f"{place}/checkpoints/step-00000003")

@@ -76,8 +76,12 @@ WHOLE = [(k, one, s) for k in KINDS for s in SIZES if k != "s3" or s in (0, 1, B
 PUTS = WHOLE + [(k, p, s) for k in KINDS[:-1] for p in (writable, staged, many) for s in (4096, SIZES[-1])]
 
 
-@pytest.mark.parametrize(("storage", "parts", "size"), PUTS, indirect=["storage"], ids=lambda x: getattr(x, "__name__", None))
-def test_what_is_put_is_there_with_its_checksums(storage: Storage, folder: str, parts: Callable, size: int) -> None:
+@pytest.mark.parametrize(
+    ("storage", "parts", "size"), PUTS, indirect=["storage"], ids=lambda x: getattr(x, "__name__", None)
+)
+def test_what_is_put_is_there_with_its_checksums(
+    storage: Storage, folder: str, parts: Callable, size: int
+) -> None:
     data, told = content(size), []
     checksums = storage.put(f"{folder}/file", parts(data), size, told.append)
     assert checksums == crcs(data) and sum(told) == size
@@ -88,7 +92,9 @@ def test_what_is_put_is_there_with_its_checksums(storage: Storage, folder: str, 
     assert back == data
 
 
-NEAR = pytest.mark.parametrize("storage", KINDS[:-1], indirect=True)  # megabytes take seconds with the S3 server
+NEAR = pytest.mark.parametrize(
+    "storage", KINDS[:-1], indirect=True
+)  # megabytes take seconds with the S3 server
 
 
 @NEAR
@@ -119,7 +125,9 @@ def test_only_touched_blocks_are_read(storage: Storage, folder: str) -> None:
     storage.fetch(f"{folder}/file", len(data), wrong, [(BLOCK - 8, view)], told.append)
     assert view == data[BLOCK - 8 : BLOCK] and sum(told) == BLOCK
     storage.fetch(f"{folder}/file", len(data), wrong, [])
-    with pytest.raises(CheckpointError, match=r"file: block 1 \(from byte 16777216\) is not what was written.* load another"):
+    with pytest.raises(
+        CheckpointError, match=r"file: block 1 \(from byte 16777216\) is not what was written.* load another"
+    ):
         storage.fetch(f"{folder}/file", len(data), wrong, [(BLOCK - 4, view)])
     with pytest.raises(CheckpointError, match="block 1 "):
         storage.verify(f"{folder}/file", len(data), wrong)
@@ -166,11 +174,17 @@ def test_a_file_that_is_missing_or_of_another_size_is_refused(storage: Storage, 
         storage.verify(f"{folder}/other", 3, (crc,))
 
 
-@pytest.mark.parametrize("wanted", [[(2, 2)], [(0, 2), (1, 1)], [(1, 1), (0, 1)]], ids=["outside", "overlap", "unsorted"])
-def test_runs_that_cannot_be_are_refused(storage: Storage, folder: str, wanted: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    "wanted", [[(2, 2)], [(0, 2), (1, 1)], [(1, 1), (0, 1)]], ids=["outside", "overlap", "unsorted"]
+)
+def test_runs_that_cannot_be_are_refused(
+    storage: Storage, folder: str, wanted: list[tuple[int, int]]
+) -> None:
     checksums = storage.put(f"{folder}/file", [b"abc"], 3)
     with pytest.raises(CheckpointError, match="are asked for after byte"):
-        storage.fetch(f"{folder}/file", 3, checksums, [(at, memoryview(bytearray(count))) for at, count in wanted])
+        storage.fetch(
+            f"{folder}/file", 3, checksums, [(at, memoryview(bytearray(count))) for at, count in wanted]
+        )
 
 
 def test_a_file_is_new(storage: Storage, folder: str) -> None:

@@ -65,7 +65,9 @@ def test_every_element_arrives(tmp_path: Path, case: Any) -> None:
     for i, box in enumerate(boxes(stored_cuts)):
         values = part(whole_tensor, box).contiguous()
         begin = sum(map(len, contents[i % count]))
-        contents[i % count].append(bytes(values.reshape(-1).view(torch.uint8).tolist()) if values.numel() else b"")
+        contents[i % count].append(
+            bytes(values.reshape(-1).view(torch.uint8).tolist()) if values.numel() else b""
+        )
         pieces.append(Piece(box, str(i % count), begin))
     storage = LocalStorage(tmp_path)
     files = {}
@@ -79,7 +81,9 @@ def test_every_element_arrives(tmp_path: Path, case: Any) -> None:
         if converted
         else None
     )
-    target = torch.zeros(shape, dtype=into) if live is None else part(live, whole(shape))  # rows with gaps, in another order
+    target = (
+        torch.zeros(shape, dtype=into) if live is None else part(live, whole(shape))
+    )  # rows with gaps, in another order
     stored = Stored(dtype, shape, tuple(pieces))
     wants = [Want(stored, box, part(target, box)) for box in boxes(wanted_cuts)]
     with pytest.MonkeyPatch.context() as patched:
@@ -97,5 +101,8 @@ def test_the_same_bytes_for_two(tmp_path: Path) -> None:
     storage.put("x", [bytes(range(6))], 6)
     stored = Stored(torch.uint8, (2, 3), (Piece(whole((2, 3)), "x", 0),))
     one, other = torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.uint8)
-    stream({"x": SourceFile(storage, "x", 6)}, [Want(stored, whole((2, 3)), one), Want(stored, Box((0, 1), (2, 2)), other)])
+    stream(
+        {"x": SourceFile(storage, "x", 6)},
+        [Want(stored, whole((2, 3)), one), Want(stored, Box((0, 1), (2, 2)), other)],
+    )
     assert one.tolist() == [[0, 1, 2], [3, 4, 5]] and other.tolist() == [[1, 2], [4, 5]]

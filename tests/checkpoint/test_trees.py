@@ -120,7 +120,13 @@ def test_random_states_go_on_where_they_were() -> None:
 
 text = st.text(st.characters(exclude_categories=()), max_size=5)
 hashable = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | text | st.binary(max_size=5) | st.complex_numbers(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | text
+    | st.binary(max_size=5)
+    | st.complex_numbers(),
     lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
     max_leaves=4,
 )
@@ -162,7 +168,11 @@ def optimizers() -> list[torch.optim.Optimizer]:
     made = []
     for name in sorted(torch.optim.__all__ if hasattr(torch.optim, "__all__") else dir(torch.optim)):
         kind = getattr(torch.optim, name)
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "SparseAdam"):
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, torch.optim.Optimizer)
+            and name not in ("Optimizer", "SparseAdam")
+        ):
             made.append(kind([nn.Parameter(torch.ones(2, 2))], lr=0.1))
     return made
 
@@ -196,7 +206,9 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.2),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.LinearLR(o)], [2]),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.LinearLR(o)], [2]
+    ),
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
         [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], o
     ),
@@ -223,7 +235,11 @@ def test_a_parameter_is_a_tensor() -> None:
 
 def test_paths_are_those_of_the_tree() -> None:
     tensors: dict[str, Tensor] = {}
-    pack({"state": {0: {"exp_avg": torch.ones(1)}}, "list": [torch.ones(1)], "a.b": torch.ones(1)}, "optimizer", tensors)
+    pack(
+        {"state": {0: {"exp_avg": torch.ones(1)}}, "list": [torch.ones(1)], "a.b": torch.ones(1)},
+        "optimizer",
+        tensors,
+    )
     assert list(tensors) == ["optimizer/state/0/exp_avg", "optimizer/list/0", "optimizer/a.b"]
 
 
@@ -273,10 +289,19 @@ REFUSED = {
     "long double": (numpy.longdouble(1), "NumPy longdouble of float128"),
     "masked": (numpy.ma.array([1], mask=[True]), "NumPy MaskedArray"),
     "sparse": (torch.eye(2).to_sparse(), r"store \.to_dense\(\)"),
-    "odd dtype": (torch.zeros(1, dtype=torch.uint8).view(torch.bits8), r"a tensor of torch\.bits8 can't be stored"),
-    "subclass of Tensor": (torch.ones(1).as_subclass(type("Special", (Tensor,), {})), r"as_subclass\(torch\.Tensor\)"),
+    "odd dtype": (
+        torch.zeros(1, dtype=torch.uint8).view(torch.bits8),
+        r"a tensor of torch\.bits8 can't be stored",
+    ),
+    "subclass of Tensor": (
+        torch.ones(1).as_subclass(type("Special", (Tensor,), {})),
+        r"as_subclass\(torch\.Tensor\)",
+    ),
     "tensor in a set": ({torch.ones(1)}, "in a set, or as a key"),
-    "defaultdict of a lambda": (defaultdict(lambda: 1), r"a defaultdict of .*<lambda> can't be stored: store dict"),
+    "defaultdict of a lambda": (
+        defaultdict(lambda: 1),
+        r"a defaultdict of .*<lambda> can't be stored: store dict",
+    ),
     "itself": (cycle, "contains itself"),
     "deep": (deep, f"more than {LEVELS} containers"),
 }
@@ -343,7 +368,10 @@ HOSTILE: dict[str, Any] = {
     "scalar of another kind": {"$": "scalar", "dtype": "int8", "value": 1.0},
     "scalar of a list": {"$": "scalar", "dtype": "int8", "value": [1]},
     "scalar unknown": {"$": "scalar", "dtype": "object", "value": 1},
-    "same hashes": {"$": "set", "items": [{"$": "int", "value": hex((2**61 - 1) * n)} for n in range(8, 2000)]},
+    "same hashes": {
+        "$": "set",
+        "items": [{"$": "int", "value": hex((2**61 - 1) * n)} for n in range(8, 2000)],
+    },
 }
 
 

@@ -26,7 +26,9 @@ def test_good_ones_are_read_whole(samples: Path) -> None:
     for name in (OF_ONE, OF_TWO):
         read: list[int] = []
         assert verify(samples / name, read.append) == []
-        assert sum(read) == sum(f.stat().st_size for f in (samples / name).iterdir() if f.name not in (MANIFEST, COMMIT))
+        assert sum(read) == sum(
+            f.stat().st_size for f in (samples / name).iterdir() if f.name not in (MANIFEST, COMMIT)
+        )
 
 
 @pytest.mark.parametrize("at", [0, 9, 5000, -1])
@@ -34,7 +36,9 @@ def test_a_flipped_bit(root: Path, at: int) -> None:
     flip(root / OF_TWO / FIRST, at)
     (damage,) = verify(root / OF_TWO)
     assert (damage.file, damage.block, damage.why) == (FIRST, 0, "is not what was written")
-    assert "model/embed.weight" in damage.tensors and not any(name.startswith("optimizer") for name in damage.tensors)
+    assert "model/embed.weight" in damage.tensors and not any(
+        name.startswith("optimizer") for name in damage.tensors
+    )
     assert verify(root / OF_ONE) == []
 
 

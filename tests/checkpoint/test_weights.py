@@ -102,11 +102,15 @@ def save_and_load(label: str, kind: str, folder: str) -> list[str]:
 
     way = WAYS[label]
     options = {**way.options, **way.more.get(kind, {})}
-    with Accelerator(mixed_precision="no", strategy=way.strategy, strategy_options=options, timeout=30) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy=way.strategy, strategy_options=options, timeout=30
+    ) as acc:
         given = make(kind)
         model, optimizer = acc.prepare(given, torch.optim.SGD(given.parameters(), lr=0.05))
         spread = acc._prepared.strategy
-        x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[spread.data_rank]
+        x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[
+            spread.data_rank
+        ]
         acc.backward(model(x).square().mean())
         optimizer.step()
         acc.save_state(folder)
@@ -117,7 +121,8 @@ def save_and_load(label: str, kind: str, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("label", "kind"), [("single", "conv"), ("fsdp", "tied"), ("tensor_parallel in fsdp", "mlp"), ("pipeline", "tied")]
+    ("label", "kind"),
+    [("single", "conv"), ("fsdp", "tied"), ("tensor_parallel in fsdp", "mlp"), ("pipeline", "tied")],
 )
 def test_from_our_own_checkpoints(ranks: Any, tmp_path: Path, label: str, kind: str) -> None:
     found = ranks(save_and_load, label, kind, str(tmp_path / "step"), processes=WAYS[label].sizes[-1])
@@ -142,7 +147,9 @@ def test_one_of_several_models(tmp_path: Path) -> None:
     model = MODELS["conv"]()
     load_weights(model, tmp_path / "step", which="model_1")
     check(model, make("conv").state_dict())
-    with pytest.raises(CheckpointError, match=r"no weights of 'modell_1', did you mean 'model_1'\? It has: model, model_1"):
+    with pytest.raises(
+        CheckpointError, match=r"no weights of 'modell_1', did you mean 'model_1'\? It has: model, model_1"
+    ):
         load_weights(model, tmp_path / "step", which="modell_1")
 
 
@@ -151,7 +158,11 @@ def test_from_a_url(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.put(f"{in_shards(tmp_path, values('conv'))}/", "/weights/", recursive=True)
     try:
-        for place in ("memory://weights", "memory://weights/model.safetensors.index.json", f"file://{tmp_path}"):
+        for place in (
+            "memory://weights",
+            "memory://weights/model.safetensors.index.json",
+            f"file://{tmp_path}",
+        ):
             model = make("conv")
             load_weights(model, place)
             check(model, values("conv"))
@@ -169,7 +180,9 @@ def test_a_changed_byte_in_our_own_checkpoint_is_noticed(tmp_path: Path) -> None
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"reading failed when the model was partly loaded; load it again .*block 0"):
+    with pytest.raises(
+        CheckpointError, match=r"reading failed when the model was partly loaded; load it again .*block 0"
+    ):
         load_weights(make("mlp"), tmp_path / "step")
 
 
@@ -182,7 +195,9 @@ def loaded(label: str, place: dict[str, str], when: str) -> list[tuple[str, int,
     found = []
     for kind, path in place.items():
         options = {**way.options, **way.more.get(kind, {})}
-        with Accelerator(mixed_precision="no", strategy=way.strategy, strategy_options=options, timeout=30) as acc:
+        with Accelerator(
+            mixed_precision="no", strategy=way.strategy, strategy_options=options, timeout=30
+        ) as acc:
             model = make(kind)
             if when == "before":
                 load_weights(model, path)
@@ -228,7 +243,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {kind: str(in_shards(tmp_path_factory.mktemp(kind), values(kind))) for kind in MODELS}
 
 
-@pytest.mark.parametrize(("label", "size"), [(label, size) for label, way in WAYS.items() for size in way.sizes])
+@pytest.mark.parametrize(
+    ("label", "size"), [(label, size) for label, way in WAYS.items() for size in way.sizes]
+)
 def test_each_rank_reads_what_it_holds(ranks: Any, files: dict[str, str], label: str, size: int) -> None:
     for rank in ranks(loaded, label, files, "in use", processes=size):
         for wrong, read, held in rank:
@@ -263,12 +280,17 @@ def test_wrappers_do_not_matter(tmp_path: Path, wrapped: str) -> None:
         model = torch.compile(model) if wrapped == "compiled" else nn.DataParallel(model)
     prefixes = {"compiled": "_orig_mod.", "parallel": "module."}
     load_weights(model, in_one_file(tmp_path, values("tied")))
-    inner = {name.removeprefix(prefixes.get(wrapped, "")).replace("_orig_mod.", ""): t for name, t in model.state_dict().items()}
+    inner = {
+        name.removeprefix(prefixes.get(wrapped, "")).replace("_orig_mod.", ""): t
+        for name, t in model.state_dict().items()
+    }
     assert all(torch.equal(inner[name], t) for name, t in values("tied").items())
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
-def test_names_of_wrappers_in_the_files(tmp_path: Path, prefix: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_of_wrappers_in_the_files(
+    tmp_path: Path, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = make("mlp")
     with caplog.at_level("INFO", "easymp"):
         load_weights(model, in_one_file(tmp_path, {prefix + name: t for name, t in values("mlp").items()}))
@@ -297,7 +319,9 @@ def test_both_names_of_a_tied_weight_must_agree(tmp_path: Path) -> None:
     state = values("tied")
     model: Any = make("tied")
     load_weights(model, in_one_file(tmp_path, {**state, "head.weight": state["embed.weight"].clone()}))
-    with pytest.raises(CheckpointError, match=r"embed.weight and head.weight are one tensor in the model, and differ"):
+    with pytest.raises(
+        CheckpointError, match=r"embed.weight and head.weight are one tensor in the model, and differ"
+    ):
         load_weights(model, in_one_file(tmp_path, {**state, "head.weight": state["embed.weight"] + 1}))
     check(model, state)
 
@@ -310,7 +334,9 @@ def test_an_untied_model_takes_what_the_file_says_of_other_names(tmp_path: Path)
     assert torch.equal(model.head.weight, values("tied")["embed.weight"])
 
 
-def test_rows_with_gaps_and_buffers_larger_than_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_gaps_and_buffers_larger_than_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory formats other than the file's go through a buffer, some rows at a time."""
     monkeypatch.setattr("easymp.checkpoint.slabs.STAGE", 256)
     state = {"weight": torch.rand(6, 5, 3, 3), "bias": torch.rand(6)}
@@ -328,7 +354,8 @@ def test_another_dtype_is_an_error_that_names_both(tmp_path: Path) -> None:
     before = {name: t.clone() for name, t in model.state_dict().items()}
     place = in_one_file(tmp_path, {name: t.bfloat16() for name, t in values("mlp").items()})
     with pytest.raises(
-        CheckpointError, match=r"0.weight: torch.bfloat16 in the files, and torch.float32 in the model: pass dtype='live'"
+        CheckpointError,
+        match=r"0.weight: torch.bfloat16 in the files, and torch.float32 in the model: pass dtype='live'",
     ):
         load_weights(model, place)
     check(model, before)
@@ -338,7 +365,9 @@ def test_another_dtype_is_an_error_that_names_both(tmp_path: Path) -> None:
 
 def test_a_dtype_is_what_the_model_must_have(tmp_path: Path) -> None:
     place = in_one_file(tmp_path, values("conv"))
-    with pytest.raises(CheckpointError, match=r"it is torch.float32 in the model, and dtype=torch.bfloat16 was asked for"):
+    with pytest.raises(
+        CheckpointError, match=r"it is torch.float32 in the model, and dtype=torch.bfloat16 was asked for"
+    ):
         load_weights(make("conv"), place, dtype=torch.bfloat16)
     model = make("conv").bfloat16()
     load_weights(model, place, dtype=torch.bfloat16)
@@ -383,7 +412,13 @@ def test_names_that_do_not_fit_are_listed_with_the_nearest(tmp_path: Path) -> No
     before = {name: t.clone() for name, t in model.state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
         load_weights(model, in_one_file(tmp_path, state))
-    for words in ("missing: 2.weight", "unexpected: 2.wieght", "did you mean '2.wieght'?", "strict=False", "this Sequential"):
+    for words in (
+        "missing: 2.weight",
+        "unexpected: 2.wieght",
+        "did you mean '2.wieght'?",
+        "strict=False",
+        "this Sequential",
+    ):
         assert words in str(caught.value)
     check(model, before)
 
@@ -398,7 +433,9 @@ def test_not_strict_says_what_was_skipped(tmp_path: Path, caplog: pytest.LogCapt
     assert skipped == Skipped(("0.bias",), ("new",), ("4.bias ([7] in the files, [5] in the model)",))
     assert "skipped: missing: 0.bias; unexpected: new; of another shape: 4.bias" in caplog.text
     live = model.state_dict()
-    assert torch.equal(live["0.weight"], state["0.weight"]) and torch.equal(live["0.bias"], make("mlp").state_dict()["0.bias"])
+    assert torch.equal(live["0.weight"], state["0.weight"]) and torch.equal(
+        live["0.bias"], make("mlp").state_dict()["0.bias"]
+    )
 
 
 NOTHING_THERE = {
@@ -436,7 +473,10 @@ def test_an_index_that_names_what_a_shard_lacks(tmp_path: Path) -> None:
     table = json.loads(index.read_text())
     table["weight_map"]["5.weight"] = "model-00001-of-00003.safetensors"
     index.write_text(json.dumps(table))
-    with pytest.raises(CheckpointError, match=r"5.weight shall be in model-00001-of-00003.safetensors, which has no such tensor"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"5.weight shall be in model-00001-of-00003.safetensors, which has no such tensor",
+    ):
         load_weights(make("mlp"), tmp_path)
 
 
@@ -454,12 +494,16 @@ def test_what_is_no_parameter_or_buffer_is_refused(tmp_path: Path) -> None:
         def set_extra_state(self, state: Any) -> None:
             pass
 
-    with pytest.raises(CheckpointError, match=r"'_extra_state' in the state_dict of this Extra .* load_state_dict"):
+    with pytest.raises(
+        CheckpointError, match=r"'_extra_state' in the state_dict of this Extra .* load_state_dict"
+    ):
         load_weights(Extra(2, 2), in_one_file(tmp_path, {"weight": torch.ones(2, 2), "bias": torch.ones(2)}))
 
 
 def test_a_lazy_module_is_to_be_called_first(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="'weight' of this LazyLinear has no shape yet: call the model once"):
+    with pytest.raises(
+        CheckpointError, match="'weight' of this LazyLinear has no shape yet: call the model once"
+    ):
         load_weights(nn.LazyLinear(3), in_one_file(tmp_path, values("mlp")))
 
 
@@ -518,7 +562,9 @@ def built_on_meta(path: str) -> list[str]:
     """Sharded first, block by block, and then loaded: no rank ever holds the whole."""
     with Accelerator(mixed_precision="no", strategy="fsdp", timeout=30) as acc:
         with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(12, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 5))
+            model = nn.Sequential(
+                nn.Linear(12, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 5)
+            )
         model = acc.prepare(model)
         load_weights(model, path)
         expected = values("mlp")

@@ -86,7 +86,14 @@ def target(root: str | Path, step: int, name: str | None = None) -> Target:
     return Target(LocalStorage(root), name or f"step-{step:08d}", step, {})
 
 
-def save(root: str | Path, seed: int, step: int | None = None, hooked: bool = False, anew: bool = False, **more: Any) -> None:
+def save(
+    root: str | Path,
+    seed: int,
+    step: int | None = None,
+    hooked: bool = False,
+    anew: bool = False,
+    **more: Any,
+) -> None:
     """A checkpoint of a world of one, whose values are those of `seed`, continued from the last one there unless it begins `anew`; with two
     files of a hook, if `hooked`."""
     saves, where = Saves(alone()), target(root, seed if step is None else step)

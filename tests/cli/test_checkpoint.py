@@ -36,13 +36,17 @@ def told(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> s
 
 def test_help_lists_the_actions_without_torch() -> None:
     code = "import sys; from easymp.cli import main; r = main(['checkpoint', '--help']); print('torch' in sys.modules, r)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    ).stdout
     assert out.endswith("False 0\n")
     for word in ("examples:", "list", "inspect", "verify"):
         assert word in out
 
 
-@pytest.mark.parametrize("words", [[], ["lst", "x"], ["list"], ["verify", "--jsn", "x"], ["inspect", "a", "b"]])
+@pytest.mark.parametrize(
+    "words", [[], ["lst", "x"], ["list"], ["verify", "--jsn", "x"], ["inspect", "a", "b"]]
+)
 def test_wrong_usage_is_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage:" in told(capsys, *words, code=2)
 
@@ -55,7 +59,10 @@ def test_list(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / OF_TWO / COMMIT).unlink()
     assert f"{OF_TWO}  " in (text := told(capsys, "list", root)) and "not committed" in text
     entries = json.loads(told(capsys, "list", root, "--json"))
-    assert [(e["name"], e["committed"], e["newest"]) for e in entries] == [(OF_TWO, False, False), (OF_ONE, True, True)]
+    assert [(e["name"], e["committed"], e["newest"]) for e in entries] == [
+        (OF_TWO, False, False),
+        (OF_ONE, True, True),
+    ]
     assert "there is no such folder" in told(capsys, "list", root / "none", code=1)
     (root / "empty").mkdir()
     assert told(capsys, "list", root / "empty") == f"no checkpoint in {root / 'empty'}\n"
@@ -63,7 +70,16 @@ def test_list(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_inspect(samples: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "inspect", samples / OF_TWO)
-    for word in ("step     3", "2 rank(s)", "strategy", "fsdp", "model ", "optimizer ", "float32", "state/scheduler_0"):
+    for word in (
+        "step     3",
+        "2 rank(s)",
+        "strategy",
+        "fsdp",
+        "model ",
+        "optimizer ",
+        "float32",
+        "state/scheduler_0",
+    ):
         assert word in text
     assert "tied: model/head.weight = model/embed.weight" in text
     lines = told(capsys, "inspect", samples / OF_TWO, "--tensors").splitlines()
@@ -82,7 +98,10 @@ def test_verify(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "verify", folder) == f"{folder}: good, every byte\n"
     flip(folder / "model-00001-of-00002.safetensors", -1)
     text = told(capsys, "verify", folder, code=1)
-    assert "model-00001-of-00002.safetensors, block 0, is not what was written: it holds model/embed.weight" in text
+    assert (
+        "model-00001-of-00002.safetensors, block 0, is not what was written: it holds model/embed.weight"
+        in text
+    )
     assert "1 fault(s); load another checkpoint" in text
     (damage,) = json.loads(told(capsys, "verify", folder, "--json", code=1))
     assert damage["block"] == 0 and damage["tensors"]
@@ -100,7 +119,9 @@ def test_diff(samples: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("action", ["inspect", "verify"])
-def test_what_is_no_checkpoint_is_one_sentence(action: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_checkpoint_is_one_sentence(
+    action: str, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for place in (root, root / "none"):
         assert told(capsys, action, place, code=1).startswith(f"easymp: {place}: no checkpoint")
     (root / OF_ONE / COMMIT).unlink()
@@ -140,7 +161,10 @@ def test_no_damage_is_a_traceback_or_passes_for_good(root: Path, capsys: pytest.
     folder, other = root / OF_TWO, root / OF_ONE
     for file in sorted(folder.iterdir()):
         good = file.read_bytes()
-        damaged = [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in (0, 7, 40, len(good) // 2, len(good) - 1)]
+        damaged = [
+            good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
+            for at in (0, 7, 40, len(good) // 2, len(good) - 1)
+        ]
         damaged += [good[:count] for count in (0, 7, 8, 60, len(good) - 1)]
         for content in damaged:
             file.write_bytes(content)

@@ -35,7 +35,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         options.pop("tell")(chosen[0], 1, None)
         calls.append((task, [variant.override() for variant in chosen], folder, options))
         folder.mkdir(exist_ok=True)
-        return comparison(run(FP32, 10, values={"loss": [2, 1]}), run(BF16, None, why="RefusedError: no\x1b[2J"), folder=folder)
+        return comparison(
+            run(FP32, 10, values={"loss": [2, 1]}),
+            run(BF16, None, why="RefusedError: no\x1b[2J"),
+            folder=folder,
+        )
 
     monkeypatch.setattr(compare, "compare", fake)
     monkeypatch.setattr(compare, "write_report", lambda found, written: "")
@@ -50,7 +54,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         "--precision fp32,bf16 --output out --repeats 3 train.py -- --epochs 2 --repeats 9 -- x",
     ],
 )
-def test_options_stand_before_and_after_the_script(words: str, script: str, asked: list[Any], tmp_path: Path) -> None:
+def test_options_stand_before_and_after_the_script(
+    words: str, script: str, asked: list[Any], tmp_path: Path
+) -> None:
     assert main(["compare", *words.split()]) == 1
     ((task, overrides, folder, options),) = asked
     assert (task.script, task.module) == ("train.py", False)
@@ -62,9 +68,18 @@ def test_options_stand_before_and_after_the_script(words: str, script: str, aske
 
 @pytest.mark.parametrize(
     "words",
-    ["", "train.py --epochs 3", "train.py --repeats 0", "train.py --processes 1,x", "train.py extra", "train.py --prec fp32"],
+    [
+        "",
+        "train.py --epochs 3",
+        "train.py --repeats 0",
+        "train.py --processes 1,x",
+        "train.py extra",
+        "train.py --prec fp32",
+    ],
 )
-def test_wrong_usage_is_2(words: str, script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_2(
+    words: str, script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["compare", *words.split()]) == 2
     assert "usage: easymp compare" in capsys.readouterr().err
     assert not asked
@@ -78,13 +93,17 @@ def test_wrong_usage_is_2(words: str, script: str, asked: list[Any], capsys: pyt
         ("train.py --output .", "is there, and not empty"),
     ],
 )
-def test_errors_are_a_sentence(words: str, said: str, script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_a_sentence(
+    words: str, said: str, script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["compare", *words.split()]) == 1
     assert said in capsys.readouterr().err
     assert not asked
 
 
-def test_the_table_and_the_reason_of_a_failure(script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_reason_of_a_failure(
+    script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["compare", script, "--output", "out"])
     out = capsys.readouterr().out
     lines = out.splitlines()
@@ -108,7 +127,9 @@ def test_an_interruption_is_130_and_shows_what_is_done(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     runs = [run(FP32, 10), run(BF16, None, why="stopped by a signal", status=INTERRUPTED)]
-    monkeypatch.setattr("easymp.comparing.comparison.read", lambda folder: runs[0].record if "fp32" in str(folder) else None)
+    monkeypatch.setattr(
+        "easymp.comparing.comparison.read", lambda folder: runs[0].record if "fp32" in str(folder) else None
+    )
     ends = iter(runs)
 
     def end(task: Any, variant: Variant, folder: Path, seed: int | None) -> Any:
@@ -127,6 +148,8 @@ def test_an_interruption_is_130_and_shows_what_is_done(
 def test_help_needs_no_torch() -> None:
 
     code = "import sys; from easymp.cli import main; r = main(['compare', '--help']); print('torch' in sys.modules, r)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    ).stdout
     assert out.endswith("False 0\n")
     assert "examples:" in out

@@ -17,7 +17,9 @@ from easymp import env
 from easymp.cli import main
 from easymp.settings import Launching, resolve, resolve_launching
 
-pexpect = pytest.importorskip("pexpect", reason="an optional package is not installed: pexpect (of the extra 'test')")
+pexpect = pytest.importorskip(
+    "pexpect", reason="an optional package is not installed: pexpect (of the extra 'test')"
+)
 
 PROMPT = r"\]: "
 FILE = Path("easymp.toml")
@@ -73,7 +75,9 @@ class Child:
 
     def until(self, pattern: str) -> str:
         self.process.expect(pattern)
-        self.heard += self.process.before + (self.process.after if isinstance(self.process.after, str) else "")
+        self.heard += self.process.before + (
+            self.process.after if isinstance(self.process.after, str) else ""
+        )
         return self.process.before
 
     def answer(self, *words: str) -> None:
@@ -92,18 +96,24 @@ class Child:
         """To its end; the exit code, with 128 + n for signal n."""
         self.until(pexpect.EOF)
         self.wait()
-        return self.process.exitstatus if self.process.signalstatus is None else 128 + self.process.signalstatus
+        return (
+            self.process.exitstatus if self.process.signalstatus is None else 128 + self.process.signalstatus
+        )
 
 
 # -- where there is no terminal ----------------------------------------------------------------------------------------
 
 
-def test_without_a_terminal_it_says_what_to_pass(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_it_says_what_to_pass(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdin", None)  # closed; pytest's own may be a terminal
     assert main(["config", "--set", "cpu=true", "--set", "processes=2"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert "standard input is no terminal, so nobody can be asked.\nPass --yes to take what follows" in said.err
+    assert (
+        "standard input is no terminal, so nobody can be asked.\nPass --yes to take what follows" in said.err
+    )
     assert "--set mixed_precision=auto  " in said.err
     assert "--set strategy=auto  " in said.err
     assert "--set processes" not in said.err
@@ -111,7 +121,9 @@ def test_without_a_terminal_it_says_what_to_pass(capsys: pytest.CaptureFixture[s
 
 
 def test_yes_takes_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "--yes", "--set", "processes=2", "--set", "strategy=zero1", "--set", "cpu=true"]) == 0
+    assert (
+        main(["config", "--yes", "--set", "processes=2", "--set", "strategy=zero1", "--set", "cpu=true"]) == 0
+    )
     said = capsys.readouterr().out
     assert said.endswith("\nNext\n  easymp launch train.py\n")
     assert "\x1b" not in said
@@ -125,12 +137,17 @@ def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any(Path().iterdir())
 
 
-def test_a_foreign_file_for_several_processes_is_taken_on_a_machine_that_starts_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_file_for_several_processes_is_taken_on_a_machine_that_starts_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("ds_config.json").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
     words = ["config", "--yes", "--set", "cpu=true", "--from", "ds_config.json"]
     assert main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "strategy fsdp is for several processes, and here would be one: it is written for machines that start several" in said
+    assert (
+        "strategy fsdp is for several processes, and here would be one: it is written for machines that start several"
+        in said
+    )
     assert "processes 2 (assumed)" in said
     assert said.endswith("easymp launch --processes 2 train.py")
     assert resolve().strategy == "fsdp" and resolve_launching().processes is None
@@ -148,7 +165,9 @@ def test_a_wrong_key_in_the_file_has_its_line(command: list[str], capsys: pytest
     FILE.write_text("seed = 1\nmixed_precison = 'bf16'\n")
     assert main(command) == 1
     err = capsys.readouterr().err
-    assert err.startswith("easymp: easymp.toml, line 2: 'mixed_precison' is no setting, did you mean 'mixed_precision'? Known: ")
+    assert err.startswith(
+        "easymp: easymp.toml, line 2: 'mixed_precison' is no setting, did you mean 'mixed_precision'? Known: "
+    )
 
 
 def test_a_place_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,9 +182,16 @@ def test_a_place_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_person_goes_through_it(terminal: Starter) -> None:
     """Wrong answers, help, back, and at the end the file and the command; 40 columns wide, and none is passed."""
     child = terminal(columns=40, dumb=True)
-    child.answer("0", "2", "help", "bf61", "bf16", "back", "fp32", "single", "fsdp", "", "runs", "back", "logs", "")
+    child.answer(
+        "0", "2", "help", "bf61", "bf16", "back", "fp32", "single", "fsdp", "", "runs", "back", "logs", ""
+    )
     assert child.end() == 0, child.heard
-    for words in ("is below the smallest", "did you mean 'bf16'?", "'single' is for one", "easymp launch train.py"):
+    for words in (
+        "is below the smallest",
+        "did you mean 'bf16'?",
+        "'single' is for one",
+        "easymp launch train.py",
+    ):
         assert words in re.sub(r"\s+", " ", child.heard), child.heard
     told, _, file = child.heard.replace("\r", "").partition("# What this project asks")
     assert max(map(len, told.splitlines())) <= 40
@@ -249,7 +275,11 @@ def test_text_of_another_encoding_is_a_wrong_answer(terminal: Starter) -> None:
 @pytest.mark.slow
 def test_a_closed_standard_input() -> None:
     done = subprocess.run(
-        ["sh", "-c", f"'{sys.executable}' -m easymp config <&-"], capture_output=True, text=True, timeout=100, check=False
+        ["sh", "-c", f"'{sys.executable}' -m easymp config <&-"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 2
     assert "standard input is no terminal" in done.stderr

@@ -14,7 +14,9 @@ from easymp.hardware import CPU, Device, Hardware
 SERVER = Hardware(
     CPU("Some Xeon", "x86_64", 32, 64, 2, 256 << 30, frozenset({"avx2", "amx_bf16"})),
     (
-        Device("cuda", 0, "H100", 80 << 30, (9, 0), "sm_90", frozenset({"bf16", "fp8"}), bf16=True, fp16=True),
+        Device(
+            "cuda", 0, "H100", 80 << 30, (9, 0), "sm_90", frozenset({"bf16", "fp8"}), bf16=True, fp16=True
+        ),
         Device("cuda", 1, "Old", 8 << 30, (3, 5), "sm_35", built_for=False),
     ),
     "nvidia",
@@ -26,7 +28,16 @@ SERVER = Hardware(
 def test_this_machine(capsys):
     assert main(["env"]) == 0
     out = capsys.readouterr().out
-    for word in ("easymp", "torch", "processor", "threads usable", "Plan", "precision", "strategy", "kernels"):
+    for word in (
+        "easymp",
+        "torch",
+        "processor",
+        "threads usable",
+        "Plan",
+        "precision",
+        "strategy",
+        "kernels",
+    ):
         assert word in out
 
 
@@ -41,7 +52,9 @@ def test_json_is_one_object(capsys):
 def test_why_there_are_no_kernels(monkeypatch):
     monkeypatch.setattr(cuda, "facts", lambda device: Facts("13.0", None, False, {}, None))
     assert env.kernels(SERVER) == "CuPy is not installed: pip install 'easymp[cuda13]'"
-    monkeypatch.setattr(cuda, "facts", lambda device: Facts("13.0", None, True, {"cupy-cuda13x": "14.2.0"}, None))
+    monkeypatch.setattr(
+        cuda, "facts", lambda device: Facts("13.0", None, True, {"cupy-cuda13x": "14.2.0"}, None)
+    )
     assert env.kernels(SERVER) == "CuPy 14.2.0 (cupy-cuda13x)"
 
 
@@ -57,7 +70,11 @@ def test_facts_of_another_machine():
 
 
 def test_plain_values():
-    assert env.plain({"a": {"z", "b"}, 1: (2.5, None), "x": pytest}) == {"a": ["b", "z"], "1": [2.5, None], "x": str(pytest)}
+    assert env.plain({"a": {"z", "b"}, 1: (2.5, None), "x": pytest}) == {
+        "a": ["b", "z"],
+        "1": [2.5, None],
+        "x": str(pytest),
+    }
 
 
 def test_an_impossible_request_is_one_sentence(capsys, monkeypatch):

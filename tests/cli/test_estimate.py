@@ -9,12 +9,26 @@ import pytest
 from easymp.cli import main
 
 
-def test_a_table_and_what_to_take(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_and_what_to_take(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["estimate", "1.5B", "--memory", "80GB", "--processes", "1,8", "--optimizer", "momentum"]) == 0
+    assert (
+        main(["estimate", "1.5B", "--memory", "80GB", "--processes", "1,8", "--optimizer", "momentum"]) == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "1.5B: 1,500,000,000 parameters, momentum"
-    assert lines[2].split() == ["on", "strategy", "precision", "weights", "gradients", "states", "copies", "total", "spare"]
+    assert lines[2].split() == [
+        "on",
+        "strategy",
+        "precision",
+        "weights",
+        "gradients",
+        "states",
+        "copies",
+        "total",
+        "spare",
+    ]
     assert lines[3].split() == ["1", "single", "fp32", "5.59", "5.59", "5.59", "-", "16.76", "+42.84"]
     assert max(map(len, lines)) <= 80
     assert "a stand-in" in "\n".join(lines)
@@ -24,7 +38,10 @@ def test_a_table_and_what_to_take(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_activations_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
     shapes = ["--input", "4x2x512", "--input", "4x2x512"]
     with pytest.warns(UserWarning, match="enable_nested_tensor"):
-        assert main(["estimate", "torch.nn:Transformer", *shapes, "--processes", "1", "--precision", "fp32"]) == 0
+        assert (
+            main(["estimate", "torch.nn:Transformer", *shapes, "--processes", "1", "--precision", "fp32"])
+            == 0
+        )
     out = capsys.readouterr().out
     assert "activations  total" in out and "44,140,544 parameters" in out and "--input" not in out
 
@@ -32,7 +49,22 @@ def test_activations_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     main(["estimate", "350M", "--activation-checkpointing"])
     assert "counted with the shape of a batch (--input)" in capsys.readouterr().err
-    assert main(["estimate", "350M", "--json", "--memory", "40GB", "--processes", "8", "--strategy", "fsdp,single"]) == 0
+    assert (
+        main(
+            [
+                "estimate",
+                "350M",
+                "--json",
+                "--memory",
+                "40GB",
+                "--processes",
+                "8",
+                "--strategy",
+                "fsdp,single",
+            ]
+        )
+        == 0
+    )
     record = json.loads(capsys.readouterr().out)
     assert record["parameters"] == 350_000_000 and record["suggested"] == {
         "strategy": "fsdp",

@@ -34,7 +34,9 @@ def command(monkeypatch):
 
 def test_help_lists_every_command_and_imports_no_torch():
     code = "import sys; from easymp.cli import main; r = main(['--help']); print('torch' in sys.modules, r)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    ).stdout
     assert out.endswith("False 0\n")
     for name, words in cli.COMMANDS.items():
         assert f"{name} " in out
@@ -72,7 +74,9 @@ for line in {list(WITHOUT_TORCH)!r}:
         found[line] = main(line.split()), said.getvalue(), "torch" in sys.modules
 print(json.dumps(found))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True, cwd=tmp_path
+    )
     for line, (status, said, torch) in json.loads(done.stdout).items():
         wanted, words = WITHOUT_TORCH[line]
         assert (status, torch) == (wanted, False), (line, said)
@@ -88,11 +92,15 @@ def test_every_command_keeps_the_promise():
 
 
 def test_python_m_easymp():
-    done = subprocess.run([sys.executable, "-m", "easymp", "--version"], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "easymp", "--version"], capture_output=True, text=True, timeout=100, check=True
+    )
     assert done.stdout == f"easymp {__version__}\n"
 
 
-@pytest.mark.parametrize("words", [[], ["--nonsense"], ["lanch"], ["launch"], ["launch", "--proceses", "2", "x.py"]])
+@pytest.mark.parametrize(
+    "words", [[], ["--nonsense"], ["lanch"], ["launch"], ["launch", "--proceses", "2", "x.py"]]
+)
 def test_wrong_usage_is_2(words, capsys):
     assert cli.main(words) == 2
     capsys.readouterr()

@@ -41,12 +41,23 @@ def launched(monkeypatch):
             ("t.py", [], None),
             {"place": Place(1, None, "a", 29500, most=4), "max_restarts": 3},
         ),
-        ("--nodes 1:4 --main-address a --max-restarts 0 t.py", ("t.py", [], None), {"place": Place(1, None, "a", 29500, most=4)}),
+        (
+            "--nodes 1:4 --main-address a --max-restarts 0 t.py",
+            ("t.py", [], None),
+            {"place": Place(1, None, "a", 29500, most=4)},
+        ),
     ],
 )
 def test_words(launched, words, args, options):
     assert main(["launch", *words.split()]) == 9
-    plain = {"module": False, "max_restarts": 0, "place": Place(), "grace": 30.0, "numa": True, "variables": {}}
+    plain = {
+        "module": False,
+        "max_restarts": 0,
+        "place": Place(),
+        "grace": 30.0,
+        "numa": True,
+        "variables": {},
+    }
     assert launched == [(args, plain | options)]
 
 
@@ -65,12 +76,20 @@ def test_one_node_has_no_use_for_another_s_address_and_says_so(launched, caplog)
         ("--node-rank 1", "says which of several machines this is", "--nodes"),
         ("--nodes 2 --node-rank 1", "2 nodes must know where to meet", "--main-address"),
         ("--nodes 2 --main-address a --node-rank 2", "node_rank=2 does not lie in 0 … 1 for 2 nodes", ""),
-        ("--nodes 1:4 --main-address a --node-rank -1", "node_rank=-1 does not lie in 0 … 3 for 1 to 4 nodes", ""),
+        (
+            "--nodes 1:4 --main-address a --node-rank -1",
+            "node_rank=-1 does not lie in 0 … 3 for 1 to 4 nodes",
+            "",
+        ),
         ("--nodes two", "nodes='two' is no number of nodes", "use 2, or 1:4"),
         ("--nodes 4:2", "nodes='4:2' is no number of nodes", "use 2, or 1:4"),
         ("--nodes 0", "nodes='0' is no number of nodes", "use 2, or 1:4"),
         ("--nodes 2 --main-address a:b", "main_address='a:b' is no address", "use HOST, HOST:PORT"),
-        ("--nodes 2 --main-address a:70000", "main_address='a:70000' has no possible port", "from 1 to 65535"),
+        (
+            "--nodes 2 --main-address a:70000",
+            "main_address='a:70000' has no possible port",
+            "from 1 to 65535",
+        ),
         ("--grace -1", "below the smallest possible value, 0", ""),
         ("--max-restarts -1", "below the smallest possible value, 0", ""),
         ("--processes 0", "below the smallest possible value, 1", ""),
@@ -98,10 +117,18 @@ def test_the_file_of_config_is_the_launchers_and_the_workers(launched, tmp_path,
     )
     monkeypatch.chdir(tmp_path)
     seen = []
-    monkeypatch.setattr(launch, "launch_script", lambda *args, **options: seen.append((args, options, resolve().seed)) or 9)
+    monkeypatch.setattr(
+        launch, "launch_script", lambda *args, **options: seen.append((args, options, resolve().seed)) or 9
+    )
     assert main(["launch", "--config", "mine.toml", "--node-rank", "1", "--processes", "3", "t.py"]) == 9
     (args, options, seed) = seen[0]
-    assert (args[2], options["place"], options["max_restarts"], options["numa"], seed) == (3, Place(2, 1, "a", 7), 1, False, 3)
+    assert (args[2], options["place"], options["max_restarts"], options["numa"], seed) == (
+        3,
+        Place(2, 1, "a", 7),
+        1,
+        False,
+        3,
+    )
     assert resolve().seed is None
     assert main(["launch", "--config", "mine.toml", "--nodes", "1", "t.py"]) == 9
     assert seen[1][1]["place"] == Place(1, None, "127.0.0.1", 7)  # its main machine is another one
@@ -115,7 +142,10 @@ def test_a_wrong_setting_is_said_once_and_before_anything_starts(tmp_path, capsy
 
 def test_a_missing_script_is_said_in_a_sentence(capsys):
     assert main(["launch", "nowhere.py"]) == 1
-    assert capsys.readouterr().err == "easymp: 'nowhere.py' is no file: pass the script's path, or -m and a module's name\n"
+    assert (
+        capsys.readouterr().err
+        == "easymp: 'nowhere.py' is no file: pass the script's path, or -m and a module's name\n"
+    )
 
 
 def test_help_has_examples():

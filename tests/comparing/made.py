@@ -42,7 +42,9 @@ def run(
     if seconds is None:
         return Run(variant, number, None, End(status, why, 1e9, 3.0, others), None)
     curves = {
-        name: [Point(i * updates // len(held), seconds * i / len(held), value) for i, value in enumerate(held, 1)]
+        name: [
+            Point(i * updates // len(held), seconds * i / len(held), value) for i, value in enumerate(held, 1)
+        ]
         for name, held in (values or {}).items()
     }
     record = Record(
@@ -55,13 +57,18 @@ def run(
         device_memory=True,
         memory=[(-0.5, peak // 2), (0.0, peak), (seconds, peak)],
         curves=curves,
-        plan={"processes": 1, "precision": {"value": variant.name, "reason": "asked for", "source": "asked for"}},
+        plan={
+            "processes": 1,
+            "precision": {"value": variant.name, "reason": "asked for", "source": "asked for"},
+        },
         machine=MACHINE,
     )
     return Run(variant, number, None, End(FINISHED, "", 1e9, seconds + 4.0, others), record)
 
 
-def comparison(*runs: Run, folder: Path = Path("nowhere"), metrics: tuple[str, ...] = (), script: str = "train.py") -> Comparison:
+def comparison(
+    *runs: Run, folder: Path = Path("nowhere"), metrics: tuple[str, ...] = (), script: str = "train.py"
+) -> Comparison:
     variants = list({id(run.variant): run.variant for run in runs}.values())
     repeats = max(run.number for run in runs)
     return conclude(Task(script, ["--lr", "0.1"]), variants, runs, folder, repeats=repeats, metrics=metrics)

@@ -31,7 +31,16 @@ def test_what_is_asked_for_is_taken_in_that_order() -> None:
 
 @pytest.mark.parametrize(
     ("name", "better"),
-    [("loss", -1), ("eval_loss", -1), ("top5", 1), ("valAcc", 1), ("eval/F1", 1), ("perplexity", -1), ("lr", 0), ("lossless", 0)],
+    [
+        ("loss", -1),
+        ("eval_loss", -1),
+        ("top5", 1),
+        ("valAcc", 1),
+        ("eval/F1", 1),
+        ("perplexity", -1),
+        ("lr", 0),
+        ("lossless", 0),
+    ],
 )
 def test_only_known_names_have_a_direction(name: str, better: int) -> None:
     assert metric(name).better == better

@@ -43,8 +43,12 @@ class Elements(HTMLParser):
 def html() -> str:
     values = {"loss": LOSSES, EVIL: [0.1, 0.2]}
     plain, evil = Variant("fp32"), Variant(EVIL)
-    runs = [run(plain, 10 + i, i, values=values) for i in (1, 2)] + [run(evil, 6 + i, i, values=values) for i in (1, 2)]
-    return page(comparison(*runs, run(Variant("O1"), None, why=EVIL), metrics=("loss", EVIL), script=f"/x/{EVIL}.py"))
+    runs = [run(plain, 10 + i, i, values=values) for i in (1, 2)] + [
+        run(evil, 6 + i, i, values=values) for i in (1, 2)
+    ]
+    return page(
+        comparison(*runs, run(Variant("O1"), None, why=EVIL), metrics=("loss", EVIL), script=f"/x/{EVIL}.py")
+    )
 
 
 def test_what_comes_from_outside_is_text(html: str) -> None:
@@ -57,9 +61,13 @@ def test_what_comes_from_outside_is_text(html: str) -> None:
 def test_it_needs_nothing_else(html: str) -> None:
     found = Elements(html)
     assert not set(found.tags) & {"script", "iframe", "img", "object", "embed", "base"}
-    outside = [(name, value) for name, value in found.attributes if "//" in value and not name.startswith("xmlns")]
+    outside = [
+        (name, value) for name, value in found.attributes if "//" in value and not name.startswith("xmlns")
+    ]
     assert not outside
-    assert [value for name, value in found.attributes if name == "href" and not value.startswith(("#", "data:,"))] == []
+    assert [
+        value for name, value in found.attributes if name == "href" and not value.startswith(("#", "data:,"))
+    ] == []
     style = html[html.index("<style>") : html.index("</style>")]
     assert "url(" not in style
     assert "@import" not in style
@@ -67,7 +75,12 @@ def test_it_needs_nothing_else(html: str) -> None:
 
 def test_each_plot_is_one_svg_with_lines_in_the_colours_of_the_page(html: str) -> None:
     figures = re.findall(r"<figure.*?</figure>", html, re.DOTALL)
-    titles = ["loss against update", "loss against time", "memory allocated over time", "throughput, samples a second"]
+    titles = [
+        "loss against update",
+        "loss against time",
+        "memory allocated over time",
+        "throughput, samples a second",
+    ]
     assert [figure for title in titles if len(figure := [f for f in figures if f">{title}<" in f]) != 1] == []
     assert len(figures) == 6
     for figure in figures:

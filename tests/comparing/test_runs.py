@@ -31,7 +31,9 @@ def easymp(*words: str, directory: Path) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "easymp", *words]
-    return subprocess.Popen(command, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,13 +59,17 @@ def test_ends(code: str, status: str, why: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(running, "command", lambda task, variant: [sys.executable, "-c", code])
     monkeypatch.setattr(running, "GRACE", 0.3)
     before = set(psutil.Process().children(recursive=True))
-    end = running.run(running.Task("x.py", timeout=0.3 if status == LATE else 60), Variant("x"), tmp_path / "a")
+    end = running.run(
+        running.Task("x.py", timeout=0.3 if status == LATE else 60), Variant("x"), tmp_path / "a"
+    )
     assert (end.status, end.why) == (status, why)
     assert end.others is not None
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_a_run_gets_its_settings_and_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_gets_its_settings_and_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = "import os; print(os.environ['EASYMP_OVERRIDE'], os.environ['EASYMP_RECORD'])"
     monkeypatch.setattr(running, "command", lambda task, variant: [sys.executable, "-c", code])
     monkeypatch.setenv("EASYMP_OVERRIDE", "timeout=9")
@@ -83,7 +89,9 @@ def test_what_finishes_and_what_fails(tmp_path: Path) -> None:
     assert process.returncode == 1, err
     plans = {plan["name"]: plan["runs"][0] for plan in json.loads(out)["plans"]}
     assert [plans[name]["status"] for name in ("fp32", "fp8")] == ["finished", "failed"]
-    assert plans["fp8"]["why"].startswith("RefusedError: mixed_precision='fp8' in EASYMP_OVERRIDE cannot run here: fp8 needs")
+    assert plans["fp8"]["why"].startswith(
+        "RefusedError: mixed_precision='fp8' in EASYMP_OVERRIDE cannot run here: fp8 needs"
+    )
     record = plans["fp32"]["record"]
     assert (record["updates"], record["samples"]) == (15 // 2, 112)
     assert [value for _, _, value in record["curves"]["accuracy"]] == [0.5, 0.6]
@@ -101,7 +109,9 @@ def test_what_finishes_and_what_fails(tmp_path: Path) -> None:
 def test_a_signal_ends_the_run_and_its_ranks_and_shows_what_is_done(tmp_path: Path) -> None:
     """By SIGTERM, of which Ctrl-C's SIGINT is the simpler case."""
     (tmp_path / "tiny.py").write_text(TINY)
-    with easymp("compare", "tiny.py", "--precision", "fp32,O3", "--output", "out", directory=tmp_path) as process:
+    with easymp(
+        "compare", "tiny.py", "--precision", "fp32,O3", "--output", "out", directory=tmp_path
+    ) as process:
         waiting = tmp_path / "out" / "runs" / "2-O3-1" / "rank-0.jsonl"
         while process.poll() is None and not waiting.exists():
             time.sleep(0.05)
@@ -124,7 +134,9 @@ def browser(tmp_path: Path) -> Iterator[Any]:
     """Chromium without a window; skipped where Debian's packages `chromium` and `chromium-driver` are not installed."""
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
-        pytest.skip("optional packages are not installed: chromium and chromium-driver (apt-get install them)")
+        pytest.skip(
+            "optional packages are not installed: chromium and chromium-driver (apt-get install them)"
+        )
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -142,7 +154,9 @@ def look(browser: Any, page: Path, width: int, scheme: str) -> dict[str, Any]:
     """What `page` is at `width` pixels, in light or dark."""
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width == PHONE}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
     browser.get(page.as_uri())
     return browser.execute_script(
         """
@@ -168,7 +182,17 @@ def look(browser: Any, page: Path, width: int, scheme: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_digits_compared_and_looked_at(browser: Any, tmp_path: Path) -> None:
-    words = ["compare", str(ROOT / "examples/digits.py"), "--precision", "fp32,bf16,O1", "--output", "out", "--", "--epochs", "3"]
+    words = [
+        "compare",
+        str(ROOT / "examples/digits.py"),
+        "--precision",
+        "fp32,bf16,O1",
+        "--output",
+        "out",
+        "--",
+        "--epochs",
+        "3",
+    ]
     with easymp(*words, directory=tmp_path) as process:
         out, err = process.communicate()
     assert process.returncode == 0, err
@@ -190,5 +214,7 @@ def test_digits_compared_and_looked_at(browser: Any, tmp_path: Path) -> None:
             assert (bright > 450) == (scheme == "dark"), seen
     assert browser.get_log("browser") == []
     sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = {each["params"]["request"]["url"] for each in sent if each["method"] == "Network.requestWillBeSent"}
+    asked = {
+        each["params"]["request"]["url"] for each in sent if each["method"] == "Network.requestWillBeSent"
+    }
     assert {url for url in asked if not url.startswith(("data:", "chrome:"))} == {page.as_uri()}

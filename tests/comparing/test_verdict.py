@@ -18,7 +18,13 @@ A, B, C = Variant("fp32"), Variant("bf16"), Variant("O1")
 def runs(variant: Variant, seconds: list[float], *accuracies: float, **more: object) -> list[Run]:
     """A run for each of `seconds`, with the last of `accuracies` for those that have none of their own."""
     return [
-        run(variant, each, i, values={"accuracy": [accuracies[min(i, len(accuracies)) - 1]]} if accuracies else {}, **more)  # type: ignore[arg-type]
+        run(
+            variant,
+            each,
+            i,
+            values={"accuracy": [accuracies[min(i, len(accuracies)) - 1]]} if accuracies else {},
+            **more,
+        )  # type: ignore[arg-type]
         for i, each in enumerate(seconds, 1)
     ]
 
@@ -159,7 +165,10 @@ def test_a_loss_decides_where_there_is_no_accuracy() -> None:
 
 def test_doubts() -> None:
     found = comparison(
-        run(A, None, why="no", others=2.0), run(B, 10, others=12.0), run(C, 5, others=6.4, samples=None), metrics=("loss",)
+        run(A, None, why="no", others=2.0),
+        run(B, 10, others=12.0),
+        run(C, 5, others=6.4, samples=None),
+        metrics=("loss",),
     )
     assert found.missing == ("loss",)
     assert found.verdict.doubts == (

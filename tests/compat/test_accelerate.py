@@ -70,19 +70,34 @@ def test_what_scripts_import() -> None:
         assert [name for name in module.__all__ if getattr(module, name, None) is None] == []
     assert accelerate.__version__ == "1.15.0"
     available = accelerate.utils
-    assert not available.is_deepspeed_available() and not available.is_npu_available() and available.is_pytest_available()
-    assert available.is_torch_version(">=", "2.8") and not available.compare_versions("2.10.0+cpu", "<", "2.9")
+    assert (
+        not available.is_deepspeed_available()
+        and not available.is_npu_available()
+        and available.is_pytest_available()
+    )
+    assert available.is_torch_version(">=", "2.8") and not available.compare_versions(
+        "2.10.0+cpu", "<", "2.9"
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("from easymp.compat.accelerate import init_empty_weights", r"accelerate\.init_empty_weights is not part.*torch\.device"),
+        (
+            "from easymp.compat.accelerate import init_empty_weights",
+            r"accelerate\.init_empty_weights is not part.*torch\.device",
+        ),
         ("from easymp.compat.accelerate import Acelerator", "did you mean 'Accelerator'"),
         ("from easymp.compat.accelerate.utils import infer_auto_device_map", r"strategy='fsdp'"),
-        ("from easymp.compat.accelerate.utils import synchronize_rng_states", r"set_seed\(seed\) seeds all ranks alike"),
+        (
+            "from easymp.compat.accelerate.utils import synchronize_rng_states",
+            r"set_seed\(seed\) seeds all ranks alike",
+        ),
         ("from easymp.compat.accelerate.utils.other import save", r"accelerator\.save"),
-        ("from easymp import FullyShardedDataParallelPlugin", "easymp has no 'FullySharded.*in easymp.compat.accelerate"),
+        (
+            "from easymp import FullyShardedDataParallelPlugin",
+            "easymp has no 'FullySharded.*in easymp.compat.accelerate",
+        ),
     ],
 )
 def test_absent_names_say_what_to_write(line: str, words: str) -> None:
@@ -90,7 +105,9 @@ def test_absent_names_say_what_to_write(line: str, words: str) -> None:
         exec(line)
 
 
-@pytest.mark.parametrize("name", ["DeepSpeedPlugin", "DummyOptim", "MegatronLMPlugin", "ParallelismConfig", "TERecipeKwargs"])
+@pytest.mark.parametrize(
+    "name", ["DeepSpeedPlugin", "DummyOptim", "MegatronLMPlugin", "ParallelismConfig", "TERecipeKwargs"]
+)
 def test_stand_ins_are_refused_when_they_are_made(name: str) -> None:
     kind = getattr(accelerate.utils, name)
     assert not isinstance(torch.optim.SGD, kind)
@@ -101,7 +118,11 @@ def test_stand_ins_are_refused_when_they_are_made(name: str) -> None:
 def test_variables() -> None:
     with patch_environment(easymp_words="yes"):
         assert accelerate.utils.parse_flag_from_env("EASYMP_WORDS") and os.environ["EASYMP_WORDS"] == "yes"
-    assert (str_to_bool("on"), str_to_bool("False"), accelerate.utils.get_int_from_env(["EASYMP_WORDS"], 3)) == (1, 0, 3)
+    assert (
+        str_to_bool("on"),
+        str_to_bool("False"),
+        accelerate.utils.get_int_from_env(["EASYMP_WORDS"], 3),
+    ) == (1, 0, 3)
     with pytest.raises(ValueError, match="'perhaps' is neither yes nor no"):
         str_to_bool("perhaps")
 
@@ -109,11 +130,21 @@ def test_variables() -> None:
 # -- the Accelerator -----------------------------------------------------------------------------------------------------
 
 
-def test_defaults_are_accelerates_unless_a_setting_says_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_defaults_are_accelerates_unless_a_setting_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     with Accelerator(True, None, None, 2, True) as acc:
-        assert (acc.mixed_precision, acc.gradient_accumulation_steps, acc.scaler, acc.device.type) == ("no", 2, None, "cpu")
-        assert acc.state.deepspeed_plugin is acc.deepspeed_plugin is None and acc.distributed_type == DistributedType.NO
+        assert (acc.mixed_precision, acc.gradient_accumulation_steps, acc.scaler, acc.device.type) == (
+            "no",
+            2,
+            None,
+            "cpu",
+        )
+        assert (
+            acc.state.deepspeed_plugin is acc.deepspeed_plugin is None
+            and acc.distributed_type == DistributedType.NO
+        )
         acc.init_trackers("run", {"lr": 0.1}, init_kwargs={"wandb": {"name": "x"}})
         acc.log({"loss": 1.0}, step=1)
         assert acc.trackers == [] and accelerate.state.is_initialized()
@@ -128,7 +159,9 @@ def test_defaults_are_accelerates_unless_a_setting_says_otherwise(monkeypatch: p
     monkeypatch.setenv("EASYMP_MIXED_PRECISION", "bf16")
     with Accelerator(split_batches=True) as acc:
         assert acc.mixed_precision == "bf16" and acc.split_batches
-    with pytest.raises(RefusedError, match=r"megatron_lm_plugin=1.* is not honoured: pass strategy='tensor_parallel'"):
+    with pytest.raises(
+        RefusedError, match=r"megatron_lm_plugin=1.* is not honoured: pass strategy='tensor_parallel'"
+    ):
         Accelerator(megatron_lm_plugin=1)
 
 
@@ -146,7 +179,11 @@ def test_defaults_are_accelerates_unless_a_setting_says_otherwise(monkeypatch: p
             "fsdp",
             FSDPOptions(reshard_after_forward=False, cpu_offload=True),
         ),
-        ({"sharding_strategy": "4", "transformer_cls_names_to_wrap": ["Block"]}, "hsdp", HSDPOptions(wrap=("Block",))),
+        (
+            {"sharding_strategy": "4", "transformer_cls_names_to_wrap": ["Block"]},
+            "hsdp",
+            HSDPOptions(wrap=("Block",)),
+        ),
         ({"sharding_strategy": SimpleNamespace(name="NO_SHARD")}, "ddp", None),
     ],
 )
@@ -171,8 +208,14 @@ def test_what_a_plugin_cannot_have() -> None:
 
 
 def test_a_plugin_for_compiling() -> None:
-    assert TorchDynamoPlugin().compiling() is TorchDynamoPlugin(DynamoBackend.INDUCTOR, disable=True).compiling() is False
-    plugin = TorchDynamoPlugin(DynamoBackend.AOT_EAGER, mode="default", dynamic=True, use_regional_compilation=True)
+    assert (
+        TorchDynamoPlugin().compiling()
+        is TorchDynamoPlugin(DynamoBackend.INDUCTOR, disable=True).compiling()
+        is False
+    )
+    plugin = TorchDynamoPlugin(
+        DynamoBackend.AOT_EAGER, mode="default", dynamic=True, use_regional_compilation=True
+    )
     assert plugin.compiling() == CompileOptions("blocks", "aot_eager", dynamic=True)
 
 
@@ -206,14 +249,22 @@ def counted_by_hand(steps: int, batch: int) -> tuple[list[float], list[float], i
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         schedule.total_steps = 7  # as OneCycleLR has, which refuses the eighth
-        model, optimizer, schedule, loader = acc.prepare(model, optimizer, schedule, DataLoader(DATA, batch_size=batch))
+        model, optimizer, schedule, loader = acc.prepare(
+            model, optimizer, schedule, DataLoader(DATA, batch_size=batch)
+        )
         for _ in range(2):
             batches = iter(loader)
             for _ in range(-(-len(loader) // steps)):
-                ahead = [b for _, b in zip(range(steps), batches)]  # also after the last one has been asked for
+                ahead = [
+                    b for _, b in zip(range(steps), batches)
+                ]  # also after the last one has been asked for
                 count = acc.gather(torch.tensor([sum(len(x) for x, _ in ahead)])).sum().item()
                 for i, (x, y) in enumerate(ahead):
-                    quiet = model.no_sync if i < len(ahead) - 1 and acc.num_processes > 1 else contextlib.nullcontext
+                    quiet = (
+                        model.no_sync
+                        if i < len(ahead) - 1 and acc.num_processes > 1
+                        else contextlib.nullcontext
+                    )
                     with quiet():
                         loss = nn.functional.cross_entropy(model(x), y, reduction="sum") / count
                         acc.backward(loss * steps * acc.num_processes)
@@ -277,7 +328,9 @@ def saved_alone() -> list[str]:
 
 def test_a_checkpoint_that_one_rank_saves_says_who_calls_it(ranks: Ranks) -> None:
     assert ranks(saved_alone) == [
-        ["save_state() is for all ranks: where it stands under `if accelerator.is_main_process:`, take it out"],
+        [
+            "save_state() is for all ranks: where it stands under `if accelerator.is_main_process:`, take it out"
+        ],
         [],
     ]
 

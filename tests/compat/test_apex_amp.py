@@ -33,7 +33,9 @@ def _as_before_initialize():
 
 def net(seed=0, width=8):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 2)).to(DEVICE)
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 2)).to(
+        DEVICE
+    )
 
 
 def sgd(model, **how):
@@ -206,17 +208,29 @@ def refusals():
         (lambda: initialize(wrapped), "instance of DataParallel. Parallel wrappers should only be applied"),
         (lambda: initialize(half), "Found param 0.weight with type torch.float16"),
         (lambda: initialize(net().double()), "Found param 0.weight with type torch.float64"),
-        (lambda: (initialize(used, optimizer), initialize(net(), optimizer)), "only be passed through amp.initialize once"),
+        (
+            lambda: (initialize(used, optimizer), initialize(net(), optimizer)),
+            "only be passed through amp.initialize once",
+        ),
         (lambda: initialize(net(), [s := sgd(used), s]), "only be passed through amp.initialize once"),
-        (lambda: initialize(net(), cast_model_type=torch.float16), "O1 inserts casts around torch's functions"),
+        (
+            lambda: initialize(net(), cast_model_type=torch.float16),
+            "O1 inserts casts around torch's functions",
+        ),
         (lambda: initialize(net(), keep_batchnorm_fp32=True), "O1 runs batch-norm in fp32"),
         (lambda: initialize(net(), master_weights="False"), "O1's weights are fp32 themselves"),
         (lambda: initialize(net(), opt_level="O2", patch_torch_functions=True), "only opt_level='O1' casts"),
-        (lambda: initialize(net(), opt_level="O2", keep_batchnorm_fp32="yes"), "must be a boolean, the string 'True' or 'False'"),
+        (
+            lambda: initialize(net(), opt_level="O2", keep_batchnorm_fp32="yes"),
+            "must be a boolean, the string 'True' or 'False'",
+        ),
         (lambda: initialize(net(), opt_level="O2", keep_batchnorm_fp32=1), "must be a boolean"),
         (lambda: initialize(net(), loss_scale="fast"), "must be a positive number, or 'dynamic'"),
         (lambda: initialize(net(), loss_scale=-1), "must be a positive number, or 'dynamic'"),
-        (lambda: initialize(net(), opt_level="O2", cast_model_type="half"), "cast_model_type='half' is none of"),
+        (
+            lambda: initialize(net(), opt_level="O2", cast_model_type="half"),
+            "cast_model_type='half' is none of",
+        ),
         (lambda: initialize(net(), min_loss_scale=2.0**25), "minimum=33554432.0 of the loss scale must be"),
         (lambda: amp.master_params, ""),
     ][:-1]
@@ -355,7 +369,9 @@ def test_scales_begin_at_65536_and_have_bounds():
 def test_an_overflow_skips_the_next_step_of_every_optimizer_given_and_says_so(capsys):
     models = [nn.Linear(1, 1, bias=False).to(DEVICE) for _ in range(3)]
     optimizers = [sgd(m) for m in models]
-    models, optimizers = amp.initialize(models, optimizers, opt_level="O2", verbosity=1, max_loss_scale=1024.0)
+    models, optimizers = amp.initialize(
+        models, optimizers, opt_level="O2", verbosity=1, max_loss_scale=1024.0
+    )
     capsys.readouterr()
     before = [m.weight.item() for m in models]
     backward(sum(m(tensor(1.0)) for m in models[:2]).sum() * float("inf"), optimizers[:2])
@@ -409,7 +425,9 @@ def test_blocks_before_a_step_add_up(level):
     model, optimizer = one(level)
     for x in (1.0, 2.0, 4.0):
         backward(model(tensor(x)).sum(), optimizer)
-        assert [p.grad.item() for p in amp.master_params(optimizer)] == [sum(y for y in (1.0, 2.0, 4.0) if y <= x)]
+        assert [p.grad.item() for p in amp.master_params(optimizer)] == [
+            sum(y for y in (1.0, 2.0, 4.0) if y <= x)
+        ]
     optimizer.step()
     assert model.weight.item() == 1 - 0.25 * 7
 
@@ -445,7 +463,9 @@ def test_several_models_optimizers_and_losses(level):
     models = [nn.Linear(1, 1, bias=False).to(DEVICE) for _ in range(2)]
     for m in models:
         nn.init.constant_(m.weight, 1.0)
-    models, optimizers = initialize(models, [sgd(m, lr=0.25) for m in models], opt_level=level, num_losses=3, max_loss_scale=64.0)
+    models, optimizers = initialize(
+        models, [sgd(m, lr=0.25) for m in models], opt_level=level, num_losses=3, max_loss_scale=64.0
+    )
     a, b = models
     backward(a(tensor(1.0)).sum(), optimizers[0], loss_id=0)
     backward(b(tensor(2.0)).sum() * float("inf"), optimizers[1], loss_id=1)
@@ -455,7 +475,9 @@ def test_several_models_optimizers_and_losses(level):
     assert (a.weight.item(), b.weight.item()) == (0.5, 1.0)
     found = [s["loss_scale"] for s in amp.state_dict().values()]
     assert found == [64.0, 32.0, 64.0]
-    with pytest.raises(RuntimeError, match=r"loss_id=3, and amp.initialize made 3 loss scalers: pass num_losses=4"):
+    with pytest.raises(
+        RuntimeError, match=r"loss_id=3, and amp.initialize made 3 loss scalers: pass num_losses=4"
+    ):
         backward(a(tensor(1.0)).sum(), optimizers[0], loss_id=3)
 
 
@@ -477,9 +499,14 @@ def test_an_optimizer_that_was_not_given_does_not_step_on_scaled_gradients(level
 def test_two_models_against_each_other(level):
     """Apex's DCGAN example: three losses, and a generator's loss that goes through the discriminator."""
     g, d = net(0), net(1)
-    (d, g), (of_d, of_g) = initialize([d, g], [sgd(d), sgd(g)], opt_level=level, num_losses=3, max_loss_scale=64.0)
+    (d, g), (of_d, of_g) = initialize(
+        [d, g], [sgd(d), sgd(g)], opt_level=level, num_losses=3, max_loss_scale=64.0
+    )
     loss_fn, x = nn.CrossEntropyLoss(), torch.randn(6, 4, device=DEVICE)
-    real, made_up = torch.ones(6, dtype=torch.long, device=DEVICE), torch.zeros(6, dtype=torch.long, device=DEVICE)
+    real, made_up = (
+        torch.ones(6, dtype=torch.long, device=DEVICE),
+        torch.zeros(6, dtype=torch.long, device=DEVICE),
+    )
     start = [copy.deepcopy(m.state_dict()) for m in (d, g)]
     for _ in range(3):
         d.zero_grad()
@@ -491,7 +518,9 @@ def test_two_models_against_each_other(level):
         backward(loss_fn(d(fake), real), of_g, loss_id=2)
         of_g.step()
     for model, before in zip((d, g), start):
-        assert all(not torch.equal(v, before[k]) for k, v in model.state_dict().items() if k.endswith("weight"))
+        assert all(
+            not torch.equal(v, before[k]) for k, v in model.state_dict().items() if k.endswith("weight")
+        )
     assert [entry["unskipped"] for entry in amp.state_dict().values()] == [3, 3, 3]
 
 
@@ -550,7 +579,8 @@ def test_o2_holds_fp32_masters_of_half_parameters_and_the_others_themselves():
 
 
 @pytest.mark.parametrize(
-    "kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adamax, torch.optim.Rprop]
+    "kind",
+    [torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adamax, torch.optim.Rprop],
 )
 def test_any_optimizer_steps_masters_as_it_steps_fp32(kind):
     torch.manual_seed(0)
@@ -576,7 +606,9 @@ def test_any_optimizer_steps_masters_as_it_steps_fp32(kind):
         assert torch.equal(model.weight, exact.weight.half())
     saved = optimizer.state_dict()
     optimizer.load_state_dict(saved)  # as from a checkpoint
-    assert all(v.dtype == torch.float32 for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v))
+    assert all(
+        v.dtype == torch.float32 for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)
+    )
 
 
 def test_the_optimizers_own_ways_stay():

@@ -22,7 +22,18 @@ from ..cuda.compiled import CompiledLauncher
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def adam(p, g, state, step, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, bias_correction=True, adam_w_mode=True):
+def adam(
+    p,
+    g,
+    state,
+    step,
+    lr=1e-3,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    weight_decay=0.0,
+    bias_correction=True,
+    adam_w_mode=True,
+):
     g = g if adam_w_mode else g + weight_decay * p
     m = state["m"] = betas[0] * state.get("m", 0) + (1 - betas[0]) * g
     v = state["v"] = betas[1] * state.get("v", 0) + (1 - betas[1]) * g * g
@@ -31,7 +42,18 @@ def adam(p, g, state, step, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=
     return p - lr * (update + weight_decay * p if adam_w_mode else update)
 
 
-def momentum(p, g, state, step, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, wd_after_momentum=False):
+def momentum(
+    p,
+    g,
+    state,
+    step,
+    lr,
+    momentum=0.0,
+    dampening=0.0,
+    weight_decay=0.0,
+    nesterov=False,
+    wd_after_momentum=False,
+):
     d = g if wd_after_momentum else g + weight_decay * p
     if momentum:
         buffer = state["b"] = momentum * state["b"] + (1 - dampening) * d if "b" in state else d
@@ -79,7 +101,9 @@ def test_each_follows_its_formula(kind, rule, how, dtype):
         if step == 2:
             optimizer = copy.deepcopy(optimizer)  # options travel along
             p = optimizer.param_groups[0]["params"][0]
-    assert torch.allclose(p.detach().cpu().double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 5e-3)
+    assert torch.allclose(
+        p.detach().cpu().double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 5e-3
+    )
     moments = {name: value.dtype for name, value in optimizer.state[p].items() if value.ndim}
     assert moments.keys() <= {"exp_avg", "exp_avg_sq", "momentum_buffer", "sum"}
     assert set(moments.values()) <= {torch.float32}
@@ -120,7 +144,11 @@ def test_defaults_are_apexs():
         (FusedLAMB, easymp.optim.LAMB, {}),
         (FusedLAMB, easymp.optim.LAMB, {"use_nvlamb": True, "max_grad_norm": 0.1, "adam_w_mode": False}),
         (FusedNovoGrad, easymp.optim.NovoGrad, {}),
-        (FusedNovoGrad, easymp.optim.NovoGrad, {"norm_type": 0, "reg_inside_moment": True, "weight_decay": 0.1}),
+        (
+            FusedNovoGrad,
+            easymp.optim.NovoGrad,
+            {"norm_type": 0, "reg_inside_moment": True, "weight_decay": 0.1},
+        ),
     ],
 )
 def test_lamb_and_novograd_are_the_librarys(apexs, ours, how):
@@ -188,7 +216,10 @@ def test_norms_are_torchs():
         (normalization.FusedLayerNorm(8, elementwise_affine=False)(x), F.layer_norm(x, [8])),
         (normalization.FusedRMSNorm((3, 8))(x), x / (x.square().mean((1, 2), keepdim=True) + 1e-5).sqrt()),
         (normalization.fused_layer_norm(x, 8), F.layer_norm(x, [8], eps=1e-6)),
-        (normalization.fused_layer_norm_affine(x, weight, bias, (8,)), F.layer_norm(x, [8], weight, bias, 1e-6)),
+        (
+            normalization.fused_layer_norm_affine(x, weight, bias, (8,)),
+            F.layer_norm(x, [8], weight, bias, 1e-6),
+        ),
         (normalization.fused_rms_norm(x, 8), F.rms_norm(x, [8], eps=1e-6)),
         (normalization.fused_rms_norm_affine(x, weight, 8), F.rms_norm(x, [8], weight, 1e-6)),
         (normalization.manual_rms_norm(x, 8, weight, 1e-6), F.rms_norm(x, [8], weight, 1e-6)),

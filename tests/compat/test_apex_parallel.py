@@ -180,7 +180,9 @@ def over_ranks(rank):
     x, z = samples()
     mine = slice(0, 4) if rank == 0 else slice(4, 6)  # unequal batches
     plain, last = SyncBatchNorm(3), SyncBatchNorm(3, channel_last=True, fuse_relu=True)
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True), nn.Sequential(nn.BatchNorm1d(3, momentum=None)))
+    model = nn.Sequential(
+        nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True), nn.Sequential(nn.BatchNorm1d(3, momentum=None))
+    )
     converted = convert_syncbn_model(model)
     inputs = x[mine].clone().requires_grad_()
     out = plain(inputs)
@@ -203,7 +205,9 @@ def test_batch_norm_is_over_all_samples_and_the_converter_leaves_instance_norm(r
     inputs = x.clone().requires_grad_()
     out = plain(inputs)
     out.square().sum().backward()
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True), nn.Sequential(nn.BatchNorm1d(3, momentum=None)))
+    model = nn.Sequential(
+        nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True), nn.Sequential(nn.BatchNorm1d(3, momentum=None))
+    )
     whole = model(x).detach()
     found = ranks(over_ranks)
     for place, expected in ((0, out), (1, inputs.grad), (6, whole)):
@@ -221,7 +225,9 @@ def test_batch_norm_is_over_all_samples_and_the_converter_leaves_instance_norm(r
 def trained(rank, level, kind):
     """K1 and K2 on two ranks, each with its half of the batches; the accuracy, and the weights."""
     torch.manual_seed(rank)
-    model = convert_syncbn_model(nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)), None)
+    model = convert_syncbn_model(
+        nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)), None
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     if kind == "torch":
@@ -246,7 +252,9 @@ def trained(rank, level, kind):
     return right, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(("level", "kind"), [("O1", "apex"), ("O2", "apex"), ("O2", "torch"), ("O1", "delayed")])
+@pytest.mark.parametrize(
+    ("level", "kind"), [("O1", "apex"), ("O2", "apex"), ("O2", "torch"), ("O1", "delayed")]
+)
 def test_amp_trains_under_both_kinds_of_ddp(ranks, level, kind):
     (right, mine), (_, others) = ranks(trained, level, kind)
     assert right > 0.88
@@ -281,7 +289,9 @@ def larc(order, level, overflow):
     if order == "before":
         optimizer = LARC(optimizer)
     if level is not None:
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, max_loss_scale=128.0)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, verbosity=0, max_loss_scale=128.0
+        )
     if order == "after":
         optimizer = LARC(optimizer)
     start = model.weight.detach().clone()

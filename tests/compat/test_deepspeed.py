@@ -34,7 +34,13 @@ def test_a_file_with_comments(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(K6)
     found = read(file, 2)
-    assert (found.batch.train, found.batch.micro, found.batch.steps, found.half, found.clip) == (64, 8, 4, HALVES["fp16"], 1.0)
+    assert (found.batch.train, found.batch.micro, found.batch.steps, found.half, found.clip) == (
+        64,
+        8,
+        4,
+        HALVES["fp16"],
+        1.0,
+    )
     assert found.scale == {
         "init_scale": 65536.0, "growth_interval": 1000, "hysteresis": 2, "refill_each_step": False, "min_scale": 1.0,
         "growth_delay": 1, "raise_at_minimum": True,
@@ -78,20 +84,41 @@ BATCH = {"train_batch_size": 4}
         ),
         ({"train_batch_size": 7}, "no multiple of accumulation × ranks: train_batch_size=7"),
         ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "no multiple of micro-batch × ranks"),
-        ({**BATCH, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are enabled at once"),
-        ({**BATCH, "fp16": {"enabled": True, "loss_scale_window": -1}}, "fp16.loss_scale_window=-1 is below 1"),
-        ({**BATCH, "fp16": {"enabled": True, "hysteresis": True}}, "fp16.hysteresis=True is no finite number"),
-        ({**BATCH, "fp16": {"enabled": True, "min_loss_scale": float("nan")}}, "fp16.min_loss_scale=nan is no finite number"),
+        (
+            {**BATCH, "fp16": {"enabled": True}, "bf16": {"enabled": True}},
+            "fp16 and bf16 are enabled at once",
+        ),
+        (
+            {**BATCH, "fp16": {"enabled": True, "loss_scale_window": -1}},
+            "fp16.loss_scale_window=-1 is below 1",
+        ),
+        (
+            {**BATCH, "fp16": {"enabled": True, "hysteresis": True}},
+            "fp16.hysteresis=True is no finite number",
+        ),
+        (
+            {**BATCH, "fp16": {"enabled": True, "min_loss_scale": float("nan")}},
+            "fp16.min_loss_scale=nan is no finite number",
+        ),
         ({**BATCH, "fp16": {"enabled": "yes"}}, "fp16.enabled='yes' is neither true nor false"),
         ({**BATCH, "fp16": 1}, "fp16=1 must be a dict"),
         (
             {**BATCH, "gradient_cliping": 1.0},
             "'gradient_cliping' is no key of a DeepSpeed configuration, did you mean 'gradient_clipping'",
         ),
-        ({**BATCH, "fp16": {"enabled": True, "hysterisis": 2}}, "'hysterisis' is no key of fp16, did you mean 'hysteresis'"),
+        (
+            {**BATCH, "fp16": {"enabled": True, "hysterisis": 2}},
+            "'hysterisis' is no key of fp16, did you mean 'hysteresis'",
+        ),
         ({**BATCH, "zero_optimization": {"stage": 4}}, "zero_optimization.stage=4 must lie in 0 … 3"),
-        ({**BATCH, "zero_optimization": {"stage": 2, "offload_param": {"device": "nvme"}}}, "nothing is moved to disks"),
-        ({**BATCH, "optimizer": {"type": "Adam", "lr": 1}}, "'lr' is no key of optimizer: it has type and params"),
+        (
+            {**BATCH, "zero_optimization": {"stage": 2, "offload_param": {"device": "nvme"}}},
+            "nothing is moved to disks",
+        ),
+        (
+            {**BATCH, "optimizer": {"type": "Adam", "lr": 1}},
+            "'lr' is no key of optimizer: it has type and params",
+        ),
         ({**BATCH, "fp16": {"enabled": "auto"}}, "fp16.enabled='auto' is for tools that fill it in"),
         (
             {**BATCH, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
@@ -115,7 +142,13 @@ def test_old_spellings_and_nulls():
         "gradient_clipping": None,
     }
     found = read({**BATCH, **old}, 1)
-    assert (found.stage, found.every, found.breakdown, found.half.precision, found.clip) == (1, None, False, "fp32", 1.0)
+    assert (found.stage, found.every, found.breakdown, found.half.precision, found.clip) == (
+        1,
+        None,
+        False,
+        "fp32",
+        1.0,
+    )
 
 
 def test_known_keys_without_effect_are_named_once(monkeypatch):
@@ -128,7 +161,8 @@ def test_known_keys_without_effect_are_named_once(monkeypatch):
         "wandb": {"enabled": False},
     }
     with pytest.warns(
-        UserWarning, match=r"DeepSpeed: without effect here: communication_data_type.*zero_optimization.overlap_comm"
+        UserWarning,
+        match=r"DeepSpeed: without effect here: communication_data_type.*zero_optimization.overlap_comm",
     ) as seen:
         started(config).__enter__().destroy()
     assert len(seen) == 1
@@ -214,7 +248,11 @@ def test_it_trains_as_plain_torch(ranks, processes, stage):
 def looked_at(stage):
     """What a script reads of its own model: a weight's norm, the shapes it would save, and gradients before the step."""
     x, y = data()
-    config = {"train_batch_size": 8, "zero_optimization": {"stage": stage}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config = {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
     with started(config) as engine, warnings.catch_warnings(record=True) as said:
         rows = slice(4 * engine.global_rank, 4 * engine.global_rank + 4)
         engine.backward(nn.functional.cross_entropy(engine(x[rows]), y[rows]))
@@ -233,14 +271,21 @@ def test_up_to_stage_2_scripts_read_whole_parameters_and_averaged_gradients(rank
     assert one == other
     for found, parameter in zip(one[0], net.parameters()):
         torch.testing.assert_close(torch.tensor(found), parameter.grad, rtol=1e-5, atol=1e-6)
-    assert one[1] == pytest.approx([float((p - 0.1 * p.grad).detach().norm()) for p in net.parameters()], rel=1e-5)
+    assert one[1] == pytest.approx(
+        [float((p - 0.1 * p.grad).detach().norm()) for p in net.parameters()], rel=1e-5
+    )
     assert one[2] == {"Tensor"}
 
 
 def test_warmup_without_a_top_says_that_groups_share_the_first_rate():
     a, b = nn.Linear(1, 1), nn.Linear(1, 1)
-    optimizer = torch.optim.SGD([{"params": a.parameters(), "lr": 0.1}, {"params": b.parameters(), "lr": 0.2}])
-    with pytest.warns(EasympWarning, match=r"first group's rate, 0.1, .* groups have 0.1, 0.2. Pass warmup_max_lr=\[0.1, 0.2\]"):
+    optimizer = torch.optim.SGD(
+        [{"params": a.parameters(), "lr": 0.1}, {"params": b.parameters(), "lr": 0.2}]
+    )
+    with pytest.warns(
+        EasympWarning,
+        match=r"first group's rate, 0.1, .* groups have 0.1, 0.2. Pass warmup_max_lr=\[0.1, 0.2\]",
+    ):
         schedule = SCHEDULES["WarmupLR"](optimizer, warmup_num_steps=2, warmup_type="linear")
     for _ in range(4):
         optimizer.step()
@@ -251,14 +296,25 @@ def test_warmup_without_a_top_says_that_groups_share_the_first_rate():
 @pytest.mark.parametrize(
     "half",
     [
-        {"fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}},
+        {
+            "fp16": {
+                "enabled": True,
+                "loss_scale": 0,
+                "loss_scale_window": 1000,
+                "hysteresis": 2,
+                "min_loss_scale": 1,
+            }
+        },
         {"fp16": {"enabled": True, "loss_scale": 128}},
         {"bf16": {"enabled": True}},
     ],
 )
 def test_half_precision_trains_too(ranks, half):
     wanted, _ = by_hand(clip=0.5)
-    for parameters, _, facts, _ in [trained(half), *ranks(trained, {**half, "zero_optimization": {"stage": 1}})]:
+    for parameters, _, facts, _ in [
+        trained(half),
+        *ranks(trained, {**half, "zero_optimization": {"stage": 1}}),
+    ]:
         assert facts == (6, 12, 96, 0)
         for a, b in zip(parameters or [], wanted):
             torch.testing.assert_close(torch.tensor(a), b, rtol=0.1, atol=0.02)
@@ -270,7 +326,12 @@ class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.trunk, self.a, self.b, self.unused = nn.Linear(8, 16), nn.Linear(16, 2), nn.Linear(16, 2), nn.Linear(16, 2)
+        self.trunk, self.a, self.b, self.unused = (
+            nn.Linear(8, 16),
+            nn.Linear(16, 2),
+            nn.Linear(16, 2),
+            nn.Linear(16, 2),
+        )
 
     def forward(self, x):
         hidden = torch.tanh(self.trunk(x))
@@ -279,8 +340,16 @@ class TwoHeads(nn.Module):
 
 def several_backwards(stage, half, steps):
     """Norms of updates of `steps` micro-batches: one backward a head after one forward; and one after two forwards."""
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": steps, "gradient_clipping": 0}
-    config |= {"zero_optimization": {"stage": stage}, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}, **half}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": steps,
+        "gradient_clipping": 0,
+    }
+    config |= {
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        **half,
+    }
     x, _ = data()
     with started(config, model=TwoHeads()) as engine:
         rank, norms = engine.global_rank, []
@@ -340,7 +409,9 @@ def test_the_golden_loss_scales(hysteresis):
     with started({"train_batch_size": 1, "fp16": fp16}, model=net, optimizer=optimizer) as engine:
         scales = []
         for step in "ooggggoggggooogggggggoo":
-            engine.backward(engine(torch.full((1, 1), 1e-3)).float().sum() * (float("inf") if step == "o" else 1.0))
+            engine.backward(
+                engine(torch.full((1, 1), 1e-3)).float().sum() * (float("inf") if step == "o" else 1.0)
+            )
             engine.step()
             scales.append(engine.loss_scale)
         assert scales == [float(word) for word in GOLDEN[hysteresis].split()]
@@ -350,7 +421,9 @@ def test_the_golden_loss_scales(hysteresis):
 
 def test_an_overflow_at_the_smallest_scale_ends_the_run():
     fp16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 1}
-    with started({"train_batch_size": 1, "fp16": fp16}, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as engine:
+    with started(
+        {"train_batch_size": 1, "fp16": fp16}, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    ) as engine:
 
         def overflow():
             engine.backward(engine(torch.ones(1, 8)).float().sum() * float("inf"))
@@ -386,13 +459,25 @@ def test_what_the_engine_says_of_itself():
         "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
     }
     with started(config) as engine:
-        assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()) == (
+        assert (
+            engine.train_batch_size(),
+            engine.train_micro_batch_size_per_gpu(),
+            engine.gradient_accumulation_steps(),
+        ) == (
             4,
             4,
             1,
         )
-        assert (engine.zero_optimization(), engine.zero_optimization_stage(), engine.gradient_clipping()) == (True, 2, 0.1)
-        assert (engine.get_lr(), engine.get_mom(), engine.get_global_grad_norm()) == ([0.5], [(0.9, 0.999)], None)
+        assert (engine.zero_optimization(), engine.zero_optimization_stage(), engine.gradient_clipping()) == (
+            True,
+            2,
+            0.1,
+        )
+        assert (engine.get_lr(), engine.get_mom(), engine.get_global_grad_norm()) == (
+            [0.5],
+            [(0.9, 0.999)],
+            None,
+        )
         assert (engine.local_rank, engine.world_size, engine.dp_world_size, engine.device.type) == (
             0,
             1,
@@ -400,7 +485,9 @@ def test_what_the_engine_says_of_itself():
             engine.accelerator.device.type,
         )
         assert engine.steps_per_print() == 10 and not engine.wall_clock_breakdown()
-        assert engine.in_features is engine.module.in_features if hasattr(engine.module, "in_features") else True
+        assert (
+            engine.in_features is engine.module.in_features if hasattr(engine.module, "in_features") else True
+        )
         assert list(engine.module_state_dict()) == list(engine.module.state_dict())
         with pytest.raises(AttributeError, match="nothing"):
             engine.nothing  # noqa: B018
@@ -417,8 +504,16 @@ def test_what_the_engine_says_of_itself():
             "AdamW",
             {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.0},
         ),
-        ({"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}, "Adam", {"weight_decay": 0.1}),
-        ({"type": "AdamW", "params": {"lr": 0.1, "max_grad_norm": 0.0, "adam_w_mode": True}}, "AdamW", {"weight_decay": 0.0}),
+        (
+            {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}},
+            "Adam",
+            {"weight_decay": 0.1},
+        ),
+        (
+            {"type": "AdamW", "params": {"lr": 0.1, "max_grad_norm": 0.0, "adam_w_mode": True}},
+            "AdamW",
+            {"weight_decay": 0.0},
+        ),
         ({"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}, "AdamW", {"weight_decay": 0.01}),
         ({"type": "Lamb", "params": {"lr": 0.1}}, "LAMB", {"lr": 0.1}),
         ({"type": "Lion", "params": {"lr": 0.1}}, "Lion", {"lr": 0.1}),
@@ -448,7 +543,10 @@ def test_optimizers_by_name(section, kind, options):
             "no scheduler 'WarmUpLR', did you mean",
         ),
         (
-            {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}},
+            {
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                "scheduler": {"type": "WarmupLR", "params": {"warmup": 3}},
+            },
             "'warmup' is no parameter of WarmupLR",
         ),
         ({"scheduler": {"type": "WarmupLR"}}, "a scheduler without an optimizer"),
@@ -479,13 +577,20 @@ def test_warm_up_is_logarithmic_or_linear_and_then_constant():
     assert found == pytest.approx([0.1, *(0.1 + math.log(i + 1) / math.log(4) for i in range(4)), 1.1, 1.1])
     found, *_ = rates("WarmupLR", 6, lr=0.5, warmup_num_steps=4, warmup_type="linear")
     assert found == pytest.approx([0, 0, 0.125, 0.25, 0.375, 0.5, 0.5])
-    for wrong in ({"warmup_num_steps": 0}, {"warmup_num_steps": 2.5}, {"warmup_type": "square"}, {"warmup_max_lr": [1, 2]}):
+    for wrong in (
+        {"warmup_num_steps": 0},
+        {"warmup_num_steps": 2.5},
+        {"warmup_type": "square"},
+        {"warmup_max_lr": [1, 2]},
+    ):
         with pytest.raises(ValueError, match="warmup"):
             rates("WarmupLR", 1, **wrong)
 
 
 def test_warm_up_and_decay():
-    found, *_ = rates("WarmupDecayLR", 8, total_num_steps=6, warmup_max_lr=1.0, warmup_num_steps=2, warmup_type="linear")
+    found, *_ = rates(
+        "WarmupDecayLR", 8, total_num_steps=6, warmup_max_lr=1.0, warmup_num_steps=2, warmup_type="linear"
+    )
     assert found == pytest.approx([0, 0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
 
 
@@ -505,21 +610,42 @@ def test_warm_up_and_cosine():
 
 
 def test_one_cycle():
-    options = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 2, "cycle_second_step_size": 4}
-    decay = {"decay_step_size": 2, "decay_lr_rate": 0.5, "decay_mom_rate": 0.1, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
+    options = {
+        "cycle_min_lr": 1.0,
+        "cycle_max_lr": 3.0,
+        "cycle_first_step_size": 2,
+        "cycle_second_step_size": 4,
+    }
+    decay = {
+        "decay_step_size": 2,
+        "decay_lr_rate": 0.5,
+        "decay_mom_rate": 0.1,
+        "cycle_min_mom": 0.8,
+        "cycle_max_mom": 0.9,
+    }
     found, optimizer, schedule = rates("OneCycle", 8, **options, **decay)
     # Up two steps, down four; i counts from -1 and DeepSpeed looks one ahead: the cycle begins again at i = 5, and decays from i = 6 on.
     assert found == pytest.approx([1, 2, 3, 2.5, 2, 1.5, 1, 1 / 1.25, 1 / 1.5])
     assert optimizer.param_groups[0]["betas"] == (pytest.approx(0.9 * 1.1), 0.99)
     assert schedule.last_batch_iteration == 7
-    stairs, *_ = rates("OneCycle", 4, **{**options, "cycle_first_step_size": 4}, cycle_first_stair_count=2, cycle_momentum=False)
+    stairs, *_ = rates(
+        "OneCycle",
+        4,
+        **{**options, "cycle_first_step_size": 4},
+        cycle_first_stair_count=2,
+        cycle_momentum=False,
+    )
     assert stairs == pytest.approx([1, 1, 2, 2, 3])
 
 
 def test_range_test():
-    found, *_ = rates("LRRangeTest", 4, lr_range_test_min_lr=0.1, lr_range_test_step_size=2, lr_range_test_step_rate=1.0)
+    found, *_ = rates(
+        "LRRangeTest", 4, lr_range_test_min_lr=0.1, lr_range_test_step_size=2, lr_range_test_step_rate=1.0
+    )
     assert found == pytest.approx([0.1, 0.15, 0.2, 0.25, 0.3])
-    found, *_ = rates("LRRangeTest", 4, lr_range_test_min_lr=0.1, lr_range_test_step_size=2, lr_range_test_staircase=True)
+    found, *_ = rates(
+        "LRRangeTest", 4, lr_range_test_min_lr=0.1, lr_range_test_step_size=2, lr_range_test_staircase=True
+    )
     assert found == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3])
 
 
@@ -583,7 +709,11 @@ def saved_and_loaded(folder, stage):
 
 @pytest.mark.parametrize(("processes", "stage"), [(1, 0), (2, 1), (2, 3)])
 def test_checkpoints_with_tags_and_latest(ranks, tmp_path, processes, stage):
-    said = [saved_and_loaded(str(tmp_path), stage)] if processes == 1 else ranks(saved_and_loaded, str(tmp_path), stage)
+    said = (
+        [saved_and_loaded(str(tmp_path), stage)]
+        if processes == 1
+        else ranks(saved_and_loaded, str(tmp_path), stage)
+    )
     assert said == [("global_step3", {"epoch": 3, "note": ["a", 1.5]}, 3)] * processes
     assert (tmp_path / "latest").read_text() == "global_step3"
     assert (tmp_path / "0").is_dir()
@@ -596,9 +726,14 @@ def test_checkpoints_with_tags_and_latest(ranks, tmp_path, processes, stage):
 def from_a_data_set():
     x, y = data()
     seen = []
-    args = SimpleNamespace(deepspeed_config={"train_batch_size": 12, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    args = SimpleNamespace(
+        deepspeed_config={"train_batch_size": 12, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    )
     engine, optimizer, loader, schedule = deepspeed.initialize(
-        args, model(), training_data=TensorDataset(x, y), lr_scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2)
+        args,
+        model(),
+        training_data=TensorDataset(x, y),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2),
     )
     assert schedule is engine.lr_scheduler and optimizer is engine.optimizer
     for inputs, labels in loader:
@@ -624,7 +759,8 @@ def test_initialize_says_what_is_missing():
     with pytest.raises(SettingError, match="given twice"):
         deepspeed.initialize(model=model(), config=BATCH, config_params=BATCH)
     with pytest.raises(
-        ImportError, match=r'deepspeed.PipelineModule is not part of easymp.compat: use Accelerator\(strategy="pipeline"\)'
+        ImportError,
+        match=r'deepspeed.PipelineModule is not part of easymp.compat: use Accelerator\(strategy="pipeline"\)',
     ):
         deepspeed.PipelineModule  # noqa: B018
 
@@ -666,7 +802,10 @@ def test_time_and_operations_are_told_when_asked_for(caplog, tmp_path):
             engine.step()
     said = [record.getMessage() for record in caplog.records]
     assert "step=2, skipped=0, lr=[0.1]" in said and "step=4, skipped=0, lr=[0.1]" in said
-    assert any(line.startswith("time (ms) | forward: ") and "| backward: " in line and "| step: " in line for line in said)
+    assert any(
+        line.startswith("time (ms) | forward: ") and "| backward: " in line and "| step: " in line
+        for line in said
+    )
     # Two products, of (4, 8) by (8, 16) and of (4, 16) by (16, 2), at two operations an element.
     assert file.read_text().startswith(
         f"flops profiler, one forward: {2 * 4 * 8 * 16 + 2 * 4 * 16 * 2:,} floating-point operations, 178 parameters"
@@ -741,6 +880,8 @@ def test_names_that_are_not_here_say_what_is(line, words):
 
 def test_json_configurations_of_the_file_form(tmp_path):
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"train_batch_size": 64, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}}))
+    file.write_text(
+        json.dumps({"train_batch_size": 64, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}})
+    )
     with started(str(file), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as engine:
         assert engine.bfloat16_enabled() and engine.train_micro_batch_size_per_gpu() == 16

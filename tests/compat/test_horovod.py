@@ -59,7 +59,14 @@ def test_a_call_before_init_is_a_value_error(call):
 def who():
     with started() as (rank, size):
         hvd.init()  # twice is nothing
-        facts = hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.is_initialized(), hvd.is_homogeneous()
+        facts = (
+            hvd.local_rank(),
+            hvd.local_size(),
+            hvd.cross_rank(),
+            hvd.cross_size(),
+            hvd.is_initialized(),
+            hvd.is_homogeneous(),
+        )
     hvd.shutdown()
     return rank, size, facts, hvd.is_initialized()
 
@@ -98,13 +105,17 @@ def reductions():
         y = torch.tensor([rank + 1.0])
         assert hvd.allreduce_(y, op=Sum) is y
         found["in place"] = y.item()
-        found["scaled"] = hvd.allreduce(torch.tensor([rank + 1.0]), op=Sum, prescale_factor=2.0, postscale_factor=0.5).item()
+        found["scaled"] = hvd.allreduce(
+            torch.tensor([rank + 1.0]), op=Sum, prescale_factor=2.0, postscale_factor=0.5
+        ).item()
         found["average"] = (
             hvd.allreduce(torch.tensor([rank + 1.0]), average=True).item(),
             hvd.allreduce(y[:1] * 0 + rank, average=False).item(),
         )
         found["compressed"] = hvd.allreduce(torch.tensor([1 / 3]), compression=hvd.Compression.fp16)
-        found["grouped"] = [t.tolist() for t in hvd.grouped_allreduce([torch.ones(2) * rank, torch.ones(1, 1)], op=Sum)]
+        found["grouped"] = [
+            t.tolist() for t in hvd.grouped_allreduce([torch.ones(2) * rank, torch.ones(1, 1)], op=Sum)
+        ]
         found["empty"] = hvd.allreduce(torch.zeros(0, 3)).shape
     return found
 
@@ -136,7 +147,8 @@ def test_reductions(on):
 def movements():
     with started() as (rank, size):
         gathered = [
-            hvd.allgather(torch.full((rank + 1, 2), rank, dtype=dtype)) for dtype in (torch.int16, torch.bool, torch.bfloat16)
+            hvd.allgather(torch.full((rank + 1, 2), rank, dtype=dtype))
+            for dtype in (torch.int16, torch.bool, torch.bfloat16)
         ]
         sent = hvd.broadcast(torch.tensor([rank == 0, True]), size - 1)
         x = torch.full((2,), float(rank))
@@ -257,7 +269,11 @@ def wrong_calls():
     with started() as (rank, _):
         meet(lambda: hvd.allreduce(torch.ones(rank + 1), name="a"))
         meet(lambda: hvd.allreduce(torch.ones(1, dtype=[torch.float32, torch.float64][rank]), name="b"))
-        meet(lambda: hvd.allreduce(torch.ones(1), name="c") if rank else hvd.broadcast(torch.ones(1), 0, name="c"))
+        meet(
+            lambda: (
+                hvd.allreduce(torch.ones(1), name="c") if rank else hvd.broadcast(torch.ones(1), 0, name="c")
+            )
+        )
         meet(lambda: hvd.broadcast(torch.ones(1), rank, name="d"))
         meet(lambda: hvd.broadcast(torch.ones(1), 7, name="e"))
         meet(lambda: hvd.allgather(torch.ones(1, rank + 1), name="f"))
@@ -298,7 +314,9 @@ def one_rank_is_missing(reported):
     with started() as (rank, _):
         hvd.elastic.running.running().world.timeout = 1.0
         if rank == 0:
-            with pytest.raises(hvd.HorovodInternalError, match="lonely: not every rank asked for it within 1 s") as caught:
+            with pytest.raises(
+                hvd.HorovodInternalError, match="lonely: not every rank asked for it within 1 s"
+            ) as caught:
                 hvd.allreduce(torch.ones(1), name="lonely")
             reported.touch()
             return str(caught.value)
@@ -357,7 +375,12 @@ def results():
     """Results are changed in place, under autograd too, and hold no more memory than their own."""
     with started() as (_, size):
         x = torch.ones(2, requires_grad=True)
-        for out in (hvd.allreduce(x), hvd.grouped_allreduce([x, x])[1], hvd.broadcast(x, 0), hvd.reducescatter(x.repeat(size))):
+        for out in (
+            hvd.allreduce(x),
+            hvd.grouped_allreduce([x, x])[1],
+            hvd.broadcast(x, 0),
+            hvd.reducescatter(x.repeat(size)),
+        ):
             out.mul_(2)
         big, small = (hvd.allreduce_async(torch.ones(n)) for n in (100_000, 1))
         hvd.synchronize(big)
@@ -478,7 +501,9 @@ def test_it_trains_as_one_process_on_all_data(on, kind, how, clip, passes):
     wanted = by_hand(*KINDS[kind], clip=clip)
     for found in on(distributed, *KINDS[kind], how, clip, passes):
         for a, b in zip(found, wanted):
-            torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-2 if how else 1e-5, atol=1e-3 if how else 1e-6)
+            torch.testing.assert_close(
+                torch.tensor(a), torch.tensor(b), rtol=1e-2 if how else 1e-5, atol=1e-3 if how else 1e-6
+            )
 
 
 def misuse():
@@ -512,12 +537,18 @@ def misuse():
 
 def test_misuse_is_told_as_horovod_tells_it(ranks):
     for said in ranks(misuse):
-        assert "ValueError: Parameter names in named_parameters must be unique. Found duplicates: 0.weight" in said[0]
+        assert (
+            "ValueError: Parameter names in named_parameters must be unique. Found duplicates: 0.weight"
+            in said[0]
+        )
         assert "one or more model parameters were not named (1 of them)" in said[1]
         assert "should be a sequence of tuples" in said[2]
         assert said[3] == "ValueError: op supports only hvd.Average, hvd.Sum and hvd.Adasum"
         assert said[4] == "ValueError: gradient_predivide_factor not supported with op != Average"
-        assert "got a gradient again before step() or synchronize(): for accumulation pass backward_passes_per_step=2" in said[5]
+        assert (
+            "got a gradient again before step() or synchronize(): for accumulation pass backward_passes_per_step=2"
+            in said[5]
+        )
         assert said[6].startswith("AssertionError: optimizer.zero_grad() was called after loss.backward()")
 
 
@@ -568,7 +599,9 @@ def around_it():
         with pytest.raises(ValueError, match="pass the optimizer that it was made of"):
             hvd.DistributedOptimizer(optimizer)
         for _ in range(2):  # each one in place of the last
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters()
+            )
             for _ in range(2):
                 loss_of(net, slice(None), 0).backward()
                 optimizer.step()
@@ -585,7 +618,8 @@ def by_closure():
     with started() as (rank, size):
         net = model()
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.LBFGS(net.parameters(), max_iter=5, line_search_fn="strong_wolfe"), net.named_parameters()
+            torch.optim.LBFGS(net.parameters(), max_iter=5, line_search_fn="strong_wolfe"),
+            net.named_parameters(),
         )
 
         def closure():
@@ -657,7 +691,12 @@ def states():
         moved = any(not torch.equal(a, b) for a, b in zip(before, net.parameters()))
         state = optimizer.state_dict()
         sums = [float(value["exp_avg"].sum()) for value in state["state"].values()]
-        return moved, state["param_groups"][0]["lr"], [float(v["step"]) for v in state["state"].values()], sums
+        return (
+            moved,
+            state["param_groups"][0]["lr"],
+            [float(v["step"]) for v in state["state"].values()],
+            sums,
+        )
 
 
 def test_optimizer_states_travel_and_weights_stay(ranks):
@@ -673,9 +712,13 @@ def elastic_run(folder, fail_at):
     """Steps that fail once on all ranks; the batches that counted."""
     with started() as (rank, _):
         net = model()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters()
+        )
         sampler = hvd.elastic.ElasticSampler(range(12), shuffle=True, seed=3)
-        state = hvd.elastic.TorchState(net, optimizer, project_dir=folder, sampler=sampler, step=0, failures=0)
+        state = hvd.elastic.TorchState(
+            net, optimizer, project_dir=folder, sampler=sampler, step=0, failures=0
+        )
         resets = []
         state.register_reset_callbacks([lambda: resets.append(1)])
         seen = []
@@ -741,7 +784,10 @@ def test_the_sampler_gives_what_is_left(monkeypatch):
 
 
 def test_the_table_lets_go_of_what_all_have_asked_for():
-    a, b = Request("a", "allreduce", (1,), "float32", op="sum"), Request("b", "allreduce", (2,), "float32", op="sum")
+    a, b = (
+        Request("a", "allreduce", (1,), "float32", op="sum"),
+        Request("b", "allreduce", (2,), "float32", op="sum"),
+    )
     table = Table(2)
     table.add(0, [a, b])
     assert table.complete() == []
@@ -755,7 +801,10 @@ def test_the_table_lets_go_of_what_all_have_asked_for():
     (order,) = table.complete()
     assert (order.request.kind, order.request.root, table.joined) == ("join", 0, [])
     broadcast = {0: Request("c", "broadcast", (1,), "float32", root=0)}
-    assert agree(broadcast, 2, [1]).error == "c: broadcast needs every rank, and rank 1 joined: it has no more data"
+    assert (
+        agree(broadcast, 2, [1]).error
+        == "c: broadcast needs every rank, and rank 1 joined: it has no more data"
+    )
 
 
 def test_the_table_ends_what_waits_for_a_rank_that_left():
@@ -782,7 +831,8 @@ def test_records_travel_as_json():
 
 def test_names_that_are_not_here():
     with pytest.raises(
-        ImportError, match=r"horovod.torch.start_timeline is not part of easymp.compat: use `Accelerator.profile`"
+        ImportError,
+        match=r"horovod.torch.start_timeline is not part of easymp.compat: use `Accelerator.profile`",
     ):
         hvd.start_timeline  # noqa: B018
     with pytest.raises(ImportError, match=r"did you mean 'allreduce'\?"):
@@ -816,7 +866,10 @@ def test_what_is_handed_out_of_a_gpu_is_made_before_its_event(monkeypatch):
     clone = torch.Tensor.clone
     monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: (log.append("clone"), clone(tensor))[1])
     into = torch.zeros(2)
-    found = [Pending(Request(name, "allreduce"), torch.zeros(2), there) for name, there in (("a", None), ("b", into))]
+    found = [
+        Pending(Request(name, "allreduce"), torch.zeros(2), there)
+        for name, there in (("a", None), ("b", into))
+    ]
     for pending in found:
         pending.ready = pending.request.name
     engine = Engine(World(Ranks(), torch.device("cpu")))

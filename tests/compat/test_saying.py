@@ -26,7 +26,9 @@ def test_the_first_ignored_option_warns_and_no_later_one(layer: saying.Layer) ->
     assert list(layer.ignored) == ["verbosity", "message_size"]
 
 
-def test_explain_prints_native_lines_and_what_had_no_effect(layer: saying.Layer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_native_lines_and_what_had_no_effect(
+    layer: saying.Layer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert explain() == "no layer of easymp.compat is in use"
     layer.use("amp.initialize(opt_level='O2')", "acc = Accelerator(mixed_precision='O2')\n")
     with pytest.warns(EasympWarning):
@@ -40,7 +42,9 @@ def test_explain_prints_native_lines_and_what_had_no_effect(layer: saying.Layer,
 
 
 def test_an_absent_name_says_what_to_take(layer: saying.Layer) -> None:
-    missing = layer.absent("apex.amp", {"rnn": "torch's RNN layers need nothing"}, lambda: ["initialize", "scale_loss"])
+    missing = layer.absent(
+        "apex.amp", {"rnn": "torch's RNN layers need nothing"}, lambda: ["initialize", "scale_loss"]
+    )
     for name, words in (
         ("rnn", r"apex\.amp\.rnn is not part of easymp\.compat: torch's RNN layers need nothing"),
         ("initialise", r"did you mean 'initialize'\?"),

@@ -23,7 +23,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def samples():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 8, generator=generator)
-    return [(x[i : i + 16].to(DEVICE), (x[i : i + 16].sum(1) > 0).long().to(DEVICE)) for i in range(0, 64, 16)]
+    return [
+        (x[i : i + 16].to(DEVICE), (x[i : i + 16].sum(1) > 0).long().to(DEVICE)) for i in range(0, 64, 16)
+    ]
 
 
 def model():
@@ -156,7 +158,11 @@ def test_states_go_both_ways():
     assert (ours.get_growth_factor(), ours.get_growth_interval(), ours.get_backoff_factor()) == (4.0, 2, 0.5)
     back = torch.amp.GradScaler("cpu")
     back.load_state_dict(ours.state_dict())
-    assert steps(ours, [True, True, False]) == steps(back, [True, True, False]) == steps(theirs, [True, True, False])
+    assert (
+        steps(ours, [True, True, False])
+        == steps(back, [True, True, False])
+        == steps(theirs, [True, True, False])
+    )
     assert GradScaler(enabled=False).state_dict() == {}
     broken = {name: value for name, value in theirs.state_dict().items() if name != "scale"}
     fresh = GradScaler()
@@ -218,9 +224,13 @@ def test_one_overflow_skips_that_optimizer_only():
 
 
 def test_names_that_are_not_here_and_the_native_lines(capsys):
-    with pytest.raises(ImportError, match=r"torch.cuda.amp.autocst is not part of easymp.compat, did you mean 'autocast'\?"):
+    with pytest.raises(
+        ImportError, match=r"torch.cuda.amp.autocst is not part of easymp.compat, did you mean 'autocast'\?"
+    ):
         importlib.import_module("easymp.compat.torch_cuda.amp").autocst  # noqa: B018
-    with pytest.raises(ImportError, match=r"torch.cuda.Stream is not part of easymp.compat: all but amp is torch's own"):
+    with pytest.raises(
+        ImportError, match=r"torch.cuda.Stream is not part of easymp.compat: all but amp is torch's own"
+    ):
         importlib.import_module("easymp.compat.torch_cuda").Stream  # noqa: B018
     GradScaler()
     assert 'acc = Accelerator(mixed_precision="fp16")' in explain()

@@ -91,7 +91,9 @@ def compiled(text: str, arguments: tuple[str, ...], flags: tuple[str, ...]) -> c
         "-ffp-contract=off",
     ]
     command += ["-Wno-unused-parameter", *flags]
-    done = subprocess.run([*command, "-o", os.fspath(path), f"{folder() / name}.cpp"], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "-o", os.fspath(path), f"{folder() / name}.cpp"], capture_output=True, text=True
+    )
     assert done.returncode == 0, f"{done.stderr}\n{text}"
     run = ctypes.CDLL(os.fspath(path)).run
     run.argtypes = [ctypes.c_int64, *(CTYPES[a.split()[0]] for a in arguments)]

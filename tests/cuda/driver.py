@@ -39,12 +39,22 @@ class Driver:
         last = _int  # of each: whether Cython may look for an override
         self._put(runtime, "getDevice", lambda skip: 0, _int, last)
         self._put(runtime, "setDevice", lambda device, skip: None, _object, _int, last)
-        self._put(runtime, "deviceGetAttribute", lambda what, device, skip: _CAPABILITY.get(what, 0), _int, _int, _int, last)
+        self._put(
+            runtime,
+            "deviceGetAttribute",
+            lambda what, device, skip: _CAPABILITY.get(what, 0),
+            _int,
+            _int,
+            _int,
+            last,
+        )
         self._put(runtime, "_ensure_context", lambda: None, _object)
         self._put(driver, "moduleLoadData", lambda image, skip: 1, _size, _object, last)
         self._put(driver, "moduleUnload", lambda module, skip: None, _object, _size, last)
         self._put(driver, "moduleGetFunction", self._function, _size, _size, _object, last)
-        self._put(driver, "launchKernel", self._launch, _object, _size, *[ctypes.c_uint] * 7, *[_size] * 3, last)
+        self._put(
+            driver, "launchKernel", self._launch, _object, _size, *[ctypes.c_uint] * 7, *[_size] * 3, last
+        )
 
     @contextmanager
     def here(self) -> Any:
@@ -60,7 +70,11 @@ class Driver:
             self.guarded += 1
             yield
 
-        launching.elementwise, launching.current_stream, launching.torch.cuda.device = elementwise, lambda index: STREAM, guarded
+        launching.elementwise, launching.current_stream, launching.torch.cuda.device = (
+            elementwise,
+            lambda index: STREAM,
+            guarded,
+        )
         try:
             yield
         finally:
@@ -69,7 +83,10 @@ class Driver:
     def _put(self, module: Any, name: str, function: Any, result: Any, *kinds: Any) -> None:
         api = ctypes.pythonapi
         api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [_object]
-        api.PyCapsule_New.restype, api.PyCapsule_New.argtypes = _object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        api.PyCapsule_New.restype, api.PyCapsule_New.argtypes = (
+            _object,
+            [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+        )
         capsule = module.__pyx_capi__[name]
         signature = api.PyCapsule_GetName(capsule)
         called = ctypes.PYFUNCTYPE(result, *kinds)(function)

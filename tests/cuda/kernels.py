@@ -55,7 +55,12 @@ def beside_steps() -> Iterator[Kernel]:
         yield from (squares(dtype), unscaled(dtype))
         yield from (images.last(3, dtype), images.planes(3, dtype), images.last(1, dtype))
         if dtype != F32:
-            yield from (casts.add(dtype), casts.widen(dtype), casts.divide(F32, dtype), casts.divide(dtype, F32))
+            yield from (
+                casts.add(dtype),
+                casts.widen(dtype),
+                casts.divide(F32, dtype),
+                casts.divide(dtype, F32),
+            )
 
 
 def every_kernel() -> list[Kernel]:
@@ -65,13 +70,23 @@ def every_kernel() -> list[Kernel]:
 def each_rule() -> list[Kernel]:
     """Of each rule the plainest kernels, and those that do all that there is beside the rule."""
     chosen = (COMBINATIONS[0], COMBINATIONS[6])
-    return list(dict.fromkeys([*beside_steps(), *(kernel for rule in ALL for kernel in of_rule(rule, chosen))]))
+    return list(
+        dict.fromkeys([*beside_steps(), *(kernel for rule in ALL for kernel in of_rule(rule, chosen))])
+    )
 
 
 def few_kernels() -> list[Kernel]:
     """One of each kind, those with most registers among them."""
-    chosen = [*of_rule(ADAM, COMBINATIONS[:1]), *of_rule(ADAM, COMBINATIONS[6:7]), *of_rule(LAMB, COMBINATIONS[4:5])]
-    return list(dict.fromkeys([TOTAL, squares(F16), images.last(3, BF16), casts.divide(F32, F16), *chosen, *of_rule(SGD, ())]))
+    chosen = [
+        *of_rule(ADAM, COMBINATIONS[:1]),
+        *of_rule(ADAM, COMBINATIONS[6:7]),
+        *of_rule(LAMB, COMBINATIONS[4:5]),
+    ]
+    return list(
+        dict.fromkeys(
+            [TOTAL, squares(F16), images.last(3, BF16), casts.divide(F32, F16), *chosen, *of_rule(SGD, ())]
+        )
+    )
 
 
 def vectors(kernel: Kernel) -> Mapping[str, int]:
@@ -79,6 +94,9 @@ def vectors(kernel: Kernel) -> Mapping[str, int]:
     sizes = {"float": 4, "bf16": 2, "fp16": 2}
     kinds = {name: kind for kind, name in re.findall(r"(float|bf16|fp16)\* const (\w+)_at =", kernel.body)}
     return {
-        word: sum(int(n) * sizes[kinds[name]] // 16 for n, name in re.findall(rf"{call}<(\d+)>\((\w+)_at", kernel.body))
+        word: sum(
+            int(n) * sizes[kinds[name]] // 16
+            for n, name in re.findall(rf"{call}<(\d+)>\((\w+)_at", kernel.body)
+        )
         for word, call in (("ld", "get"), ("st", "put"))
     }

@@ -36,7 +36,10 @@ def file_of(kernels: Sequence[Kernel]) -> str:
     from cupy._core import core
 
     headers = "".join(f"#include <{name}>\n" for name in core._cupy_header_list)
-    bodies = [re.sub(r"(__global__ void )\w+\(", rf"\g<1>k{n}(", written(kernel), count=1) for n, kernel in enumerate(kernels)]
+    bodies = [
+        re.sub(r"(__global__ void )\w+\(", rf"\g<1>k{n}(", written(kernel), count=1)
+        for n, kernel in enumerate(kernels)
+    ]
     return headers + DEVICE + PREAMBLE + "\n".join(bodies)
 
 
@@ -65,13 +68,18 @@ def compiled(kernels: Sequence[Kernel], architecture: str, folder: Path) -> list
     """
     ptx, log = (_by_nvrtc if nvrtc() else _by_nvcc)(file_of(kernels), architecture, folder)
     texts = dict(re.findall(r"\.visible \.entry (\w+)\((.*?\n\})", ptx, re.DOTALL))
-    parts = {m[1]: m[2] for m in re.finditer(r"Compiling entry function '(\w+)'(.*?Used \d+ registers)", log, re.DOTALL)}
+    parts = {
+        m[1]: m[2]
+        for m in re.finditer(r"Compiling entry function '(\w+)'(.*?Used \d+ registers)", log, re.DOTALL)
+    }
     found = []
     for n, _ in enumerate(kernels):
         said = parts[f"k{n}"]
         stack = max(map(int, re.findall(r"(\d+) bytes stack frame", said)))
         spilled = max(map(int, re.findall(r"(\d+) bytes spill", said)))
-        found.append(Compiled(int(re.findall(r"Used (\d+) registers", said)[0]), stack, spilled, texts[f"k{n}"]))
+        found.append(
+            Compiled(int(re.findall(r"Used (\d+) registers", said)[0]), stack, spilled, texts[f"k{n}"])
+        )
     return found
 
 
@@ -132,9 +140,18 @@ def _by_nvrtc(text: str, architecture: str, folder: Path) -> tuple[str, str]:
 def _by_nvcc(text: str, architecture: str, folder: Path) -> tuple[str, str]:
     file = folder / "kernels.cu"
     file.write_text(text)
-    command = [nvcc() or "nvcc", *_options(), f"-arch=sm_{architecture}", "-Xptxas=-v", "--keep", f"--keep-dir={folder}"]
+    command = [
+        nvcc() or "nvcc",
+        *_options(),
+        f"-arch=sm_{architecture}",
+        "-Xptxas=-v",
+        "--keep",
+        f"--keep-dir={folder}",
+    ]
     done = subprocess.run(
-        [*command, "--cubin", "-o", os.fspath(folder / "out.cubin"), os.fspath(file)], capture_output=True, text=True
+        [*command, "--cubin", "-o", os.fspath(folder / "out.cubin"), os.fspath(file)],
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise RuntimeError(done.stderr)

@@ -10,7 +10,16 @@ import torch
 
 from easymp import env
 from easymp.cuda import availability
-from easymp.cuda.availability import Facts, Unavailable, facts, keep_cache_writable, launcher_for, probe, unavailable, warn_once
+from easymp.cuda.availability import (
+    Facts,
+    Unavailable,
+    facts,
+    keep_cache_writable,
+    launcher_for,
+    probe,
+    unavailable,
+    warn_once,
+)
 from easymp.errors import EasympWarning, KernelError
 
 from .compiled import CompiledLauncher
@@ -38,8 +47,14 @@ def fresh(monkeypatch):
         ({"importable": False, "wheels": {}}, "pip install 'easymp[cuda13]'"),
         ({"cuda": "12.8"}, "pip uninstall cupy-cuda13x, then pip install 'easymp[cuda12]'"),
         ({"wheels": {"cupy-cuda12x": "14.2.0"}}, "built for CUDA 13.0: pip uninstall cupy-cuda12x"),
-        ({"wheels": {"cupy-cuda13x": "14.2.0", "cupy-cuda12x": "14.2.0"}}, "pip uninstall cupy-cuda12x cupy-cuda13x"),
-        ({"wheels": {"cupy-cuda13x": "14.2.0", "cupy": "14.2.0"}}, "cupy and cupy-cuda13x write over one another"),
+        (
+            {"wheels": {"cupy-cuda13x": "14.2.0", "cupy-cuda12x": "14.2.0"}},
+            "pip uninstall cupy-cuda12x cupy-cuda13x",
+        ),
+        (
+            {"wheels": {"cupy-cuda13x": "14.2.0", "cupy": "14.2.0"}},
+            "cupy and cupy-cuda13x write over one another",
+        ),
         ({"capability": (7, 0)}, "7.5 and newer, and this GPU has 7.0"),
         ({"cuda": "14.1", "wheels": {}, "capability": (6, 1)}, "7.5 and newer"),
     ],
@@ -70,7 +85,12 @@ def test_a_device_without_kernels_says_why_and_warns_of_nothing():
 
 @pytest.mark.parametrize(
     "error",
-    [ImportError("no libnvrtc.so.13"), KernelError("nvrtc: error"), OSError(30, "Read-only file system"), RuntimeError("driver")],
+    [
+        ImportError("no libnvrtc.so.13"),
+        KernelError("nvrtc: error"),
+        OSError(30, "Read-only file system"),
+        RuntimeError("driver"),
+    ],
 )
 def test_what_fails_at_the_probe_is_one_warning_and_a_reason(monkeypatch, error):
     def fail(launcher):

@@ -21,7 +21,9 @@ def launcher(monkeypatch):
 SIZES = [0, 1, 7, 8, 16384, 16391, 40_001]
 
 
-@pytest.mark.parametrize(("source", "target"), [(torch.float32, t) for t in TYPES[1:]] + [(t, torch.float32) for t in TYPES[1:]])
+@pytest.mark.parametrize(
+    ("source", "target"), [(torch.float32, t) for t in TYPES[1:]] + [(t, torch.float32) for t in TYPES[1:]]
+)
 @pytest.mark.parametrize("by", [1.0, 8.0, 3.0])
 def test_a_cast_that_divides_is_a_division_and_a_cast(source, target, by, launcher):
     for size in SIZES:

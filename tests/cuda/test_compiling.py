@@ -30,11 +30,19 @@ def look(kernels, architecture, folder, record):
     for kernel, found in zip(kernels, compiled(kernels, architecture, folder)):
         name = f"{kernel.name} on sm_{architecture}"
         assert (found.stack, found.spilled) == (0, 0), f"{name} does not keep its numbers in registers"
-        assert "ld.local" not in found.ptx and "st.local" not in found.ptx, f"{name} has arrays in local memory"
-        assert found.registers <= 168, f"{name} takes {found.registers} registers: fewer than 1.5 blocks to a processor"
+        assert "ld.local" not in found.ptx and "st.local" not in found.ptx, (
+            f"{name} has arrays in local memory"
+        )
+        assert found.registers <= 168, (
+            f"{name} takes {found.registers} registers: fewer than 1.5 blocks to a processor"
+        )
         for kind, least in vectors(kernel).items():
-            assert found.wide(kind) >= least, f"{name}: {found.wide(kind)} {kind} of 16 bytes, its loop has {least}"
-            assert found.streaming(kind) == found.wide(kind), f"{name}: {kind} of fewer than 16 bytes in its loop"
+            assert found.wide(kind) >= least, (
+                f"{name}: {found.wide(kind)} {kind} of 16 bytes, its loop has {least}"
+            )
+            assert found.streaming(kind) == found.wide(kind), (
+                f"{name}: {kind} of fewer than 16 bytes in its loop"
+            )
         record(f"registers of {name}", found.registers)
 
 

@@ -39,7 +39,9 @@ def test_kernels_and_torch_give_the_same_bits(channels, dtype, launcher):
             assert torch.equal(found, expected)
             assert found.is_contiguous(memory_format=torch.channels_last)
             assert found.dtype == dtype
-    exact = (planes.double() / 255 - torch.tensor(MEAN[:channels]).view(-1, 1, 1)) / torch.tensor(STD[:channels]).view(-1, 1, 1)
+    exact = (planes.double() / 255 - torch.tensor(MEAN[:channels]).view(-1, 1, 1)) / torch.tensor(
+        STD[:channels]
+    ).view(-1, 1, 1)
     torch.testing.assert_close(expected.double(), exact, rtol=2**-7, atol=1e-6)
 
 
@@ -47,7 +49,9 @@ def test_all_values_and_views(launcher):
     values = torch.arange(256, dtype=torch.uint8).repeat(3, 1).view(1, 3, 16, 16)
     buffer = torch.empty(769, dtype=torch.uint8)[1:]  # not aligned
     expected = by_torch(values, numbers(3), torch.bfloat16)
-    assert torch.equal(normalised(buffer.view(1, 3, 16, 16).copy_(values), numbers(3), torch.bfloat16), expected)
+    assert torch.equal(
+        normalised(buffer.view(1, 3, 16, 16).copy_(values), numbers(3), torch.bfloat16), expected
+    )
     last = buffer.view(1, 16, 16, 3).permute(0, 3, 1, 2).copy_(values)
     assert torch.equal(normalised(last, numbers(3), torch.bfloat16), expected)
     assert len(launcher.launches) == 2

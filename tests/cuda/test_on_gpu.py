@@ -31,7 +31,12 @@ pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(7,), (64, 33), (0,), (1,), (2, 8199), (16384,), (3, 4, 5, 2), ()]
 GROUPS = {
-    "adam": {**torch.optim.AdamW([torch.zeros(1)]).defaults, "lr": 1e-2, "decoupled_weight_decay": True, "amsgrad": True},
+    "adam": {
+        **torch.optim.AdamW([torch.zeros(1)]).defaults,
+        "lr": 1e-2,
+        "decoupled_weight_decay": True,
+        "amsgrad": True,
+    },
     "sgd": {**torch.optim.SGD([torch.zeros(1)]).defaults, "lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
     "adagrad": {**torch.optim.Adagrad([torch.zeros(1)]).defaults},
     "lion": LION_GROUP,
@@ -77,7 +82,13 @@ def give(held: list[torch.nn.Parameter], turn: int, dtype: torch.dtype, scale: f
 def step_of(held, rule, group, launcher, state_dtype=None, rounding=None) -> FusedStep:
     optimizer = Plain([dict(group, params=held)], {})
     return FusedStep(
-        optimizer, rule, launcher, gradient=lambda p: p.given, ema_decay=0.9, state_dtype=state_dtype, rounding=rounding
+        optimizer,
+        rule,
+        launcher,
+        gradient=lambda p: p.given,
+        ema_decay=0.9,
+        state_dtype=state_dtype,
+        rounding=rounding,
     )
 
 
@@ -128,7 +139,9 @@ def test_rounding_at_random_is_the_same_on_both(launcher):
             give(held, turn, BF16)
             step.step()
     apart = sum((p.cpu() != q).sum().item() for p, q in zip(ours, theirs))
-    assert apart <= 1e-3 * sum(p.numel() for p in ours)  # a product that is merged with its sum may fall on the other side
+    assert apart <= 1e-3 * sum(
+        p.numel() for p in ours
+    )  # a product that is merged with its sum may fall on the other side
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
@@ -164,7 +177,9 @@ def test_casts_and_sums():
         source = torch.randn(70001, device="cuda", dtype=dtype)
         wide, narrow = torch.empty(70001, device="cuda"), torch.empty(70001, device="cuda", dtype=dtype)
         assert casts.divided(source, wide, 3.0) is wide
-        torch.testing.assert_close(wide, source.float() / 3, rtol=1e-6, atol=0.0)  # torch multiplies by a third
+        torch.testing.assert_close(
+            wide, source.float() / 3, rtol=1e-6, atol=0.0
+        )  # torch multiplies by a third
         assert casts.divided(wide, narrow, 1.0) is narrow
         assert torch.equal(narrow, wide.to(dtype))
         totals = [torch.ones(70001, device="cuda"), torch.full((70001,), float("nan"), device="cuda")]
@@ -239,7 +254,9 @@ def test_nothing_waits_for_the_device(launcher):
     assert any(event.name.startswith("adam_") for event in events), "the profiler has seen no kernel"
     [span] = [e.time_range for e in events if e.name == "one step" and e.device_type == DeviceType.CPU]
     # The profiler itself waits at its beginning and its end.
-    waits = [e.name for e in events if "Synchronize" in e.name and span.start <= e.time_range.start <= span.end]
+    waits = [
+        e.name for e in events if "Synchronize" in e.name and span.start <= e.time_range.start <= span.end
+    ]
     assert waits == []
 
 
@@ -249,7 +266,10 @@ def test_one_launch_a_phase_and_no_memory_of_cupys(launcher):
     held, step = warm(launcher)
     seen: list[str] = []
     launch = launcher.launch
-    launcher.launch = lambda kernel, blocks, arguments: (seen.append(kernel.name), launch(kernel, blocks, arguments))[1]
+    launcher.launch = lambda kernel, blocks, arguments: (
+        seen.append(kernel.name),
+        launch(kernel, blocks, arguments),
+    )[1]
     try:
         give(held, 1, F32)
         result = step.measure(1.0)
@@ -375,7 +395,9 @@ def test_text_that_does_not_compile_is_a_kernel_error(launcher):
 def test_a_failing_probe_leaves_torchs_path(monkeypatch):
     monkeypatch.setattr(availability, "_launchers", {})
     monkeypatch.setattr(availability, "_warned", [])
-    monkeypatch.setattr(availability, "PROBE", Kernel("probe", ("uint64 out", "int64 more", "float64 scale"), "nothing;"))
+    monkeypatch.setattr(
+        availability, "PROBE", Kernel("probe", ("uint64 out", "int64 more", "float64 scale"), "nothing;")
+    )
     with pytest.warns(UserWarning, match="torch's own steps run instead"):
         found = launcher_for(torch.device("cuda"))
     assert isinstance(found, availability.Unavailable)

@@ -43,7 +43,9 @@ def by_kernel(x, seed, step, number, role, first):
     )
     y = torch.empty_like(x, dtype=torch.bfloat16)
     laid = lay_out([[Row((x, y), 1, number, first)]], torch.device("cpu"))
-    CompiledLauncher().launch(kernel, laid.starts[-1], [laid.rows.data_ptr(), laid.chunks.data_ptr(), 0, seed])
+    CompiledLauncher().launch(
+        kernel, laid.starts[-1], [laid.rows.data_ptr(), laid.chunks.data_ptr(), 0, seed]
+    )
     return y
 
 
@@ -60,7 +62,9 @@ def test_torch_and_the_kernel_round_alike(seed, step, number, role, first):
     theirs = by_kernel(x, seed, step, number, role, first)
     ours = stochastic(x, key_of(seed, step, number), role, first)
     assert torch.equal(bits(ours), bits(theirs))
-    assert torch.equal(bits(stochastic(x, key_of(seed, torch.tensor(float(step)), number), role, first)), bits(ours))
+    assert torch.equal(
+        bits(stochastic(x, key_of(seed, torch.tensor(float(step)), number), role, first)), bits(ours)
+    )
 
 
 def test_what_bf16_holds_and_what_is_not_finite_stays():
@@ -125,7 +129,12 @@ def shards():
             begin = first_of(part) // 7
             alike.append(torch.equal(rounded, expected[begin : begin + len(rounded)]))
         columns = distribute_tensor(whole, mesh, [Shard(1)])
-        return [*alike, first_of(part), first_of(distribute_tensor(whole, mesh, [Shard(0)])), first_of(columns)]
+        return [
+            *alike,
+            first_of(part),
+            first_of(distribute_tensor(whole, mesh, [Shard(0)])),
+            first_of(columns),
+        ]
     finally:
         torch.distributed.destroy_process_group()
 
@@ -198,7 +207,9 @@ def test_the_bits_do_not_depend_on_the_launch(monkeypatch):
 def test_updates_below_the_spacing_of_bf16_are_not_lost():
     def far(rounding):
         p = torch.nn.Parameter(torch.ones(5000).bfloat16())
-        optimizer = torch.optim.AdamW([p], lr=1e-4, weight_decay=0.0)  # 1e-4 a step, where the spacing is 4e-3
+        optimizer = torch.optim.AdamW(
+            [p], lr=1e-4, weight_decay=0.0
+        )  # 1e-4 a step, where the spacing is 4e-3
         step = FusedStep(optimizer, RULES[torch.optim.AdamW], CompiledLauncher(), rounding=rounding)
         p.grad = torch.ones_like(p)
         for _ in range(50):

@@ -38,7 +38,14 @@ NOVOGRAD_GROUP = {
     "reg_inside_moment": False,
     "maximize": False,
 }
-SGD_GROUP = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+SGD_GROUP = {
+    "lr": 1e-2,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "weight_decay": 0.0,
+    "nesterov": False,
+    "maximize": False,
+}
 
 
 class Plain(torch.optim.Optimizer):
@@ -68,7 +75,11 @@ def clip(group, grads):
 
 TORCH = [
     (torch.optim.SGD, SGD, {"lr": 0.1}),
-    (torch.optim.SGD, SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "maximize": True}),
+    (
+        torch.optim.SGD,
+        SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "maximize": True},
+    ),
     (torch.optim.SGD, SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     (torch.optim.Adagrad, ADAGRAD, {"lr": 0.1}),
     (
@@ -124,7 +135,11 @@ OWN = [
     (LAMB, LAMB_GROUP, {"weight_decay": 0.0, "use_nvlamb": True, "grad_averaging": False, "maximize": True}),
     (LAMB, LAMB_GROUP, {"adam_w_mode": False, "max_grad_norm": 1e6}),
     (NOVOGRAD, NOVOGRAD_GROUP, {"weight_decay": 0.1}),
-    (NOVOGRAD, NOVOGRAD_GROUP, {"weight_decay": 0.1, "reg_inside_moment": True, "grad_averaging": False, "maximize": True}),
+    (
+        NOVOGRAD,
+        NOVOGRAD_GROUP,
+        {"weight_decay": 0.1, "reg_inside_moment": True, "grad_averaging": False, "maximize": True},
+    ),
     (NOVOGRAD, NOVOGRAD_GROUP, {"init_zero": True, "bias_correction": False}),
     (larc(SGD, Trust()), SGD_GROUP, {"weight_decay": 0.1, "nesterov": True}),
     (larc(SGD, Trust(clip=False)), SGD_GROUP, {"weight_decay": 0.1, "maximize": True}),
@@ -151,7 +166,9 @@ def test_references_and_formulas(rule, group, options):
         step.step(torch.tensor(1.0))
         for p, state, g, flat, memory in zip(double, states, gradients(turn), lists, kept):
             rule.reference(p, g.double() * factor, state, group, turn + 1)
-            FORMULAS[rule.name](flat, [x * factor for x in g.flatten().tolist()], memory, group, turn + 1, rule)
+            FORMULAS[rule.name](
+                flat, [x * factor for x in g.flatten().tolist()], memory, group, turn + 1, rule
+            )
     for p, q, state, flat in zip(ours, double, states, lists):
         torch.testing.assert_close(p.double(), q, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(q.flatten(), torch.tensor(flat, dtype=torch.float64), rtol=1e-9, atol=1e-9)
@@ -184,7 +201,9 @@ def lamb(p, g, memory, group, step, rule):
         m[i] = b1 * m[i] + (1 - b1 if group["grad_averaging"] else 1) * x
         v[i] = b2 * v[i] + (1 - b2) * x * x
         c1, c2 = (1 - b1**step, 1 - b2**step) if group["bias_correction"] else (1, 1)
-        r.append(m[i] / c1 / (math.sqrt(v[i] / c2) + group["eps"]) + (decay * p[i] if group["adam_w_mode"] else 0))
+        r.append(
+            m[i] / c1 / (math.sqrt(v[i] / c2) + group["eps"]) + (decay * p[i] if group["adam_w_mode"] else 0)
+        )
     trusted = (group["use_nvlamb"] or decay) and norm(p) and norm(r)
     ratio = norm(p) / norm(r) if trusted else 1.0
     for i, x in enumerate(r):
@@ -208,7 +227,11 @@ def novograd(p, g, memory, group, step, rule):
 
 
 def larc_sgd(p, g, memory, group, step, rule):
-    trust, eps, clips = memory.setdefault("trust", TRUST[id(rule)]), 1e-8, memory.setdefault("clips", CLIPS[id(rule)])
+    trust, eps, clips = (
+        memory.setdefault("trust", TRUST[id(rule)]),
+        1e-8,
+        memory.setdefault("clips", CLIPS[id(rule)]),
+    )
     decay, lr = group["weight_decay"], group["lr"]
     up = -1 if group["maximize"] else 1
     d = [up * x for x in g]

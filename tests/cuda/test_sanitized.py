@@ -28,7 +28,9 @@ print("unseen")
 
 def start(*command):
     libraries = [
-        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run(
+            ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
         for name in ("libasan.so", "libubsan.so")
     ]
     given = {
@@ -61,7 +63,10 @@ def test_the_same_tests_sanitized():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "size", "found"),
-    [("at<float>(x)[4] = 1.f;", 4, "heap-buffer-overflow"), ("at<uint4>(x + 4)->x = 1;", 16, "misaligned address")],
+    [
+        ("at<float>(x)[4] = 1.f;", 4, "heap-buffer-overflow"),
+        ("at<uint4>(x + 4)->x = 1;", 16, "misaligned address"),
+    ],
 )
 def test_the_sanitizers_see_what_they_are_for(body, size, found):
     process = start("-c", WRONG.format(body=body, size=size))

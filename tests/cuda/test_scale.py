@@ -11,12 +11,19 @@ from easymp.precision import LossScale, Scaler
 from .compiled import CompiledLauncher
 
 BAD, GOOD = torch.tensor(1.0), torch.tensor(0.0)
-ODD = {"initial": 1000.0, "growth_factor": 1.3, "backoff_factor": 0.7, "growth_interval": 2}  # products that have to be rounded
+ODD = {
+    "initial": 1000.0,
+    "growth_factor": 1.3,
+    "backoff_factor": 0.7,
+    "growth_interval": 2,
+}  # products that have to be rounded
 LAWS = {
     "torch": LossScale(initial=256.0, growth_interval=3),
     "torch, rounded": LossScale(**ODD),
     "DeepSpeed": LossScale(initial=256.0, growth_interval=3, growth_delay=1, hysteresis=2),
-    "DeepSpeed, refilled": LossScale(initial=256.0, growth_interval=3, growth_delay=1, hysteresis=2, refill_each_step=True),
+    "DeepSpeed, refilled": LossScale(
+        initial=256.0, growth_interval=3, growth_delay=1, hysteresis=2, refill_each_step=True
+    ),
     "bounds, rounded": LossScale(**ODD, minimum=500.0, maximum=1500.0, hysteresis=2),
     "near infinity": LossScale(initial=2.0**126, growth_interval=1),
     "near infinity, by another path": LossScale(initial=2.0**126, growth_interval=1, hysteresis=2),
@@ -57,7 +64,12 @@ def test_it_is_the_scalers_own(law):
 
 @pytest.mark.parametrize(
     ("law", "sharers"),
-    [(LossScale(), 0), (LossScale(), 2), (LossScale(dynamic=False), 1), (LossScale(minimum=1.0, raise_at_minimum=True), 1)],
+    [
+        (LossScale(), 0),
+        (LossScale(), 2),
+        (LossScale(dynamic=False), 1),
+        (LossScale(minimum=1.0, raise_at_minimum=True), 1),
+    ],
 )
 def test_who_cannot_have_it(law, sharers):
     optimizer, scaler, _ = ready(law)

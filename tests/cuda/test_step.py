@@ -128,7 +128,9 @@ def test_a_hundred_steps_drift_no_further_than_rounding(gradient, dtype, state, 
             for key, value in states.items():
                 torch.testing.assert_close(ours[key].double(), value, rtol=1e-5, atol=5e-6)
             continue
-        astray.append(~torch.isclose(p.double(), w, rtol=0 if dtype == FP32 else spacing, atol=2e-5).flatten())
+        astray.append(
+            ~torch.isclose(p.double(), w, rtol=0 if dtype == FP32 else spacing, atol=2e-5).flatten()
+        )
         for key, value in states.items():
             torch.testing.assert_close(ours[key].double(), value, rtol=2 * spacing, atol=5e-6)
     # A number half-way between two is rounded the other way now and then, and its parameter goes on from there.
@@ -189,7 +191,9 @@ def both(ours, theirs, step, reference, gradients):
     for p, q, g in zip(ours, theirs, gradients):
         p.grad, q.grad = g, None if g is None else g.detach().clone(memory_format=torch.contiguous_format)
     result = step.measure()
-    norms = [q.grad.norm() for q in theirs if q.grad is not None and not q.grad.is_sparse and q.grad.dtype != FP64]
+    norms = [
+        q.grad.norm() for q in theirs if q.grad is not None and not q.grad.is_sparse and q.grad.dtype != FP64
+    ]
     if norms:
         torch.testing.assert_close(result[0], torch.stack(norms).norm(), rtol=1e-5, atol=1e-8)
     step.step()
@@ -201,7 +205,10 @@ def both(ours, theirs, step, reference, gradients):
 
 def test_gradients_with_other_strides_are_read_right():
     def make():
-        return [torch.nn.Parameter(torch.randn(4, 6, 3, 3).to(memory_format=torch.channels_last)) for _ in range(3)]
+        return [
+            torch.nn.Parameter(torch.randn(4, 6, 3, 3).to(memory_format=torch.channels_last))
+            for _ in range(3)
+        ]
 
     given = pair(make)
     for _ in range(3):
@@ -270,14 +277,19 @@ class Wrapped(torch.Tensor):
 
 def test_classes_that_compute_otherwise_are_left_alone():
     p = torch.nn.Parameter(torch.zeros(3))
-    step = FusedStep(torch.optim.AdamW([p]), ADAM, CompiledLauncher(), gradient=lambda p: Wrapped(torch.zeros(3)))
+    step = FusedStep(
+        torch.optim.AdamW([p]), ADAM, CompiledLauncher(), gradient=lambda p: Wrapped(torch.zeros(3))
+    )
     step.measure()
     step.step()
     assert [r is p for r in step.rest] == [r is p for r in step.unmeasured] == [True]
 
 
 def test_several_dtypes_share_one_optimizer():
-    held = [torch.nn.Parameter((torch.randn(50 + i) * 0.1).to(d)) for i, d in enumerate([FP32, BF16, FP32, FP16, BF16])]
+    held = [
+        torch.nn.Parameter((torch.randn(50 + i) * 0.1).to(d))
+        for i, d in enumerate([FP32, BF16, FP32, FP16, BF16])
+    ]
     optimizer = torch.optim.AdamW(held, lr=1e-2)
     wide = [p.detach().double() for p in held]
     launcher = CompiledLauncher()
@@ -289,7 +301,9 @@ def test_several_dtypes_share_one_optimizer():
     for p, w in zip(held, wide):
         kept = {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(w)}
         ADAM.reference(w, p.grad.double(), kept, optimizer.param_groups[0], 1)
-        torch.testing.assert_close(p.double(), w.to(p.dtype).double(), rtol=2**-7 if p.dtype != FP32 else 0, atol=1e-6)
+        torch.testing.assert_close(
+            p.double(), w.to(p.dtype).double(), rtol=2**-7 if p.dtype != FP32 else 0, atol=1e-6
+        )
 
 
 # -- what the norm says -------------------------------------------------------------------------------------------------

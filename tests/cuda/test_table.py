@@ -34,7 +34,11 @@ class Run:
         self.step = FusedStep(self.mine, ADAM, CompiledLauncher())
 
     def _groups(self, parameters, groups):
-        return parameters if groups is None else [{"params": [parameters[i] for i in of], **rest} for of, rest in groups]
+        return (
+            parameters
+            if groups is None
+            else [{"params": [parameters[i] for i in of], **rest} for of, rest in groups]
+        )
 
     def __call__(self, which=None, measured=True):
         for i, (p, q) in enumerate(zip(self.ours, self.theirs)):
@@ -114,7 +118,12 @@ def test_tables_of_a_captured_step_stay(monkeypatch, captured):
     """A graph that was captured goes on reading them when a step outside of it has made others."""
     run = Run()
     run()
-    held = [run.step._groups, run.step._layout.table.rows, run.step._layout.constants, run.step._gradients._laid.table.rows]
+    held = [
+        run.step._groups,
+        run.step._layout.table.rows,
+        run.step._layout.constants,
+        run.step._gradients._laid.table.rows,
+    ]
     tables = [weakref.ref(t) for t in held]
     del held
     for module in (steps, gradients):
@@ -159,7 +168,9 @@ def test_another_tensor_at_the_same_address_is_seen():
     buffer[:16] = torch.arange(16.0)
     before = optimizer.state[p]["exp_avg"].clone()
     step.step()
-    torch.testing.assert_close(optimizer.state[p]["exp_avg"], before * 0.9 + 0.1 * torch.arange(16.0).view(4, 4).T)
+    torch.testing.assert_close(
+        optimizer.state[p]["exp_avg"], before * 0.9 + 0.1 * torch.arange(16.0).view(4, 4).T
+    )
     p.extra = buffer[:8].view(2, 4)  # of another shape: not of this parameter
     step.step()
     assert [r is p for r in step.rest] == [True]
@@ -182,7 +193,9 @@ def test_a_gradient_of_another_parameter_at_the_same_address():
     """What a gradient counts for is its parameter's, also where the memory of the last one is used again."""
     memory = torch.ones(4)
     held = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
-    step = FusedStep(torch.optim.AdamW(held), ADAM, CompiledLauncher(), copies=lambda p: 4 if p is held[1] else 1)
+    step = FusedStep(
+        torch.optim.AdamW(held), ADAM, CompiledLauncher(), copies=lambda p: 4 if p is held[1] else 1
+    )
     for p, norm in zip(held, (2.0, 1.0)):
         p.grad = memory
         assert step.measure()[0].item() == norm
@@ -275,7 +288,11 @@ def test_states_of_other_strides_are_straightened_once(made):
 
 def test_groups_have_their_own_numbers_and_schedulers_change_them(made):
     run = Run(
-        groups=[([0, 3], {"lr": 1e-1, "betas": (0.5, 0.7)}), ([1], {"weight_decay": 0.3, "eps": 1e-3}), ([2], {"maximize": True})]
+        groups=[
+            ([0, 3], {"lr": 1e-1, "betas": (0.5, 0.7)}),
+            ([1], {"weight_decay": 0.3, "eps": 1e-3}),
+            ([2], {"maximize": True}),
+        ]
     )
     for _ in range(4):
         run()
@@ -349,8 +366,12 @@ def test_more_than_four_billion_elements():
     begin = size // CHUNK * CHUNK
     away = SimpleNamespace(numel=lambda: begin + 5, data_ptr=lambda: last.data_ptr() - 4 * begin)
     table = lay_out([[Row((away,))]], CPU)
-    kernel = stream("number", [Role("x", writes=True)], {"x": torch.float32}, f"x = (float)(e - {begin}ll) + x;")
-    CompiledLauncher().launch(kernel, 1, [table.rows.data_ptr(), table.chunks.data_ptr() + 8 * (table.starts[-1] - 1), 0])
+    kernel = stream(
+        "number", [Role("x", writes=True)], {"x": torch.float32}, f"x = (float)(e - {begin}ll) + x;"
+    )
+    CompiledLauncher().launch(
+        kernel, 1, [table.rows.data_ptr(), table.chunks.data_ptr() + 8 * (table.starts[-1] - 1), 0]
+    )
     assert last.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
 
 
@@ -366,7 +387,16 @@ def test_dense_and_alike():
         x[:, :, :, :0],
     ):
         assert dense(good)
-    for bad in (x[:, 1:], x[..., ::2], torch.zeros(3, 1).expand(3, 4), torch.zeros(4).as_strided((3, 2), (1, 1))):
+    for bad in (
+        x[:, 1:],
+        x[..., ::2],
+        torch.zeros(3, 1).expand(3, 4),
+        torch.zeros(4).as_strided((3, 2), (1, 1)),
+    ):
         assert not dense(bad)
-    assert alike(x, torch.ones_like(x)) and not alike(x, x.to(memory_format=torch.channels_last)) and not alike(x, x[1:])
+    assert (
+        alike(x, torch.ones_like(x))
+        and not alike(x, x.to(memory_format=torch.channels_last))
+        and not alike(x, x[1:])
+    )
     assert alike(torch.zeros(5, 1, 3), torch.zeros(15).as_strided((5, 1, 3), (3, 9, 1)))

@@ -44,7 +44,9 @@ class Stream(IterableDataset[int]):
         yield from range(self.n) if info is None else range(info.id, self.n, info.num_workers)
 
 
-def prepared(loader: DataLoader[Any], rank: int = 0, size: int = 1, *, seed: int = 7, **config: Any) -> PreparedLoader:
+def prepared(
+    loader: DataLoader[Any], rank: int = 0, size: int = 1, *, seed: int = 7, **config: Any
+) -> PreparedLoader:
     return prepare_loader(
         loader,
         clock=config.pop("clock", None) or StepClock(),

@@ -66,9 +66,15 @@ def everything(loader: Any, times: int) -> list[list[Any]]:
     return [[batch for batch in loader] for _ in range(times)]  # noqa: C416  list() would ask for a length
 
 
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
-@pytest.mark.parametrize("data", [lambda: Augmented(22), Shuffled, lambda: Placed(22)], ids=["map", "shuffled", "placed"])
-def test_draws_are_replayed_in_the_pass_that_goes_on_and_after_it(data: Any, workers: dict[str, Any], monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    "workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str
+)
+@pytest.mark.parametrize(
+    "data", [lambda: Augmented(22), Shuffled, lambda: Placed(22)], ids=["map", "shuffled", "placed"]
+)
+def test_draws_are_replayed_in_the_pass_that_goes_on_and_after_it(
+    data: Any, workers: dict[str, Any], monkeypatch: Any
+) -> None:
     monkeypatch.setattr(prepare, "reads_ahead", lambda device, non_blocking: True)  # as to a GPU
 
     def make() -> Any:
@@ -92,10 +98,15 @@ def test_another_number_of_workers_draws_the_same() -> None:
 
 
 def test_ranks_draw_for_themselves_and_shuffle_a_stream_alike() -> None:
-    first, second = (passes_of(DataLoader(Augmented(8), 2, collate_fn=list, num_workers=1), rank) for rank in (0, 1))
+    first, second = (
+        passes_of(DataLoader(Augmented(8), 2, collate_fn=list, num_workers=1), rank) for rank in (0, 1)
+    )
     assert not {x for _, x, *_ in first} & {x for _, x, *_ in second}
     for workers in (0, 1):
-        ranks = [passes_of(DataLoader(Shuffled(), 2, collate_fn=list, num_workers=workers), rank) for rank in (0, 1)]
+        ranks = [
+            passes_of(DataLoader(Shuffled(), 2, collate_fn=list, num_workers=workers), rank)
+            for rank in (0, 1)
+        ]
         assert {i for rank in ranks for i, *_ in rank} == set(range(22))
 
 

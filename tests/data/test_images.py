@@ -24,7 +24,9 @@ def test_after_a_prepared_loader_reads_it():
 
     images = torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8)
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images), batch_size=4))
+    loader = accelerator.prepare(
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images), batch_size=4)
+    )
     normalize = NormalizeImages(MEAN, STD)
     assert torch.equal(torch.cat([normalize(batch) for (batch,) in loader]), normalize(images))
 
@@ -43,7 +45,14 @@ def test_other_batches_are_refused(images, words):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"std": (0.1, 0.2)}, {"std": (0.1, 0.2, 0.0)}, {"mean": ()}, {"dtype": torch.float64}, {"layout": "HWC"}]
+    "wrong",
+    [
+        {"std": (0.1, 0.2)},
+        {"std": (0.1, 0.2, 0.0)},
+        {"mean": ()},
+        {"dtype": torch.float64},
+        {"layout": "HWC"},
+    ],
 )
 def test_settings_of_no_use_are_refused(wrong):
     with pytest.raises(SettingError):

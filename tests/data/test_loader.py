@@ -11,7 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from easymp.clock import StepClock
 from easymp.data import prepare_loader
@@ -84,7 +91,13 @@ def test_what_is_known_with_each_batch(workers: int) -> None:
     assert loader.size_line() == "2 per device × 2 processes"
     seen = [(numbers(b), loader.position, loader.surplus, loader.local_size, loader.last) for b in loader]
     assert seen == [([2, 3], 4, 0, 2, False), ([6, 7], 8, 0, 2, False), ([10, 0], 11, 1, 2, True)]
-    assert (loader.position, loader.surplus, loader.local_size, loader.last, loader.epoch) == (0, 0, None, False, 1)
+    assert (loader.position, loader.surplus, loader.local_size, loader.last, loader.epoch) == (
+        0,
+        0,
+        None,
+        False,
+        1,
+    )
 
 
 def test_only_this_ranks_samples_are_loaded() -> None:
@@ -174,8 +187,13 @@ def test_a_distributed_sampler_is_replaced_and_its_set_epoch_still_heard() -> No
 
 
 def test_iterating_leaves_the_global_generator_alone() -> None:
-    plain = [DataLoader(Numbers(9), 2, shuffle=True), DataLoader(Numbers(9), 2, sampler=SubsetRandomSampler(range(5)))]
-    for loader in [prepared(loader) for loader in plain] + [prepared(DataLoader(Numbers(9), batch_sampler=Uneven(9)))]:
+    plain = [
+        DataLoader(Numbers(9), 2, shuffle=True),
+        DataLoader(Numbers(9), 2, sampler=SubsetRandomSampler(range(5))),
+    ]
+    for loader in [prepared(loader) for loader in plain] + [
+        prepared(DataLoader(Numbers(9), batch_sampler=Uneven(9)))
+    ]:
         before = torch.get_rng_state()
         passes(loader, 2)
         assert torch.equal(before, torch.get_rng_state())
@@ -224,7 +242,9 @@ def test_the_last_batch_of_a_loader_ends_the_window() -> None:
 def test_custom_batch_samplers_are_dealt_whole(even: bool) -> None:
     whole = passes(prepared(DataLoader(Numbers(13), batch_sampler=Uneven(13))))[0]
     assert len(whole) == 7
-    loaders = [prepared(DataLoader(Numbers(13), batch_sampler=Uneven(13)), r, 2, even_batches=even) for r in range(2)]
+    loaders = [
+        prepared(DataLoader(Numbers(13), batch_sampler=Uneven(13)), r, 2, even_batches=even) for r in range(2)
+    ]
     shares = [passes(loader)[0] for loader in loaders]
     assert shares[0] == whole[0::2]
     assert shares[1] == (whole[1::2] + [whole[0]] if even else whole[1::2])
@@ -245,7 +265,9 @@ def test_custom_batch_samplers_can_be_split() -> None:
         def __len__(self) -> int:
             return 3
 
-    loaders = [prepared(DataLoader(Numbers(11), batch_sampler=Fours()), r, 2, split_batches=True) for r in range(2)]
+    loaders = [
+        prepared(DataLoader(Numbers(11), batch_sampler=Fours()), r, 2, split_batches=True) for r in range(2)
+    ]
     assert [passes(loader)[0] for loader in loaders] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 0]]]
     assert loaders[0].batch_size == 2 and not loaders[0].uneven
     assert gathered(loaders) == list(range(11))
@@ -259,7 +281,9 @@ def test_torchs_own_batch_sampler_is_no_custom_one() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_endless_samplers_are_streamed(workers: int) -> None:
-    loaders = [prepared(DataLoader(Numbers(100), 3, sampler=Endless(), num_workers=workers), r, 2) for r in range(2)]
+    loaders = [
+        prepared(DataLoader(Numbers(100), 3, sampler=Endless(), num_workers=workers), r, 2) for r in range(2)
+    ]
     alone = iter(prepared(DataLoader(Numbers(100), 6, sampler=Endless())))
     for number, round_ in enumerate(zip(*loaders)):
         assert numbers(torch.cat(round_)) == numbers(next(alone))
@@ -283,7 +307,10 @@ def test_a_batch_sampler_without_length_is_streamed_and_named() -> None:
 def test_items_that_are_batches_are_dealt_in_turn() -> None:
     data = TensorDataset(torch.arange(10).reshape(5, 2))
     loaders = [prepared(DataLoader(data, batch_size=None), rank, 2) for rank in range(2)]
-    assert [[x.tolist() for (x,) in loader] for loader in loaders] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
+    assert [[x.tolist() for (x,) in loader] for loader in loaders] == [
+        [[0, 1], [4, 5], [8, 9]],
+        [[2, 3], [6, 7], [0, 1]],
+    ]
     assert (len(loaders[0]), loaders[0].batch_size, loaders[0].uneven) == (3, None, True)
     with pytest.raises(BatchError, match="ready batches"):
         [loaders[0].surplus for _ in loaders[0]]
@@ -319,7 +346,11 @@ def test_nested_batches_and_collate_functions_come_through(workers: int) -> None
     loader = prepared(DataLoader(Numbers(4), 2, collate_fn=collate, num_workers=workers))
     batches = list(loader)
     assert [b["point"].x.tolist() for b in batches] == [[0, 1], [2, 3]]
-    assert batches[1]["point"].y == ["2", "3"] and type(batches[0]["point"]) is Point and batches[0]["pair"][1] == 3
+    assert (
+        batches[1]["point"].y == ["2", "3"]
+        and type(batches[0]["point"]) is Point
+        and batches[0]["pair"][1] == 3
+    )
 
 
 def test_batches_are_moved() -> None:
@@ -348,7 +379,9 @@ def pid(_: list[int]) -> int:
 
 
 def test_persistent_workers_persist() -> None:
-    loader = prepared(DataLoader(Numbers(8), 2, collate_fn=pid, num_workers=2, persistent_workers=True, shuffle=True))
+    loader = prepared(
+        DataLoader(Numbers(8), 2, collate_fn=pid, num_workers=2, persistent_workers=True, shuffle=True)
+    )
     workers = [set(loader) for _ in range(3)]
     assert len(workers[0]) == 2 and workers[0] == workers[1] == workers[2]
 
@@ -484,7 +517,11 @@ def test_prepared_twice_is_prepared_once() -> None:
     [
         (lambda: [1, 2], {}, "a list was passed where a DataLoader belongs"),
         (lambda: DataLoader(Numbers(0), 2), {}, "is empty"),
-        (lambda: DataLoader(Numbers(8), 3), {"split_batches": True}, "batch_size=3 does not divide: use 2 or 4"),
+        (
+            lambda: DataLoader(Numbers(8), 3),
+            {"split_batches": True},
+            "batch_size=3 does not divide: use 2 or 4",
+        ),
         (lambda: DataLoader(Numbers(8), None), {"split_batches": True}, "batch_size=None"),
     ],
 )

@@ -67,7 +67,11 @@ def two_epochs(kind: str, workers: int, config: dict[str, Any]) -> Any:
     def job(world: World) -> Any:
         loader = prepared(loaders[kind](), world.rank, world.size, world=world, **config)
         seen = [(numbers(b), loader.position, loader.last) for _ in range(2) for b in loader]
-        return seen, [loader.surplus for _ in skip_first_batches(loader, 1)] if kind != "ready" else [], loader.epoch
+        return (
+            seen,
+            [loader.surplus for _ in skip_first_batches(loader, 1)] if kind != "ready" else [],
+            loader.epoch,
+        )
 
     return in_world(job)
 
@@ -81,7 +85,11 @@ def sharded(kind: str, rank: int, config: dict[str, Any]) -> Any:
     config = {k: v for k, v in config.items() if k != "dispatch_batches"}
     loader = prepared(loader, rank, 2, **config)
     seen = [(numbers(b), loader.position, loader.last) for _ in range(2) for b in loader]
-    return seen, [loader.surplus for _ in skip_first_batches(loader, 1)] if kind != "ready" else [], loader.epoch
+    return (
+        seen,
+        [loader.surplus for _ in skip_first_batches(loader, 1)] if kind != "ready" else [],
+        loader.epoch,
+    )
 
 
 def test_dispatched_ranks_get_what_sharded_ones_read(ranks: Any) -> None:
@@ -95,19 +103,25 @@ def test_dispatch_with_workers_on_rank_0(ranks: Any) -> None:
     config = {"dispatch_batches": True}
     assert ranks(two_epochs, "map", 2, config) == [sharded("map", rank, config) for rank in range(2)]
     first, second = ranks(two_epochs, "stream", 2, config)
-    assert sorted({i for seen in (first[0], second[0]) for batch, *_ in seen for i in batch}) == list(range(11))
+    assert sorted({i for seen in (first[0], second[0]) for batch, *_ in seen for i in batch}) == list(
+        range(11)
+    )
     assert len(first[0]) == len(second[0])
 
 
 def left_early() -> Any:
     def job(world: World) -> Any:
-        loader = prepared(DataLoader(Stream(20), 2), world.rank, world.size, world=world, dispatch_batches=True)
+        loader = prepared(
+            DataLoader(Stream(20), 2), world.rank, world.size, world=world, dispatch_batches=True
+        )
         for number, _ in enumerate(loader):
             if number == 1:
                 state = loader.state_dict()
                 break
         whole = passes(loader)[0]
-        other = prepared(DataLoader(Stream(20), 2), world.rank, world.size, world=world, dispatch_batches=True)
+        other = prepared(
+            DataLoader(Stream(20), 2), world.rank, world.size, world=world, dispatch_batches=True
+        )
         other.load_state_dict(state)
         return whole, passes(other)[0]
 
@@ -122,7 +136,9 @@ def test_a_dispatched_loop_can_be_left_and_resumed(ranks: Any) -> None:
 
 def read_broken() -> Any:
     def job(world: World) -> Any:
-        loader = prepared(DataLoader(Broken(8), 2), world.rank, world.size, world=world, dispatch_batches=True)
+        loader = prepared(
+            DataLoader(Broken(8), 2), world.rank, world.size, world=world, dispatch_batches=True
+        )
         try:
             passes(loader)
         except (OSError, BatchError) as error:
@@ -154,7 +170,9 @@ def test_rank_0_draws_for_all_on_request(ranks: Any) -> None:
 
 def disagree() -> str:
     def job(world: World) -> str:
-        loader = prepared(DataLoader(Numbers(8), 2, sampler=Private(world.rank)), world.rank, world.size, world=world)
+        loader = prepared(
+            DataLoader(Numbers(8), 2, sampler=Private(world.rank)), world.rank, world.size, world=world
+        )
         try:
             return str(passes(loader))
         except BatchError as error:

@@ -52,7 +52,10 @@ def test_seeds_do_not_collide_as_sums_do() -> None:
 
 def test_the_order_is_a_function_of_the_seed_for_all_time() -> None:
     assert mix(0, "order", 0) == 3471081512423777433
-    assert list(draw(RandomSampler(range(8)), 1, 1)) == torch.randperm(8, generator=torch.Generator().manual_seed(1)).tolist()
+    assert (
+        list(draw(RandomSampler(range(8)), 1, 1))
+        == torch.randperm(8, generator=torch.Generator().manual_seed(1)).tolist()
+    )
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,9 @@ def test_what_is_no_plain_tensor_moves_when_its_turn_comes(log: list[str]) -> No
         assert (plain.device, graph, words.data.device, rest.device) == (meta, f"graph {k} there", meta, meta)
 
 
-@pytest.mark.parametrize(("device", "workers", "pinned"), [("cpu", 1, False), ("cuda", 1, True), ("cuda", 0, False)])
+@pytest.mark.parametrize(
+    ("device", "workers", "pinned"), [("cpu", 1, False), ("cuda", 1, True), ("cuda", 0, False)]
+)
 def test_workers_pin_for_cuda(device: str, workers: int, pinned: bool) -> None:
     loader = prepared(DataLoader(Numbers(4), 2, num_workers=workers), device=torch.device(device))
     assert loader.loader.pin_memory is pinned

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from easymp.data.shard import Cut, Share, flagged, halves, parts, rounds, shares
 
-cuts = st.builds(Cut, batch=st.integers(1, 5), ranks=st.integers(1, 5), even=st.booleans(), drop_last=st.booleans())
+cuts = st.builds(
+    Cut, batch=st.integers(1, 5), ranks=st.integers(1, 5), even=st.booleans(), drop_last=st.booleans()
+)
 lengths = st.integers(0, 60)
 
 
@@ -27,7 +29,9 @@ def model(order: list[int], cut: Cut, start: int) -> list[tuple[list[list[int]],
             if cut.even and cut.ranks > 1:
                 surplus = cut.whole - len(taken)
                 taken = taken + list(islice(cycle(order), surplus))
-        found.append(([taken[r * cut.batch : (r + 1) * cut.batch] for r in range(cut.ranks)], position, surplus))
+        found.append(
+            ([taken[r * cut.batch : (r + 1) * cut.batch] for r in range(cut.ranks)], position, surplus)
+        )
     return found
 
 
@@ -37,11 +41,15 @@ def test_shares_are_the_models(n: int, cut: Cut, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, n))
     expected = model(order, cut, start)
     for rank in range(cut.ranks):
-        mine = [Share(rank, batches[rank], end, surplus) for batches, end, surplus in expected if batches[rank]]
+        mine = [
+            Share(rank, batches[rank], end, surplus) for batches, end, surplus in expected if batches[rank]
+        ]
         assert list(shares(order, cut, rank, start)) == mine
         assert cut.batches(n - start, rank) == len(mine)
         # A stream of unknown length, and a sequence that is sliced, are cut alike.
-        streamed = rounds(iter(order), cut.whole, complete=cut.even and cut.ranks > 1, drop_last=cut.drop_last, start=start)
+        streamed = rounds(
+            iter(order), cut.whole, complete=cut.even and cut.ranks > 1, drop_last=cut.drop_last, start=start
+        )
         assert [share for r in streamed for share in parts(r, cut.batch, [rank])] == mine
     assert cut.surplus(n - start) == (expected[-1][2] if expected else 0)
 
@@ -76,23 +84,36 @@ def test_a_resume_at_another_world_size_reads_the_remaining_samples_in_order(
         assert read == order[position:]
 
 
-@given(sizes=st.lists(st.integers(1, 5), max_size=12), ranks=st.integers(1, 4), complete=st.booleans(), data=st.data())
-def test_whole_batches_are_dealt_in_turn(sizes: list[int], ranks: int, complete: bool, data: st.DataObject) -> None:
+@given(
+    sizes=st.lists(st.integers(1, 5), max_size=12),
+    ranks=st.integers(1, 4),
+    complete=st.booleans(),
+    data=st.data(),
+)
+def test_whole_batches_are_dealt_in_turn(
+    sizes: list[int], ranks: int, complete: bool, data: st.DataObject
+) -> None:
     batches = [[(b, i) for i in range(size)] for b, size in enumerate(sizes)]
     begin = data.draw(st.integers(0, len(batches)))
     start = sum(sizes[:begin])
     dealt = list(rounds(batches, ranks, complete=complete, start=start, weigh=len))
     flat = [batch for round_ in dealt for batch in round_.items]
     assert flat[: len(batches) - begin] == batches[begin:]
-    assert flat[len(batches) - begin :] == [batches[i % len(batches)] for i in range(len(flat) - len(batches) + begin)]
+    assert flat[len(batches) - begin :] == [
+        batches[i % len(batches)] for i in range(len(flat) - len(batches) + begin)
+    ]
     if dealt:
         assert dealt[-1].end == sum(sizes)
         assert dealt[-1].surplus == sum(map(len, flat[len(batches) - begin :]))
         assert not complete or all(len(round_.items) == ranks for round_ in dealt)
 
 
-@given(sizes=st.lists(st.integers(1, 9), max_size=8), ranks=st.integers(1, 5), even=st.booleans(), data=st.data())
-def test_split_batches_keep_every_sample(sizes: list[int], ranks: int, even: bool, data: st.DataObject) -> None:
+@given(
+    sizes=st.lists(st.integers(1, 9), max_size=8), ranks=st.integers(1, 5), even=st.booleans(), data=st.data()
+)
+def test_split_batches_keep_every_sample(
+    sizes: list[int], ranks: int, even: bool, data: st.DataObject
+) -> None:
     batches = [[(b, i) for i in range(size)] for b, size in enumerate(sizes)]
     begin = data.draw(st.integers(0, len(batches)))
     read = list(halves(batches, ranks, even=even, start=sum(sizes[:begin])))
@@ -105,7 +126,11 @@ def test_split_batches_keep_every_sample(sizes: list[int], ranks: int, even: boo
 
 def test_a_stream_that_already_stands_somewhere_counts_on_from_there() -> None:
     read = list(rounds(iter("cdefg"), 2, complete=True, start=2, at=2))
-    assert [(r.items, r.end, r.surplus) for r in read] == [(["c", "d"], 4, 0), (["e", "f"], 6, 0), (["g", "c"], 7, 1)]
+    assert [(r.items, r.end, r.surplus) for r in read] == [
+        (["c", "d"], 4, 0),
+        (["e", "f"], 6, 0),
+        (["g", "c"], 7, 1),
+    ]
 
 
 def test_batches_of_unknown_size_count_as_one_and_their_repeats_are_unknown() -> None:

@@ -18,7 +18,9 @@ def read(loader: Any) -> list[list[int]]:
     return [numbers(batch) for batch in loader]
 
 
-@pytest.mark.parametrize("make", [lambda: DataLoader(Numbers(10), 2, shuffle=True), lambda: DataLoader(Stream(10), 2)])
+@pytest.mark.parametrize(
+    "make", [lambda: DataLoader(Numbers(10), 2, shuffle=True), lambda: DataLoader(Stream(10), 2)]
+)
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_prepared_loader_skips_for_one_pass(make: Any, size: int) -> None:
     first, second = passes(prepared(make(), 0, size), 2)
@@ -52,11 +54,16 @@ def test_the_clock_sees_the_prepared_loader() -> None:
     assert [clock.reading is loader and loader.last for _ in skip_first_batches(loader, 1)] == [True]
 
 
-@pytest.mark.parametrize("loader", [DataLoader(Numbers(7), 2), DataLoader(Stream(7), 2), DataLoader(Numbers(4), None)])
+@pytest.mark.parametrize(
+    "loader", [DataLoader(Numbers(7), 2), DataLoader(Stream(7), 2), DataLoader(Numbers(4), None)]
+)
 def test_plain_loaders_skip_for_one_pass(loader: Any) -> None:
     whole = [b if isinstance(b, int) else numbers(b) for b in loader]
     skipped = skip_first_batches(loader, 2)
-    assert [[b if isinstance(b, int) else numbers(b) for b in skipped] for _ in range(2)] == [whole[2:], whole]
+    assert [[b if isinstance(b, int) else numbers(b) for b in skipped] for _ in range(2)] == [
+        whole[2:],
+        whole,
+    ]
 
 
 def test_a_skipping_plain_loader_can_be_prepared() -> None:
@@ -66,7 +73,9 @@ def test_a_skipping_plain_loader_can_be_prepared() -> None:
     ]
 
 
-@pytest.mark.parametrize(("loader", "batches"), [([1], 1), (DataLoader(Numbers(4)), -1), (DataLoader(Numbers(4)), 1.5)])
+@pytest.mark.parametrize(
+    ("loader", "batches"), [([1], 1), (DataLoader(Numbers(4)), -1), (DataLoader(Numbers(4)), 1.5)]
+)
 def test_wrong_arguments_are_refused(loader: Any, batches: Any) -> None:
     with pytest.raises(BatchError):
         skip_first_batches(loader, batches)

@@ -66,12 +66,22 @@ class Epochs(IterableDataset[int]):
 
 @settings(max_examples=60, deadline=None)
 @pytest.mark.filterwarnings("ignore::easymp.errors.EasympWarning")
-@given(n=st.integers(1, 40), batch=st.integers(1, 5), size=st.integers(1, 4), even=st.booleans(), drop=st.booleans())
-def test_a_stream_is_cut_as_a_map_style_data_set_is(n: int, batch: int, size: int, even: bool, drop: bool) -> None:
+@given(
+    n=st.integers(1, 40),
+    batch=st.integers(1, 5),
+    size=st.integers(1, 4),
+    even=st.booleans(),
+    drop=st.booleans(),
+)
+def test_a_stream_is_cut_as_a_map_style_data_set_is(
+    n: int, batch: int, size: int, even: bool, drop: bool
+) -> None:
     for rank in range(size):
         stream = prepared(DataLoader(Stream(n), batch, drop_last=drop), rank, size, even_batches=even)
         mapped = prepared(DataLoader(Numbers(n), batch, drop_last=drop), rank, size, even_batches=even)
-        seen, expected = ([(numbers(b), x.position, x.surplus, x.local_size, x.last) for b in x] for x in (stream, mapped))
+        seen, expected = (
+            [(numbers(b), x.position, x.surplus, x.local_size, x.last) for b in x] for x in (stream, mapped)
+        )
         assert seen == expected
 
 
@@ -143,7 +153,9 @@ def test_a_stream_goes_on_where_it_was_saved(workers: int, persistent: bool, sto
 
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(1, 30), before=st.integers(1, 3), after=st.integers(1, 3), data=st.data())
-def test_a_single_stream_goes_on_at_any_world_size(n: int, before: int, after: int, data: st.DataObject) -> None:
+def test_a_single_stream_goes_on_at_any_world_size(
+    n: int, before: int, after: int, data: st.DataObject
+) -> None:
     loader = prepared(DataLoader(Stream(n), 2), 0, before)
     stop = data.draw(st.integers(1, -(-n // (2 * before))))
     for number, _ in enumerate(loader, 1):

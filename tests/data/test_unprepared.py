@@ -81,9 +81,14 @@ def test_ranks_that_read_the_same_are_warned_once(ranks, kind):
     (first, line), (second, other) = ranks(train, kind)
     assert len(first) == 1 and second == []
     assert first[0].startswith("2 ranks read the same data by a DataLoader (")
-    assert "Pass the DataLoader to prepare() and loop over what that returns, or give it a DistributedSampler" in first[0]
+    assert (
+        "Pass the DataLoader to prepare() and loop over what that returns, or give it a DistributedSampler"
+        in first[0]
+    )
     assert line == other
-    assert line.startswith("data not prepared a DataLoader (") and line.endswith("that was not passed to prepare() is read")
+    assert line.startswith("data not prepared a DataLoader (") and line.endswith(
+        "that was not passed to prepare() is read"
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,10 +99,22 @@ def test_ranks_that_read_the_same_are_warned_once(ranks, kind):
             "stream",
             "data not prepared a DataLoader that was not passed to prepare() is read: Stream must split its samples by rank itself",
         ),
-        ("indices", "data not prepared a DataLoader (Subset, RandomSampler) that was not passed to prepare() is read"),
-        ("tensors", "data not prepared a DataLoader (TensorDataset, RandomSampler) that was not passed to prepare() is read"),
-        ("files", "data not prepared a DataLoader (Own, RandomSampler) that was not passed to prepare() is read"),
-        ("graph", "data not prepared a DataLoader (Graph, SequentialSampler) that was not passed to prepare() is read"),
+        (
+            "indices",
+            "data not prepared a DataLoader (Subset, RandomSampler) that was not passed to prepare() is read",
+        ),
+        (
+            "tensors",
+            "data not prepared a DataLoader (TensorDataset, RandomSampler) that was not passed to prepare() is read",
+        ),
+        (
+            "files",
+            "data not prepared a DataLoader (Own, RandomSampler) that was not passed to prepare() is read",
+        ),
+        (
+            "graph",
+            "data not prepared a DataLoader (Graph, SequentialSampler) that was not passed to prepare() is read",
+        ),
     ],
 )
 def test_a_program_that_may_split_its_data_is_not_warned(ranks, kind, line):

@@ -15,7 +15,9 @@ from easymp.plan import SPARE
 
 from ..hardware.machines import MACHINES
 
-EIGHT, VOLTA, SERVER, LAPTOP = (MACHINES[name] for name in ("8xH100", "V100", "Sapphire Rapids", "laptop CPU"))
+EIGHT, VOLTA, SERVER, LAPTOP = (
+    MACHINES[name] for name in ("8xH100", "V100", "Sapphire Rapids", "laptop CPU")
+)
 GB = 10**9
 
 
@@ -36,7 +38,11 @@ def test_rows_are_those_of_the_arithmetic() -> None:
     ]
     for row in it.rows:
         need = estimate(
-            sized.model, strategy=row.need.strategy, precision=row.need.precision, world=row.need.world, optimizer="sgd"
+            sized.model,
+            strategy=row.need.strategy,
+            precision=row.need.precision,
+            world=row.need.world,
+            optimizer="sgd",
         )
         assert row.need == need
         assert row.available == EIGHT.devices[0].memory
@@ -59,7 +65,12 @@ def test_rows_are_those_of_the_arithmetic() -> None:
         ("350M", VOLTA, {"processes": [1]}, "single on 1 with fp16 fits"),
         ("350M", LAPTOP, {"processes": [1]}, "single on 1 with fp32 fits"),
         ("350M", SERVER, {"processes": [1]}, "single on 1 with bf16 fits"),
-        ("7B", LAPTOP, {"memory": 80 * GB, "processes": [8]}, "fsdp on 8 with bf16 fits with 44.6 GiB to spare"),
+        (
+            "7B",
+            LAPTOP,
+            {"memory": 80 * GB, "processes": [8]},
+            "fsdp on 8 with bf16 fits with 44.6 GiB to spare",
+        ),
     ],
 )
 def test_what_is_suggested(text: str, machine: Hardware, asked: dict[str, Any], words: str) -> None:
@@ -79,12 +90,26 @@ def test_what_cannot_be_had_is_left_out_and_said_where_it_was_asked_for() -> Non
     it = found("1M", VOLTA, precisions=["fp32", "bf16", "half"])
     assert {row.need.precision for row in it.rows} == {"fp32", "fp16"}
     assert it.refused[0].startswith("bf16: ")
-    assert {row.need.precision for row in found("1M", VOLTA).rows} == {"fp32", "fp16"} and not found("1M", VOLTA).refused
-    elsewhere = found("1M", VOLTA, precisions=["bf16", "fp8"], memory=GB, processes=[2], strategies=["fsdp", "tensor_parallel"])
+    assert {row.need.precision for row in found("1M", VOLTA).rows} == {"fp32", "fp16"} and not found(
+        "1M", VOLTA
+    ).refused
+    elsewhere = found(
+        "1M",
+        VOLTA,
+        precisions=["bf16", "fp8"],
+        memory=GB,
+        processes=[2],
+        strategies=["fsdp", "tensor_parallel"],
+    )
     assert rows(elsewhere) == [(2, "fsdp", "bf16"), (2, "fsdp", "fp8"), (2, "tensor_parallel", "bf16")]
-    assert elsewhere.refused[0].startswith("tensor_parallel on 2 with fp8: the layers of fp8 take whole tensors")
+    assert elsewhere.refused[0].startswith(
+        "tensor_parallel on 2 with fp8: the layers of fp8 take whole tensors"
+    )
     alone = found("1M", strategies=["single", "fsdp"], processes=[1, 2])
-    assert rows(alone)[0] == (1, "single", "fp32") and [r.split(":")[0] for r in alone.refused] == ["fsdp on 1", "single on 2"]
+    assert rows(alone)[0] == (1, "single", "fp32") and [r.split(":")[0] for r in alone.refused] == [
+        "fsdp on 1",
+        "single on 2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +130,8 @@ def test_what_is_wrong_is_said(asked: dict[str, Any], words: str) -> None:
 
 def test_options_of_a_strategy_and_ranks_of_a_node() -> None:
     held, offloaded = (
-        found("10M", strategies=["fsdp"], processes=[2], options=o).rows[0].need for o in (None, {"cpu_offload": True})
+        found("10M", strategies=["fsdp"], processes=[2], options=o).rows[0].need
+        for o in (None, {"cpu_offload": True})
     )
     assert offloaded.weights == 0 < held.weights
     near, far = (found("10M", strategies=["hsdp"], processes=[8], per_node=n).rows[0].need for n in (2, 8))

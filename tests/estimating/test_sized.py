@@ -74,7 +74,9 @@ def test_a_file_needs_what_its_model_needs(tmp_path: Path, kind: str, precision:
     model = saved(kind, tmp_path)
     sized = read_model(str(tmp_path / "model.safetensors"))
     for strategy, world in (("ddp", 2), ("zero1", 2), ("fsdp", 4)):
-        by_file, by_model = (estimate(m, strategy=strategy, precision=precision, world=world) for m in (sized.model, model))
+        by_file, by_model = (
+            estimate(m, strategy=strategy, precision=precision, world=world) for m in (sized.model, model)
+        )
         for name in ("weights", "buffers", "gradients", "states", "copies"):
             assert getattr(by_file, name) == getattr(by_model, name), name
 
@@ -88,7 +90,10 @@ def test_a_training_holds_what_its_file_predicted(tmp_path: Path) -> None:
         acc.backward(model(torch.randn(8, 12)).square().mean())
         optimizer.step()
         states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
-        held = [[local(t).nbytes for t in found] for found in (model.parameters(), (p.grad for p in model.parameters()), states)]
+        held = [
+            [local(t).nbytes for t in found]
+            for found in (model.parameters(), (p.grad for p in model.parameters()), states)
+        ]
     assert [sum(sizes) for sizes in held] == [predicted.weights, predicted.gradients, predicted.states]
 
 
@@ -115,13 +120,19 @@ def test_shards_with_an_index_and_names_of_all_kinds(tmp_path: Path) -> None:
         },
     }
     for file, shapes in parts.items():
-        extra = {"model.rotary.inv_freq": torch.ones(3), "model.steps": torch.tensor(1)} if file == "b.safetensors" else {}
+        extra = (
+            {"model.rotary.inv_freq": torch.ones(3), "model.steps": torch.tensor(1)}
+            if file == "b.safetensors"
+            else {}
+        )
         save_file({**{name: torch.zeros(shape) for name, shape in shapes.items()}, **extra}, tmp_path / file)
     index = {name: file for file, shapes in parts.items() for name in shapes}
     index |= {"model.rotary.inv_freq": "b.safetensors", "model.steps": "b.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     sized = read_model(str(tmp_path / "model.safetensors.index.json"))
-    assert dict(sized.model.named_parameters()).keys() == {name for shapes in parts.values() for name in shapes}
+    assert dict(sized.model.named_parameters()).keys() == {
+        name for shapes in parts.values() for name in shapes
+    }
     assert dict(sized.model.named_buffers()).keys() == {"model.rotary.inv_freq", "model.steps"}
     kinds = {name: type(module).__name__ for name, module in sized.model.named_modules()}
     assert (kinds["model.layers.0.attn.q"], kinds["model.embed_tokens"], kinds["model.layers"]) == (
@@ -148,7 +159,9 @@ def test_shards_with_an_index_and_names_of_all_kinds(tmp_path: Path) -> None:
         ("os:getcwd", SettingError, "gives a str, not a model"),
     ],
 )
-def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, error: type[Exception], words: str) -> None:
+def test_what_is_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, error: type[Exception], words: str
+) -> None:
     (tmp_path / "weights.bin").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error) as caught:
@@ -186,7 +199,10 @@ def test_functions_classes_and_models(script: str) -> None:
     before = list(sys.path)
     made, looked, kept = (read_model(f"{script}:{name}") for name in ("make", "looks", "Space.model"))
     assert all(p.is_meta for p in made.model.parameters()) and not made.notes
-    assert not any(p.is_meta for p in looked.model.parameters()) and "built in the host's memory" in looked.notes[0]
+    assert (
+        not any(p.is_meta for p in looked.model.parameters())
+        and "built in the host's memory" in looked.notes[0]
+    )
     assert made.parameters == looked.parameters == kept.parameters == 20 and kept.runs
     assert {p.dtype for p in read_model(f"{script}:make", "bf16").model.parameters()} == {torch.bfloat16}
     assert sys.path == before

@@ -43,7 +43,9 @@ _alone: list[float] = []
 
 
 # One in `make test`: the one that shows most.
-@pytest.mark.parametrize("strategy", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in SPREAD])
+@pytest.mark.parametrize(
+    "strategy", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in SPREAD]
+)
 def test_a_strategy_changes_no_number(ranks: Ranks, strategy: str) -> None:
     if not _alone:
         _alone.append(number("validation", ranks(within, SCRIPT, *SHORT, processes=1)[0]))

@@ -72,13 +72,17 @@ def test_a_run_that_is_preempted_ends_as_one_that_is_not(tmp_path: Path) -> None
     (tmp_path / "waiting.py").write_text(WAITING)
     command = [sys.executable, str(tmp_path / "waiting.py"), *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     while process.poll() is None and not list(Path(folder).glob("checkpoints/step-*/COMMIT")):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=250)[1]
     assert process.returncode == 75, said
-    assert said.endswith("stopped by SIGTERM (signal 15); the ranks saved their state and can be started again\n")
+    assert said.endswith(
+        "stopped by SIGTERM (signal 15); the ranks saved their state and can be started again\n"
+    )
     again = run(SCRIPT, *flags)
     assert f"resumed from {folder}/checkpoints/step-" in again
     assert scores(again) == scores(run(SCRIPT, *flags[:-2]))
@@ -87,6 +91,9 @@ def test_a_run_that_is_preempted_ends_as_one_that_is_not(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_accuracy_in_each_precision_and_equal_losses_on_two_processes() -> None:
-    runs = {flags: scores(run(SCRIPT, *flags)) for flags in [(), FP32, ("--precision", "bf16"), (*FP32, "--processes", "2")]}
+    runs = {
+        flags: scores(run(SCRIPT, *flags))
+        for flags in [(), FP32, ("--precision", "bf16"), (*FP32, "--processes", "2")]
+    }
     assert [flags for flags, (accuracy, _) in runs.items() if accuracy < 98.5] == []
     assert runs[*FP32, "--processes", "2"][1] == pytest.approx(runs[FP32][1], abs=1e-5)

@@ -94,11 +94,17 @@ def test_what_it_names_is_there(guide: Path) -> None:
     assert [name for name in re.findall(r"\bacc\.(\w+)", text) if not hasattr(Accelerator, name)] == []
     takes = inspect.signature(Accelerator).parameters
     assert [name for name in re.findall(r"\bAccelerator\((\w+)=", text) if name not in takes] == []
-    assert [name for name in re.findall(r"\beasymp\.(\w+)", text) if not hasattr(easymp, name) and name not in ROOMS] == []
+    assert [
+        name
+        for name in re.findall(r"\beasymp\.(\w+)", text)
+        if not hasattr(easymp, name) and name not in ROOMS
+    ] == []
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 def test_the_readme_has_its_import_line(guide: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"(docs/{guide.name})" in readme
-    assert any(f"| `{old}` | `{new}` |" in readme for old, new in changed(guide.read_text(encoding="utf-8")).items())
+    assert any(
+        f"| `{old}` | `{new}` |" in readme for old, new in changed(guide.read_text(encoding="utf-8")).items()
+    )

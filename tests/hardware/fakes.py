@@ -125,5 +125,8 @@ def forbidden(name):
 def properties(cards):
     """What torch.cuda.get_device_properties returns, for `cards`."""
     return lambda i: types.SimpleNamespace(
-        name=cards[i].name, major=cards[i].capability[0], minor=cards[i].capability[1], total_memory=cards[i].memory
+        name=cards[i].name,
+        major=cards[i].capability[0],
+        minor=cards[i].capability[1],
+        total_memory=cards[i].memory,
     )

@@ -27,12 +27,22 @@ GENOA = CPU("AMD EPYC 9654 96-Core Processor", "x86_64", 192, 384, 2, _gib(1511.
 SAPPHIRE = CPU("Intel(R) Xeon(R) Platinum 8480C", "x86_64", 112, 224, 2, _gib(2015.0), SAPPHIRE_FEATURES)
 GRANITE = CPU("Intel(R) Xeon(R) 6960P", "x86_64", 144, 288, 4, _gib(2267.0), GRANITE_FEATURES)
 GRAVITON = CPU(
-    "Neoverse-V2", "aarch64", 64, 64, 1, _gib(247.0), frozenset({"neon", "neon_bf16", "neon_fp16", "i8mm", "sve", "sve_bf16"})
+    "Neoverse-V2",
+    "aarch64",
+    64,
+    64,
+    1,
+    _gib(247.0),
+    frozenset({"neon", "neon_bf16", "neon_fp16", "i8mm", "sve", "sve_bf16"}),
 )
-M3 = CPU("Apple M3 Max", "arm64", 16, 16, 1, _gib(64.0), frozenset({"neon", "neon_bf16", "neon_fp16", "i8mm"}))
+M3 = CPU(
+    "Apple M3 Max", "arm64", 16, 16, 1, _gib(64.0), frozenset({"neon", "neon_bf16", "neon_fp16", "i8mm"})
+)
 
 
-def _nvidia(cpu: CPU, name: str, capability: tuple[int, int], gib: float, cores: frozenset[str], count=1, links="") -> Hardware:
+def _nvidia(
+    cpu: CPU, name: str, capability: tuple[int, int], gib: float, cores: frozenset[str], count=1, links=""
+) -> Hardware:
     arch = f"sm_{capability[0]}{capability[1]}"
     units = {"tensor_cores": cores, "bf16": "bf16" in cores, "fp16": "fp16" in cores}
     cards = tuple(Device("cuda", i, name, _gib(gib), capability, arch, **units) for i in range(count))
@@ -40,12 +50,19 @@ def _nvidia(cpu: CPU, name: str, capability: tuple[int, int], gib: float, cores:
 
 
 def _other(cpu: CPU, vendor: str, device: Device) -> Hardware:
-    return Hardware(cpu, (device,), vendor, looked_for=("no NVIDIA GPU: this torch 2.13.0 is built without CUDA",))
+    return Hardware(
+        cpu, (device,), vendor, looked_for=("no NVIDIA GPU: this torch 2.13.0 is built without CUDA",)
+    )
 
 
 def _cpu(cpu: CPU) -> Hardware:
     wanted = (("NVIDIA", "CUDA"), ("AMD", "ROCm"), ("Intel", "XPU"), ("Apple", "MPS"))
-    return Hardware(cpu, looked_for=tuple(f"no {who} GPU: this torch 2.13.0+cpu is built without {what}" for who, what in wanted))
+    return Hardware(
+        cpu,
+        looked_for=tuple(
+            f"no {who} GPU: this torch 2.13.0+cpu is built without {what}" for who, what in wanted
+        ),
+    )
 
 
 MACHINES: dict[str, Hardware] = {

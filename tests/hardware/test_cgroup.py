@@ -67,7 +67,12 @@ def test_v2_an_ancestors_limit_counts(tree):
 
 @pytest.mark.parametrize(
     ("path", "inside"),
-    [("/docker/abc", "/docker/abc"), ("/../../docker/abc", "/"), ("/docker/abc", "/kubepods/pod1"), ("/", "/../..")],
+    [
+        ("/docker/abc", "/docker/abc"),
+        ("/../../docker/abc", "/"),
+        ("/docker/abc", "/kubepods/pod1"),
+        ("/", "/../.."),
+    ],
 )
 def test_the_hosts_path_in_a_container_falls_back_on_the_mount(tree, path, inside):
     root = tree(v2(path, {"memory.max": 2 * GIB}, root=inside))
@@ -130,7 +135,12 @@ def test_the_processors_memory_and_threads_obey_the_group(tree):
 def test_numa_nodes_with_processors_count(tree):
     nodes = "sys/devices/system/node"
     root = tree(
-        {f"{nodes}/node0/cpulist": "0-3", f"{nodes}/node1/cpulist": "4-7", f"{nodes}/node2/cpulist": "", f"{nodes}/online": "0-2"}
+        {
+            f"{nodes}/node0/cpulist": "0-3",
+            f"{nodes}/node1/cpulist": "4-7",
+            f"{nodes}/node2/cpulist": "",
+            f"{nodes}/online": "0-2",
+        }
     )
     assert cpu.numa_nodes(root) == 2
 

@@ -46,7 +46,9 @@ def test_features_from_torch(capabilities, bf16, fp16):
 def test_all_sources_agree_here(monkeypatch):
     root = cpu.ROOT
     by_torch = instructions.features(root)
-    older = types.SimpleNamespace(**{n: getattr(torch.cpu, n) for n in vars(torch.cpu) if n.startswith("_is_")})
+    older = types.SimpleNamespace(
+        **{n: getattr(torch.cpu, n) for n in vars(torch.cpu) if n.startswith("_is_")}
+    )
     monkeypatch.setattr(instructions.torch, "cpu", older)
     assert instructions.features(root) == by_torch
     assert instructions._from_older_torch() <= by_torch
@@ -54,7 +56,11 @@ def test_all_sources_agree_here(monkeypatch):
 
 def test_apple_silicon_under_an_older_torch(monkeypatch, tmp_path):
     monkeypatch.setattr(instructions.torch, "cpu", types.SimpleNamespace())
-    answers = {"hw.optional.arm.FEAT_BF16": "1", "hw.optional.arm.AdvSIMD": "1", "hw.optional.arm.FEAT_SME": "0"}
+    answers = {
+        "hw.optional.arm.FEAT_BF16": "1",
+        "hw.optional.arm.AdvSIMD": "1",
+        "hw.optional.arm.FEAT_SME": "0",
+    }
     monkeypatch.setattr(instructions, "apple", lambda key: answers.get(key, ""))
     assert instructions.features(tmp_path) == {"neon", "neon_bf16"}
 

@@ -52,7 +52,10 @@ def test_links_between_two(monkeypatch, p2p, links):
 def test_the_weakest_pair_names_the_links(monkeypatch):
     cards = [FakeCard(uuid=f"GPU-{i}") for i in range(4)]
     bridged = [{"GPU-0", "GPU-1"}, {"GPU-2", "GPU-3"}]  # NVLink bridges join pairs only
-    install(monkeypatch, pynvml(cards, p2p=lambda a, b, what: 0 if what == 0 or {a.uuid, b.uuid} in bridged else 5))
+    install(
+        monkeypatch,
+        pynvml(cards, p2p=lambda a, b, what: 0 if what == 0 or {a.uuid, b.uuid} in bridged else 5),
+    )
     assert cuda.probe().links == "PCIe P2P"
 
 
@@ -84,7 +87,10 @@ def test_a_driver_without_cards(monkeypatch):
 
 def test_a_mig_instance(monkeypatch):
     part = FakeCard("NVIDIA A100-SXM4-80GB MIG 1g.10gb", memory=10 * GIB, uuid="MIG-1234")
-    install(monkeypatch, pynvml([FakeCard(mig=True, instances=[part], uuid="GPU-1"), FakeCard(mig=False, uuid="GPU-2")]))
+    install(
+        monkeypatch,
+        pynvml([FakeCard(mig=True, instances=[part], uuid="GPU-1"), FakeCard(mig=False, uuid="GPU-2")]),
+    )
     (device,) = cuda.probe().devices
     assert (device.name, device.memory, device.capability, device.index) == (part.name, 10 * GIB, (8, 0), 0)
 
@@ -149,11 +155,14 @@ def test_torchs_own_reason_is_quoted(monkeypatch):
 
     def is_available():
         warnings.warn(
-            "CUDA initialization: Found no NVIDIA driver on your system. (Triggered internally at x.cpp:1.)", stacklevel=1
+            "CUDA initialization: Found no NVIDIA driver on your system. (Triggered internally at x.cpp:1.)",
+            stacklevel=1,
         )
 
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
-    assert cuda.probe().missing == ("no NVIDIA GPU: CUDA initialization: Found no NVIDIA driver on your system",)
+    assert cuda.probe().missing == (
+        "no NVIDIA GPU: CUDA initialization: Found no NVIDIA driver on your system",
+    )
     with env.override(CUDA_VISIBLE_DEVICES="3"):
         assert "(CUDA_VISIBLE_DEVICES='3')" in cuda.probe().missing[0]
 

@@ -10,7 +10,10 @@ from easymp.hardware.architectures import WITHOUT_TENSOR_CORES, build_for, built
 from .machines import MACHINES
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.13+cu130
-OF = {vendor: [name for name, machine in MACHINES.items() if machine.vendor == vendor] for vendor in ("nvidia", "amd")}
+OF = {
+    vendor: [name for name, machine in MACHINES.items() if machine.vendor == vendor]
+    for vendor in ("nvidia", "amd")
+}
 
 
 @pytest.mark.parametrize("machine", OF["nvidia"])
@@ -22,7 +25,9 @@ def test_nvidia_cards_are_derived_as_recorded(machine):
 @pytest.mark.parametrize("machine", OF["amd"])
 def test_amd_cards_are_derived_as_recorded(machine):
     for card in MACHINES[machine].devices:
-        assert rocm.facts_for(card.name, f"{card.architecture}:sramecc+:xnack-", card.memory, card.index) == card
+        assert (
+            rocm.facts_for(card.name, f"{card.architecture}:sramecc+:xnack-", card.memory, card.index) == card
+        )
 
 
 def test_the_intel_card_is_derived_as_recorded():
@@ -41,7 +46,8 @@ def test_the_apple_gpu_is_derived_as_recorded():
 
 
 @pytest.mark.parametrize(
-    ("chip", "native"), [("Apple M1", False), ("Apple M2 Ultra", False), ("Apple M10", True), ("Apple", False)]
+    ("chip", "native"),
+    [("Apple M1", False), ("Apple M2 Ultra", False), ("Apple M10", True), ("Apple", False)],
 )
 def test_metal_emulates_bf16_before_the_m3(chip, native):
     assert mps.facts_for(chip, 1).bf16 is native
@@ -119,7 +125,8 @@ def test_which_compiled_code_runs_where(capability, built, runs):
 
 
 @pytest.mark.parametrize(
-    ("capability", "words"), [((3, 5), "source"), ((6, 1), "cu126"), ((8, 7), "board"), ((8, 6), "newer"), ((12, 0), "cu130")]
+    ("capability", "words"),
+    [((3, 5), "source"), ((6, 1), "cu126"), ((8, 7), "board"), ((8, 6), "newer"), ((12, 0), "cu130")],
 )
 def test_the_right_build_is_named(capability, words):
     assert words in build_for(capability)

@@ -57,13 +57,20 @@ def test_without_accelerators_none_is_looked_for(fresh, monkeypatch):
 def test_the_first_find_wins_and_the_misses_before_it_are_told(fresh, monkeypatch):
     card = MACHINES["MI300X"].devices[0]
     missing = Found("nvidia", missing=("no NVIDIA GPU: none",))
-    monkeypatch.setattr(detecting, "PROBES", (lambda: missing, lambda: Found("amd", (card,)), lambda: pytest.fail("looked on")))
+    monkeypatch.setattr(
+        detecting,
+        "PROBES",
+        (lambda: missing, lambda: Found("amd", (card,)), lambda: pytest.fail("looked on")),
+    )
     here = detect()
     assert (here.vendor, here.devices, here.looked_for) == ("amd", (card,), ("no NVIDIA GPU: none",))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-@pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="torch for a GPU may have to ask it")
+@pytest.mark.skipif(
+    torch.version.cuda is not None or torch.version.hip is not None,
+    reason="torch for a GPU may have to ask it",
+)
 def test_nothing_is_initialised_and_a_fork_can_detect():
     code = (
         "import os, torch\n"
@@ -92,7 +99,9 @@ def test_as_cuda_says(fresh):
 
 @pytest.mark.gpu
 def test_nvml_leaves_cuda_asleep():
-    pytest.importorskip("pynvml", reason="needs nvidia-ml-py; without it torch is asked, which initialises CUDA")
+    pytest.importorskip(
+        "pynvml", reason="needs nvidia-ml-py; without it torch is asked, which initialises CUDA"
+    )
     code = (
         "import torch\n"
         "from easymp.hardware import detect\n"

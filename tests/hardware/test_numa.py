@@ -52,7 +52,9 @@ def test_cards_in_torchs_order(machine, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(nvml, "read", lambda text, order: type("Seen", (), {"cards": cards}))
     monkeypatch.setattr(
-        nvml, "addresses", lambda uuids: [{"GPU-a": "00000000:17:00.0", "GPU-b": "00000000:3B:00.0"}[uuid] for uuid in uuids]
+        nvml,
+        "addresses",
+        lambda uuids: [{"GPU-a": "00000000:17:00.0", "GPU-b": "00000000:3B:00.0"}[uuid] for uuid in uuids],
     )
     assert numa.gpus(root) == [1, 0]
     monkeypatch.setattr(nvml, "read", lambda text, order: None)
@@ -71,7 +73,12 @@ A, B, C, D = (frozenset(range(start, start + 4)) for start in (0, 4, 8, 12))
         (4, {0: A, 1: B}, [], [A, A, B, B]),
         (2, {0: A, 1: B, 4: C, 5: D}, [], [A | B, C | D]),
         (3, {0: A, 1: B}, [], [A, A, B]),  # 8 cores give each of 3 ranks 2 in any case
-        (3, {0: A | B, 1: C | D}, [], []),  # two would share 8 cores, which gives them 4 of the 5 that are theirs
+        (
+            3,
+            {0: A | B, 1: C | D},
+            [],
+            [],
+        ),  # two would share 8 cores, which gives them 4 of the 5 that are theirs
         (2, {0: A, 1: frozenset({4})}, [], []),  # the second would have one core
         (2, {0: A}, [], []),
         (2, {}, [], []),
@@ -101,7 +108,9 @@ def test_threads_follow_the_cores(monkeypatch):
 
 def test_a_rank_takes_its_own_mask(monkeypatch):
     taken = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: taken.append((process, cores)), raising=False)
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda process, cores: taken.append((process, cores)), raising=False
+    )
     binding.bind("", 0)
     binding.bind("f0f;f0", 1)
     binding.bind("f0f;f0", 0)

@@ -13,7 +13,9 @@ from .machines import MACHINES
 @pytest.fixture
 def rocm_torch(monkeypatch):
     recorded = MACHINES["MI300X"].devices[0]
-    card = types.SimpleNamespace(name=recorded.name, gcnArchName="gfx942:sramecc+:xnack-", total_memory=recorded.memory)
+    card = types.SimpleNamespace(
+        name=recorded.name, gcnArchName="gfx942:sramecc+:xnack-", total_memory=recorded.memory
+    )
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

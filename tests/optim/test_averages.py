@@ -20,7 +20,9 @@ from .test_engines import KINDS, SCALE, stepping
 DECAY = 0.9
 
 
-def updates(acc: Accelerator, model: Any, optimizer: Any, steps: int, clip: bool = True, bad: int = -1) -> None:
+def updates(
+    acc: Accelerator, model: Any, optimizer: Any, steps: int, clip: bool = True, bad: int = -1
+) -> None:
     """Each with data of its own number, so that runs can be cut in two."""
     spread = acc._prepared.strategy
     for _ in range(steps):
@@ -64,7 +66,8 @@ def test_they_are_the_formulas(kind: str, how: str, clip: bool) -> None:
         for _ in range(4):
             updates(acc, model, optimizer, 1, clip)
             expected = {
-                name: old + (new - old) * (1 - DECAY) for (name, old), new in zip(expected.items(), values(model).values())
+                name: old + (new - old) * (1 - DECAY)
+                for (name, old), new in zip(expected.items(), values(model).values())
             }
         now = values(model)
         torch.testing.assert_close(averages(acc, model), expected, rtol=1e-6, atol=1e-7)
@@ -193,7 +196,9 @@ def test_a_run_without_averages_drops_those_that_it_loads(
                 assert any("ema" in state for state in optimizer.state.values()) is theirs
                 optimizer.load_state_dict(saved)
                 assert any("ema" in state for state in optimizer.state.values()) is theirs
-                assert all("ema" in state for state in saved["state"].values())  # what was given stays what it was
+                assert all(
+                    "ema" in state for state in saved["state"].values()
+                )  # what was given stays what it was
             updates(acc, model, optimizer, 1)
             saved = saved or optimizer.state_dict()
             acc.save_state(tmp_path / "a")
@@ -215,7 +220,9 @@ def test_with_a_closure_and_an_average_that_begins_later() -> None:
             return loss
 
         optimizer.step(closure)
-        torch.testing.assert_close(averages(acc, model)["weight"], before + (model.weight.detach() - before) * (1 - DECAY))
+        torch.testing.assert_close(
+            averages(acc, model)["weight"], before + (model.weight.detach() - before) * (1 - DECAY)
+        )
 
 
 def test_wrong_calls() -> None:

@@ -50,7 +50,10 @@ def _of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 def training(how: str, *args: Any, **options: Any) -> dict[str, Any]:
     """By "torch", which reads the factor, by "kernels", or with gradients changed in "memory"; see `updates`."""
     with stepping(how) as launcher:
-        return {**updates(how != "memory", *args, **options), "launches": launcher.launches if launcher else []}
+        return {
+            **updates(how != "memory", *args, **options),
+            "launches": launcher.launches if launcher else [],
+        }
 
 
 def updates(
@@ -103,7 +106,13 @@ def updates(
             skipped.append(optimizer.step_was_skipped)
         return {
             "parameters": {name: whole(p) for name, p in model.named_parameters()},
-            "state": [whole(v) for p, s in optimizer.state.items() if p in moved for v in s.values() if isinstance(v, Tensor)],
+            "state": [
+                whole(v)
+                for p, s in optimizer.state.items()
+                if p in moved
+                for v in s.values()
+                if isinstance(v, Tensor)
+            ],
             "norms": norms,
             "skipped": skipped,
             "scale": acc.scaler.get_scale(),
@@ -115,16 +124,24 @@ def updates(
 def same(ours: dict[str, Any], theirs: dict[str, Any], rtol: float = 1e-5) -> None:
     assert ours["skipped"] == theirs["skipped"]
     assert ours["scale"] == theirs["scale"]
-    assert ours["norms"] == pytest.approx(theirs["norms"], rel=max(1e-6, rtol if rtol > 1e-5 else 0), nan_ok=True)
-    torch.testing.assert_close(ours["parameters"], theirs["parameters"], rtol=rtol, atol=max(1e-6, rtol / 100))
+    assert ours["norms"] == pytest.approx(
+        theirs["norms"], rel=max(1e-6, rtol if rtol > 1e-5 else 0), nan_ok=True
+    )
+    torch.testing.assert_close(
+        ours["parameters"], theirs["parameters"], rtol=rtol, atol=max(1e-6, rtol / 100)
+    )
     torch.testing.assert_close(ours["state"], theirs["state"], rtol=rtol, atol=max(1e-6, rtol / 100))
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Adam", "Adagrad"))])
+@pytest.mark.parametrize(
+    "kind", ["AdamW", "SGD", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Adam", "Adagrad"))]
+)
 @pytest.mark.parametrize("how", ["torch", "kernels"])
-def test_the_step_that_reads_the_factor_is_the_one_in_memory(how: str, kind: str, precision: str, clip: float | None) -> None:
+def test_the_step_that_reads_the_factor_is_the_one_in_memory(
+    how: str, kind: str, precision: str, clip: float | None
+) -> None:
     ours, theirs = training(how, kind, precision, clip), training("memory", kind, precision, clip)
     same(ours, theirs)
     assert bool(ours["launches"]) is (how == "kernels" and (clip is not None or precision == "fp16"))
@@ -140,7 +157,9 @@ def test_an_overflow_skips_and_changes_nothing(how: str, clip: float | None) -> 
     same(ours, theirs)
 
 
-def all_three(label: str, precision: str, accumulation: int, bad: tuple[int, int] | None) -> list[dict[str, Any]]:
+def all_three(
+    label: str, precision: str, accumulation: int, bad: tuple[int, int] | None
+) -> list[dict[str, Any]]:
     way = WAYS[label]
     kind, model = ("AdamW" if way.adam else "SGD"), "mlp"
     options = {**way.options, **way.more.get(model, {})}
@@ -153,11 +172,15 @@ def all_three(label: str, precision: str, accumulation: int, bad: tuple[int, int
 RARE = ("data_parallel", "hsdp", "tensor_parallel in fsdp", "pipeline 1f1b", "local_sgd")
 
 
-@pytest.mark.parametrize("label", [pytest.param(way, marks=[pytest.mark.slow] * (way in RARE)) for way in WAYS])
+@pytest.mark.parametrize(
+    "label", [pytest.param(way, marks=[pytest.mark.slow] * (way in RARE)) for way in WAYS]
+)
 def test_under_every_strategy(ranks: Any, label: str) -> None:
     number, size = list(WAYS).index(label), WAYS[label].sizes[0]
     precision = "fp16" if number % 2 else "fp32"
-    for memory, by_torch, by_kernels in ranks(all_three, label, precision, 1 + number % 3, None, processes=size):
+    for memory, by_torch, by_kernels in ranks(
+        all_three, label, precision, 1 + number % 3, None, processes=size
+    ):
         near = 1e-3 if precision == "fp16" else 1e-5
         same(by_torch, memory, near)
         same(by_kernels, memory, near)
@@ -196,7 +219,9 @@ class Failing(CompiledLauncher):
 
 @pytest.mark.parametrize("precision", ["fp16", "O2"])
 @pytest.mark.parametrize("name", ["squares", "prepare", "adam"])
-def test_a_kernel_that_fails_gives_way_to_torch(monkeypatch: pytest.MonkeyPatch, name: str, precision: str) -> None:
+def test_a_kernel_that_fails_gives_way_to_torch(
+    monkeypatch: pytest.MonkeyPatch, name: str, precision: str
+) -> None:
     memory = updates(False, "AdamW", precision, 0.1)
     monkeypatch.setattr(engines, "launcher_on", lambda device: Failing(name))
     monkeypatch.setattr(engines, "DEVICES", ("cuda", "cpu"))
@@ -208,7 +233,11 @@ def test_a_kernel_that_fails_gives_way_to_torch(monkeypatch: pytest.MonkeyPatch,
 
 def failing_under_zero1() -> tuple[dict[str, Any], dict[str, Any]]:
     memory = updates(False, "AdamW", "fp32", 0.1, "zero1", None, None, 1, "mlp")
-    before, engines.launcher_on, engines.DEVICES = engines.launcher_on, lambda device: Failing("squares"), ("cuda", "cpu")
+    before, engines.launcher_on, engines.DEVICES = (
+        engines.launcher_on,
+        lambda device: Failing("squares"),
+        ("cuda", "cpu"),
+    )
     availability._warned.append("not again")
     try:
         return memory, updates(True, "AdamW", "fp32", 0.1, "zero1", None, None, 1, "mlp")
@@ -233,7 +262,11 @@ def test_the_plan_says_which_and_why() -> None:
     assert plan_of(torch.optim.AdamW, "torch") == ("fused", "torch's fused AdamW")
     assert plan_of(torch.optim.AdamW, "memory") == ("as given", "fused=False")
     chosen = ("as given", "fused or foreach was chosen by the caller")
-    assert plan_of(lambda p: torch.optim.AdamW(p, foreach=True)) == plan_of(lambda p: torch.optim.AdamW(p, fused=False)) == chosen
+    assert (
+        plan_of(lambda p: torch.optim.AdamW(p, foreach=True))
+        == plan_of(lambda p: torch.optim.AdamW(p, fused=False))
+        == chosen
+    )
     assert plan_of(lambda p: torch.optim.AdamW(p, fused=True))[0] == "CuPy"
     assert plan_of(torch.optim.RMSprop) == ("as given", "torch has no fused step for RMSprop")
 
@@ -260,7 +293,9 @@ def test_a_checkpoint_of_torchs_optimizer_loads_and_goes_back(to_kernels: bool) 
             by_hand(prepared, optimizer, steps, acc)
             one.load_state_dict(optimizer.state_dict())
     one.param_groups[0]["lr"] = 0.01
-    torch.testing.assert_close(dict(model.named_parameters()), dict(straight.named_parameters()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        dict(model.named_parameters()), dict(straight.named_parameters()), rtol=1e-5, atol=1e-6
+    )
     torch.testing.assert_close(one.state_dict()["state"], plain.state_dict()["state"], rtol=1e-5, atol=1e-6)
 
 
@@ -333,7 +368,10 @@ def test_in_between_gradients_are_as_backward_left_them_and_the_norm_is_not() ->
 
 LOOKS: dict[str, tuple[Callable[[Accelerator, nn.Module, Any], Any], float]] = {
     "a second clip": (lambda acc, model, optimizer: acc.clip_grad_norm_(model.parameters(), 0.5), 0.75),
-    "a clip of another kind": (lambda acc, model, optimizer: acc.clip_grad_norm_(model.parameters(), 0.25, float("inf")), 0.75),
+    "a clip of another kind": (
+        lambda acc, model, optimizer: acc.clip_grad_norm_(model.parameters(), 0.25, float("inf")),
+        0.75,
+    ),
     "a clip by value": (lambda acc, model, optimizer: acc.clip_grad_value_(model.parameters(), 0.25), 0.75),
     "unscale_gradients": (lambda acc, model, optimizer: acc.unscale_gradients(), 0.5),
     "a gradient taken away": (lambda acc, model, optimizer: setattr(model.weight, "grad", None), 1.0),
@@ -366,7 +404,9 @@ def test_gradients_changed_in_between_are_an_error_that_names_the_way_out() -> N
     with acc:
         acc.clip_grad_norm_(model.parameters(), 1.0)
         model.weight.grad.mul_(2)
-        with pytest.raises(StepError, match=r"shape \(1, 4\) was changed between clip_grad_norm_ and step\(\).*fused=False"):
+        with pytest.raises(
+            StepError, match=r"shape \(1, 4\) was changed between clip_grad_norm_ and step\(\).*fused=False"
+        ):
             optimizer.step()
 
 
@@ -388,7 +428,9 @@ def test_the_wrapped_optimizer_by_itself_steps_on_clipped_gradients() -> None:
         assert model.weight[0].tolist() == pytest.approx([0.5] * 4, rel=1e-3)
 
 
-@pytest.mark.parametrize("clear", [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad(), lambda m, o: m.zero_grad(False)])
+@pytest.mark.parametrize(
+    "clear", [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad(), lambda m, o: m.zero_grad(False)]
+)
 def test_a_clip_without_a_step_is_forgotten_with_the_gradients(clear: Callable[..., None]) -> None:
     acc, model, optimizer = started()
     with acc:
@@ -414,7 +456,10 @@ def test_two_optimizers_and_one_clip() -> None:
     for fused in (True, False):
         with Accelerator(mixed_precision="no", cpu=True, fused=fused) as acc:
             body, head = make("mlp"), make("mlp")
-            one, two = torch.optim.AdamW(body.parameters(), lr=0.1), torch.optim.SGD(head.parameters(), lr=0.1)
+            one, two = (
+                torch.optim.AdamW(body.parameters(), lr=0.1),
+                torch.optim.SGD(head.parameters(), lr=0.1),
+            )
             body, head, one, two = acc.prepare(body, head, one, two)
             for _ in range(3):
                 acc.backward((body(torch.ones(2, 12)) * head(torch.ones(2, 12))).sum())

@@ -20,7 +20,10 @@ KINDS = [
     (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
     (torch.optim.SGD, {"lr": 0.1}),
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    (torch.optim.SGD, {"lr": 0.001, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "maximize": True}),
+    (
+        torch.optim.SGD,
+        {"lr": 0.001, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "maximize": True},
+    ),
     (torch.optim.Adagrad, {"lr": 0.1}),
     (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
 ]
@@ -65,7 +68,9 @@ def test_the_same_numbers(kind: type[torch.optim.Optimizer], options: dict[str, 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 @pytest.mark.parametrize("to_fused", [True, False])
-def test_a_state_goes_from_one_to_the_other(kind: type[torch.optim.Optimizer], options: dict[str, Any], to_fused: bool) -> None:
+def test_a_state_goes_from_one_to_the_other(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], to_fused: bool
+) -> None:
     """Numbers go on as if nothing had happened, and each keeps the step it has."""
     model = net()
     first = kind(model.parameters(), **copy.deepcopy(options))
@@ -106,7 +111,9 @@ def test_an_explicit_choice_is_left_alone(options: dict[str, Any], why: str) -> 
 
 def test_one_groups_choice_is_the_choice_of_all() -> None:
     first, _, last = net()
-    optimizer = torch.optim.AdamW([{"params": first.parameters()}, {"params": last.parameters(), "foreach": True}])
+    optimizer = torch.optim.AdamW(
+        [{"params": first.parameters()}, {"params": last.parameters(), "foreach": True}]
+    )
     assert "chosen by the caller" in str(fuse(optimizer))
     assert [group["fused"] for group in optimizer.param_groups] == [None, None]
 
@@ -133,7 +140,9 @@ def test_a_parameter_with_gaps_takes_the_plain_step() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
-@pytest.mark.parametrize("table", [nn.Embedding(5, 2, sparse=True), nn.EmbeddingBag(5, 2, mode="sum", sparse=True)])
+@pytest.mark.parametrize(
+    "table", [nn.Embedding(5, 2, sparse=True), nn.EmbeddingBag(5, 2, mode="sum", sparse=True)]
+)
 def test_sparse_gradients_take_the_plain_step(kind: type[torch.optim.Optimizer], table: nn.Module) -> None:
     model = nn.ModuleDict({"table": table, "head": nn.Linear(2, 1)})
     optimizer = kind(model.parameters(), lr=0.1)
@@ -197,7 +206,9 @@ def test_dampening_keeps_the_plain_step() -> None:
     optimizer = torch.optim.SGD(net().parameters(), lr=0.1, momentum=0.9, dampening=0.5)
     assert "dampening" in str(fuse(optimizer))
     assert not optimizer.state
-    assert fuse(torch.optim.SGD(net().parameters(), lr=0.1, dampening=0.5)) is None  # without momentum it means nothing
+    assert (
+        fuse(torch.optim.SGD(net().parameters(), lr=0.1, dampening=0.5)) is None
+    )  # without momentum it means nothing
 
 
 def test_frozen_parameters_get_no_state() -> None:
@@ -242,9 +253,15 @@ def test_an_empty_group() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [(torch.optim.SGD, torch.bfloat16), (torch.optim.SGD, torch.float16), (torch.optim.AdamW, torch.bfloat16)],
+    [
+        (torch.optim.SGD, torch.bfloat16),
+        (torch.optim.SGD, torch.float16),
+        (torch.optim.AdamW, torch.bfloat16),
+    ],
 )
-def test_low_precision_steps_are_those_of_the_plain_step(kind: type[torch.optim.Optimizer], dtype: torch.dtype) -> None:
+def test_low_precision_steps_are_those_of_the_plain_step(
+    kind: type[torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
     """torch 2.13's fused SGD is not, on CPUs."""
     found = []
     for wanted in (True, False):

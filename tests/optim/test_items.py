@@ -76,7 +76,9 @@ def test_the_count_may_be_a_tensor() -> None:
 
 def train(counts: list[list[int]], accumulation: int, precision: str = "fp32") -> list[list[Tensor]]:
     """Gradients at each optimizer step of this rank; `counts` has a list a rank."""
-    with Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation) as accelerator:
+    with Accelerator(
+        cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation
+    ) as accelerator:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -98,7 +100,10 @@ def expected(counts: list[list[int]], accumulation: int) -> list[list[Tensor]]:
     each = len(counts[0])
     windows = range(0, each, accumulation)
     return [
-        one_big_batch([x for r in range(len(counts)) for x in every[r * each + w : r * each + w + accumulation]]) for w in windows
+        one_big_batch(
+            [x for r in range(len(counts)) for x in every[r * each + w : r * each + w + accumulation]]
+        )
+        for w in windows
     ]
 
 
@@ -143,7 +148,10 @@ def test_items_are_not_counted_twice() -> None:
         for _ in range(2):
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.ones(2, 4)).sum(), num_items=2)
-                with pytest.raises(StepError, match=r"second backward\(\) with num_items in one micro-step.*Add the losses up"):
+                with pytest.raises(
+                    StepError,
+                    match=r"second backward\(\) with num_items in one micro-step.*Add the losses up",
+                ):
                     accelerator.backward(model(torch.ones(2, 4)).sum(), num_items=2)
 
 
@@ -159,4 +167,6 @@ def test_a_window_that_was_never_finished_is_forgotten() -> None:
         clock.tick()
         window.divide(model(x).pow(2).sum(), len(x), clock).backward()
     window.finish(p.grad for p in model.parameters() if p.grad is not None)
-    torch.testing.assert_close([p.grad for p in model.parameters()], one_big_batch(tokens([2, 3, 4])), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        [p.grad for p in model.parameters()], one_big_batch(tokens([2, 3, 4])), rtol=1e-5, atol=1e-6
+    )

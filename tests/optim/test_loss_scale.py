@@ -47,7 +47,9 @@ def fp16(**options: Any) -> Accelerator:
 
 
 @pytest.mark.parametrize("whose", MAKE)
-def test_four_launches_and_none_for_the_scale(whose: str, kernels: CompiledLauncher, own_launches: list[float]) -> None:
+def test_four_launches_and_none_for_the_scale(
+    whose: str, kernels: CompiledLauncher, own_launches: list[float]
+) -> None:
     with fp16() as acc:
         model = make("mlp")
         model, optimizer = acc.prepare(model, MAKE[whose](model.parameters(), lr=0.01))
@@ -60,7 +62,9 @@ def test_four_launches_and_none_for_the_scale(whose: str, kernels: CompiledLaunc
             optimizer.zero_grad()
             scales.append(acc.scaler.get_scale())
             assert optimizer.step_was_skipped is bad
-            measured = ["squares_f32", "total"] if whose == "torch's" else []  # under an Accelerator torch measures for ours
+            measured = (
+                ["squares_f32", "total"] if whose == "torch's" else []
+            )  # under an Accelerator torch measures for ours
             assert kernels.launches == [*measured, "prepare_adam", "adam_f32_f32_f32_f32"]
     assert scales == [1024, 1024, 512, 512, 512, 1024]
     assert own_launches == []
@@ -71,11 +75,16 @@ def test_of_two_optimizers_the_scale_stays_until_both_have_stepped(own_launches:
     for how in ("kernels", "memory"):
         with stepping(how), fp16(fused=how == "kernels") as acc:
             body, head = make("mlp"), make("mlp")
-            one, two = torch.optim.AdamW(body.parameters(), lr=0.1), torch.optim.SGD(head.parameters(), lr=0.1)
+            one, two = (
+                torch.optim.AdamW(body.parameters(), lr=0.1),
+                torch.optim.SGD(head.parameters(), lr=0.1),
+            )
             body, head, one, two = acc.prepare(body, head, one, two)
             scales = []
             for step in range(5):
-                acc.backward((body(torch.ones(2, 12) * (1e30 if step == 1 else 1)) * head(torch.ones(2, 12))).sum())
+                acc.backward(
+                    (body(torch.ones(2, 12) * (1e30 if step == 1 else 1)) * head(torch.ones(2, 12))).sum()
+                )
                 one.step(), two.step()
                 one.zero_grad(), two.zero_grad()
                 scales.append(acc.scaler.get_scale())
@@ -108,7 +117,9 @@ def test_a_save_after_a_step_has_the_scale_of_the_next(
             if resumed:
                 acc.load_state(tmp_path / "a")
             for step in range(2 if resumed else 0, 4):
-                acc.backward(model(torch.full((2, 12), float(step)) * (1e30 if step == 1 else 1)).square().mean())
+                acc.backward(
+                    model(torch.full((2, 12), float(step)) * (1e30 if step == 1 else 1)).square().mean()
+                )
                 optimizer.step()
                 optimizer.zero_grad()
                 if step == 1:

@@ -141,18 +141,27 @@ def test_sparse_gradients_are_refused() -> None:
 def train(strategy: str, kind: str, steps: int, precision: str = "O2", updates: int = 5) -> dict[str, Any]:
     """Losses, norms and masters of a training whose micro-batches the ranks share, with num_items and clipping."""
     with Accelerator(
-        mixed_precision=precision, strategy=strategy, gradient_accumulation_steps=steps, kwargs_handlers=[SCALE], cpu=True
+        mixed_precision=precision,
+        strategy=strategy,
+        gradient_accumulation_steps=steps,
+        kwargs_handlers=[SCALE],
+        cpu=True,
     ) as acc:
         model = make(kind)
         decays = [p for p in model.parameters() if p.ndim > 1]
         rest = [p for p in model.parameters() if p.ndim <= 1]
-        optimizer: Any = torch.optim.AdamW([{"params": decays, "weight_decay": 0.1}, {"params": rest, "lr": 0.005}], lr=0.01)
+        optimizer: Any = torch.optim.AdamW(
+            [{"params": decays, "weight_decay": 0.1}, {"params": rest, "lr": 0.005}], lr=0.01
+        )
         model, optimizer = acc.prepare(model, optimizer)
         spread, generator = acc._prepared.strategy, torch.Generator().manual_seed(7)
         losses, norms = [], []
         for _ in range(updates):
             for _ in range(steps):
-                x, y = torch.randn(12, 12, generator=generator), torch.randint(0, 5, (12,), generator=generator)
+                x, y = (
+                    torch.randn(12, 12, generator=generator),
+                    torch.randint(0, 5, (12,), generator=generator),
+                )
                 x, y = (t.chunk(spread.data_size)[spread.data_rank] for t in (x, y))
                 with acc.accumulate(model):
                     loss = nn.functional.cross_entropy(model(x), y, reduction="sum")

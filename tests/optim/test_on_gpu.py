@@ -30,12 +30,21 @@ def test_own_optimizers_by_kernels_and_by_torch(kind: Any, options: dict[str, An
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize(
     ("precision", "rtol", "atol", "bad"),
-    [("fp32", 1e-3, 1e-4, None), ("bf16", 2e-2, 2e-3, None), ("fp16", 2e-2, 2e-3, None), ("fp16", 2e-2, 2e-3, (2, 0))],
+    [
+        ("fp32", 1e-3, 1e-4, None),
+        ("bf16", 2e-2, 2e-3, None),
+        ("fp16", 2e-2, 2e-3, None),
+        ("fp16", 2e-2, 2e-3, (2, 0)),
+    ],
 )
 @pytest.mark.parametrize("kind", test_engines.KINDS)
-def test_an_accelerators_steps(kind: str, precision: str, rtol: float, atol: float, bad: Any, clip: float | None) -> None:
+def test_an_accelerators_steps(
+    kind: str, precision: str, rtol: float, atol: float, bad: Any, clip: float | None
+) -> None:
     """And the norms, the loss scale, and which steps are skipped; kernels that are not given a factor leave the step to torch."""
-    ours, theirs = (test_engines.updates(fused, kind, precision, clip, bad=bad, cpu=False) for fused in (True, False))
+    ours, theirs = (
+        test_engines.updates(fused, kind, precision, clip, bad=bad, cpu=False) for fused in (True, False)
+    )
     assert (ours["engine"], theirs["engine"]) == ("CuPy", "torch")
     assert (ours["skipped"], ours["scale"]) == (theirs["skipped"], theirs["scale"])
     assert ours["norms"] == pytest.approx(theirs["norms"], rel=rtol, nan_ok=True)

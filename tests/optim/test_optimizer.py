@@ -150,7 +150,9 @@ def test_a_state_dict_goes_in_and_out() -> None:
     plain.load_state_dict(optimizer.state_dict())
     assert plain.param_groups[0]["lr"] == 0.1
     optimizer.load_state_dict(plain.state_dict())
-    assert torch.equal(optimizer.state[model[0].weight]["momentum_buffer"], plain.state[model[0].weight]["momentum_buffer"])
+    assert torch.equal(
+        optimizer.state[model[0].weight]["momentum_buffer"], plain.state[model[0].weight]["momentum_buffer"]
+    )
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
 
@@ -233,7 +235,10 @@ def test_two_optimizers_in_one_micro_step(idiom: Callable[..., None]) -> None:
     def run(accumulation: int) -> list[Tensor]:
         a, b, batches = net(), net(), data()
         clock = StepClock(accumulation)
-        first, second = (PreparedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), clock, Scaler(enabled=False)) for m in (a, b))
+        first, second = (
+            PreparedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), clock, Scaler(enabled=False))
+            for m in (a, b)
+        )
         for _ in micro_steps(clock, 4 * accumulation):
             x = batches[(clock.micro - 1) % 2] if accumulation > 1 else torch.cat(batches[:2])
             for model, optimizer in ((a, first), (b, second)):
@@ -260,7 +265,8 @@ def test_a_step_outside_of_accumulate_is_refused() -> None:
     optimizer, _ = prepared(model, 4)
     model(torch.ones(1, 4)).sum().backward()
     with pytest.raises(
-        StepError, match=r"optimizer.step\(\) outside `with accelerator.accumulate.*gradient_accumulation_steps=4"
+        StepError,
+        match=r"optimizer.step\(\) outside `with accelerator.accumulate.*gradient_accumulation_steps=4",
     ):
         optimizer.step()
     assert all(p.grad is not None for p in model.parameters())

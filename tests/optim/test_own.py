@@ -57,10 +57,16 @@ KINDS = [
     (ours.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
     (ours.Lion, {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
     (ours.LAMB, {"lr": 1e-2}),
-    (ours.LAMB, {"lr": 1e-2, "adam_w_mode": False, "bias_correction": False, "max_grad_norm": None, "maximize": True}),
+    (
+        ours.LAMB,
+        {"lr": 1e-2, "adam_w_mode": False, "bias_correction": False, "max_grad_norm": None, "maximize": True},
+    ),
     (ours.LAMB, {"lr": 1e-2, "weight_decay": 0.0, "use_nvlamb": True, "grad_averaging": False}),
     (ours.NovoGrad, {"lr": 1e-2, "weight_decay": 0.1}),
-    (ours.NovoGrad, {"lr": 1e-2, "weight_decay": 0.1, "reg_inside_moment": True, "init_zero": True, "maximize": True}),
+    (
+        ours.NovoGrad,
+        {"lr": 1e-2, "weight_decay": 0.1, "reg_inside_moment": True, "init_zero": True, "maximize": True},
+    ),
     (larc, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     (larc_adam, {"lr": 0.1, "weight_decay": 0.1}),
 ]
@@ -133,7 +139,9 @@ def test_a_loaded_state_goes_on_as_the_run_it_is_of(kind, options):
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_an_average_of_the_weights(fast, monkeypatch):
-    monkeypatch.setattr(cuda, "launcher_for", lambda device: CompiledLauncher() if fast else Unavailable("not here"))
+    monkeypatch.setattr(
+        cuda, "launcher_for", lambda device: CompiledLauncher() if fast else Unavailable("not here")
+    )
     parameters = made()
     optimizer = ours.AdamW(parameters, lr=0.1, ema_decay=0.9)
     means = [p.detach().clone() for p in parameters]
@@ -162,7 +170,9 @@ def test_gradscaler_schedulers_and_closures():
     scaler.scale(sum(p.square().sum() for p in parameters)).backward()
     scaler.unscale_(optimizer)
     norm = optimizer.clip_grad_norm_(1.0)
-    assert norm.item() == pytest.approx(2 * math.sqrt(sum(p.square().sum().item() for p in parameters)), rel=1e-5)
+    assert norm.item() == pytest.approx(
+        2 * math.sqrt(sum(p.square().sum().item() for p in parameters)), rel=1e-5
+    )
     scaler.step(optimizer)
     scaler.update()
     torch.testing.assert_close(parameters[0].detach(), before - before.sign())
@@ -175,7 +185,9 @@ def test_gradscaler_schedulers_and_closures():
         return loss
 
     assert optimizer.step(closure).item() > 0
-    torch.testing.assert_close(parameters[0].detach(), before - before.sign() - 0.5 * (before - before.sign()).sign())
+    torch.testing.assert_close(
+        parameters[0].detach(), before - before.sign() - 0.5 * (before - before.sign()).sign()
+    )
 
 
 def test_gradients_that_changed_after_clipping_are_an_error():
@@ -204,7 +216,8 @@ def test_which_way_and_why():
 
 
 @pytest.mark.parametrize(
-    ("kind", "torchs"), [(ours.AdamW, torch.optim.AdamW), (ours.Adagrad, torch.optim.Adagrad), (ours.Lion, None)]
+    ("kind", "torchs"),
+    [(ours.AdamW, torch.optim.AdamW), (ours.Adagrad, torch.optim.Adagrad), (ours.Lion, None)],
 )
 def test_what_the_kernels_do_not_take_is_stepped_by_torch(kind, torchs, kernels):
     mixed = [made()[1], made(torch.float64)[1]]
@@ -268,7 +281,12 @@ def test_bf16_rounded_stochastically_is_the_same_by_torch(kind, kernels):
         for turn in range(3):
             give(low, turn)
             optimizer.step()
-        assert all(v.dtype == torch.bfloat16 for s in optimizer.state.values() for k, v in s.items() if v.ndim and k != "step")
+        assert all(
+            v.dtype == torch.bfloat16
+            for s in optimizer.state.values()
+            for k, v in s.items()
+            if v.ndim and k != "step"
+        )
         ends.append(torch.cat([p.detach().flatten() for p in low]))
     same = (ends[0] == ends[1]).float().mean()
     assert same > (0.8 if kind is ours.LAMB else 0.98)  # its kernel divides rounded averages
@@ -312,7 +330,9 @@ def net():
 
 def kernels_here(kernels):
     """Kernels by g++ in a rank, or as they are."""
-    return mock.patch.object(cuda, "launcher_for", return_value=CompiledLauncher()) if kernels else nullcontext()
+    return (
+        mock.patch.object(cuda, "launcher_for", return_value=CompiledLauncher()) if kernels else nullcontext()
+    )
 
 
 def trained(strategy, kernels):
@@ -343,7 +363,9 @@ def test_shards_are_stepped_as_whole_tensors(strategy, ranks):
     both = ranks(trained, strategy, strategy != "zero1")[0]
     for name in both:
         for key, value in both[name].items():
-            torch.testing.assert_close(torch.tensor(value), torch.tensor(alone[name][key]), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                torch.tensor(value), torch.tensor(alone[name][key]), rtol=1e-4, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("everywhere", [True, False])

@@ -14,7 +14,9 @@ from .test_own import SPREAD, kernels_here, net
 
 def steps(acc, model, optimizer, turns):
     for turn in turns:
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(turn)).chunk(acc.num_processes)[acc.process_index]
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(turn)).chunk(acc.num_processes)[
+            acc.process_index
+        ]
         acc.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
@@ -42,7 +44,9 @@ def resumed(strategy, kernels, folder):
     return same
 
 
-@pytest.mark.parametrize(("strategy", "kernels"), [("zero1", False), pytest.param("fsdp", True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("strategy", "kernels"), [("zero1", False), pytest.param("fsdp", True, marks=pytest.mark.slow)]
+)
 def test_runs_are_resumed_bit_for_bit(strategy, kernels, ranks, tmp_path):
     for same in ranks(resumed, strategy, kernels, str(tmp_path)):
         assert all(same.values()), same

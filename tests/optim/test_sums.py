@@ -22,7 +22,11 @@ def window(
 ) -> list[Tensor | None]:
     """Gradients after one window of micro-batches that the ranks share."""
     with Accelerator(
-        mixed_precision="no", strategy=strategy, gradient_accumulation_steps=steps, strategy_options=options, cpu=True
+        mixed_precision="no",
+        strategy=strategy,
+        gradient_accumulation_steps=steps,
+        strategy_options=options,
+        cpu=True,
     ) as acc:
         model = acc.prepare(make(kind).to(dtype))
         spread, generator = acc._prepared.strategy, torch.Generator().manual_seed(1)
@@ -41,7 +45,10 @@ def window(
 def off(got: list[Tensor | None], wanted: list[Tensor | None]) -> float:
     assert [g is None for g in got] == [w is None for w in wanted]
     pairs = [(g, w) for g, w in zip(got, wanted) if g is not None and w is not None]
-    return float(torch.cat([(g - w).flatten() for g, w in pairs]).norm() / torch.cat([w.flatten() for _, w in pairs]).norm())
+    return float(
+        torch.cat([(g - w).flatten() for g, w in pairs]).norm()
+        / torch.cat([w.flatten() for _, w in pairs]).norm()
+    )
 
 
 def test_many_micro_batches_in_bf16_add_up() -> None:
@@ -66,7 +73,10 @@ def test_the_plan_says_so() -> None:
         assert acc.plan.accumulation.reason == "4 micro-batches an update"
         assert not acc._prepared.sums.on
         acc.prepare(nn.Linear(1, 1).to(BF16))
-        assert acc.plan.accumulation.reason == "4 micro-batches an update, their low-precision gradients summed in fp32"
+        assert (
+            acc.plan.accumulation.reason
+            == "4 micro-batches an update, their low-precision gradients summed in fp32"
+        )
         acc.free_memory()
         assert not acc._prepared.sums.on
 
@@ -91,7 +101,9 @@ def test_ranks_sum_in_fp32(ranks, strategy: str, kind: str, items: bool) -> None
 def unlike() -> list[Any]:
     """Rank 1 uses a branch that rank 0 does not, nobody uses the third, a norm is fp32, and there are buffers."""
     options = {"find_unused_parameters": True}
-    with Accelerator(mixed_precision="no", strategy="ddp", gradient_accumulation_steps=2, strategy_options=options) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy="ddp", gradient_accumulation_steps=2, strategy_options=options
+    ) as acc:
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(2, 2).to(BF16) for _ in range(3)] + [nn.BatchNorm1d(2)])
 
@@ -109,8 +121,14 @@ def unlike() -> list[Any]:
         torch.manual_seed(acc.process_index)
         for step in range(4):
             with acc.accumulate(net):
-                acc.backward(net(torch.randn(4, 2).to(BF16), branch=acc.process_index == 1).float().square().mean())
-                seen = [None if p.grad is None else p.grad.float().clone() for p in net.parameters()] if step == 3 else []
+                acc.backward(
+                    net(torch.randn(4, 2).to(BF16), branch=acc.process_index == 1).float().square().mean()
+                )
+                seen = (
+                    [None if p.grad is None else p.grad.float().clone() for p in net.parameters()]
+                    if step == 3
+                    else []
+                )
                 optimizer.step()
                 optimizer.zero_grad()
         with acc.no_sync(net):
@@ -130,7 +148,11 @@ def test_ranks_that_use_different_parameters_agree(ranks) -> None:
 def two_losses(strategy: str, again: bool) -> list[Tensor]:
     with Accelerator(mixed_precision="no", strategy=strategy, gradient_accumulation_steps=2, cpu=True) as acc:
         model = acc.prepare(make("mlp").to(BF16))
-        x = torch.randn(4, 12, generator=torch.Generator().manual_seed(1)).to(BF16).chunk(acc.num_processes)[acc.process_index]
+        x = (
+            torch.randn(4, 12, generator=torch.Generator().manual_seed(1))
+            .to(BF16)
+            .chunk(acc.num_processes)[acc.process_index]
+        )
         for _ in range(2):
             with acc.accumulate(model):
                 acc.backward(model(x).float().square().mean())
@@ -208,7 +230,9 @@ def test_sparse_gradients_are_refused() -> None:
 
 def hooked(hook: str) -> tuple[bool, list[Tensor | None]]:
     options = DistributedDataParallelKwargs(comm_hook=hook)
-    with Accelerator(strategy="ddp", strategy_options=options, gradient_accumulation_steps=2, mixed_precision="no") as acc:
+    with Accelerator(
+        strategy="ddp", strategy_options=options, gradient_accumulation_steps=2, mixed_precision="no"
+    ) as acc:
         acc.prepare(make("mlp").to(BF16))
         on = acc._prepared.sums.on
     return on, window("ddp", "mlp", BF16, 3, options=options)

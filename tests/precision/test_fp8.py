@@ -32,7 +32,9 @@ def off(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("half", [True, False])
 def test_its_three_products_are_fp32s_within_rounding(shape: tuple[int, ...], half: bool) -> None:
     plain, swapped = pair()
-    a, b = (torch.randn(*shape, 32, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in "ab")
+    a, b = (
+        torch.randn(*shape, 32, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in "ab"
+    )
     wanted = plain(a)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
         got = swapped(b)
@@ -73,14 +75,24 @@ class Odd(nn.Linear):
 def test_what_is_swapped() -> None:
     shared = nn.Linear(16, 16)
     model = nn.Sequential(
-        nn.Linear(16, 32), nn.Linear(32, 10), nn.Linear(20, 16), Odd(16, 16), nn.MultiheadAttention(16, 2), shared, shared
+        nn.Linear(16, 32),
+        nn.Linear(32, 10),
+        nn.Linear(20, 16),
+        Odd(16, 16),
+        nn.MultiheadAttention(16, 2),
+        shared,
+        shared,
     )
     before, hooks = dict(model.named_parameters()), []
     shared.register_forward_hook(lambda *_: hooks.append(1))
     assert FP8().convert(model) is model
-    assert [type(m).__name__ for m in model] == ["Float8Linear", "Linear", "Linear", "Odd", "MultiheadAttention"] + [
-        "Float8Linear"
-    ] * 2
+    assert [type(m).__name__ for m in model] == [
+        "Float8Linear",
+        "Linear",
+        "Linear",
+        "Odd",
+        "MultiheadAttention",
+    ] + ["Float8Linear"] * 2
     assert type(model[4].out_proj) is not Float8Linear
     after = dict(model.named_parameters())
     assert list(after) == list(before)
@@ -92,7 +104,8 @@ def test_what_is_swapped() -> None:
     again = copy.deepcopy(model)
     assert type(again[0]) is Float8Linear
     with pytest.raises(
-        PrepareError, match=r"fp8 finds nothing to do in this Linear: .* multiples of 16\. Use mixed_precision='bf16'"
+        PrepareError,
+        match=r"fp8 finds nothing to do in this Linear: .* multiples of 16\. Use mixed_precision='bf16'",
     ):
         FP8().convert(nn.Linear(16, 10))
 
@@ -122,7 +135,9 @@ def test_training_falls() -> None:
 def test_on_a_gpu() -> None:
     found = torch.cuda.get_device_capability()
     if found < (8, 9):
-        pytest.skip(f"needs an NVIDIA GPU with fp8 Tensor Cores (sm_89 or newer); this one is sm_{found[0]}{found[1]}")
+        pytest.skip(
+            f"needs an NVIDIA GPU with fp8 Tensor Cores (sm_89 or newer); this one is sm_{found[0]}{found[1]}"
+        )
     first, last = falls(FP8(), torch.device("cuda"))
     assert last < 0.5 * first
     with Accelerator(mixed_precision="fp8") as acc:

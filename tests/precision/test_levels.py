@@ -21,7 +21,12 @@ CPU = torch.device("cpu")
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Unflatten(1, (1, 3, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)
+        nn.Unflatten(1, (1, 3, 4)),
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(48, 3),
     )
 
 
@@ -51,7 +56,9 @@ def test_the_table_of_levels(level: str) -> None:
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert all(a is b for a, b in zip(given, model.parameters()))
         assert {p.dtype for m in (model[1], model[5]) for p in m.parameters()} == {param}
-        assert {t.dtype for t in (*model[2].parameters(), *model[2].buffers()) if t.is_floating_point()} == {norm}
+        assert {t.dtype for t in (*model[2].parameters(), *model[2].buffers()) if t.is_floating_point()} == {
+            norm
+        }
         assert model[2].num_batches_tracked.dtype == torch.int64
         held = {p.dtype for group in optimizer.param_groups for p in group["params"]}
         assert held == ({FP32} if masters else {param, norm})
@@ -61,7 +68,9 @@ def test_the_table_of_levels(level: str) -> None:
         assert seen[0][1] == (FP32 if level == "O0" else FP16)
 
 
-@pytest.mark.parametrize(("level", "steps"), [("O0", 1), ("O1", 2), ("O2", 1), ("O2", 2), ("O3", 1), ("O3", 2)])
+@pytest.mark.parametrize(
+    ("level", "steps"), [("O0", 1), ("O1", 2), ("O2", 1), ("O2", 2), ("O3", 1), ("O3", 2)]
+)
 def test_it_trains_as_fp32_does(level: str, steps: int) -> None:
     def losses(precision: str) -> list[float]:
         with Accelerator(mixed_precision=precision, cpu=True, gradient_accumulation_steps=steps) as acc:
@@ -113,7 +122,9 @@ def test_nested_inputs_are_cast_in() -> None:
             return batch["x"].dtype, batch["n"].dtype, scale.dtype
 
     for kind in (O2, O3):
-        seen = kind().forward(Reads(), CPU)({"x": torch.ones(2), "n": torch.arange(2)}, scale=torch.ones((), dtype=torch.float64))
+        seen = kind().forward(Reads(), CPU)(
+            {"x": torch.ones(2), "n": torch.arange(2)}, scale=torch.ones((), dtype=torch.float64)
+        )
         assert seen == (FP16, torch.int64, FP16)
 
 
@@ -150,7 +161,9 @@ def test_what_levels_refuse() -> None:
 
 
 def test_another_scale() -> None:
-    with Accelerator(mixed_precision="O2", cpu=True, kwargs_handlers=[GradScalerKwargs(init_scale=8.0, dynamic=False)]) as acc:
+    with Accelerator(
+        mixed_precision="O2", cpu=True, kwargs_handlers=[GradScalerKwargs(init_scale=8.0, dynamic=False)]
+    ) as acc:
         assert acc.scaler.get_scale() == 8.0
 
 

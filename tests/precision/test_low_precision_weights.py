@@ -49,10 +49,25 @@ def fine_tuned(precision: str, dtype: torch.dtype, kind: Any = torch.optim.AdamW
 def test_a_small_learning_rate_moves_the_weights() -> None:
     _, exact, _ = fine_tuned("no", FP32)
     for precision, kind, share, words in (
-        ("bf16", torch.optim.AdamW, 0.95, r"fp32 .*4,225 trainable parameters of Sequential raised from bfloat16"),
-        ("bf16-true", torch.optim.AdamW, 0.95, r"bfloat16 .*AdamW steps fp32 masters of 4,225 low-precision parameters"),
+        (
+            "bf16",
+            torch.optim.AdamW,
+            0.95,
+            r"fp32 .*4,225 trainable parameters of Sequential raised from bfloat16",
+        ),
+        (
+            "bf16-true",
+            torch.optim.AdamW,
+            0.95,
+            r"bfloat16 .*AdamW steps fp32 masters of 4,225 low-precision parameters",
+        ),
         # Each weight moves at random by a spacing of bf16, or not at all: right in the mean, and after 50 steps some have not moved.
-        ("bf16-true", easymp.optim.AdamW, 0.7, r"AdamW steps 4,225 low-precision parameters with stochastic rounding"),
+        (
+            "bf16-true",
+            easymp.optim.AdamW,
+            0.7,
+            r"AdamW steps 4,225 low-precision parameters with stochastic rounding",
+        ),
     ):
         moved, loss, plan = fine_tuned(precision, BF16, kind)
         assert moved > share, (precision, kind)
@@ -114,11 +129,15 @@ def test_what_is_raised_stays_the_same_object() -> None:
         assert {v.dtype for state in prepared.state.values() for v in state.values()} == {FP32}
         acc.backward(model(torch.arange(4)).square().mean())
         prepared.step()
-        assert f"{sum(p.numel() for p in held if p.requires_grad):,} trainable parameters of Tied" in acc.plan.weights.reason
+        assert (
+            f"{sum(p.numel() for p in held if p.requires_grad):,} trainable parameters of Tied"
+            in acc.plan.weights.reason
+        )
         plain.frozen.requires_grad_(True)
         acc.backward(model(torch.arange(4)).square().mean())
         with pytest.raises(
-            StepError, match=r"'frozen.weight' trains now, but was frozen .* stayed torch.bfloat16.*before prepare\(\)"
+            StepError,
+            match=r"'frozen.weight' trains now, but was frozen .* stayed torch.bfloat16.*before prepare\(\)",
         ):
             prepared.step()
 
@@ -161,7 +180,9 @@ def trained(strategy: str, options: Any, precision: str, kind: str) -> dict[str,
         torch.manual_seed(0)
         model = Tied()
         if strategy == "pipeline":
-            model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 16)).bfloat16()
+            model = nn.Sequential(
+                nn.Embedding(16, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 16)
+            ).bfloat16()
         optimizer = {"torch": torch.optim.AdamW, "easymp": easymp.optim.AdamW}[kind](
             [p for p in model.parameters() if p.requires_grad], lr=1e-4
         )
@@ -181,10 +202,18 @@ def trained(strategy: str, options: Any, precision: str, kind: str) -> dict[str,
         }
 
 
-WAYS = [("ddp", None, 2), ("zero1", None, 2), ("fsdp", None, 2), ("tensor_parallel", None, 2), ("local_sgd", {"every": 1}, 2)]
+WAYS = [
+    ("ddp", None, 2),
+    ("zero1", None, 2),
+    ("fsdp", None, 2),
+    ("tensor_parallel", None, 2),
+    ("local_sgd", {"every": 1}, 2),
+]
 
 
-@pytest.mark.parametrize(("strategy", "options", "processes"), [*WAYS, ("hsdp", {"shard_size": 2}, 4), ("pipeline", None, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "options", "processes"), [*WAYS, ("hsdp", {"shard_size": 2}, 4), ("pipeline", None, 2)]
+)
 def test_under_every_strategy(ranks: Any, strategy: str, options: Any, processes: int) -> None:
     one = trained("single", None, "bf16", "torch")
     for got in ranks(trained, strategy, options, "bf16", "torch", processes=processes):
@@ -240,7 +269,9 @@ def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Path, precision: str, kind: 
                 step(acc, model, optimizer)
             if save:
                 acc.save_state(str(tmp_path / "half"))
-            held = [p for group in optimizer.param_groups for p in group["params"]]  # masters, where there are some
+            held = [
+                p for group in optimizer.param_groups for p in group["params"]
+            ]  # masters, where there are some
             return {str(i): t.detach().clone() for i, t in enumerate([*model.parameters(), *held])}
 
     run(5, False, True)
@@ -293,6 +324,8 @@ def test_a_frozen_layer_that_is_added_to_train_later_is_refused(when: str) -> No
             model[0].requires_grad_(True)
             step(acc, model, optimizer)
 
-        with pytest.raises(StepError, match=r"'0.weight' trains now, but was .* in no optimizer .* stayed torch.bfloat16"):
+        with pytest.raises(
+            StepError, match=r"'0.weight' trains now, but was .* in no optimizer .* stayed torch.bfloat16"
+        ):
             train()
         assert len(optimizer.param_groups) == (1 if when == "before" else 2)

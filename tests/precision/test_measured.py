@@ -57,10 +57,16 @@ def net() -> nn.Sequential:
     [
         (0.5, "bf16", "bf16 2 times as fast as fp32 in this model's own step (median of 3 pairs)"),
         (2.0, "fp32", "fp32 2 times as fast as bf16 in this model's own step (median of 3 pairs)"),
-        (0.97, "fp32", "bf16 takes 0.97 times fp32's time in this model's own step: no gain (median of 3 pairs)"),
+        (
+            0.97,
+            "fp32",
+            "bf16 takes 0.97 times fp32's time in this model's own step: no gain (median of 3 pairs)",
+        ),
     ],
 )
-def test_the_faster_one_stays_and_the_figure_is_the_reason(outcome: Any, ratio: float, name: str, reason: str) -> None:
+def test_the_faster_one_stays_and_the_figure_is_the_reason(
+    outcome: Any, ratio: float, name: str, reason: str
+) -> None:
     outcome(ratio)
     model = net()
     policy, called, said = undecided(model)
@@ -235,7 +241,9 @@ def test_real_measurement_has_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_rule_without_a_measurement() -> None:
     wide, narrow = nn.Linear(128, 128), nn.Linear(1024, 127)
-    assert by_width(wide) == Choice("bf16", "bf16 instructions, and a layer 128 wide (not measured)", Source.DETECTED)
+    assert by_width(wide) == Choice(
+        "bf16", "bf16 instructions, and a layer 128 wide (not measured)", Source.DETECTED
+    )
     assert by_width(narrow).value == "fp32"
     assert "127: too narrow" in by_width(narrow).reason
     assert by_width(nn.Conv2d(16, 128, 3)).value == "bf16"  # 16 × 3 × 3 in, 128 out

@@ -14,14 +14,27 @@ from easymp.plan import together
 from easymp.precision import PRECISIONS
 from easymp.strategies import STRATEGIES
 
-ON_CPU = ["no", "bf16", "fp16", "bf16-true", "fp16-true", "O0", "O1", "O2", "O3", "auto"]  # tf32 and fp8 need a GPU
+ON_CPU = [
+    "no",
+    "bf16",
+    "fp16",
+    "bf16-true",
+    "fp16-true",
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "auto",
+]  # tf32 and fp8 need a GPU
 ALONE = {"single", "data_parallel"}
 OPTIONS: dict[str, Any] = {"hsdp": {"shard_size": 2}, "local_sgd": {"every": 1}}
 
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Linear(12, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4)
+    )
 
 
 def outcome(strategy: str, precision: str) -> list[float] | str:
@@ -47,7 +60,9 @@ def outcome(strategy: str, precision: str) -> list[float] | str:
                 with acc.accumulate(model):
                     loss = nn.functional.cross_entropy(model(x), y)
                     acc.backward(loss)
-                    acc.clip_grad_norm_(model.parameters(), 5.0)  # local_sgd's norms are each rank's own, so nothing is cut
+                    acc.clip_grad_norm_(
+                        model.parameters(), 5.0
+                    )  # local_sgd's norms are each rank's own, so nothing is cut
                     optimizer.step()
                     assert not acc.optimizer_step_was_skipped
                     optimizer.zero_grad()
@@ -71,7 +86,11 @@ def alone() -> list[float]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_pair_trains_or_is_refused(ranks, alone: list[float], strategy: str) -> None:
     processes = 4 if strategy == "hsdp" else 2
-    found = [outcomes(strategy)] if strategy in ALONE else ranks(outcomes, strategy, processes=processes, timeout=110)
+    found = (
+        [outcomes(strategy)]
+        if strategy in ALONE
+        else ranks(outcomes, strategy, processes=processes, timeout=110)
+    )
     for mine in found:
         for precision, got in mine.items():
             if isinstance(got, str):
@@ -85,6 +104,11 @@ def test_pairs_are_judged_by_what_they_need() -> None:
     for precision in PRECISIONS.values():
         for strategy in STRATEGIES.values():
             refusal = together(precision, strategy)
-            assert (refusal is None) == ((strategy.masters or not precision.masters) and (strategy.whole or not precision.swaps))
+            assert (refusal is None) == (
+                (strategy.masters or not precision.masters) and (strategy.whole or not precision.swaps)
+            )
     said = together(PRECISIONS["fp8"], STRATEGIES["tensor_parallel"])
-    assert str(said) == "the layers of fp8 take whole tensors, and tensor_parallel gives them parts; use bf16, or strategy='fsdp'"
+    assert (
+        str(said)
+        == "the layers of fp8 take whole tensors, and tensor_parallel gives them parts; use bf16, or strategy='fsdp'"
+    )

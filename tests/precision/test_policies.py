@@ -61,7 +61,12 @@ def test_products_run_in_half_and_come_out_in_fp32(kind: type[Precision], comput
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     assert not torch.is_autocast_enabled("cpu")
-    assert (policy.param, policy.compute, policy.reduce, policy.output) == (torch.float32, compute, torch.float32, torch.float32)
+    assert (policy.param, policy.compute, policy.reduce, policy.output) == (
+        torch.float32,
+        compute,
+        torch.float32,
+        torch.float32,
+    )
 
 
 @pytest.mark.parametrize("policy", [FP32(), TF32(), BF16(AutocastKwargs(enabled=False))])
@@ -72,7 +77,9 @@ def test_a_precision_that_casts_nothing_is_the_model_itself(policy: Precision) -
 
 
 @pytest.mark.parametrize(("kind", "compute"), HALF)
-def test_every_floating_output_is_fp32_in_its_own_container(kind: type[Precision], compute: torch.dtype) -> None:
+def test_every_floating_output_is_fp32_in_its_own_container(
+    kind: type[Precision], compute: torch.dtype
+) -> None:
     policy = kind()
     assert outputs(policy).dtype == torch.float32
     a, [b] = outputs(policy, lambda y: (y, [y]))
@@ -100,7 +107,15 @@ def test_packed_sequences() -> None:
 
 
 def test_what_is_no_half_stays_itself() -> None:
-    extras = (torch.tensor([1, 2]), torch.tensor(True), "word", 3, 2.5, None, torch.ones(2, dtype=torch.complex64))
+    extras = (
+        torch.tensor([1, 2]),
+        torch.tensor(True),
+        "word",
+        3,
+        2.5,
+        None,
+        torch.ones(2, dtype=torch.complex64),
+    )
     given = outputs(BF16(), lambda y: (y, *extras))[1:]
     assert all(a is b for a, b in zip(given, extras))
 
@@ -135,7 +150,9 @@ def test_outputs_that_cannot_be_rebuilt_are_said() -> None:
         def __len__(self) -> int:
             return 1
 
-    with pytest.raises(BatchError, match=r"model's output cannot be given back in torch.float32.*output_dtype=None"):
+    with pytest.raises(
+        BatchError, match=r"model's output cannot be given back in torch.float32.*output_dtype=None"
+    ):
         outputs(BF16(), lambda y: Odd(y, 1))
     assert type(outputs(BF16(AutocastKwargs(output_dtype=None)), lambda y: Odd(y, 1))) is Odd
 
@@ -155,7 +172,9 @@ def test_the_weight_cache_can_be_turned_off() -> None:
     def casts(cache_enabled: bool) -> int:
         layer = nn.Linear(4, 4)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            BF16(AutocastKwargs(cache_enabled=cache_enabled)).forward(nn.Sequential(layer, layer, layer), CPU)(torch.ones(1, 4))
+            BF16(AutocastKwargs(cache_enabled=cache_enabled)).forward(
+                nn.Sequential(layer, layer, layer), CPU
+            )(torch.ones(1, 4))
         return sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy")
 
     assert casts(True) < casts(False)

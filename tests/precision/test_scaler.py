@@ -183,7 +183,9 @@ def pair(interval: int = 3) -> tuple[Scaler, torch.amp.GradScaler]:
     )
 
 
-def train(scaler: Scaler | torch.amp.GradScaler, optimizer: torch.optim.Optimizer, events: list[str]) -> list[float]:
+def train(
+    scaler: Scaler | torch.amp.GradScaler, optimizer: torch.optim.Optimizer, events: list[str]
+) -> list[float]:
     """The scale after each event: good step, overflow, overflow after unscale_, clipped step."""
     (p,) = optimizer.param_groups[0]["params"]
     seen = []
@@ -338,7 +340,10 @@ def test_a_wrong_call_leaves_the_right_one_possible() -> None:
 
 def test_a_closure_is_refused() -> None:
     scaler, optimizer = ready()
-    for call in (lambda: scaler.step(optimizer, lambda: 0.0), lambda: scaler.step(optimizer, closure=lambda: 0.0)):
+    for call in (
+        lambda: scaler.step(optimizer, lambda: 0.0),
+        lambda: scaler.step(optimizer, closure=lambda: 0.0),
+    ):
         with pytest.raises(StepError, match="closures cannot be used with a loss scale"):
             call()
     scaler.step(optimizer, None)
@@ -468,7 +473,9 @@ FUSED = [
 
 
 @pytest.mark.parametrize(("kind", "options"), FUSED)
-def test_a_fused_optimizer_skips_on_the_device(kind: type[torch.optim.Optimizer], options: dict[str, float]) -> None:
+def test_a_fused_optimizer_skips_on_the_device(
+    kind: type[torch.optim.Optimizer], options: dict[str, float]
+) -> None:
     def run(fused: bool) -> tuple[Tensor, dict[str, object]]:
         p = parameter()
         optimizer, scaler = kind([p], lr=0.1, fused=fused, **options), Scaler(LossScale(4.0))

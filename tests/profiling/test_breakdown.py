@@ -30,7 +30,13 @@ def us(result: Breakdown) -> dict[str, float]:
         pytest.param([], [(0, 100, "other")], id="nothing marked"),
         pytest.param(
             [(10, 20, "forward"), (30, 60, "backward")],
-            [(0, 10, "other"), (10, 20, "forward"), (20, 30, "loss"), (30, 60, "backward"), (60, 100, "other")],
+            [
+                (0, 10, "other"),
+                (10, 20, "forward"),
+                (20, 30, "loss"),
+                (30, 60, "backward"),
+                (60, 100, "other"),
+            ],
             id="the loss lies between forward and backward",
         ),
         pytest.param(
@@ -65,7 +71,8 @@ def us(result: Breakdown) -> dict[str, float]:
             id="a closure: the inner mark counts",
         ),
         pytest.param(
-            [(-50, 10, "forward"), (95, 130, "backward")], [(0, 10, "forward"), (10, 95, "loss"), (95, 100, "backward")]
+            [(-50, 10, "forward"), (95, 130, "backward")],
+            [(0, 10, "forward"), (10, 95, "loss"), (95, 100, "backward")],
         ),
     ],
 )
@@ -90,7 +97,13 @@ def test_the_host_waits_for_a_collective_only_where_nothing_runs() -> None:
     ]
     result = count(events, {"ProfilerStep#2"})
     # Under way for 350 µs: 140 of them behind mm, 210 with nothing running; the node around it all does not count as work.
-    assert us(result) == {"data wait": 100, "forward": 200, "backward": 390, "communication": 210, "other": 100}
+    assert us(result) == {
+        "data wait": 100,
+        "forward": 200,
+        "backward": 390,
+        "communication": 210,
+        "other": 100,
+    }
     assert result.hidden == 140_000
     assert result.own == pytest.approx(790_000)
 
@@ -103,25 +116,34 @@ def test_a_collective_inside_an_operation_is_waited_for() -> None:
         Event("_c10d_functional::wait_tensor", 20, 600),
         Event("aten::mm", 600, 800),
     ]
-    result = count([step(0, 0, 1000), mark("forward", 0, 800), gloo("all_reduce", 15, 600), *inside], {"ProfilerStep#0"})
+    result = count(
+        [step(0, 0, 1000), mark("forward", 0, 800), gloo("all_reduce", 15, 600), *inside], {"ProfilerStep#0"}
+    )
     assert us(result) == {"forward": 215, "communication": 585, "other": 200}
 
 
 def test_short_pauses_between_operations_are_not_waiting() -> None:
     ops = [Event("aten::add", t, t + 10) for t in range(0, 900, 60)]
-    result = count([step(0, 0, 900), mark("forward", 0, 900), gloo("all_gather", 0, 840), *ops], {"ProfilerStep#0"})
+    result = count(
+        [step(0, 0, 900), mark("forward", 0, 900), gloo("all_gather", 0, 840), *ops], {"ProfilerStep#0"}
+    )
     assert us(result) == {"forward": 900}
     assert result.hidden == 840_000
 
 
 def test_a_batch_that_comes_by_a_collective_is_data() -> None:
-    result = count([step(0, 0, 500), mark("data wait", 0, 400), gloo("broadcast", 0, 400)], {"ProfilerStep#0"})
+    result = count(
+        [step(0, 0, 500), mark("data wait", 0, 400), gloo("broadcast", 0, 400)], {"ProfilerStep#0"}
+    )
     assert us(result) == {"data wait": 400, "other": 100}
 
 
 def test_what_torch_compile_made_is_work() -> None:
     compiled = Event("## Call CompiledFxGraph f00 ##", 0, 400, 7)
-    result = count([step(0, 0, 500), mark("backward", 0, 500), gloo("all_reduce", 100, 450), compiled], {"ProfilerStep#0"})
+    result = count(
+        [step(0, 0, 500), mark("backward", 0, 500), gloo("all_reduce", 100, 450), compiled],
+        {"ProfilerStep#0"},
+    )
     assert us(result) == {"backward": 450, "communication": 50}
     assert result.hidden == 300_000
 
@@ -204,7 +226,11 @@ def test_peaks_of_memory(device: str) -> None:
         *([kernel("k", 10, 20, None)] if device == "CUDA" else []),
     ]
     base = 4000 if device == "CUDA" else 0
-    assert count(events, {"ProfilerStep#0"}, base).peak == {"forward": base + 1500, "backward": base + 850, "other": base}
+    assert count(events, {"ProfilerStep#0"}, base).peak == {
+        "forward": base + 1500,
+        "backward": base + 850,
+        "other": base,
+    }
     assert count([e for e in events if e.what != "[memory]"], {"ProfilerStep#0"}).peak == {}
 
 
@@ -224,7 +250,11 @@ def test_without_steps_all_counts_as_one() -> None:
 def test_cycles_add_up() -> None:
     result = Breakdown(0, "cpu")
     for begin in (0, 1000):
-        events = [step(1, begin, begin + 100), mark("forward", begin, begin + 60), memory(begin + 5, begin + 7)]
+        events = [
+            step(1, begin, begin + 100),
+            mark("forward", begin, begin + 60),
+            memory(begin + 5, begin + 7),
+        ]
         result.add(read(events, {"ProfilerStep#1"}))
     assert (result.each("forward"), result.share("forward"), result.step) == (60_000, 0.6, 100_000)
     assert result.peak["forward"] == 1007

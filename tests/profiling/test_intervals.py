@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from easymp.profiling.intervals import Stretch, common, length, union, without
 
-STRETCHES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda p: (p[0], p[0] + p[1])), max_size=8)
+STRETCHES = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda p: (p[0], p[0] + p[1])), max_size=8
+)
 
 
 def moments(stretches: list[Stretch]) -> set[int]:

@@ -26,7 +26,11 @@ class Script:
 
     def __init__(self, folder: Path, accumulation: int = 1, **options: Any) -> None:
         self.acc = Accelerator(
-            cpu=True, mixed_precision="no", project_dir=folder, gradient_accumulation_steps=accumulation, **options
+            cpu=True,
+            mixed_precision="no",
+            project_dir=folder,
+            gradient_accumulation_steps=accumulation,
+            **options,
         )
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters())
@@ -57,7 +61,11 @@ def script(tmp_path: Path) -> Iterator[Script]:
 
 def names(prof: Any) -> dict[str, int]:
     """Marks in the recording, and how often."""
-    return {e.key.removeprefix(PREFIX): e.count for e in prof.key_averages() if e.key.startswith((PREFIX, "ProfilerStep"))}
+    return {
+        e.key.removeprefix(PREFIX): e.count
+        for e in prof.key_averages()
+        if e.key.startswith((PREFIX, "ProfilerStep"))
+    }
 
 
 def test_three_steps_after_two_without_a_word(script: Script) -> None:
@@ -66,7 +74,9 @@ def test_three_steps_after_two_without_a_word(script: Script) -> None:
     assert isinstance(prof, torch.profiler.profile)
     assert names(prof) == {"ProfilerStep*": 3, "data wait": 3, "forward": 3, "backward": 3, "optimizer": 9}
     assert len(prof.breakdown.steps) == 3
-    assert prof.breakdown.total >= 0.99 * sum(prof.breakdown.steps)  # and what a busy machine puts between them
+    assert prof.breakdown.total >= 0.99 * sum(
+        prof.breakdown.steps
+    )  # and what a busy machine puts between them
     assert set(prof.breakdown.time) == {"data wait", "forward", "loss", "backward", "optimizer", "other"}
     assert set(prof.breakdown.peak) == set(prof.breakdown.time)
     text = prof.summary()
@@ -77,7 +87,8 @@ def test_three_steps_after_two_without_a_word(script: Script) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "steps", "recorded"), [(0, 1, 0), (1, 1, 0), (2, 1, 1), (3, 1, 1), (4, 1, 1), (5, 2, 2), (6, 3, 3)]
+    ("batches", "steps", "recorded"),
+    [(0, 1, 0), (1, 1, 0), (2, 1, 1), (3, 1, 1), (4, 1, 1), (5, 2, 2), (6, 3, 3)],
 )
 def test_short_runs_keep_what_there_was(script: Script, batches: int, steps: int, recorded: int) -> None:
     """A step is complete when the next batch is asked for: a loop that breaks off leaves its last one open."""
@@ -176,7 +187,9 @@ def test_with_accelerates_programs(tmp_path: Path) -> None:
     assert len(prof.breakdown.steps) == 4
     assert [p.name for p in prof.traces] == ["rank0-001.json", "rank0-002.json"]
     assert prof.traces[0].parent == tmp_path / "traces"
-    assert json.loads(gzip.decompress((tmp_path / "mine-5.json.gz").read_bytes())) == json.loads(prof.traces[0].read_bytes())
+    assert json.loads(gzip.decompress((tmp_path / "mine-5.json.gz").read_bytes())) == json.loads(
+        prof.traces[0].read_bytes()
+    )
     assert not prof.breakdown.peak  # profile_memory was not asked for
     assert other.traces == [tmp_path / "profile" / "rank0-001.json"]
     assert "forward, no grad" in other.summary()
@@ -297,7 +310,9 @@ def test_a_compiled_model_is_marked_and_not_compiled_again(tmp_path: Path) -> No
         compilations.append(graph)
         return graph.forward
 
-    acc = Accelerator(cpu=True, mixed_precision="no", project_dir=tmp_path, compile=CompileOptions(backend=backend))
+    acc = Accelerator(
+        cpu=True, mixed_precision="no", project_dir=tmp_path, compile=CompileOptions(backend=backend)
+    )
     model = acc.prepare(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     acc.backward(model(torch.randn(2, 8)).sum())
     compiled, count = model._compiled_call_impl, len(compilations)
@@ -317,7 +332,10 @@ def test_a_compiled_model_is_marked_and_not_compiled_again(tmp_path: Path) -> No
         ({"activities": ["cpus"]}, "activities holds 'cpus', which is none of .* did you mean 'cpu'"),
         ({"activities": "cpu"}, "is no list of what to record"),
         ({"schedule_option": {"wait": 1, "warmup": 1}}, "names no active steps"),
-        ({"schedule_option": {"active": 0}}, "active=0 in schedule_option is not a whole number of steps of at least 1"),
+        (
+            {"schedule_option": {"active": 0}},
+            "active=0 in schedule_option is not a whole number of steps of at least 1",
+        ),
         ({"schedule_option": {"activ": 1}}, "has no 'activ'.*'active'"),
         ({"schedule_option": 3}, "is a int, not a dict"),
         ({"profile_memory": 1}, "neither True nor False"),
@@ -341,7 +359,9 @@ def test_what_cannot_be_recorded_or_written_is_said_at_once(script: Script, tmp_
 
 def test_a_project_behind_a_url_needs_a_folder() -> None:
     with Accelerator(cpu=True, mixed_precision="no", project_dir="memory://runs") as acc:
-        with pytest.raises(SettingError, match="traces are local files, and project_dir='memory://runs' is a URL"):
+        with pytest.raises(
+            SettingError, match="traces are local files, and project_dir='memory://runs' is a URL"
+        ):
             acc.profile().start()
 
 

@@ -41,11 +41,19 @@ def common(folder: str) -> list[Any]:
     with Accelerator(cpu=True, mixed_precision="no") as acc:
         prof = train(acc, 5, folder, sleepy=1)
         alone = train(acc, 5, folder, alone=True)
-        return [prof.summary(), [p.name for p in prof.traces], len(prof.ranks), alone.summary(), len(alone.ranks)]
+        return [
+            prof.summary(),
+            [p.name for p in prof.traces],
+            len(prof.ranks),
+            alone.summary(),
+            len(alone.ranks),
+        ]
 
 
 def test_all_ranks_or_one(ranks: Any, tmp_path: Path) -> None:
-    (text, traces, together, alone, one), (other, other_traces, own, nothing, none) = ranks(common, str(tmp_path))
+    (text, traces, together, alone, one), (other, other_traces, own, nothing, none) = ranks(
+        common, str(tmp_path)
+    )
     assert (together, own) == (2, 1)  # the first of them tells
     assert (traces, other_traces) == (["rank0-001.json"], ["rank1-001.json"])
     assert "rank  ms a step  own work  communication  data wait" in text
@@ -77,7 +85,11 @@ def test_a_training_that_ends_inside_the_block(ranks: Any, tmp_path: Path) -> No
 
 def in_a_way(strategy: str, options: dict[str, Any], folder: str) -> Any:
     with Accelerator(
-        cpu=True, mixed_precision="no", strategy=strategy, strategy_options=options or None, gradient_accumulation_steps=1
+        cpu=True,
+        mixed_precision="no",
+        strategy=strategy,
+        strategy_options=options or None,
+        gradient_accumulation_steps=1,
     ) as acc:
         prof = train(acc, 4, folder)
         return prof.breakdown.time, prof.breakdown.hidden, len(prof.ranks), prof.summary()

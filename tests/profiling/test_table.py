@@ -12,7 +12,9 @@ from easymp.profiling.breakdown import Breakdown
 MS = 1_000_000
 
 
-def made(rank: int = 0, device: str = "cpu", steps: int = 2, idle: dict[str, int] | None = None, **phases: int) -> Breakdown:
+def made(
+    rank: int = 0, device: str = "cpu", steps: int = 2, idle: dict[str, int] | None = None, **phases: int
+) -> Breakdown:
     """Phases in ms a step, with ``_`` for a blank."""
     time = {name.replace("_", " "): ms * steps * MS for name, ms in phases.items()}
     each = sum(time.values()) // steps
@@ -40,7 +42,9 @@ def test_an_idle_device_has_a_column() -> None:
         "backward      60.00   60 %         0.00",
         "a step       100.00  100 %        30.00",
     ]
-    assert any("cuda:0 is idle for 30.0 ms of the step, the most in forward" in s for s in table.sentences(own))
+    assert any(
+        "cuda:0 is idle for 30.0 ms of the step, the most in forward" in s for s in table.sentences(own)
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,12 +52,31 @@ def test_an_idle_device_has_a_column() -> None:
     [
         pytest.param(made(forward=30, backward=70), 0, ["70 % of the step is backward."], id="nothing to do"),
         pytest.param(
-            made(data_wait=31, backward=69), 0, ["69 % of the step", "wait 31.0 ms: num_workers=2 or more"], id="no workers"
+            made(data_wait=31, backward=69),
+            0,
+            ["69 % of the step", "wait 31.0 ms: num_workers=2 or more"],
+            id="no workers",
         ),
-        pytest.param(made(data_wait=31, backward=69), 4, ["69 %", r"more workers (num_workers=4 now)"], id="few workers"),
-        pytest.param(made(communication=20, backward=80), 0, ["80 %", "holds the step up for 20.0 ms: with"], id="communication"),
-        pytest.param(made(optimizer=40, backward=60), 0, ["60 %", "The optimizer takes 40.0 ms"], id="optimizer"),
-        pytest.param(made(other=50, backward=40), 0, ["56 % of the step is the script's own", "50.0 ms of the step are none"]),
+        pytest.param(
+            made(data_wait=31, backward=69),
+            4,
+            ["69 %", r"more workers (num_workers=4 now)"],
+            id="few workers",
+        ),
+        pytest.param(
+            made(communication=20, backward=80),
+            0,
+            ["80 %", "holds the step up for 20.0 ms: with"],
+            id="communication",
+        ),
+        pytest.param(
+            made(optimizer=40, backward=60), 0, ["60 %", "The optimizer takes 40.0 ms"], id="optimizer"
+        ),
+        pytest.param(
+            made(other=50, backward=40),
+            0,
+            ["56 % of the step is the script's own", "50.0 ms of the step are none"],
+        ),
     ],
 )
 def test_what_stands_out(own: Breakdown, workers: int, said: list[str]) -> None:
@@ -92,7 +115,9 @@ def test_the_slowest_rank_is_named(slow: Breakdown, words: list[str]) -> None:
 
 
 def test_ranks_in_lines() -> None:
-    assert table.of_ranks([made(0, forward=50, communication=50), made(1, forward=80, data_wait=20)]).splitlines() == [
+    assert table.of_ranks(
+        [made(0, forward=50, communication=50), made(1, forward=80, data_wait=20)]
+    ).splitlines() == [
         "rank  ms a step  own work  communication  data wait",
         "0        100.00     50.00          50.00       0.00",
         "1        100.00    100.00           0.00      20.00",

@@ -41,13 +41,19 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("log_with", ["none", "jsonl"])
-def test_a_run_is_recorded_beside_its_own_trackers(log_with: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_recorded_beside_its_own_trackers(
+    log_with: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EASYMP_RECORD", str(tmp_path / "record"))
     assert train(log_with, project_dir=str(tmp_path)) == {"heard": True, "still": False}
     assert (tmp_path / "log.jsonl").exists() == (log_with == "jsonl")
     record = read(tmp_path / "record")
     assert record is not None
-    assert (record.updates, record.samples, record.trainings) == (5, 20, 1)  # from the end of the first update on
+    assert (record.updates, record.samples, record.trainings) == (
+        5,
+        20,
+        1,
+    )  # from the end of the first update on
     assert record.seconds is not None
     assert record.first is not None
     assert set(record.curves) == {"loss", "deep/rate", "lost"}
@@ -61,7 +67,9 @@ def test_a_run_is_recorded_beside_its_own_trackers(log_with: str, tmp_path: Path
     assert record.machine["torch"] == torch.__version__
 
 
-def test_accumulation_counts_windows_and_all_their_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulation_counts_windows_and_all_their_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EASYMP_RECORD", str(tmp_path))
     train(accumulation=2)
     record = read(tmp_path)
@@ -80,7 +88,9 @@ def test_each_rank_has_a_file_and_the_main_one_the_values(tmp_path: Path, ranks:
     assert record.plan["processes"] == 2
 
 
-def test_of_several_accelerators_the_longest_training_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_accelerators_the_longest_training_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EASYMP_RECORD", str(tmp_path))
     for batches in (2, 7, 3):
         train(batches=batches)
@@ -89,7 +99,9 @@ def test_of_several_accelerators_the_longest_training_counts(tmp_path: Path, mon
     assert (record.updates, record.trainings) == (6, 3)
 
 
-def test_several_updates_of_one_batch_have_no_number_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_updates_of_one_batch_have_no_number_of_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A speed of nothing would divide by zero in the comparison of runs."""
     monkeypatch.setenv("EASYMP_RECORD", str(tmp_path))
     with Accelerator(cpu=True, log_with="none") as acc:
@@ -107,7 +119,9 @@ def test_several_updates_of_one_batch_have_no_number_of_samples(tmp_path: Path, 
     assert (record.updates, record.samples) == (2, None)
 
 
-def test_a_loop_without_a_prepared_loader_has_updates_and_no_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_without_a_prepared_loader_has_updates_and_no_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EASYMP_RECORD", str(tmp_path))
     with Accelerator(cpu=True, log_with="none") as acc:
         model = torch.nn.Linear(1, 1)
@@ -134,14 +148,18 @@ def test_a_killed_run_is_read_as_far_as_it_came(tmp_path: Path, monkeypatch: pyt
     assert record.plan["precision"]["value"]
 
 
-def test_nothing_is_written_and_nobody_listens_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_and_nobody_listens_unless_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert train() == {"heard": False, "still": False}
     assert not list(tmp_path.iterdir())
     assert read(tmp_path) is None
 
 
-def test_on_an_accelerator_its_own_memory_and_its_own_clock_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_an_accelerator_its_own_memory_and_its_own_clock_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a device that is made up: what is asked of torch, and when; no GPU is here."""
     asked = []
 

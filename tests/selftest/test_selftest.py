@@ -31,7 +31,9 @@ def on_a_rank(folder: str, strategy: str) -> list[str]:
         training.training,
         lambda acc: training.checkpoints(acc, Path(folder)),
     ):
-        with closing(Accelerator(seed=0, strategy=strategy, mixed_precision="fp32", dataloader_config=training.SPLIT)) as acc:
+        with closing(
+            Accelerator(seed=0, strategy=strategy, mixed_precision="fp32", dataloader_config=training.SPLIT)
+        ) as acc:
             said.append(check(acc))
     return said
 
@@ -59,7 +61,9 @@ def test_one_process_sends_nothing():
 def test_a_wrong_answer_is_a_sentence_with_both(monkeypatch):
     monkeypatch.setitem(training.NEAR, True, -1.0)
     with closing(Accelerator(seed=0, mixed_precision="fp32", dataloader_config=training.SPLIT)) as acc:
-        with pytest.raises(Wrong, match=r"three epochs in fp32 under single came from a loss of .* to .*; plain torch"):
+        with pytest.raises(
+            Wrong, match=r"three epochs in fp32 under single came from a loss of .* to .*; plain torch"
+        ):
             training.training(acc)
 
 
@@ -86,13 +90,24 @@ def test_a_diary_keeps_what_was_begun_and_how_it_ended(tmp_path):
                 raise error
     found = read(tmp_path, 2)
     assert found[0] == []
-    assert [f.outcome for f in found[1]] == [o for end in ("good", "left out", "bad", "bad", "bad") for o in ("begun", end)]
-    assert [f.words for f in found[1][1::2]] == ["3", "no GPU", "1, not 2", "WorldError: rank 0 is missing", "KeyError: 'x'"]
+    assert [f.outcome for f in found[1]] == [
+        o for end in ("good", "left out", "bad", "bad", "bad") for o in ("begun", end)
+    ]
+    assert [f.words for f in found[1][1::2]] == [
+        "3",
+        "no GPU",
+        "1, not 2",
+        "WorldError: rank 0 is missing",
+        "KeyError: 'x'",
+    ]
     assert [f.second_hand for f in found[1][1::2]] == [False, False, False, True, False]
 
 
 GOOD, BEGUN = Finding("sum", "good", "6", 1.0), Finding("sum", "begun")
-BAD, WAITED = Finding("sum", "bad", "1, not 2", 2.0), Finding("sum", "bad", "WorldError: timeout", 30.0, second_hand=True)
+BAD, WAITED = (
+    Finding("sum", "bad", "1, not 2", 2.0),
+    Finding("sum", "bad", "WorldError: timeout", 30.0, second_hand=True),
+)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +117,16 @@ BAD, WAITED = Finding("sum", "bad", "1, not 2", 2.0), Finding("sum", "bad", "Wor
         ({0: [BEGUN, BAD]}, "bad", "1, not 2"),
         ({0: [BEGUN, GOOD], 1: [BEGUN, BAD]}, "bad", "rank 1: 1, not 2"),
         ({0: [BEGUN, WAITED], 1: [BEGUN, BAD]}, "bad", "rank 1: 1, not 2"),
-        ({0: [BEGUN, WAITED], 1: [BEGUN]}, "bad", "rank 1 did not come to the end of it; what was printed above says why"),
-        ({0: [BEGUN, GOOD], 1: []}, "bad", "rank 1 did not come to the end of it; what was printed above says why"),
+        (
+            {0: [BEGUN, WAITED], 1: [BEGUN]},
+            "bad",
+            "rank 1 did not come to the end of it; what was printed above says why",
+        ),
+        (
+            {0: [BEGUN, GOOD], 1: []},
+            "bad",
+            "rank 1 did not come to the end of it; what was printed above says why",
+        ),
         ({0: [BEGUN], 1: [BEGUN]}, "bad", "no rank came to the end of it; what was printed above says why"),
         ({0: [BEGUN, Finding("sum", "left out", "one process")]}, "left out", "one process"),
     ],
@@ -115,11 +138,24 @@ def test_the_rank_at_fault_is_named(found, outcome, words):
 
 def test_the_checks_of_a_rank_have_names_in_order(tmp_path):
     names = [name for name, _ in checks(tmp_path)]
-    assert names == ["plan", "collectives", "bandwidth", "data", "training", "precision", "checkpoint", "kernels"]
+    assert names == [
+        "plan",
+        "collectives",
+        "bandwidth",
+        "data",
+        "training",
+        "precision",
+        "checkpoint",
+        "kernels",
+    ]
 
 
 TRIED = Tried(
-    [Row("sum", "good", 1.25, "6"), Row("kernels", "left out", 0.0, "no GPU"), Row("data", "bad", 2.0, "rank 1: 3, not 4")],
+    [
+        Row("sum", "good", 1.25, "6"),
+        Row("kernels", "left out", 0.0, "no GPU"),
+        Row("data", "bad", 2.0, "rank 1: 3, not 4"),
+    ],
     "device cpu",
     0,
 )
@@ -133,7 +169,9 @@ def test_the_table_has_a_sentence_for_each_failure():
     assert "exit code 9" in command.told(Tried([], "", 9), 2)
 
 
-@pytest.mark.parametrize(("tried", "code"), [(TRIED, 1), (Tried(TRIED.rows[:2], "", 0), 0), (Tried([], "", 9), 1)])
+@pytest.mark.parametrize(
+    ("tried", "code"), [(TRIED, 1), (Tried(TRIED.rows[:2], "", 0), 0), (Tried([], "", 9), 1)]
+)
 def test_exit_code_and_json(monkeypatch, capsys, tried, code):
     asked = []
     monkeypatch.setattr(command, "try_out", lambda processes: (asked.append(processes), tried)[1])
@@ -186,5 +224,8 @@ def test_a_rank_that_dies_is_a_row_that_says_so(tmp_path, monkeypatch, capfd):
     assert cli.main(["test", "--processes", "2"]) == 1
     caught = capfd.readouterr()
     # The launcher stops the other, unless that hears of it first.
-    assert re.search("training: (no rank came|rank 1 did not come) to the end of it; what was printed above says why", caught.out)
+    assert re.search(
+        "training: (no rank came|rank 1 did not come) to the end of it; what was printed above says why",
+        caught.out,
+    )
     assert "rank 1 of 2 failed first: killed by SIGKILL" in caught.err

@@ -63,7 +63,9 @@ def conv() -> nn.Module:
     def stage(a: int, b: int) -> nn.Module:
         return nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
 
-    return nn.Sequential(nn.Unflatten(1, (1, 3, 4)), stage(1, 6), stage(6, 10), nn.Flatten(), nn.Linear(120, 5))
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 3, 4)), stage(1, 6), stage(6, 10), nn.Flatten(), nn.Linear(120, 5)
+    )
 
 
 MODELS = {"mlp": mlp, "conv": conv, "tied": Tied, "idle": Idle}
@@ -83,7 +85,9 @@ def train(acc: Accelerator, kind: str, clip: float | None = None, adam: bool = T
     """`STEPS` updates, in which the ranks share each micro-batch: losses, gradient norms and skipped steps, parameters, buffers."""
     model = make(kind)
     given: Any = list(model.parameters())
-    optimizer: Any = torch.optim.AdamW(given, lr=0.01) if adam else torch.optim.SGD(given, lr=0.05, momentum=0.9)
+    optimizer: Any = (
+        torch.optim.AdamW(given, lr=0.01) if adam else torch.optim.SGD(given, lr=0.05, momentum=0.9)
+    )
     schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, STEPS)
     model, optimizer, schedule = acc.prepare(model, optimizer, schedule)
     spread = acc._prepared.strategy
@@ -92,7 +96,10 @@ def train(acc: Accelerator, kind: str, clip: float | None = None, adam: bool = T
     for _ in range(STEPS):
         total = torch.zeros(())
         for _ in range(acc.gradient_accumulation_steps):
-            x, y = torch.randn(BATCH, 12, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator)
+            x, y = (
+                torch.randn(BATCH, 12, generator=generator),
+                torch.randint(0, 5, (BATCH,), generator=generator),
+            )
             x, y = (t.chunk(spread.data_size)[spread.data_rank] for t in (x, y))
             with acc.accumulate(model):
                 loss = nn.functional.cross_entropy(model(x), y)

@@ -66,12 +66,21 @@ def spread(model: nn.Module, batches: list[list[Tensor]], autocast: bool = False
         world.close()
 
 
-def batches(dims: int, counts: list[int], center: float = 3.0, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+def batches(
+    dims: int, counts: list[int], center: float = 3.0, dtype: torch.dtype = torch.float32
+) -> list[list[Tensor]]:
     torch.manual_seed(2)
     return [[(torch.randn(n, *SHAPES[dims]) * 2 + center).to(dtype) for n in counts] for _ in range(3)]
 
 
-def compare(ranks: Any, model: nn.Module, given: list[list[Tensor]], rtol: float = 1e-5, atol: float = 2e-5, **how: Any) -> None:
+def compare(
+    ranks: Any,
+    model: nn.Module,
+    given: list[list[Tensor]],
+    rtol: float = 1e-5,
+    atol: float = 2e-5,
+    **how: Any,
+) -> None:
     one = ran(copy.deepcopy(model), [torch.cat(parts) for parts in given], **how)
     several = ranks(spread, model, given, *how.values(), processes=len(given[0]))
     for kind in ("outputs", "inputs"):
@@ -84,7 +93,9 @@ def compare(ranks: Any, model: nn.Module, given: list[list[Tensor]], rtol: float
         for kind in ("parameters", "buffers"):
             assert got[kind].keys() == one[kind].keys()
             for name, value in one[kind].items():
-                torch.testing.assert_close(got[kind][name], value, rtol=rtol, atol=20 * atol, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    got[kind][name], value, rtol=rtol, atol=20 * atol, msg=lambda m, n=name: f"{n}: {m}"
+                )
 
 
 @pytest.mark.parametrize("dims", [2, 3, 4, 5])
@@ -123,7 +134,9 @@ def test_frozen_parameters(ranks: Any, which: str) -> None:
 def test_evaluation_is_local(ranks: Any, tracked: bool) -> None:
     model, given = norm(track_running_stats=tracked).eval(), batches(4, [3, 2])
     for rank, got in enumerate(ranks(spread, model, given)):
-        for a, b in zip(got["outputs"], ran(copy.deepcopy(model), [parts[rank] for parts in given])["outputs"]):
+        for a, b in zip(
+            got["outputs"], ran(copy.deepcopy(model), [parts[rank] for parts in given])["outputs"]
+        ):
             assert torch.equal(a, b)
 
 
@@ -133,7 +146,9 @@ def test_a_large_mean_costs_no_digits(ranks: Any) -> None:
     exact = ran(norm().double(), [torch.cat(parts).double() for parts in given])["outputs"]
     several = ranks(spread, norm(), given)
     for step, whole in enumerate(exact):
-        torch.testing.assert_close(torch.cat([got["outputs"][step] for got in several]).double(), whole, rtol=1e-3, atol=2e-3)
+        torch.testing.assert_close(
+            torch.cat([got["outputs"][step] for got in several]).double(), whole, rtol=1e-3, atol=2e-3
+        )
 
 
 def test_under_autocast_statistics_are_fp32(ranks: Any) -> None:
@@ -143,7 +158,9 @@ def test_under_autocast_statistics_are_fp32(ranks: Any) -> None:
         exact = torch.cat(given[-1]).float().mean((0, 2, 3))
         assert got["outputs"][0].dtype == torch.bfloat16
         assert got["buffers"]["running_mean"].dtype == torch.float32
-        assert (got["buffers"]["running_mean"] / (1 - 0.9**3) - exact).abs().max() < 1  # bf16 sums would be off by tens
+        assert (
+            got["buffers"]["running_mean"] / (1 - 0.9**3) - exact
+        ).abs().max() < 1  # bf16 sums would be off by tens
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -153,7 +170,9 @@ def test_models_of_another_dtype(ranks: Any, dtype: torch.dtype) -> None:
 
 
 def test_channels_last_stays_so(ranks: Any) -> None:
-    given = [[part.contiguous(memory_format=torch.channels_last) for part in parts] for parts in batches(4, [3, 2])]
+    given = [
+        [part.contiguous(memory_format=torch.channels_last) for part in parts] for parts in batches(4, [3, 2])
+    ]
     compare(ranks, norm(), given)
     assert ranks(spread, norm(), given)[0]["outputs"][0].is_contiguous(memory_format=torch.channels_last)
 
@@ -213,7 +232,12 @@ class Activated(nn.BatchNorm2d):
 def test_conversion_changes_classes_only() -> None:
     shared = nn.BatchNorm2d(2)
     model = nn.ModuleDict(
-        {"a": shared, "b": nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm2d(3), nn.GroupNorm(1, 2)), "c": shared, "d": Named(2)}
+        {
+            "a": shared,
+            "b": nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm2d(3), nn.GroupNorm(1, 2)),
+            "c": shared,
+            "d": Named(2),
+        }
     )
     model.b[0].eval()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -237,7 +261,9 @@ def test_conversion_changes_classes_only() -> None:
 
 def test_what_would_be_lost_is_refused() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), Activated(2))
-    with pytest.raises(PrepareError, match=r"module '1' is a Activated, a batch-norm that adds forward, which.*would lose"):
+    with pytest.raises(
+        PrepareError, match=r"module '1' is a Activated, a batch-norm that adds forward, which.*would lose"
+    ):
         convert_sync_batchnorm(model)
     assert type(model[0]) is nn.BatchNorm2d
     with pytest.raises(PrepareError, match="the model is a LazyBatchNorm1d without a shape yet"):
@@ -272,7 +298,10 @@ def test_on_cuda_the_forward_is_torchs(ranks: Any) -> None:
 
 def trained(strategy: str, steps: int, clip: float | None, precision: str = "no") -> dict[str, Any]:
     with Accelerator(
-        mixed_precision=precision, strategy=strategy, gradient_accumulation_steps=steps, convert_sync_batchnorm=True
+        mixed_precision=precision,
+        strategy=strategy,
+        gradient_accumulation_steps=steps,
+        convert_sync_batchnorm=True,
     ) as acc:
         return train(acc, "conv", clip)
 
@@ -301,7 +330,9 @@ def kinds_and_after() -> dict[str, Any]:
     names = list(model.state_dict())
     with Accelerator(mixed_precision="no", convert_sync_batchnorm=True) as acc:
         view = acc.prepare(model)
-        inside = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)})
+        inside = sorted(
+            {type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+        )
         assert list(view.state_dict()) == names
         said = None
         if acc.num_processes > 1:
@@ -316,7 +347,9 @@ def kinds_and_after() -> dict[str, Any]:
         root(torch.full((2, 3), float(acc.process_index)))
         assert isinstance(root, SyncBatchNorm) == (acc.num_processes > 1)
         mean = root.running_mean[0].item()
-    after = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)})
+    after = sorted(
+        {type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    )
     return {"inside": inside, "after": after, "said": said, "mean": mean}
 
 
@@ -341,7 +374,10 @@ def unlike() -> None:
 def test_ranks_must_agree(ranks: Any) -> None:
     for failure in ranks.fails(unlike):
         assert failure.type == "WorldError"
-        assert "convert_sync_batchnorm=True" in failure.message and "convert_sync_batchnorm=False" in failure.message
+        assert (
+            "convert_sync_batchnorm=True" in failure.message
+            and "convert_sync_batchnorm=False" in failure.message
+        )
 
 
 def killed() -> None:

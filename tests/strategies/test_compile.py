@@ -77,7 +77,10 @@ def test_on_ranks(ranks, strategy: str, what: str, options: Any, which: bool, si
 @pytest.mark.parametrize(("kind", "precision"), [("conv", "no"), ("tied", "bf16")])
 @pytest.mark.parametrize("what", ["model"])
 def test_with_buffers_and_under_autocast(kind: str, precision: str, what: str) -> None:
-    got, plain = trained("single", kind, AOT[what], precision=precision), trained("single", kind, False, precision=precision)
+    got, plain = (
+        trained("single", kind, AOT[what], precision=precision),
+        trained("single", kind, False, precision=precision),
+    )
     assert got["losses"] == pytest.approx(plain["losses"], rel=1e-2 if precision == "bf16" else 1e-5)
     for name, values in plain["buffers"].items():
         assert torch.allclose(got["buffers"][name].float(), values.float(), rtol=1e-4, atol=1e-5), name
@@ -124,7 +127,10 @@ def test_the_model_stays_the_users() -> None:
     for what in ("model", "blocks"):
         with Accelerator(mixed_precision="no", compile=EAGER[what]) as acc:
             view = acc.prepare(model)
-            assert isinstance(view, Tied) and [list(view.state_dict()), [n for n, _ in view.named_modules()]] == names
+            assert (
+                isinstance(view, Tied)
+                and [list(view.state_dict()), [n for n, _ in view.named_modules()]] == names
+            )
             view(torch.ones(2, 12))
         assert all(m._compiled_call_impl is None for m in model.modules())
         assert all(type(b) is Block for b in model.blocks)
@@ -153,13 +159,16 @@ def test_auto_is_settled_by_rule() -> None:
     with Accelerator(compile=EAGER["model"]) as acc:
         acc.prepare(make("mlp"))
         assert acc.mixed_precision in ("no", "bf16")
-        assert "not measured" in acc.plan.precision.reason or "no bf16 instructions" in acc.plan.precision.reason
+        assert (
+            "not measured" in acc.plan.precision.reason or "no bf16 instructions" in acc.plan.precision.reason
+        )
 
 
 def test_no_repeated_blocks() -> None:
     with Accelerator(mixed_precision="no", compile="blocks") as acc:
         with pytest.raises(
-            PrepareError, match="compile='blocks' means the repeated blocks of a model, and this Sequential has none"
+            PrepareError,
+            match="compile='blocks' means the repeated blocks of a model, and this Sequential has none",
         ):
             acc.prepare(make("mlp"))
 
@@ -224,7 +233,9 @@ def test_inductor(ranks) -> None:
 def graphs_of_a_chain(strategy: str) -> int:
     GRAPHS.clear()
     torch._dynamo.reset()
-    with Accelerator(mixed_precision="no", strategy=strategy, compile=CompileOptions(backend=counting)) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy=strategy, compile=CompileOptions(backend=counting)
+    ) as acc:
         model = acc.prepare(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
         for _ in range(2):
             acc.backward(model(torch.ones(2, 4)).sum())

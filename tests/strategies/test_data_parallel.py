@@ -56,14 +56,22 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def copies(tensors: Any, devices: Any, detach: bool = False) -> list[list[Tensor]]:
         return [[t.detach().clone() if detach else t.clone() for t in tensors] for _ in devices]
 
-    monkeypatch.setattr(importlib.import_module("torch.nn.parallel.replicate"), "_broadcast_coalesced_reshape", copies)
+    monkeypatch.setattr(
+        importlib.import_module("torch.nn.parallel.replicate"), "_broadcast_coalesced_reshape", copies
+    )
     monkeypatch.setattr(data_parallel, "choose_devices", lambda device, wanted: (0, 1))
     monkeypatch.setattr(nn, "DataParallel", TwoDevices)
 
 
-def trained(strategy: str, kind: str, precision: str = "no", options: Any = None, steps: int = 2) -> dict[str, Any]:
+def trained(
+    strategy: str, kind: str, precision: str = "no", options: Any = None, steps: int = 2
+) -> dict[str, Any]:
     with Accelerator(
-        mixed_precision=precision, strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps, cpu=True
+        mixed_precision=precision,
+        strategy=strategy,
+        strategy_options=options,
+        gradient_accumulation_steps=steps,
+        cpu=True,
     ) as acc:
         return train(acc, kind, 0.1)
 
@@ -99,7 +107,9 @@ class Witness(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("no", torch.float32)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("no", torch.float32)]
+)
 def test_autocast_lives_in_the_copies(two_devices: None, precision: str, dtype: torch.dtype) -> None:
     """Threads do not inherit it."""
     with Accelerator(mixed_precision=precision, strategy="data_parallel", cpu=True) as acc:
@@ -111,7 +121,9 @@ def test_autocast_lives_in_the_copies(two_devices: None, precision: str, dtype: 
         assert acc.unwrap_model(model) is given
         assert isinstance(acc._prepared.models[0].route.module, TwoDevices)
         acc.backward(out.sum() / 1000)
-        assert torch.allclose(given.linear.bias.grad, torch.full((5,), 0.006 * acc.scaler.get_scale()), rtol=1e-2)
+        assert torch.allclose(
+            given.linear.bias.grad, torch.full((5,), 0.006 * acc.scaler.get_scale()), rtol=1e-2
+        )
         assert list(model.state_dict()) == ["linear.weight", "linear.bias"]
     assert model(torch.ones(6, 12)).dtype == torch.float32  # alone, on the first device
     assert given.seen[-1] == (dtype, 6, True)
@@ -121,7 +133,10 @@ def test_compiled_copies_are_refused(two_devices: None) -> None:
     model = make("mlp")
     model[2].compile(backend="eager")
     with Accelerator(mixed_precision="bf16", strategy="data_parallel", cpu=True) as acc:
-        with pytest.raises(RefusedError, match=r"the compiled code of module\.2 would run in each of them with the first one's"):
+        with pytest.raises(
+            RefusedError,
+            match=r"the compiled code of module\.2 would run in each of them with the first one's",
+        ):
             acc.prepare(model)
 
 
@@ -129,7 +144,10 @@ def test_it_says_that_ddp_is_faster(two_devices: None, caplog: pytest.LogCapture
     with Accelerator(mixed_precision="no", strategy="data_parallel", cpu=True) as acc:
         with caplog.at_level("INFO", logger="easymp"):
             acc.prepare(make("mlp"))
-    assert "copies the model to 2 devices at each call; ddp is faster: `easymp launch --processes 2`" in caplog.text
+    assert (
+        "copies the model to 2 devices at each call; ddp is faster: `easymp launch --processes 2`"
+        in caplog.text
+    )
 
 
 def several() -> None:
@@ -139,7 +157,10 @@ def several() -> None:
 def test_several_processes_are_refused(ranks) -> None:
     for failure in ranks.fails(several):
         assert failure.type == "RefusedError"
-        assert "for one process that drives several devices, and 2 were started; use strategy='ddp'" in failure.message
+        assert (
+            "for one process that drives several devices, and 2 were started; use strategy='ddp'"
+            in failure.message
+        )
 
 
 @pytest.mark.parametrize("devices", [(), (0, 0), (-1,), ("0",), 2, (True, 0)])

@@ -20,7 +20,10 @@ def trained(
     strategy: str, kind: str, steps: int, clip: float | None, options: Any = None, precision: str = "no"
 ) -> dict[str, Any]:
     with Accelerator(
-        mixed_precision=precision, strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps
+        mixed_precision=precision,
+        strategy=strategy,
+        strategy_options=options,
+        gradient_accumulation_steps=steps,
     ) as acc:
         return train(acc, kind, clip)
 
@@ -61,7 +64,9 @@ def test_four_processes(ranks, options: dict[str, Any]) -> None:
 
 
 def cleared(strategy: str, options: Any, how: str) -> list[torch.Tensor]:
-    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=2) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=2
+    ) as acc:
         model = make("mlp")
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         generator = torch.Generator().manual_seed(1)
@@ -89,7 +94,9 @@ def test_gradients_in_buckets_are_cleared_every_way(ranks, view: bool, how: str)
 # -- casting hooks -----------------------------------------------------------------------------------------------------
 
 
-def gradients(options: Any, dtype: torch.dtype = torch.float32, steps: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def gradients(
+    options: Any, dtype: torch.dtype = torch.float32, steps: int = 1
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What arrives, and what this rank alone would have had."""
     with Accelerator(mixed_precision="no", strategy_options=options) as acc:
         plain = make("mlp").to(dtype)
@@ -126,7 +133,9 @@ JOURNEYS = [
 
 
 @pytest.mark.parametrize(("hook", "factor", "dtype", "size"), JOURNEYS)
-def test_what_arrives_is_the_average_in_the_type_of_the_journey(ranks, hook: str, factor: float | None, dtype, size: int) -> None:
+def test_what_arrives_is_the_average_in_the_type_of_the_journey(
+    ranks, hook: str, factor: float | None, dtype, size: int
+) -> None:
     for view in [True, False] if size == 2 else [True]:
         options = {
             "comm_hook": hook,
@@ -143,10 +152,16 @@ def test_what_arrives_is_the_average_in_the_type_of_the_journey(ranks, hook: str
             wide = torch.promote_types(moved, dtype)  # divided where there is more room
             parts = [(own[i].to(wide) / before).to(moved) for _, own in results]
             by_hand = (torch.stack(parts).sum(0).to(wide) / (size / before)).to(dtype).double()
-            slack = torch.finfo(moved).eps * (0 if size == 2 and factor != 3.0 else 4)  # a sum of two has one order
+            slack = torch.finfo(moved).eps * (
+                0 if size == 2 and factor != 3.0 else 4
+            )  # a sum of two has one order
             scale = torch.stack([p.abs().double() for p in parts]).sum(0) * (before / size)
             for arrived, _ in results:
-                wrong = (arrived[i].double() - by_hand).abs() - slack * scale - 4 * torch.finfo(dtype).eps * by_hand.abs()
+                wrong = (
+                    (arrived[i].double() - by_hand).abs()
+                    - slack * scale
+                    - 4 * torch.finfo(dtype).eps * by_hand.abs()
+                )
                 assert wrong.max() <= 1e-12
 
 
@@ -232,7 +247,10 @@ EXACT = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "use_error_fe
         ({"comm_hook": "power_sgd", "comm_state_option": EXACT, "static_graph": True}, 1e-4),
         ({"comm_hook": "power_sgd", "comm_state_option": EXACT, "find_unused_parameters": True}, 1e-4),
         ({"comm_hook": "power_sgd", "comm_state_option": EXACT, "gradient_as_bucket_view": False}, 1e-4),
-        ({"comm_hook": "power_sgd", "comm_state_option": {**EXACT, "batch_tensors_with_same_shape": True}}, 1e-4),
+        (
+            {"comm_hook": "power_sgd", "comm_state_option": {**EXACT, "batch_tensors_with_same_shape": True}},
+            1e-4,
+        ),
         ({"comm_hook": "power_sgd", "comm_state_option": EXACT, "comm_wrapper": "fp16"}, 2e-2),
         ({"comm_hook": "power_sgd", "comm_state_option": EXACT, "comm_wrapper": "bf16"}, 1e-1),
     ],
@@ -266,7 +284,9 @@ def test_until_powersgd_starts_gradients_are_ddps(ranks, hook: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("hook", "wrapper"), [("power_sgd", "no"), ("batched_power_sgd", "no"), ("batched_power_sgd", "bf16")])
+@pytest.mark.parametrize(
+    ("hook", "wrapper"), [("power_sgd", "no"), ("batched_power_sgd", "no"), ("batched_power_sgd", "bf16")]
+)
 def test_it_learns_with_a_part_of_the_gradient(ranks, hook: str, wrapper: str, size: int) -> None:
     """In many buckets, and with a reduction of torch's own for unused parameters: in one order on all ranks."""
     options = {
@@ -279,7 +299,9 @@ def test_it_learns_with_a_part_of_the_gradient(ranks, hook: str, wrapper: str, s
     results = ranks(trained, "ddp", "idle", 2, 1.0, options, "bf16", processes=size)
     assert all(got["losses"] == results[0]["losses"] for got in results)
     assert all(torch.isfinite(p).all() for p in results[0]["parameters"].values())
-    assert results[0]["losses"] == pytest.approx(trained("single", "idle", 2, 1.0, None, "bf16")["losses"], rel=0.2)
+    assert results[0]["losses"] == pytest.approx(
+        trained("single", "idle", 2, 1.0, None, "bf16")["losses"], rel=0.2
+    )
 
 
 def late() -> list[float]:
@@ -312,7 +334,12 @@ def test_a_loss_scale_and_a_memory_do_not_go_together(ranks) -> None:
     for failure in ranks.fails(trained, "ddp", "mlp", 1, None, {"comm_hook": "power_sgd"}, "fp16"):
         assert failure.type == "RefusedError"
         assert "the overflow that fp16 with a loss scale is meant to skip would stay in it" in failure.message
-    forgetful = {"start_powerSGD_iter": 1, "use_error_feedback": False, "warm_start": False, "min_compression_rate": 0.1}
+    forgetful = {
+        "start_powerSGD_iter": 1,
+        "use_error_feedback": False,
+        "warm_start": False,
+        "min_compression_rate": 0.1,
+    }
     options = {"comm_hook": "power_sgd", "comm_state_option": forgetful}
     got = ranks(trained, "ddp", "mlp", 1, None, options, "fp16")[0]
     assert not got["skipped"][-1]
@@ -325,13 +352,23 @@ def test_a_loss_scale_and_a_memory_do_not_go_together(ranks) -> None:
 def test_options_of_powersgd_are_torchs() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-    assert list(POWER_SGD) == [name for name in inspect.signature(PowerSGDState).parameters if name != "process_group"]
+    assert list(POWER_SGD) == [
+        name for name in inspect.signature(PowerSGDState).parameters if name != "process_group"
+    ]
 
 
 def test_hooks_by_word_and_by_member() -> None:
     for member in DDPCommunicationHookType:
-        assert DistributedDataParallelKwargs(comm_hook=member) == DistributedDataParallelKwargs(comm_hook=member.value)
-    assert {m.name for m in DDPCommunicationHookType} >= {"NO", "FP16", "BF16", "POWER_SGD", "BATCHED_POWER_SGD"}
+        assert DistributedDataParallelKwargs(comm_hook=member) == DistributedDataParallelKwargs(
+            comm_hook=member.value
+        )
+    assert {m.name for m in DDPCommunicationHookType} >= {
+        "NO",
+        "FP16",
+        "BF16",
+        "POWER_SGD",
+        "BATCHED_POWER_SGD",
+    }
 
 
 @pytest.mark.parametrize(
@@ -339,7 +376,10 @@ def test_hooks_by_word_and_by_member() -> None:
     [
         ({"comm_hook": "fp8"}, r"comm_hook='fp8' is none of 'no', 'fp16', .*, did you mean 'fp(16|32)'\?"),
         ({"comm_hook": None}, "comm_hook=None is none of"),
-        ({"comm_hook": "power_sgd", "comm_wrapper": "fp32"}, "comm_wrapper='fp32' is none of 'no', 'fp16', 'bf16'"),
+        (
+            {"comm_hook": "power_sgd", "comm_wrapper": "fp32"},
+            "comm_wrapper='fp32' is none of 'no', 'fp16', 'bf16'",
+        ),
         (
             {"comm_wrapper": "fp16"},
             "comm_wrapper='fp16' is the type of PowerSGD's matrices, but comm_hook='no': pass comm_hook='fp16'",
@@ -350,13 +390,19 @@ def test_hooks_by_word_and_by_member() -> None:
             {"comm_hook": "power_sgd", "comm_state_option": {"start_powersgd_it": 2}},
             r"no 'start_powersgd_it', did you mean 'start_powerSGD_iter'\?",
         ),
-        ({"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 1}}, "start_powerSGD_iter=1 is too early"),
+        (
+            {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 1}},
+            "start_powerSGD_iter=1 is too early",
+        ),
         (
             {"comm_hook": "power_sgd", "comm_state_option": {"matrix_approximation_rank": 0}},
             "is not a whole number of at least 1",
         ),
         ({"comm_hook": "power_sgd", "comm_state_option": [2]}, "comm_state_option is a list"),
-        ({"comm_hook": "power_sgd", "gradient_predivide_factor": 2.0}, "has no effect under comm_hook='power_sgd'"),
+        (
+            {"comm_hook": "power_sgd", "gradient_predivide_factor": 2.0},
+            "has no effect under comm_hook='power_sgd'",
+        ),
         ({"gradient_predivide_factor": 0}, "gradient_predivide_factor=0 is not a finite number above 0"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not a number of MB above 0"),
         ({"static_graph": "yes"}, "static_graph='yes' is neither True nor False"),
@@ -369,7 +415,9 @@ def test_wrong_options(options: dict[str, Any], words: str) -> None:
 
 
 def test_one_process_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"'ddp' averages gradients over processes, and there is one; start several"):
+    with pytest.raises(
+        RefusedError, match=r"'ddp' averages gradients over processes, and there is one; start several"
+    ):
         Accelerator(strategy="ddp")
 
 
@@ -394,7 +442,10 @@ def unused(options: Any, kind: str) -> str:
 
 def test_unused_parameters_have_names(ranks) -> None:
     for words in ranks(unused, None, "idle"):
-        assert "no gradient came for 'unused.weight', 'unused.bias', 'blocks.2.0.weight', 'blocks.2.0.bias', and ddp" in words
+        assert (
+            "no gradient came for 'unused.weight', 'unused.bias', 'blocks.2.0.weight', 'blocks.2.0.bias', and ddp"
+            in words
+        )
         assert "DistributedDataParallelKwargs(find_unused_parameters=True)" in words
 
 
@@ -421,7 +472,9 @@ def test_hooks_that_divide_by_all_ranks_cannot_be_joined(ranks, options: Any) ->
 
 
 def twice() -> list[float]:
-    return [trained("ddp", "mlp", 2, 0.1, {"comm_hook": hook})["losses"][-1] for hook in ("fp16", "bf16", "fp32")]
+    return [
+        trained("ddp", "mlp", 2, 0.1, {"comm_hook": hook})["losses"][-1] for hook in ("fp16", "bf16", "fp32")
+    ]
 
 
 def test_one_run_after_another(ranks) -> None:

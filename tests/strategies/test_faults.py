@@ -56,7 +56,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, label: str, w
 
 
 def killed(way: Way, victim: int, where: str) -> None:
-    watch.PATIENCE = timedelta(seconds=1)  # for the answer of a rank that cannot give one; this process ends with the test
+    watch.PATIENCE = timedelta(
+        seconds=1
+    )  # for the answer of a rank that cannot give one; this process ends with the test
     with accelerator(way, mixed_precision="no", timeout=8) as acc:
         model = make("tied")
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -84,7 +86,9 @@ def check_killed(ranks: Any, label: str, where: str, victim: int) -> None:
         if rank != victim:
             assert failure.type == "WorldError", failure
             named = f"rank {victim}: no answer: it has ended, was killed, or is stopped"
-            assert named in failure.message or (victim == 0 and "rank 0, which holds the store" in failure.message), failure
+            assert named in failure.message or (
+                victim == 0 and "rank 0, which holds the store" in failure.message
+            ), failure
 
 
 @pytest.mark.parametrize("label", SEVERAL)

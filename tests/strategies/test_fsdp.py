@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 import easymp
-from easymp import Accelerator, DistributedDataParallelKwargs, FSDPOptions, GradientAccumulationPlugin, PartialState
+from easymp import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    FSDPOptions,
+    GradientAccumulationPlugin,
+    PartialState,
+)
 from easymp.errors import PrepareError, RefusedError, SettingError, StepError
 from easymp.strategies import STRATEGIES, blocks
 from easymp.strategies.blocks import find_blocks, find_layers
@@ -28,10 +34,19 @@ ROOT = Path(easymp.__file__).parent.parent
 
 
 def trained(
-    strategy: str, kind: str, steps: int, clip: float | None, precision: str = "no", options: Any = None, adam: bool = True
+    strategy: str,
+    kind: str,
+    steps: int,
+    clip: float | None,
+    precision: str = "no",
+    options: Any = None,
+    adam: bool = True,
 ) -> dict[str, Any]:
     with Accelerator(
-        mixed_precision=precision, strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps
+        mixed_precision=precision,
+        strategy=strategy,
+        strategy_options=options,
+        gradient_accumulation_steps=steps,
     ) as acc:
         return train(acc, kind, clip, adam)
 
@@ -46,7 +61,9 @@ def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
 # -- the numbers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "steps", "clip", "size"), [*((*row, 2) for row in PAIRS), ("tied", 3, 0.1, 4)])
+@pytest.mark.parametrize(
+    ("kind", "steps", "clip", "size"), [*((*row, 2) for row in PAIRS), ("tied", 3, 0.1, 4)]
+)
 def test_it_trains_as_one_process(ranks, kind: str, steps: int, clip: float | None, size: int) -> None:
     one = trained("single", kind, steps, clip)
     for got in ranks(trained, "fsdp", kind, steps, clip, processes=size):
@@ -54,12 +71,17 @@ def test_it_trains_as_one_process(ranks, kind: str, steps: int, clip: float | No
         assert got["kinds"] == ["DTensor"]
         for name, values in one["parameters"].items():
             # A key's bias has no gradient but rounding, which Adam makes a step of.
-            assert name.endswith("in_proj_bias") or torch.allclose(got["parameters"][name], values, rtol=1e-3, atol=1e-4), name
+            assert name.endswith("in_proj_bias") or torch.allclose(
+                got["parameters"][name], values, rtol=1e-3, atol=1e-4
+            ), name
 
 
 @pytest.mark.parametrize("kind", ["mlp", "idle"])
 def test_with_momentum(ranks, kind: str) -> None:
-    agree(ranks(trained, "fsdp", kind, 3, 0.1, "no", None, False)[0], trained("single", kind, 3, 0.1, adam=False))
+    agree(
+        ranks(trained, "fsdp", kind, 3, 0.1, "no", None, False)[0],
+        trained("single", kind, 3, 0.1, adam=False),
+    )
 
 
 @pytest.mark.parametrize(("steps", "clip"), [(1, 0.1), (3, None)])
@@ -73,7 +95,9 @@ def test_batch_norm_as_in_ddp(ranks, steps: int, clip: float | None) -> None:
             assert torch.allclose(a["buffers"][name], values, rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.parametrize(("kind", "precision", "rel"), [("mlp", "fp16", 0.02), ("conv", "bf16", 0.05), ("tied", "fp16", 0.02)])
+@pytest.mark.parametrize(
+    ("kind", "precision", "rel"), [("mlp", "fp16", 0.02), ("conv", "bf16", 0.05), ("tied", "fp16", 0.02)]
+)
 def test_in_half_precision_as_in_ddp(ranks, kind: str, precision: str, rel: float) -> None:
     ours, theirs = (ranks(trained, strategy, kind, 1, 0.1, precision)[0] for strategy in ("fsdp", "ddp"))
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=rel)
@@ -148,7 +172,10 @@ def token_windows(strategy: str) -> list[torch.Tensor]:
     with Accelerator(mixed_precision="no", strategy=strategy, gradient_accumulation_steps=3) as acc:
         model = acc.prepare(make("mlp"))
         for row in counts:
-            parts = [(torch.randn(n, 12, generator=generator), torch.randint(0, 5, (n,), generator=generator)) for n in row]
+            parts = [
+                (torch.randn(n, 12, generator=generator), torch.randint(0, 5, (n,), generator=generator))
+                for n in row
+            ]
             mine = parts if acc.num_processes == 1 else parts[acc.process_index : acc.process_index + 1]
             x, y = torch.cat([x for x, _ in mine]), torch.cat([y for _, y in mine])
             with acc.accumulate(model):
@@ -164,7 +191,9 @@ def test_a_token_weighted_loss_is_that_of_one_big_batch(ranks) -> None:
 def by_hand(strategy: str, how: str, options: Any = None) -> list[torch.Tensor]:
     with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options) as acc:
         model = acc.prepare(make("tied"))
-        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(acc.num_processes)[acc.process_index]
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(acc.num_processes)[
+            acc.process_index
+        ]
         if how == "no_sync":
             with acc.no_sync(model):
                 acc.backward(model(x).square().mean())
@@ -193,7 +222,11 @@ def test_accumulation_by_hand(ranks, how: str) -> None:
 def early(options: Any) -> tuple[bool, str]:
     """Whether the first of two micro-batches leaves reduced gradients, and what the plan says."""
     with Accelerator(
-        mixed_precision="no", strategy="fsdp", strategy_options=options, gradient_accumulation_steps=2, cpu=True
+        mixed_precision="no",
+        strategy="fsdp",
+        strategy_options=options,
+        gradient_accumulation_steps=2,
+        cpu=True,
     ) as acc:
         model = acc.prepare(Words())
         with acc.accumulate(model):
@@ -207,9 +240,9 @@ def test_memory_decides_when_gradients_are_reduced(ranks) -> None:
         for reduced, reason in ranks(early, None, env={"EASYMP_MEMORY": memory}):
             assert reduced is wanted
             way = "reduced to shards at each" if wanted else "whole and are reduced at the last"
-            assert re.fullmatch(rf"{many}; gradients .*{way}: .* of whole gradients {words} beside .* a rank of .*", reason), (
-                reason
-            )
+            assert re.fullmatch(
+                rf"{many}; gradients .*{way}: .* of whole gradients {words} beside .* a rank of .*", reason
+            ), reason
     for reduced, reason in ranks(early, {"reduce_every_micro_batch": True}):
         assert reduced and reason == f"{many}; gradients are reduced to shards at each"
 
@@ -217,7 +250,9 @@ def test_memory_decides_when_gradients_are_reduced(ranks) -> None:
 def norms() -> list[float]:
     with Accelerator(mixed_precision="no") as acc:
         model = acc.prepare(make("mlp"))
-        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(acc.num_processes)[acc.process_index]
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(acc.num_processes)[
+            acc.process_index
+        ]
         acc.backward(model(x).square().mean())
         found = []
         for norm_type in (1.0, 2.0, float("inf")):
@@ -236,7 +271,9 @@ def test_norms_of_every_kind_and_of_mixed_layouts(ranks) -> None:
 
 
 def evaluate(reshard: bool) -> tuple[float, float, list[str], bool]:
-    with Accelerator(mixed_precision="no", strategy="fsdp", strategy_options={"reshard_after_forward": reshard}) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy="fsdp", strategy_options={"reshard_after_forward": reshard}
+    ) as acc:
         model = acc.prepare(make("tied"))
         with torch.no_grad():
             there = float(model.eval()(torch.ones(2, 12)).sum())
@@ -297,7 +334,9 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(400, 64)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)
+        )
         self.norm = nn.LayerNorm(64)
         self.head = nn.Linear(64, 400, bias=False)
         self.register_buffer("place", torch.randn(6, 64, generator=torch.Generator().manual_seed(1)))
@@ -373,7 +412,9 @@ class Gains(nn.Module):
 
 
 def recomputed(strategy: str, which: Any) -> tuple[float, float]:
-    with Accelerator(strategy=strategy, mixed_precision="bf16", activation_checkpointing=which, cpu=True) as acc:
+    with Accelerator(
+        strategy=strategy, mixed_precision="bf16", activation_checkpointing=which, cpu=True
+    ) as acc:
         torch.manual_seed(0)
         model = acc.prepare(nn.Sequential(*(Gains() for _ in range(3))))
         out = model(torch.randn(8, 32, generator=torch.Generator().manual_seed(1)))
@@ -388,7 +429,12 @@ def test_what_is_computed_again_sees_the_same_weights(ranks, which: Any) -> None
 
 @pytest.mark.parametrize(
     ("strategy", "options", "processes", "precision"),
-    [("fsdp", None, 2, "bf16"), ("fsdp", None, 2, "fp16"), ("fsdp", None, 2, "no"), ("hsdp", {"shard_size": 2}, 4, "bf16")],
+    [
+        ("fsdp", None, 2, "bf16"),
+        ("fsdp", None, 2, "fp16"),
+        ("fsdp", None, 2, "no"),
+        ("hsdp", {"shard_size": 2}, 4, "bf16"),
+    ],
 )
 def test_it_gathers_and_keeps_what_plain_fully_shard_does(
     ranks, strategy: str, options: Any, processes: int, precision: str
@@ -456,7 +502,9 @@ def test_blocks_that_share_a_parameter_with_the_outside_are_not_wrapped() -> Non
 
 
 def test_inner_blocks_come_before_those_that_hold_them() -> None:
-    model = nn.Sequential(*(nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))) for _ in range(2)))
+    model = nn.Sequential(
+        *(nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))) for _ in range(2))
+    )
     found = find_blocks(model, "blocks")
     assert found == [model[0][0], model[0][1], model[0], model[1][0], model[1][1], model[1]]
 
@@ -471,7 +519,9 @@ def test_parts_by_size_and_attention_left_whole() -> None:
 
 
 def test_parts_of_another_dtype_are_on_their_own() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 8, 3).half(), nn.BatchNorm2d(8), nn.Sequential(nn.BatchNorm2d(8), nn.Linear(8, 8).half()))
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3).half(), nn.BatchNorm2d(8), nn.Sequential(nn.BatchNorm2d(8), nn.Linear(8, 8).half())
+    )
     for wrap in ("blocks", 10**6, ("BatchNorm2d",)):
         assert find_blocks(model, wrap) == [model[1], model[2][0]]
 
@@ -485,16 +535,24 @@ def test_a_class_that_no_module_has() -> None:
 
 
 def test_one_process_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"'fsdp' shards a model over processes, and there is one; start several"):
+    with pytest.raises(
+        RefusedError, match=r"'fsdp' shards a model over processes, and there is one; start several"
+    ):
         Accelerator(strategy="fsdp")
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"reshard": True}, r"strategy 'fsdp' has no option 'reshard', did you mean 'reshard_after_forward'\?"),
+        (
+            {"reshard": True},
+            r"strategy 'fsdp' has no option 'reshard', did you mean 'reshard_after_forward'\?",
+        ),
         ({"find_unused_parameters": True}, "strategy 'fsdp' has no option 'find_unused_parameters'"),
-        (DistributedDataParallelKwargs(), "is a DistributedDataParallelKwargs, but strategy 'fsdp' takes FSDPOptions"),
+        (
+            DistributedDataParallelKwargs(),
+            "is a DistributedDataParallelKwargs, but strategy 'fsdp' takes FSDPOptions",
+        ),
         ({"wrap": "layers"}, "wrap='layers' is neither 'blocks', nor a tuple"),
         ({"reduce_every_micro_batch": 1}, "reduce_every_micro_batch=1 is neither True, False nor None"),
         ({"cpu_offload": 1}, "cpu_offload=1 is neither True nor False"),
@@ -649,13 +707,21 @@ def test_a_script_that_never_closes_ends(tmp_path: Path) -> None:
 def test_it_is_imported_at_first_use() -> None:
     heavy = ("torch.distributed.tensor", "torch.distributed.fsdp")
     code = f"from easymp import Accelerator\nimport sys\nprint([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100, cwd=ROOT
+    )
     assert done.stdout.strip() == "[]"
 
 
 # -- what stays whole --------------------------------------------------------------------------------------------------
 
-IGNORED = [("embed",), ("blocks.*.norm",), ("*.bias", "embed.weight"), ("blocks.1",), "blocks.0.attend.in_proj_weight"]
+IGNORED = [
+    ("embed",),
+    ("blocks.*.norm",),
+    ("*.bias", "embed.weight"),
+    ("blocks.1",),
+    "blocks.0.attend.in_proj_weight",
+]
 
 
 @pytest.mark.parametrize("ignore", IGNORED)
@@ -684,7 +750,9 @@ def each_micro_step(strategy: str) -> list[torch.Tensor]:
         mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_plugin=plugin
     ) as acc:
         model = acc.prepare(make("tied"))
-        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(acc.num_processes)[acc.process_index]
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(acc.num_processes)[
+            acc.process_index
+        ]
         for _ in range(3):
             with acc.accumulate(model):
                 acc.backward(model(x).square().mean())
@@ -735,14 +803,21 @@ def ignored_wrongly() -> list[str]:
 
 def test_wrong_names_are_refused(ranks) -> None:
     for nothing, everything, mixed in ranks(ignored_wrongly):
-        assert "no parameter or module of this Tied is named 'blocs', did you mean 'blocks'?: correct `ignore`" in nothing
+        assert (
+            "no parameter or module of this Tied is named 'blocs', did you mean 'blocks'?: correct `ignore`"
+            in nothing
+        )
         assert "leaves no parameter to shard" in everything
         assert "AdamW has foreach=True for sharded and ignored parameters together (param group 0)" in mixed
 
 
 def kind_of_run(strategy: str) -> list[str]:
     with Accelerator(strategy=strategy) as acc:
-        return [acc.distributed_type.value, acc.state.distributed_type.value, PartialState().distributed_type.value]
+        return [
+            acc.distributed_type.value,
+            acc.state.distributed_type.value,
+            PartialState().distributed_type.value,
+        ]
 
 
 def test_scripts_are_told_that_it_is_fsdp(ranks) -> None:

@@ -96,7 +96,11 @@ def refused(options: Any) -> str:
             r"RefusedError: .*all 2 ranks are on one: pass strategy_options=HSDPOptions\(shard_size=...\), or use strategy='fsdp'",
         ),
         (None, 1, "RefusedError: .*each has one rank"),
-        ({"shard_size": 2}, 2, "RefusedError: .*shard_size=2 leaves nothing to replicate among 2 ranks: use strategy='fsdp'"),
+        (
+            {"shard_size": 2},
+            2,
+            "RefusedError: .*shard_size=2 leaves nothing to replicate among 2 ranks: use strategy='fsdp'",
+        ),
         ({"shard_size": 1}, 2, "SettingError: shard_size=1 is not a whole number of at least 2"),
         ({"shards": 2}, 2, "SettingError: strategy 'hsdp' has no option 'shards', did you mean 'shard_size'"),
     ],
@@ -124,7 +128,9 @@ def after_another_run(groups: int) -> list[float]:
     """Sums of whole parameters after a step, of two runs, before the first of which `groups` other groups were made."""
     found = []
     for extra in (groups, 0):
-        with Accelerator(mixed_precision="no", strategy="hsdp", strategy_options={"shard_size": 2}, timeout=30) as acc:
+        with Accelerator(
+            mixed_precision="no", strategy="hsdp", strategy_options={"shard_size": 2}, timeout=30
+        ) as acc:
             for _ in range(extra):
                 acc._run.world.group(range(acc.num_processes))
             torch.manual_seed(0)
@@ -169,14 +175,18 @@ def window(strategy: str, options: Any) -> tuple[list[Any], list[tuple[int, int]
         return call
 
     with (
-        Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=2) as acc,
+        Accelerator(
+            mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=2
+        ) as acc,
         pytest.MonkeyPatch.context() as patch,
     ):
         for i, name in enumerate((scatter, "all_reduce")):
             patch.setattr(dist, name, counted(name, i))
         torch.manual_seed(3)
         model = Now()
-        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1))
+        model, optimizer = acc.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        )
         generator = torch.Generator().manual_seed(1)
         seen, grads = [], []
         for step in range(4):
@@ -197,7 +207,9 @@ def window(strategy: str, options: Any) -> tuple[list[Any], list[tuple[int, int]
 def test_a_window_keeps_shards_and_averages_replicas_once(ranks, early: bool | None) -> None:
     one, _, _ = window("single", None)
     assert [g is None for g in one[:10]] == [False] * 8 + [True] * 2
-    for got, seen, reason in ranks(window, "hsdp", {"shard_size": 2, "reduce_every_micro_batch": early}, processes=4):
+    for got, seen, reason in ranks(
+        window, "hsdp", {"shard_size": 2, "reduce_every_micro_batch": early}, processes=4
+    ):
         for a, b in zip(got, one):
             assert (a is None) == (b is None)
             assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-6)

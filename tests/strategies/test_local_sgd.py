@@ -22,14 +22,21 @@ def same(acc: Accelerator, tensors: Any) -> bool:
     return bool((rows == rows[0]).all())
 
 
-def trained(strategy: str, kind: str, steps: int = 1, precision: str = "no", options: Any = None) -> dict[str, Any]:
+def trained(
+    strategy: str, kind: str, steps: int = 1, precision: str = "no", options: Any = None
+) -> dict[str, Any]:
     with Accelerator(
-        mixed_precision=precision, strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps
+        mixed_precision=precision,
+        strategy=strategy,
+        strategy_options=options,
+        gradient_accumulation_steps=steps,
     ) as acc:
         return train(acc, kind, None, adam=False)
 
 
-@pytest.mark.parametrize(("kind", "steps", "size"), [("mlp", 1, 2), ("tied", 3, 2), ("idle", 1, 2), ("mlp", 2, 4)])
+@pytest.mark.parametrize(
+    ("kind", "steps", "size"), [("mlp", 1, 2), ("tied", 3, 2), ("idle", 1, 2), ("mlp", 2, 4)]
+)
 def test_averaged_after_each_update_it_is_one_process(ranks, kind: str, steps: int, size: int) -> None:
     """A mean of parameters is linear in the gradients, momenta included."""
     one = trained("single", kind, steps)
@@ -45,7 +52,9 @@ def test_averaged_after_each_update_it_is_one_process(ranks, kind: str, steps: i
 def spreads(every: int, precision: str, fused: bool | None = None) -> list[list[bool]]:
     """After each of 7 updates, and after a meeting: whether parameters, and buffers, are the same on all ranks."""
     found = []
-    with Accelerator(mixed_precision=precision, strategy="local_sgd", strategy_options={"every": every}, fused=fused) as acc:
+    with Accelerator(
+        mixed_precision=precision, strategy="local_sgd", strategy_options={"every": every}, fused=fused
+    ) as acc:
         model = nn.Sequential(make("mlp"), nn.BatchNorm1d(5))
         model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         generator = torch.Generator().manual_seed(acc.process_index)
@@ -60,7 +69,9 @@ def spreads(every: int, precision: str, fused: bool | None = None) -> list[list[
     return found
 
 
-@pytest.mark.parametrize(("precision", "fused"), [("no", None), ("bf16", None), ("fp16", True), ("fp16", False)])
+@pytest.mark.parametrize(
+    ("precision", "fused"), [("no", None), ("bf16", None), ("fp16", True), ("fp16", False)]
+)
 def test_models_are_averaged_after_every_third_update(ranks, precision: str, fused: bool | None) -> None:
     for found in ranks(spreads, 3, precision, fused):
         assert found == [[(i % 3 == 2) or i == 7] * 2 for i in range(8)]
@@ -68,10 +79,15 @@ def test_models_are_averaged_after_every_third_update(ranks, precision: str, fus
 
 def two_rates() -> tuple[list[bool], list[bool]]:
     """Two optimizers, the second of which steps every other time."""
-    with Accelerator(mixed_precision="no", strategy="local_sgd", strategy_options=LocalSGDOptions(every=2)) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy="local_sgd", strategy_options=LocalSGDOptions(every=2)
+    ) as acc:
         first, second = nn.Linear(4, 4), nn.Linear(4, 4)
         first, second, fast, slow = acc.prepare(
-            first, second, torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.SGD(second.parameters(), lr=0.1)
+            first,
+            second,
+            torch.optim.SGD(first.parameters(), lr=0.1),
+            torch.optim.SGD(second.parameters(), lr=0.1),
         )
         alike: tuple[list[bool], list[bool]] = [], []
         for step in range(8):
@@ -96,7 +112,9 @@ def passes(leave: bool) -> tuple[bool, str]:
     data = TensorDataset(torch.randn(40, 12, generator=torch.Generator().manual_seed(1)))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        with Accelerator(mixed_precision="bf16", strategy="local_sgd", strategy_options={"every": 100}) as acc:
+        with Accelerator(
+            mixed_precision="bf16", strategy="local_sgd", strategy_options={"every": 100}
+        ) as acc:
             model = make("mlp")
             model, optimizer, loader = acc.prepare(
                 model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=4)
@@ -119,7 +137,9 @@ def test_a_pass_ends_with_an_averaging(ranks) -> None:
 def test_a_run_that_ends_between_two_averagings_says_so(ranks) -> None:
     for alike, words in ranks(passes, True):
         assert not alike
-        assert "they were trained for 3 updates since they were last averaged. Call wait_for_everyone()" in words
+        assert (
+            "they were trained for 3 updates since they were last averaged. Call wait_for_everyone()" in words
+        )
 
 
 def overflow(fused: bool | None) -> list[bool]:
@@ -127,7 +147,9 @@ def overflow(fused: bool | None) -> list[bool]:
     with Accelerator(mixed_precision="fp16", strategy="local_sgd", strategy_options={"every": 2}) as acc:
         model = make("mlp")
         mine = acc.is_main_process if fused is None else fused
-        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=mine, foreach=False))
+        model, optimizer = acc.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=mine, foreach=False)
+        )
         found = []
         for step in range(5):
             loss = model(torch.full((2, 12), 1.0 + acc.process_index)).square().mean() / 100
@@ -153,7 +175,11 @@ def starts() -> tuple[list[float], list[float], str]:
         model[1].running_mean.fill_(acc.process_index + 1.0)
         model.register_buffer("low", torch.full((2,), 1.0 + acc.process_index, dtype=torch.bfloat16))
         model = acc.prepare(model)
-        return model[0].weight.flatten().tolist(), [float(model[1].running_mean[0]), float(model.low[0])], repr(type(model))
+        return (
+            model[0].weight.flatten().tolist(),
+            [float(model[1].running_mean[0]), float(model.low[0])],
+            repr(type(model)),
+        )
 
 
 def test_all_start_from_rank_0s_values(ranks) -> None:
@@ -185,7 +211,9 @@ def uneven() -> None:
 
 
 def test_refusals(ranks) -> None:
-    with pytest.raises(RefusedError, match=r"'local_sgd' averages models over processes, and there is one; start several"):
+    with pytest.raises(
+        RefusedError, match=r"'local_sgd' averages models over processes, and there is one; start several"
+    ):
         Accelerator(strategy="local_sgd")
     for every in (0, 1.5, True, "8"):
         with pytest.raises(SettingError, match="is not a whole number of updates of at least 1"):
@@ -198,7 +226,9 @@ def test_refusals(ranks) -> None:
 # -- the peer's block --------------------------------------------------------------------------------------------------
 
 
-def block(every: int, enabled: bool, steps: int, strategy: str | None = None, precision: str = "no") -> tuple[list[bool], Any]:
+def block(
+    every: int, enabled: bool, steps: int, strategy: str | None = None, precision: str = "no"
+) -> tuple[list[bool], Any]:
     with Accelerator(mixed_precision=precision, gradient_accumulation_steps=steps, strategy=strategy) as acc:
         model = make("mlp")
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -81,7 +81,9 @@ def test_the_seeds_values(kind: str) -> None:
     assert ours.keys() == theirs.keys()
     for name, values in theirs.items():
         assert torch.equal(ours[name], values), name
-    assert {id(p): name for name, p in model.named_parameters()} == names  # the same objects, for optimizers and ties
+    assert {
+        id(p): name for name, p in model.named_parameters()
+    } == names  # the same objects, for optimizers and ties
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in normal.parameters()]
 
 
@@ -149,7 +151,10 @@ def halfway() -> nn.Module:
             Named,
             r"this Named has _init_weights\(\), which did nothing on the meta device.*initialize=model._init_weights will do",
         ),
-        (Attribute, r"this Attribute has a tensor 'table' on the meta device that is neither.*register it as a buffer"),
+        (
+            Attribute,
+            r"this Attribute has a tensor 'table' on the meta device that is neither.*register it as a buffer",
+        ),
     ],
 )
 def test_what_gets_no_values_is_named(build: Any, words: str) -> None:
@@ -160,7 +165,9 @@ def test_what_gets_no_values_is_named(build: Any, words: str) -> None:
 
 
 def test_half_on_meta() -> None:
-    with pytest.raises(PrepareError, match="this Linear has 'bias' on the meta device and values in 'weight'"):
+    with pytest.raises(
+        PrepareError, match="this Linear has 'bias' on the meta device and values in 'weight'"
+    ):
         materialise(halfway(), torch.device("cpu"))
 
 
@@ -186,7 +193,8 @@ def test_initialize_fills_what_resetting_does_not() -> None:
         acc.prepare(model)
     assert seen == ["Bare", "Linear"]
     assert (
-        all(bool((p == 2.0).all()) for p in (model[0].weight, model[1].weight)) and float(model[1].bias.detach().abs().sum()) > 0
+        all(bool((p == 2.0).all()) for p in (model[0].weight, model[1].weight))
+        and float(model[1].bias.detach().abs().sum()) > 0
     )
 
 
@@ -236,12 +244,18 @@ def peak(kind: str) -> tuple[int, int, int]:
 
     with Accelerator(mixed_precision="no", strategy="fsdp", initialize=count) as acc:
         acc.prepare(model)
-        return most, sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.blocks[0].parameters())
+        return (
+            most,
+            sum(p.numel() for p in model.parameters()),
+            sum(p.numel() for p in model.blocks[0].parameters()),
+        )
 
 
 def test_no_rank_ever_holds_the_whole(ranks) -> None:
     for most, total, block in ranks(peak, "tied"):
         outside = total - 3 * block
         assert most <= block + outside < total
-    for most, total, _ in ranks(peak, "rooted"):  # its root draws all values again, so that none may be sharded before
+    for most, total, _ in ranks(
+        peak, "rooted"
+    ):  # its root draws all values again, so that none may be sharded before
         assert most == total

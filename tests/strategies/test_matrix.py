@@ -34,7 +34,10 @@ ELSEWHERE = {
         2,
     ): r"'hsdp' .* all 2 ranks are on one: pass strategy_options=HSDPOptions\(shard_size=\.\.\.\), or use strategy='fsdp'",
     ("tensor_parallel", 1): r"'tensor_parallel' .*there is one; start several",
-    ("pipeline", 1): r"'pipeline' gives each process a stage of the model, and there is one process; start several",
+    (
+        "pipeline",
+        1,
+    ): r"'pipeline' gives each process a stage of the model, and there is one process; start several",
     ("local_sgd", 1): r"'local_sgd' .*there is one; start several",
 }
 
@@ -125,7 +128,9 @@ def differences(way: Way, precision: str, row: Row, got: dict[str, Any] | str, o
         return f"{row}: skipped {got['skipped']}, one process {one['skipped']}"
     if got["losses"] != pytest.approx(one["losses"], rel=bound):
         return f"{row}: losses {got['losses']}, of one process {one['losses']}"
-    if way.norms and got["norms"] != pytest.approx(one["norms"], rel=bound if precision in EXACT else 4 * bound):
+    if way.norms and got["norms"] != pytest.approx(
+        one["norms"], rel=bound if precision in EXACT else 4 * bound
+    ):
         return f"{row}: norms {got['norms']}, of one process {one['norms']}"
     return None
 
@@ -169,7 +174,11 @@ ALL = [(label, size) for label, way in WAYS.items() for size in way.sizes]
 @pytest.mark.parametrize(("label", "size"), ALL)
 def test_fp32_is_that_of_one_process(ranks: Any, label: str, size: int) -> None:
     """All rows on two processes; on four, which two cores are slow at, those in which any two values meet."""
-    rows = ROWS if size < 4 else [row for row in ROWS if ((row.steps > 1) == bool(row.clip)) == (row.kind in ("mlp", "tied"))]
+    rows = (
+        ROWS
+        if size < 4
+        else [row for row in ROWS if ((row.steps > 1) == bool(row.clip)) == (row.kind in ("mlp", "tied"))]
+    )
     check(ranks, label, size, "fp32", rows)
 
 
@@ -180,7 +189,11 @@ def test_fp32_is_that_of_one_process(ranks: Any, label: str, size: int) -> None:
 def test_half_precision_agrees(ranks: Any, label: str, size: int, precision: str) -> None:
     """One model takes single steps and one takes windows, clipped; in the other precision the other two, and the next way changes them."""
     kinds = [("mlp", "conv"), ("tied", "idle")][(ALL.index((label, size)) + (precision == "bf16")) % 2]
-    rows = [row for row in ROWS if row.kind in kinds and (row.steps > 1) == bool(row.clip) == (row.kind == kinds[1])]
+    rows = [
+        row
+        for row in ROWS
+        if row.kind in kinds and (row.steps > 1) == bool(row.clip) == (row.kind == kinds[1])
+    ]
     check(ranks, label, size, precision, rows)
 
 
@@ -189,7 +202,9 @@ def test_half_precision_agrees(ranks: Any, label: str, size: int, precision: str
 @pytest.mark.parametrize(("label", "size"), ALL)
 def test_the_other_precisions_agree(ranks: Any, label: str, size: int) -> None:
     """Two models a precision, and the next precision and the next way have the other two; every accumulation and clip comes up."""
-    for number, precision in enumerate(sorted({*EXACT, *HALF} - {"fp32", "bf16", "fp16"}), ALL.index((label, size))):
+    for number, precision in enumerate(
+        sorted({*EXACT, *HALF} - {"fp32", "bf16", "fp16"}), ALL.index((label, size))
+    ):
         check(ranks, label, size, precision, ROWS[::5][number % 2 :: 2])
 
 
@@ -204,7 +219,9 @@ def words(strategy: str, precision: str) -> str:
 
 
 @pytest.mark.parametrize(("strategy", "size"), ELSEWHERE)
-def test_a_strategy_that_is_not_for_this_number_of_processes_says_so(ranks: Any, strategy: str, size: int) -> None:
+def test_a_strategy_that_is_not_for_this_number_of_processes_says_so(
+    ranks: Any, strategy: str, size: int
+) -> None:
     for said in [words(strategy, "fp32")] if size == 1 else ranks(words, strategy, "fp32", processes=size):
         assert re.search(ELSEWHERE[strategy, size], said), said
 

@@ -25,5 +25,7 @@ def test_only_groups_of_both_step_one_tensor_at_a_time() -> None:
 @pytest.mark.parametrize("word", ["fused", "foreach"])
 def test_lists_that_were_asked_for_are_refused(word: str) -> None:
     optimizer = torch.optim.AdamW(both(), **{word: True})
-    with pytest.raises(PrepareError, match=f"AdamW has {word}=True for split and unsplit parameters together"):
+    with pytest.raises(
+        PrepareError, match=f"AdamW has {word}=True for split and unsplit parameters together"
+    ):
         one_by_one(optimizer, "split", "unsplit")

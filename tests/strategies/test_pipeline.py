@@ -24,10 +24,19 @@ from .models import WIDTH, Tied, make, train
 
 
 def trained(
-    strategy: str, kind: str, steps: int, clip: float | None, precision: str = "no", options: Any = None, adam: bool = True
+    strategy: str,
+    kind: str,
+    steps: int,
+    clip: float | None,
+    precision: str = "no",
+    options: Any = None,
+    adam: bool = True,
 ) -> dict[str, Any]:
     with Accelerator(
-        mixed_precision=precision, strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps
+        mixed_precision=precision,
+        strategy=strategy,
+        strategy_options=options,
+        gradient_accumulation_steps=steps,
     ) as acc:
         return train(acc, kind, clip, adam)
 
@@ -44,9 +53,9 @@ def agree(ours: list[dict[str, Any]], one: dict[str, Any], rel: float = 1e-5) ->
             if not values.is_meta:
                 seen.add(name)
                 # A key's bias has no gradient but rounding, which Adam makes a step of.
-                assert name.endswith("in_proj_bias") or torch.allclose(values, one["parameters"][name], rtol=1e-3, atol=1e-4), (
-                    name
-                )
+                assert name.endswith("in_proj_bias") or torch.allclose(
+                    values, one["parameters"][name], rtol=1e-3, atol=1e-4
+                ), name
     assert seen == set(one["parameters"])
 
 
@@ -62,7 +71,9 @@ ROWS = [  # all of them are in the matrix
 
 
 @pytest.mark.parametrize(("kind", "schedule", "steps", "clip", "size"), ROWS)
-def test_it_trains_as_one_process(ranks, kind: str, schedule: str, steps: int, clip: float | None, size: int) -> None:
+def test_it_trains_as_one_process(
+    ranks, kind: str, schedule: str, steps: int, clip: float | None, size: int
+) -> None:
     ours = ranks(trained, "pipeline", kind, steps, clip, "no", {"schedule": schedule}, processes=size)
     agree(ours, trained("single", kind, steps, clip))
 
@@ -71,11 +82,17 @@ def test_it_trains_as_one_process(ranks, kind: str, schedule: str, steps: int, c
     ("options", "adam"),
     [
         ({"splits": ("blocks.0",), "microbatches": 1}, True),
-        ({"splits": ["head"], "microbatches": 5, "schedule": "1f1b"}, False),  # 24 samples in parts of 5, 5, 5, 5 and 4
+        (
+            {"splits": ["head"], "microbatches": 5, "schedule": "1f1b"},
+            False,
+        ),  # 24 samples in parts of 5, 5, 5, 5 and 4
     ],
 )
 def test_options_change_no_number(ranks, options: Any, adam: bool) -> None:
-    agree(ranks(trained, "pipeline", "tied", 1, 0.1, "no", options, adam), trained("single", "tied", 1, 0.1, adam=adam))
+    agree(
+        ranks(trained, "pipeline", "tied", 1, 0.1, "no", options, adam),
+        trained("single", "tied", 1, 0.1, adam=adam),
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -92,7 +109,9 @@ def batch_norm(strategy: str, schedule: str) -> dict[str, Any]:
     options = {"schedule": schedule} if strategy == "pipeline" else None
     parts = 2 if strategy == "single" else 1
     losses, generator = [], torch.Generator().manual_seed(7)
-    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=parts) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=parts
+    ) as acc:
         model = make("conv")
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
         for _ in range(6):
@@ -140,7 +159,9 @@ class Tower(nn.Module):
         self.last = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, 5))
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, batch: dict[str, Tensor], scale: float = 1.0, mask: Tensor | None = None) -> dict[str, Any]:
+    def forward(
+        self, batch: dict[str, Tensor], scale: float = 1.0, mask: Tensor | None = None
+    ) -> dict[str, Any]:
         x = batch["x"] + self.shift
         extra = self.bias(x)
         x = self.enter(x)
@@ -173,7 +194,9 @@ def loops(strategy: str, schedule: str) -> list[Any]:
         found.append((out["logits"].detach(), out["mask"], out["top"]))
         acc.backward(out["logits"].square().mean())
         found.append(grads())
-        acc.backward(sum(model({"x": batch(n)}, 0.5)["logits"].square().mean() for n in (5, 1)))  # two forwards, odd sizes
+        acc.backward(
+            sum(model({"x": batch(n)}, 0.5)["logits"].square().mean() for n in (5, 1))
+        )  # two forwards, odd sizes
         found.append(grads())
         with acc.no_sync(model):
             acc.backward(model({"x": batch(4)})["logits"].square().mean())
@@ -193,7 +216,9 @@ def loops(strategy: str, schedule: str) -> list[Any]:
         if strategy == "pipeline":
             with pytest.raises(StepError, match="a second backward through one forward"):
                 acc.backward(loss)
-        found.append([float(acc.clip_grad_norm_(model.parameters(), 0.5, kind)) for kind in (1.0, 2.0, float("inf"))])
+        found.append(
+            [float(acc.clip_grad_norm_(model.parameters(), 0.5, kind)) for kind in (1.0, 2.0, float("inf"))]
+        )
         acc.clip_grad_value_(model.parameters(), 1e-3)
         found.append(grads())
     return found
@@ -205,7 +230,11 @@ def same(a: Any, b: Any) -> bool:
         return all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-6) if isinstance(a, Tensor) else a == pytest.approx(b, rel=1e-5)
+    return (
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+        if isinstance(a, Tensor)
+        else a == pytest.approx(b, rel=1e-5)
+    )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -221,8 +250,12 @@ def test_loops_of_other_shapes(ranks, schedule: str) -> None:
 
 
 def dropout(schedule: str) -> tuple[Any, int, int]:
-    with Accelerator(mixed_precision="no", strategy="pipeline", strategy_options={"schedule": schedule}, seed=3) as acc:
-        layers = [layer for _ in range(2) for layer in (nn.Linear(12, 12), nn.Dropout(0.5), nn.Linear(12, 12))]
+    with Accelerator(
+        mixed_precision="no", strategy="pipeline", strategy_options={"schedule": schedule}, seed=3
+    ) as acc:
+        layers = [
+            layer for _ in range(2) for layer in (nn.Linear(12, 12), nn.Dropout(0.5), nn.Linear(12, 12))
+        ]
         model = acc.prepare(nn.Sequential(*layers))
         out = model(torch.ones(8, 12))
         acc.backward(out.square().mean())
@@ -244,7 +277,10 @@ def test_the_second_forward_has_the_first_ones_random_numbers(ranks) -> None:
 def overflow(fused: bool) -> tuple[list[bool], float, bool]:
     """Two optimizers, so that each has parameters in one stage only; the gradient of one overflows."""
     with Accelerator(
-        mixed_precision="fp16", strategy="pipeline", strategy_options=PipelineOptions(splits=("2",)), fused=fused
+        mixed_precision="fp16",
+        strategy="pipeline",
+        strategy_options=PipelineOptions(splits=("2",)),
+        fused=fused,
     ) as acc:
         model = make("mlp")
         one, two = (torch.optim.SGD(model[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 4))
@@ -255,7 +291,11 @@ def overflow(fused: bool) -> tuple[list[bool], float, bool]:
             model[4].weight.grad[0, 0] = float("inf")
         one.step()
         two.step()
-        moved = {n.split(".")[0] for n, p in model.named_parameters() if n in before and not torch.equal(p, before[n])}
+        moved = {
+            n.split(".")[0]
+            for n, p in model.named_parameters()
+            if n in before and not torch.equal(p, before[n])
+        }
         skipped = [o.step_was_skipped for o in (one, two)]
         states = [p for o in (one, two) for p in o.state]
         return skipped, acc.scaler.get_scale(), "4" not in moved and not any(p.is_meta for p in states)
@@ -328,7 +368,11 @@ class Layer(nn.Module):
         self.again = again
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
+        return (
+            torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+            if self.again
+            else self.inner(x)
+        )
 
 
 class Layers(nn.Module):
@@ -339,7 +383,9 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = (torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.outside else block(x)) + x
+            x = (
+                torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.outside else block(x)
+            ) + x
         return x
 
 
@@ -441,7 +487,9 @@ class Writing(Skip):
         return self.c(self.b(total))
 
 
-@pytest.mark.parametrize(("model", "splits"), [(Skip(), ("b",)), (nn.Sequential(Skip(), nn.Linear(12, 2)), ("0.b", "1"))])
+@pytest.mark.parametrize(
+    ("model", "splits"), [(Skip(), ("b",)), (nn.Sequential(Skip(), nn.Linear(12, 2)), ("0.b", "1"))]
+)
 def test_a_stage_begins_where_it_is_told(model: nn.Module, splits: tuple[str, ...]) -> None:
     assert cut(model, torch.ones(2, 12), len(splits) + 1, splits).begins == splits
 
@@ -462,15 +510,32 @@ def test_a_stage_begins_where_it_is_told(model: nn.Module, splits: tuple[str, ..
             "would need 4 stages, one a process, but there are 2 modules at which one can begin: a, b. Start fewer",
         ),
         (Skip(), 2, ("d",), "splits holds 'd', and no module of this Skip has that name"),
-        (Tied(), 2, ("block.1",), r"splits holds 'block.1', and no module of this Tied has that name, did you mean 'blocks.1'\?"),
+        (
+            Tied(),
+            2,
+            ("block.1",),
+            r"splits holds 'block.1', and no module of this Tied has that name, did you mean 'blocks.1'\?",
+        ),
         (Tied(), 2, ("blocks",), "a ModuleList, which is never called"),
-        (Tied(), 3, ("blocks.2", "blocks.1"), "not in the order in which forward calls them: blocks.1, blocks.2"),
+        (
+            Tied(),
+            3,
+            ("blocks.2", "blocks.1"),
+            "not in the order in which forward calls them: blocks.1, blocks.2",
+        ),
         (make("idle"), 2, ("blocks.2",), "the forward of this Idle does not call that module"),
-        (nn.Linear(12, 2), 2, None, "would need 2 stages, one a process, but there are 0 modules at which one can begin"),
+        (
+            nn.Linear(12, 2),
+            2,
+            None,
+            "would need 2 stages, one a process, but there are 0 modules at which one can begin",
+        ),
         (Looking(), 2, None, "could not be followed without values"),
     ],
 )
-def test_where_stages_cannot_begin(model: nn.Module, stages: int, splits: tuple[str, ...] | None, words: str) -> None:
+def test_where_stages_cannot_begin(
+    model: nn.Module, stages: int, splits: tuple[str, ...] | None, words: str
+) -> None:
     with pytest.raises(PrepareError, match=words):
         cut(model, torch.ones(2, 12), stages, splits)
 
@@ -504,7 +569,10 @@ def test_a_batch_in_parts() -> None:
 
 def test_forms_tell_calls_apart() -> None:
     x = torch.ones(2, 3)
-    forms = [form_of(t) for t in (x, x.double(), x[:1], [x], (x,), {"x": x}, {"x": x, "y": 1}, {"x": x, "y": 1.0}, None)]
+    forms = [
+        form_of(t)
+        for t in (x, x.double(), x[:1], [x], (x,), {"x": x}, {"x": x, "y": 1}, {"x": x, "y": 1.0}, None)
+    ]
     assert len(set(forms)) == len(forms)
     assert form_of({"x": x, "y": None}) == form_of({"x": x + 1, "y": None})
 
@@ -542,7 +610,9 @@ def test_options_are_checked(options: dict[str, Any], words: str) -> None:
 
 
 def test_one_process_is_refused() -> None:
-    with pytest.raises(RefusedError, match="gives each process a stage of the model, and there is one process; start several"):
+    with pytest.raises(
+        RefusedError, match="gives each process a stage of the model, and there is one process; start several"
+    ):
         Accelerator(strategy="pipeline")
 
 
@@ -559,7 +629,11 @@ def refusals() -> dict[str, str]:
             action()
         said[name] = str(caught.value)
 
-    note("splits", SettingError, lambda: Accelerator(strategy="pipeline", strategy_options={"splits": ("a", "b", "c")}))
+    note(
+        "splits",
+        SettingError,
+        lambda: Accelerator(strategy="pipeline", strategy_options={"splits": ("a", "b", "c")}),
+    )
     with Accelerator(mixed_precision="no", strategy="pipeline") as acc:
         note("list", PrepareError, lambda: acc.prepare(nn.ModuleList([nn.Linear(1, 1)])))
         model = acc.prepare(make("mlp"))

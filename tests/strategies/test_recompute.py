@@ -19,7 +19,9 @@ from .models import Block, Tied, make, train
 from .test_fsdp import agree
 
 
-def trained(strategy: str, kind: str, which: Any, options: Any = None, precision: str = "no", steps: int = 2) -> dict[str, Any]:
+def trained(
+    strategy: str, kind: str, which: Any, options: Any = None, precision: str = "no", steps: int = 2
+) -> dict[str, Any]:
     with Accelerator(
         mixed_precision=precision,
         strategy=strategy,
@@ -33,7 +35,9 @@ def trained(strategy: str, kind: str, which: Any, options: Any = None, precision
 # -- the numbers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "which"), [("tied", True), ("idle", True), ("conv", ("1", "2")), ("mlp", "Linear")])
+@pytest.mark.parametrize(
+    ("kind", "which"), [("tied", True), ("idle", True), ("conv", ("1", "2")), ("mlp", "Linear")]
+)
 def test_alone(kind: str, which: Any) -> None:
     ours, plain = trained("single", kind, which), trained("single", kind, False)
     agree(ours, plain)
@@ -167,12 +171,19 @@ def scripted() -> nn.Module:
 @pytest.mark.parametrize(
     ("which", "build", "words"),
     [
-        (("Blok",), Tied, r"'Blok' is the name or class of no module inside this Tied, did you mean 'Block'\?"),
+        (
+            ("Blok",),
+            Tied,
+            r"'Blok' is the name or class of no module inside this Tied, did you mean 'Block'\?",
+        ),
         (True, lambda: make("mlp"), "the repeated blocks of a model, and this Sequential has none"),
     ],
 )
 def test_what_means_nothing(which: Any, build: Any, words: str) -> None:
-    with Accelerator(mixed_precision="no", activation_checkpointing=which) as acc, pytest.raises(PrepareError, match=words):
+    with (
+        Accelerator(mixed_precision="no", activation_checkpointing=which) as acc,
+        pytest.raises(PrepareError, match=words),
+    ):
         acc.prepare(build())
 
 

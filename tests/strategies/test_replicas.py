@@ -56,7 +56,9 @@ def in_full(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def update(acc: Accelerator, model: Any, optimizer: Any, call: Callable[[Tensor], Tensor] | None = None) -> None:
+def update(
+    acc: Accelerator, model: Any, optimizer: Any, call: Callable[[Tensor], Tensor] | None = None
+) -> None:
     generator = torch.Generator().manual_seed(acc.process_index)
     loss = (call or model)(torch.randn(3, 4, generator=generator)).square().mean()
     loss.backward() if call else acc.backward(loss)
@@ -120,7 +122,11 @@ def drifting(how: Callable[..., Any], strategy: str, options: Any, after: int, *
 
 CASES = {
     "another method": (other_method, "'body.weight'", "another method than the model's call"),
-    "added": (added_behind, "'adapter.weight'", "It was added after prepare(): add it to the model before prepare()"),
+    "added": (
+        added_behind,
+        "'adapter.weight'",
+        "It was added after prepare(): add it to the model before prepare()",
+    ),
     "another rate": (other_rate, "SGD group 0 lr=0.2", "Set the same options on all ranks"),
     "unfrozen": (thawed, "'head.weight'", "a parameter unfrozen after prepare()"),
     "by hand": (by_hand, "'norm.weight'", "weights changed on some ranks only"),
@@ -237,9 +243,13 @@ def rounded_stochastically() -> Any:
     def run(acc: Accelerator) -> str:
         torch.manual_seed(0)
         model = nn.Linear(4, 4).bfloat16()
-        model, optimizer = acc.prepare(model, optim.AdamW(model.parameters(), lr=0.1, stochastic_rounding=True))
+        model, optimizer = acc.prepare(
+            model, optim.AdamW(model.parameters(), lr=0.1, stochastic_rounding=True)
+        )
         for _ in range(4):
-            acc.backward(model(torch.ones(2, 4, dtype=torch.bfloat16) + acc.process_index).float().square().mean())
+            acc.backward(
+                model(torch.ones(2, 4, dtype=torch.bfloat16) + acc.process_index).float().square().mean()
+            )
             optimizer.step()
             optimizer.zero_grad()
         return "equal"
@@ -267,9 +277,13 @@ def unlike(which: str) -> Any:
             optimizer = (torch.optim.SGD, torch.optim.RMSprop)[rank](model.parameters(), lr=0.1)
         elif which == "groups":
             parameters = list(model.parameters())
-            groups = [{"params": parameters}] if rank else [{"params": parameters[:1]}, {"params": parameters[1:]}]
+            groups = (
+                [{"params": parameters}] if rank else [{"params": parameters[:1]}, {"params": parameters[1:]}]
+            )
             optimizer = torch.optim.SGD(groups, lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5 if which == "scheduler" and rank else 0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(
+            optimizer, 2, 0.5 if which == "scheduler" and rank else 0.1
+        )
         acc.prepare(model, optimizer, scheduler)
 
     rank = int(os.environ["RANK"])
@@ -295,7 +309,9 @@ def unlike(which: str) -> Any:
 def test_what_trains_is_compared_at_prepare(ranks, which: str, zero: str, one: str) -> None:
     found = ranks(unlike, which)
     assert found[0] == found[1]
-    assert found[0].startswith(f"WorldError: the ranks prepare different things: rank 0 has {zero}, rank 1 has {one}")
+    assert found[0].startswith(
+        f"WorldError: the ranks prepare different things: rank 0 has {zero}, rank 1 has {one}"
+    )
 
 
 def unfrozen_after_the_first_updates() -> Any:
@@ -314,7 +330,10 @@ def unfrozen_after_the_first_updates() -> Any:
 
 def test_a_model_that_is_unfrozen_after_the_first_updates_is_compared(ranks) -> None:
     for said in ranks(unfrozen_after_the_first_updates):
-        assert "after update 6 of SGD rank 1 and rank 0 differ in parameter 'weight' of Linear (model 0) (and 1 more)" in said
+        assert (
+            "after update 6 of SGD rank 1 and rank 0 differ in parameter 'weight' of Linear (model 0) (and 1 more)"
+            in said
+        )
         assert "unfrozen after prepare()" in said
 
 
@@ -393,7 +412,9 @@ def test_on_one_process_a_model_may_grow(tmp_path: Path) -> None:
             optimizer.add_param_group({"params": lone})
         assert len(optimizer.param_groups) == 2
         optimizer.param_groups[0]["params"].append(lone)
-        with pytest.raises(StepError, match=r"SGD steps a parameter of shape \(3,\) that belongs to no prepared model"):
+        with pytest.raises(
+            StepError, match=r"SGD steps a parameter of shape \(3,\) that belongs to no prepared model"
+        ):
             acc.save_state(tmp_path / "not there")
         model.other = nn.Linear(8, 8)
         with pytest.raises(TypeError, match="set"):

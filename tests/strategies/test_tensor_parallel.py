@@ -22,10 +22,19 @@ Options = dict[str, Any]
 
 
 def trained(
-    strategy: str, kind: str, steps: int, clip: float | None, options: Any = None, precision: str = "no", adam: bool = True
+    strategy: str,
+    kind: str,
+    steps: int,
+    clip: float | None,
+    options: Any = None,
+    precision: str = "no",
+    adam: bool = True,
 ) -> dict[str, Any]:
     with Accelerator(
-        mixed_precision=precision, strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps
+        mixed_precision=precision,
+        strategy=strategy,
+        strategy_options=options,
+        gradient_accumulation_steps=steps,
     ) as acc:
         return train(acc, kind, clip, adam)
 
@@ -49,15 +58,21 @@ ROWS = [  # all of them are in the matrix
 
 
 @pytest.mark.parametrize(("kind", "steps", "clip", "processes", "size"), ROWS)
-def test_it_trains_as_one_process(ranks, kind: str, steps: int, clip: float | None, processes: int, size: int) -> None:
+def test_it_trains_as_one_process(
+    ranks, kind: str, steps: int, clip: float | None, processes: int, size: int
+) -> None:
     one = trained("single", kind, steps, clip)
-    for got in ranks(trained, "tensor_parallel", kind, steps, clip, {"size": size}, processes=processes, timeout=110):
+    for got in ranks(
+        trained, "tensor_parallel", kind, steps, clip, {"size": size}, processes=processes, timeout=110
+    ):
         agree(got, one)
         assert "DTensor" in got["kinds"]
         assert got["shards"] < sum(p.numel() for p in one["parameters"].values())
         for name, values in one["parameters"].items():
             # A key's bias has no gradient but rounding, which Adam makes a step of.
-            assert name.endswith("in_proj_bias") or torch.allclose(got["parameters"][name], values, rtol=1e-3, atol=1e-4), name
+            assert name.endswith("in_proj_bias") or torch.allclose(
+                got["parameters"][name], values, rtol=1e-3, atol=1e-4
+            ), name
 
 
 def test_with_momentum(ranks) -> None:
@@ -154,12 +169,19 @@ ENTERED = {"words": "replicate", "places": "replicate", "enter": "sequence_split
 
 
 class Own(Language):
-    _tp_plan: ClassVar[Any] = {**HUGGING, "layers.*.experts": "grouped_gemm"}  # a word for a part that this one has not
+    _tp_plan: ClassVar[Any] = {
+        **HUGGING,
+        "layers.*.experts": "grouped_gemm",
+    }  # a word for a part that this one has not
 
 
-def language(strategy: str, options: Any, how: Options, steps: int = 1, kind: type[Language] = Language) -> dict[str, Any]:
+def language(
+    strategy: str, options: Any, how: Options, steps: int = 1, kind: type[Language] = Language
+) -> dict[str, Any]:
     torch.manual_seed(5)
-    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps
+    ) as acc:
         torch.manual_seed(0)
         model: Any = kind(**how)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -181,7 +203,10 @@ def language(strategy: str, options: Any, how: Options, steps: int = 1, kind: ty
                 optimizer.step()
                 optimizer.zero_grad()
         tied = model.head.weight is model.words.weight
-        here = {n: (p.to_local() if hasattr(p, "to_local") else p).detach().clone() for n, p in model.named_parameters()}
+        here = {
+            n: (p.to_local() if hasattr(p, "to_local") else p).detach().clone()
+            for n, p in model.named_parameters()
+        }
         full = {n: whole(p) for n, p in model.named_parameters()}
         return {"losses": losses, "norms": norms, "here": here, "full": full, "tied": tied}
 
@@ -192,7 +217,9 @@ def alike(got: dict[str, Any], one: dict[str, Any]) -> None:
     assert got["tied"] == one["tied"]
     assert got["full"].keys() == one["full"].keys()
     for name, values in one["full"].items():
-        assert name.endswith("k.bias") or torch.allclose(got["full"][name], values, rtol=1e-3, atol=1e-4), name
+        assert name.endswith("k.bias") or torch.allclose(got["full"][name], values, rtol=1e-3, atol=1e-4), (
+            name
+        )
 
 
 PLANS: dict[str, tuple[Options, Options, type[Language]]] = {
@@ -236,7 +263,9 @@ def styles() -> float:
     from torch.distributed.tensor.parallel import ColwiseParallel
 
     plan = {"0": ColwiseParallel(output_layouts=Replicate()), "[24]": "replicate"}
-    with Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options={"plan": plan}) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy="tensor_parallel", strategy_options={"plan": plan}
+    ) as acc:
         model = acc.prepare(make("mlp"))
         kinds = [type(p).__name__ for p in model.parameters()]
         assert kinds == ["DTensor", "DTensor", *["Parameter"] * 4]
@@ -254,7 +283,9 @@ def test_the_plan_for_any_model() -> None:
     assert plan["head"] == plan["blocks.0.think.0"] == "colwise_rep"
     assert not [name for name in plan if "attend" in name]
     assert gathered(make("mlp"), 8) == {"0": "colwise_rep", "2": "colwise_rep"}  # the last has 5 features
-    odd = nn.ModuleDict({"sparse": nn.Embedding(8, 8, sparse=True), "plain": nn.Embedding(8, 8), "line": nn.Linear(4, 4)})
+    odd = nn.ModuleDict(
+        {"sparse": nn.Embedding(8, 8, sparse=True), "plain": nn.Embedding(8, 8), "line": nn.Linear(4, 4)}
+    )
     odd["bilinear"] = nn.Bilinear(4, 4, 4)
     odd["bilinear"].bias = odd["line"].bias
     assert gathered(odd, 2) == {"plain": "colwise_rep"}
@@ -263,13 +294,33 @@ def test_the_plan_for_any_model() -> None:
 @pytest.mark.parametrize(
     ("plan", "sequence", "words"),
     [
-        ({"layer.*": "colwise"}, False, r"'layer\.\*' matches no module of this Language, did you mean 'layers"),
+        (
+            {"layer.*": "colwise"},
+            False,
+            r"'layer\.\*' matches no module of this Language, did you mean 'layers",
+        ),
         ({"head": "columnwise"}, False, r"'head' has the style 'columnwise', did you mean 'colwise'\?"),
-        ({"head": "colwise"}, False, "'head' is 'colwise', and dimension 0 of its weight, 11, does not divide by 2 ranks"),
-        ({"words": "colwise_rep", "head": "colwise_rep"}, False, "'words' and 'head' share a parameter, which"),
-        ({"norm": "colwise"}, False, "'colwise' for 'norm', a LayerNorm, and torch splits nn.Linear and nn.Embedding"),
+        (
+            {"head": "colwise"},
+            False,
+            "'head' is 'colwise', and dimension 0 of its weight, 11, does not divide by 2 ranks",
+        ),
+        (
+            {"words": "colwise_rep", "head": "colwise_rep"},
+            False,
+            "'words' and 'head' share a parameter, which",
+        ),
+        (
+            {"norm": "colwise"},
+            False,
+            "'colwise' for 'norm', a LayerNorm, and torch splits nn.Linear and nn.Embedding",
+        ),
         ({"norm": "sequence"}, False, "'sequence' for 'norm', which needs sequence_parallel=True"),
-        ({"layers.0": "replicated_with_grad_allreduce"}, False, "is for single layers, and 'layers.0' is a Layer"),
+        (
+            {"layers.0": "replicated_with_grad_allreduce"},
+            False,
+            "is for single layers, and 'layers.0' is a Layer",
+        ),
         (None, True, "sequence_parallel=True needs a plan"),
         (INNER, True, "nothing in the plan splits the sequence"),
         (PLAN, True, "the plan does not name 'layers.0.norm1.bias'"),
@@ -281,7 +332,10 @@ def test_what_a_plan_may_not_say(plan: Any, sequence: bool, words: str) -> None:
 
 
 def test_attention_that_is_not_called_is_left_whole() -> None:
-    with pytest.raises(PrepareError, match=r"'blocks.0.attend.out_proj' lies in a MultiheadAttention, which reads its weights"):
+    with pytest.raises(
+        PrepareError,
+        match=r"'blocks.0.attend.out_proj' lies in a MultiheadAttention, which reads its weights",
+    ):
         read_plan(Tied(), {"blocks.*": "colwise_rep"}, 2, False)
     with pytest.raises(PrepareError, match=r"has no nn\.Linear and no nn\.Embedding of at least 2 features"):
         read_plan(nn.Sequential(nn.Conv1d(3, 3, 3)), None, 2, False)
@@ -311,7 +365,9 @@ class Reader(nn.Module):
 
 
 def reader(plan: Any) -> str:
-    with Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options={"plan": plan}) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy="tensor_parallel", strategy_options={"plan": plan}
+    ) as acc:
         model = acc.prepare(Reader())
         if plan is not None:
             return str(model(torch.ones(2, 4)).shape)
@@ -348,7 +404,9 @@ def test_a_layer_on_parts_that_the_plan_forgets_is_named(ranks, processes: int) 
 
 
 def overflow(size: int, fused: bool) -> tuple[bool, float, float]:
-    with Accelerator(mixed_precision="fp16", strategy="tensor_parallel", strategy_options={"size": size}, fused=fused) as acc:
+    with Accelerator(
+        mixed_precision="fp16", strategy="tensor_parallel", strategy_options={"size": size}, fused=fused
+    ) as acc:
         torch.manual_seed(0)
         model: Any = make("tied")
         model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -412,11 +470,16 @@ def test_muon_takes_whole_matrices(ranks) -> None:
 def token_windows(strategy: str, options: Any = None) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     counts = [[3, 8], [1, 6], [9, 2]]  # micro-step, slice of the data
-    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=3) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=3
+    ) as acc:
         model = acc.prepare(make("mlp"))
         spread = acc._prepared.strategy
         for row in counts:
-            parts = [(torch.randn(n, 12, generator=generator), torch.randint(0, 5, (n,), generator=generator)) for n in row]
+            parts = [
+                (torch.randn(n, 12, generator=generator), torch.randint(0, 5, (n,), generator=generator))
+                for n in row
+            ]
             mine = parts if spread.data_size == 1 else parts[spread.data_rank : spread.data_rank + 1]
             x, y = torch.cat([x for x, _ in mine]), torch.cat([y for _, y in mine])
             with acc.accumulate(model):
@@ -435,7 +498,9 @@ def by_hand(strategy: str, options: Any = None) -> list[Tensor]:
     with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options) as acc:
         model = acc.prepare(make("mlp"))
         spread = acc._prepared.strategy
-        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[spread.data_rank]
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[
+            spread.data_rank
+        ]
         with acc.no_sync(model):
             acc.backward(model(x).square().mean())
             loss = model(x).square().mean()
@@ -469,7 +534,9 @@ def test_evaluation(ranks) -> None:
 
 
 def data(size: int) -> dict[str, Any]:
-    with Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options={"size": size}, seed=3) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy="tensor_parallel", strategy_options={"size": size}, seed=3
+    ) as acc:
         loader = DataLoader(TensorDataset(torch.arange(22.0)[:, None]), batch_size=3, shuffle=True)
         model, loader = acc.prepare(nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5)), loader)
         seen, metrics = [], []
@@ -503,28 +570,43 @@ def test_neighbours_share_their_data_and_their_dropout(ranks) -> None:
 def test_one_group_sees_all_data(ranks) -> None:
     for result in ranks(data, 2):
         assert result["slice"] == (0, 1)
-        assert sorted(x for batch in result["seen"] for x in batch) == sorted(result["metrics"]) == list(range(22))
+        assert (
+            sorted(x for batch in result["seen"] for x in batch)
+            == sorted(result["metrics"])
+            == list(range(22))
+        )
 
 
 def unlike() -> float:
     with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc:
         torch.manual_seed(acc.process_index)
-        return float(sum(whole(p).sum() for p in acc.prepare(nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1))).parameters()))
+        return float(
+            sum(
+                whole(p).sum()
+                for p in acc.prepare(nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1))).parameters()
+            )
+        )
 
 
 def test_ranks_take_rank_0s_values(ranks) -> None:
     torch.manual_seed(0)
-    expected = float(sum(p.sum() for p in nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1)).parameters()).detach())
+    expected = float(
+        sum(p.sum() for p in nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1)).parameters()).detach()
+    )
     assert ranks(unlike) == pytest.approx([expected] * 2)
 
 
 def held(kind: str, size: int) -> tuple[int, int, int]:
-    with Accelerator(mixed_precision="no", strategy="tensor_parallel", strategy_options={"size": size}) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy="tensor_parallel", strategy_options={"size": size}
+    ) as acc:
         model = acc.prepare(make(kind))
         parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
         memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
         one = make(kind)
-        layout = TensorParallel.layout(one, TensorParallelOptions(size=size), acc.num_processes, acc.num_processes)
+        layout = TensorParallel.layout(
+            one, TensorParallelOptions(size=size), acc.num_processes, acc.num_processes
+        )
         predicted = sum(layout.weights(name, p) for name, p in one.named_parameters())
         return sum(p.numel() for p in parts), sum(memory.values()), predicted
 
@@ -532,7 +614,11 @@ def held(kind: str, size: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize(("processes", "size"), [(2, 2), (4, 2)])
 def test_a_rank_holds_what_its_layout_says_and_no_more(ranks, processes: int, size: int) -> None:
     results = ranks(held, "tied", size, processes=processes)
-    assert max(elements for elements, _, _ in results) <= results[0][2] <= 1.02 * max(elements for elements, _, _ in results)
+    assert (
+        max(elements for elements, _, _ in results)
+        <= results[0][2]
+        <= 1.02 * max(elements for elements, _, _ in results)
+    )
     for elements, in_memory, predicted in results:
         assert in_memory <= 4 * 1.1 * predicted
         assert elements < 0.85 * sum(p.numel() for p in make("tied").parameters()) * 2 / processes
@@ -542,7 +628,9 @@ def test_a_rank_holds_what_its_layout_says_and_no_more(ranks, processes: int, si
 
 
 def test_one_process_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"'tensor_parallel' splits layers over processes, and there is one; start several"):
+    with pytest.raises(
+        RefusedError, match=r"'tensor_parallel' splits layers over processes, and there is one; start several"
+    ):
         Accelerator(strategy="tensor_parallel")
 
 
@@ -583,7 +671,10 @@ def refusals() -> dict[str, str]:
     with pytest.raises(StepError) as closed:
         prepared(torch.ones(1, 12))
     said["closed"] = str(closed.value)
-    with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc, pytest.raises(PrepareError) as caught:
+    with (
+        Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc,
+        pytest.raises(PrepareError) as caught,
+    ):
         acc.prepare(acc.unwrap_model(prepared))
     said["again"] = str(caught.value)
     return said
@@ -599,7 +690,9 @@ def test_refusals_have_sentences(ranks) -> None:
 
 
 def twice() -> list[dict[str, Any]]:
-    return [trained(strategy, "mlp", 1, 0.1) for strategy in ("tensor_parallel", "fsdp", "tensor_parallel", "ddp")]
+    return [
+        trained(strategy, "mlp", 1, 0.1) for strategy in ("tensor_parallel", "fsdp", "tensor_parallel", "ddp")
+    ]
 
 
 def test_another_accelerator_afterwards(ranks) -> None:

@@ -43,7 +43,10 @@ class Normalised(torch.optim.Optimizer):
                     if not state:
                         state["mean"] = torch.zeros_like(p)
                     state["mean"].mul_(0.5).add_(p.grad)
-                    p.add_(state["mean"] * (p.norm() + 0.1) / (state["mean"].norm() + 1e-8), alpha=-group["lr"] / group["count"])
+                    p.add_(
+                        state["mean"] * (p.norm() + 0.1) / (state["mean"].norm() + 1e-8),
+                        alpha=-group["lr"] / group["count"],
+                    )
 
     def look(self) -> int:
         return self.calls
@@ -56,7 +59,10 @@ class MyAdamW(torch.optim.AdamW):
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw of two groups": lambda p: torch.optim.AdamW(
-        [{"params": [x for x in p if x.ndim > 1], "weight_decay": 0.1}, {"params": [x for x in p if x.ndim < 2], "lr": 0.003}],
+        [
+            {"params": [x for x in p if x.ndim > 1], "weight_decay": 0.1},
+            {"params": [x for x in p if x.ndim < 2], "lr": 0.003},
+        ],
         lr=0.01,
     ),
     "adamw plain": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True),
@@ -76,13 +82,22 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 }
 WHOLE = ["normalised", "muon"]  # these look at whole parameters
 ANY = [name for name in OPTIMIZERS if ADDS or name not in WHOLE]
-SOME = [name for name in ("adamw", "sgd with momentum", "adagrad", "a subclass of adamw", "normalised") if name in ANY]
+SOME = [
+    name
+    for name in ("adamw", "sgd with momentum", "adagrad", "a subclass of adamw", "normalised")
+    if name in ANY
+]
 
 
-def trained(strategy: str, kind: str, steps: int, clip: float | None, precision: str = "no", adam: bool = True) -> dict[str, Any]:
+def trained(
+    strategy: str, kind: str, steps: int, clip: float | None, precision: str = "no", adam: bool = True
+) -> dict[str, Any]:
     options = UNUSED if kind == "idle" else None
     with Accelerator(
-        mixed_precision=precision, strategy=strategy, strategy_options=options, gradient_accumulation_steps=steps
+        mixed_precision=precision,
+        strategy=strategy,
+        strategy_options=options,
+        gradient_accumulation_steps=steps,
     ) as acc:
         return train(acc, kind, clip, adam)
 
@@ -99,7 +114,8 @@ def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "steps", "clip", "size"), [*((*row, 2) for row in PAIRS), ("tied", 3, 0.1, 4), ("idle", 3, None, 4)]
+    ("kind", "steps", "clip", "size"),
+    [*((*row, 2) for row in PAIRS), ("tied", 3, 0.1, 4), ("idle", 3, None, 4)],
 )
 def test_it_trains_as_one_process(ranks, kind: str, steps: int, clip: float | None, size: int) -> None:
     one = trained("single", kind, steps, clip)
@@ -109,7 +125,9 @@ def test_it_trains_as_one_process(ranks, kind: str, steps: int, clip: float | No
         assert got["kinds"] == ["Parameter"]
         for name, values in one["parameters"].items():
             # A key's bias has no gradient but rounding, which Adam makes a step of.
-            assert name.endswith("in_proj_bias") or torch.allclose(got["parameters"][name], values, rtol=1e-3, atol=1e-4), name
+            assert name.endswith("in_proj_bias") or torch.allclose(
+                got["parameters"][name], values, rtol=1e-3, atol=1e-4
+            ), name
             assert torch.equal(got["parameters"][name], results[0]["parameters"][name]), name
 
 
@@ -153,7 +171,9 @@ def optimized(strategy: str, which: str, kind: str = "tied", steps: int = STEPS)
             optimizer.zero_grad()
             losses.append(float(acc.reduce(loss.detach(), "mean")))
         state = optimizer.state_dict()
-        seen = [v for per in optimizer.state.values() for v in per.values() if isinstance(v, Tensor) and v.ndim]
+        seen = [
+            v for per in optimizer.state.values() for v in per.values() if isinstance(v, Tensor) and v.ndim
+        ]
         return {
             "losses": losses,
             "state": state,
@@ -165,7 +185,9 @@ def optimized(strategy: str, which: str, kind: str = "tied", steps: int = STEPS)
 
 @pytest.mark.parametrize("which", ANY)
 def test_every_optimizer_steps_as_in_one_process(ranks, which: str) -> None:
-    rel = {"muon": 2e-3, "rprop": 1e-3}.get(which, 1e-5)  # Muon's products are in bf16; Rprop asks for signs of rounding
+    rel = {"muon": 2e-3, "rprop": 1e-3}.get(
+        which, 1e-5
+    )  # Muon's products are in bf16; Rprop asks for signs of rounding
     one = optimized("single", which)
     for got in ranks(optimized, "zero1", which):
         assert got["losses"] == pytest.approx(one["losses"], rel=rel)
@@ -222,7 +244,9 @@ def reunited(alone: int, cap: int) -> list[bool]:
             mine = [torch.full_like(w, 99) for w in wholes]
             mine[8].copy_(wholes[8])
             for own, whole in zip(mine, wholes):
-                parts.cut(own, acc.process_index, acc.num_processes).copy_(parts.cut(whole, acc.process_index, acc.num_processes))
+                parts.cut(own, acc.process_index, acc.num_processes).copy_(
+                    parts.cut(whole, acc.process_index, acc.num_processes)
+                )
             parts.Reunion(mine, acc._world, cap)()
             return [torch.equal(own, whole) for own, whole in zip(mine, wholes)]
     finally:
@@ -230,7 +254,8 @@ def reunited(alone: int, cap: int) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("alone", "cap", "size"), [(2**20, 2**20, 2), (2**20, 100, 4), (2**20, 1, 2), (1, 1, 2), (100, 200, 2), (100, 200, 4)]
+    ("alone", "cap", "size"),
+    [(2**20, 2**20, 2), (2**20, 100, 4), (2**20, 1, 2), (1, 1, 2), (100, 200, 2), (100, 200, 4)],
 )
 def test_parts_come_together(ranks, alone: int, cap: int, size: int) -> None:
     """In place, even and ragged, and packed in one bucket or several, whatever the dtype and the memory format."""
@@ -242,7 +267,9 @@ def test_rows_are_cut_as_torch_does() -> None:
     for length in range(1, 12):
         for size in (1, 2, 3, 4, 8):
             chunks = [*torch.arange(length).chunk(size), *[torch.arange(0)] * size][:size]
-            assert [parts.cut(torch.arange(length), r, size).tolist() for r in range(size)] == [c.tolist() for c in chunks]
+            assert [parts.cut(torch.arange(length), r, size).tolist() for r in range(size)] == [
+                c.tolist() for c in chunks
+            ]
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------
@@ -255,7 +282,9 @@ def overflow(which: str, fused: bool) -> list[Any]:
         said = []
         for bad in (True, False, True):
             before = [p.detach().clone() for p in model.parameters()]
-            states = [v.to_local().clone() for per in optimizer.state.values() for v in per.values() if v.ndim]
+            states = [
+                v.to_local().clone() for per in optimizer.state.values() for v in per.values() if v.ndim
+            ]
             acc.backward(model(torch.randn(4, 12)).sum() / 1000)
             if bad and acc.process_index == 1:
                 model.embed.weight.grad.view(-1)[0] = float("inf")  # in rank 0's rows
@@ -270,7 +299,13 @@ def overflow(which: str, fused: bool) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("which", "fused"),
-    [("adamw", True), ("adamw", False), ("sgd with momentum", True), ("adagrad", True), ("a subclass of adamw", False)],
+    [
+        ("adamw", True),
+        ("adamw", False),
+        ("sgd with momentum", True),
+        ("adagrad", True),
+        ("a subclass of adamw", False),
+    ],
 )
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, which: str, fused: bool) -> None:
     for first, second, third in ranks(overflow, which, fused):
@@ -301,7 +336,9 @@ def hooks() -> dict[str, Any]:
         seen: list[str] = []
         wholes: list[bool] = []
         given.register_step_pre_hook(lambda o, a, k: seen.append("pre"))
-        given.register_step_post_hook(lambda o, a, k: wholes.append(o.param_groups[0]["params"][0] is model[0].weight))
+        given.register_step_post_hook(
+            lambda o, a, k: wholes.append(o.param_groups[0]["params"][0] is model[0].weight)
+        )
         schedule = torch.optim.lr_scheduler.StepLR(given, 1, 0.5)
         view, optimizer = acc.prepare(model, given)
         optimizer.register_step_post_hook(lambda o, a, k: seen.append("post"))
@@ -338,7 +375,9 @@ def test_hooks_schedulers_and_closures(ranks) -> None:
     for got in ranks(hooks):
         assert got["seen"] == ["pre", "post", "pre", "post", "pre", "closure", "post", "state", "load", "pre"]
         assert got["wholes"] == [True, True, True]
-        assert got["moved"][0] == pytest.approx(0.1, rel=0.05) and got["moved"][1] == pytest.approx(0.05, rel=0.05)
+        assert got["moved"][0] == pytest.approx(0.1, rel=0.05) and got["moved"][1] == pytest.approx(
+            0.05, rel=0.05
+        )
         assert got["still"]
         assert "step what prepare() returned" in got["alone"]
         assert "keep its state_dict()" in got["copied"]
@@ -354,7 +393,11 @@ def own_words() -> dict[str, Any]:
             optimizer.step()
         with pytest.raises(AttributeError) as caught:
             optimizer.look()
-        return {"count": given.param_groups[0]["count"], "calls": optimizer.calls, "method": str(caught.value)}
+        return {
+            "count": given.param_groups[0]["count"],
+            "calls": optimizer.calls,
+            "method": str(caught.value),
+        }
 
 
 def test_what_an_optimizer_notes_in_its_groups_and_on_itself(ranks) -> None:
@@ -403,7 +446,9 @@ def test_two_models_two_optimizers_and_groups_that_come_later(ranks) -> None:
 
 def steps_of(acc: Accelerator, model: nn.Module, optimizer: Any, first: int, last: int) -> None:
     for i in range(first, last):
-        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(i)).chunk(acc.num_processes)[acc.process_index]
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(i)).chunk(acc.num_processes)[
+            acc.process_index
+        ]
         acc.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
@@ -416,7 +461,9 @@ def handed_on(strategy: str, which: str, how: str, saved: Any = None) -> tuple[A
         given = OPTIMIZERS[which](list(model.parameters()))
         if how == "had state":  # on whole parameters, before prepare
             for i in range(3):
-                model(torch.randn(8, 12, generator=torch.Generator().manual_seed(i))).square().mean().backward()
+                model(
+                    torch.randn(8, 12, generator=torch.Generator().manual_seed(i))
+                ).square().mean().backward()
                 given.step()
                 given.zero_grad()
             view, optimizer = acc.prepare(model, given)
@@ -446,9 +493,15 @@ def test_state_moves_between_plain_and_sharded(ranks, which: str) -> None:
             for key, value in per.items():
                 ours = state["optimizer"]["state"][i][key]
                 assert type(ours) is type(value)
-                assert not isinstance(value, Tensor) or torch.allclose(ours, value, rtol=1e-3, atol=1e-5), (i, key)
+                assert not isinstance(value, Tensor) or torch.allclose(ours, value, rtol=1e-3, atol=1e-5), (
+                    i,
+                    key,
+                )
         assert state["optimizer"]["param_groups"] == saved["optimizer"]["param_groups"]
-    loads = [*ranks(handed_on, "zero1", which, "loads", saved), handed_on("single", which, "loads", sharded[0][0])]
+    loads = [
+        *ranks(handed_on, "zero1", which, "loads", saved),
+        handed_on("single", which, "loads", sharded[0][0]),
+    ]
     loads += ranks(handed_on, "zero1", which, "had state")
     for _, values in loads:
         assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(values, end))
@@ -458,7 +511,9 @@ def test_state_moves_between_plain_and_sharded(ranks, which: str) -> None:
 
 
 def test_one_process_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"'zero1' shards optimizer states over processes, and there is one; start several"):
+    with pytest.raises(
+        RefusedError, match=r"'zero1' shards optimizer states over processes, and there is one; start several"
+    ):
         Accelerator(strategy="zero1")
 
 
@@ -470,14 +525,17 @@ def test_a_torch_that_would_step_it_wrongly_is_said(monkeypatch: pytest.MonkeyPa
     for allowed in (torch.optim.AdamW(parameters), MyAdamW(parameters), LAMB(parameters)):
         check_sums(allowed, "fsdp")
     with pytest.raises(
-        SettingError, match=f"'fsdp' cannot take Normalised with torch {re.escape(torchs)}.* update torch to 2.11 or newer"
+        SettingError,
+        match=f"'fsdp' cannot take Normalised with torch {re.escape(torchs)}.* update torch to 2.11 or newer",
     ):
         check_sums(Normalised(parameters, lr=0.1), "fsdp")
 
 
 def refusals() -> dict[str, str]:
     said = {}
-    with Accelerator(mixed_precision="no", strategy="zero1", kwargs_handlers=[DistributedDataParallelKwargs()]) as acc:
+    with Accelerator(
+        mixed_precision="no", strategy="zero1", kwargs_handlers=[DistributedDataParallelKwargs()]
+    ) as acc:
         model = make("mlp")
         model[0].late = nn.Linear(2, 2).requires_grad_(False)
         square = nn.Linear(4, 4, bias=False)
@@ -556,7 +614,11 @@ def test_ranks_with_other_gradients_are_told_in_debug_mode(ranks) -> None:
 
 
 def twice() -> list[dict[str, Any]]:
-    return [trained("zero1", "tied", 1, 0.1), optimized("zero1", "a subclass of adamw"), trained("zero1", "tied", 1, 0.1)]
+    return [
+        trained("zero1", "tied", 1, 0.1),
+        optimized("zero1", "a subclass of adamw"),
+        trained("zero1", "tied", 1, 0.1),
+    ]
 
 
 def test_another_accelerator_afterwards(ranks) -> None:

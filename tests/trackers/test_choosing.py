@@ -23,7 +23,13 @@ def names(log_with: object) -> list[str]:
 
 
 def test_names_members_and_own_ones() -> None:
-    assert names("jsonl") == names(" JSONL ") == names([LoggerType.JSONL]) == names(LoggerType.JSONL) == ["jsonl"]
+    assert (
+        names("jsonl")
+        == names(" JSONL ")
+        == names([LoggerType.JSONL])
+        == names(LoggerType.JSONL)
+        == ["jsonl"]
+    )
     assert names(["jsonl", Mine(), "jsonl"]) == ["jsonl", "mine"]
     assert names(Mine) == ["mine"]
     assert names("none") == names([]) == []
@@ -40,7 +46,9 @@ def test_all_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PACKAGES[name], None)
-    with pytest.raises(SettingError, match=rf"needs the package {PACKAGES[name]}, .* pip install 'easymp\[{name}\]'"):
+    with pytest.raises(
+        SettingError, match=rf"needs the package {PACKAGES[name]}, .* pip install 'easymp\[{name}\]'"
+    ):
         names(name)
 
 

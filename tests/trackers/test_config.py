@@ -22,11 +22,15 @@ class Model:
     depth: int = 2
     sizes: tuple[int, ...] = (1, 2)
     kind: Kind = Kind.SMALL
-    more: dict = field(default_factory=lambda: {"path": Path("a/b"), "device": torch.device("cpu"), "dtype": torch.float16})
+    more: dict = field(
+        default_factory=lambda: {"path": Path("a/b"), "device": torch.device("cpu"), "dtype": torch.float16}
+    )
 
 
 def test_anything_becomes_plain_and_flat() -> None:
-    found = plain(argparse.Namespace(lr=0.1, name=None, model=Model(), tags={"b", "a"}, scale=torch.tensor(2.0)))
+    found = plain(
+        argparse.Namespace(lr=0.1, name=None, model=Model(), tags={"b", "a"}, scale=torch.tensor(2.0))
+    )
     assert found == {
         "lr": 0.1,
         "name": None,

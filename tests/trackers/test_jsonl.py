@@ -23,7 +23,15 @@ def strict(text: str) -> Any:
 def test_numbers_that_json_has_not_are_words_that_are_numbers(tmp_path: Path) -> None:
     tracker = JsonLines(tmp_path, {})
     tracker.start("log", {**CONFIG, "limit": math.inf}, None)
-    tracker.write([Row(1, 5.0, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": "ü\u2028\n", "e": 10**30, "f": True})])
+    tracker.write(
+        [
+            Row(
+                1,
+                5.0,
+                {"a": math.nan, "b": math.inf, "c": -math.inf, "d": "ü\u2028\n", "e": 10**30, "f": True},
+            )
+        ]
+    )
     tracker.finish()
     (line,) = (tmp_path / "log.jsonl").read_text().split("\n")[:-1]
     row = strict(line)
@@ -63,7 +71,9 @@ def test_a_line_that_could_not_be_written_leaves_none_behind(tmp_path: Path) -> 
     assert [strict(line)["_step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [1, 4]
 
 
-def test_a_file_that_is_shorter_than_at_the_checkpoint_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_is_shorter_than_at_the_checkpoint_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tracker = JsonLines(tmp_path, {})
     tracker.start("log", CONFIG, None)
     tracker.write([Row(1, 5.0, {"a": 1})])

@@ -22,7 +22,8 @@ MISSING = [package for package in ("mlflow", "sqlalchemy", "alembic") if find_sp
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        bool(MISSING), reason=f"optional packages are not installed: {' and '.join(MISSING)} (the extra 'mlflow')"
+        bool(MISSING),
+        reason=f"optional packages are not installed: {' and '.join(MISSING)} (the extra 'mlflow')",
     ),
 ]
 
@@ -34,9 +35,18 @@ def said(folder: str, uri: str) -> dict[str, Any]:
     client = mlflow.MlflowClient(uri)
     experiment = client.get_experiment_by_name("run")
     (run,) = client.search_runs([experiment.experiment_id])
-    steps = {name: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)] for name in run.data.metrics}
+    steps = {
+        name: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)]
+        for name in run.data.metrics
+    }
     files = [item.path for item in client.list_artifacts(run.info.run_id)]
-    return {"params": run.data.params, "tags": run.data.tags, "steps": steps, "status": run.info.status, "files": files}
+    return {
+        "params": run.data.params,
+        "tags": run.data.tags,
+        "steps": steps,
+        "status": run.info.status,
+        "files": files,
+    }
 
 
 def with_a_file(folder: str, uri: str | None) -> str | None:
@@ -47,7 +57,9 @@ def with_a_file(folder: str, uri: str | None) -> str | None:
     listening = logging.StreamHandler(heard)
     logging.getLogger("easymp").addHandler(listening)
     with Accelerator(cpu=True, project_dir=folder, log_with="mlflow") as acc:
-        acc.init_trackers("run", {"long": "x" * 9999}, init_kwargs={"mlflow": {"run_name": "mine", "nested_run": False}})
+        acc.init_trackers(
+            "run", {"long": "x" * 9999}, init_kwargs={"mlflow": {"run_name": "mine", "nested_run": False}}
+        )
         acc.log({"a, b": 1.0, "many": {f"{n}": n for n in range(250)}})
         assert acc.get_tracker("mlflow", unwrap=True).info.run_name == "mine"
         assert "these are cut: long" in heard.getvalue()

@@ -52,7 +52,9 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     monkeypatch.setattr(pending, "HOST", "elsewhere")
     monkeypatch.setattr(pending, "EVENTS", ("cpu",))
     monkeypatch.setattr(pending.torch, "get_device_module", lambda d: module)
-    monkeypatch.setattr(pending.torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    monkeypatch.setattr(
+        pending.torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options)
+    )
     return device
 
 

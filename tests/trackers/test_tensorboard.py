@@ -17,7 +17,8 @@ from ..conftest import Ranks
 from .runs import KILLED, SAVED, UPDATES, train
 
 pytestmark = pytest.mark.skipif(
-    find_spec("tensorboard") is None, reason="an optional package is not installed: tensorboard (the extra 'tensorboard')"
+    find_spec("tensorboard") is None,
+    reason="an optional package is not installed: tensorboard (the extra 'tensorboard')",
 )
 
 
@@ -35,7 +36,11 @@ def scalars(folder: Path | str, tag: str) -> list[tuple[int, float]]:
 
 def test_scalars_texts_and_hyperparameters(tmp_path: Path) -> None:
     with Accelerator(cpu=True, mixed_precision="no", project_dir=tmp_path, log_with="tensorboard") as acc:
-        acc.init_trackers("run", {"lr": 0.1, "opt": {"name": "sgd"}}, init_kwargs={"tensorboard": {"filename_suffix": ".mine"}})
+        acc.init_trackers(
+            "run",
+            {"lr": 0.1, "opt": {"name": "sgd"}},
+            init_kwargs={"tensorboard": {"filename_suffix": ".mine"}},
+        )
         acc.log({"loss": torch.tensor(0.5), "phase": "train", "parts": {"a": 1}}, step=3)
         acc.log({"loss": math.nan}, step=4, log_kwargs={"tensorboard": {"walltime": 7.0}})
         tracker = acc.get_tracker("tensorboard")
@@ -48,7 +53,9 @@ def test_scalars_texts_and_hyperparameters(tmp_path: Path) -> None:
     first, second = found.Scalars("loss")
     assert (first.step, first.value) == (3, 0.5) and first.wall_time > 1e9
     assert second.step == 4 and math.isnan(second.value) and second.wall_time == 7.0
-    texts = {tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]}
+    texts = {
+        tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]
+    }
     assert texts["phase/text_summary"] == "train"
     assert '"lr": 0.1' in texts["config/text_summary"] and '"strategy"' in texts["config/text_summary"]
     content = found.summary_metadata["_hparams_/session_start_info"].plugin_data.content

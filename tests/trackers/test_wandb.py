@@ -61,9 +61,15 @@ class Offline:
             kind = record.WhichOneof("record_type")
             if kind == "run":
                 self.id, self.project = record.run.run_id, record.run.project
-                self.config |= {u.key or "/".join(u.nested_key): json.loads(u.value_json) for u in record.run.config.update}
+                self.config |= {
+                    u.key or "/".join(u.nested_key): json.loads(u.value_json)
+                    for u in record.run.config.update
+                }
             elif kind == "history":
-                items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                items = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
+                }
                 self.rows.append((record.history.step.num, items))
             elif kind == "exit":
                 self.code = record.exit.exit_code
@@ -101,7 +107,11 @@ class Service:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        self.step, self.resumed, self.config = 9, True, SimpleNamespace(update=lambda values, allow_val_change: None)
+        self.step, self.resumed, self.config = (
+            9,
+            True,
+            SimpleNamespace(update=lambda values, allow_val_change: None),
+        )
 
     def init(self, **given: Any) -> Service:
         self.given, self.id = given, given.get("id", "new")
@@ -144,7 +154,9 @@ def test_rows_of_a_script_that_ends_without_end_training(tmp_path: Path) -> None
         "    acc.log({'x': step}, step=step)\n"
         "raise SystemError('at the end')\n"
     )
-    done = subprocess.run([sys.executable, str(script)], env=env.merged(OFFLINE), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env.merged(OFFLINE), capture_output=True, text=True, timeout=100
+    )
     assert "SystemError: at the end" in done.stderr
     (run,) = runs(tmp_path)
     assert [step for step, _ in run.rows] == [0, 1, 2] and run.code == 1

@@ -50,7 +50,9 @@ def machine(name: str | Hardware, nodes: int = 1) -> Machine:
     return Machine(hardware, nodes, "SLURM_JOB_NUM_NODES in the environment" if nodes > 1 else "", "gpu1")
 
 
-def talk(name: str | Hardware, *answers: str, nodes: int = 1, by_name: dict[str, str] | None = None, **wish: object) -> Script:
+def talk(
+    name: str | Hardware, *answers: str, nodes: int = 1, by_name: dict[str, str] | None = None, **wish: object
+) -> Script:
     """The whole wizard on a machine of the table; in the working directory, where no `path` is given."""
     script = Script(by_name if by_name is not None else answers)
     configure(script, machine(name, nodes), Wish(**wish))

@@ -49,7 +49,9 @@ def values_of(f) -> st.SearchStrategy:
 
 VALUES = st.fixed_dictionaries({}, optional={name: values_of(f) for name, f in KNOWN.items()})
 WHYS = st.dictionaries(
-    st.sampled_from(sorted(KNOWN)), st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"])), max_size=4
+    st.sampled_from(sorted(KNOWN)),
+    st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"])),
+    max_size=4,
 )
 
 
@@ -69,7 +71,9 @@ def test_a_new_file_reads_as_its_values(values: dict[str, object], whys: dict[st
     found = kept(values)
     assert read(text) == found
     assert resolve() == Settings(**{name: value for name, value in found.items() if name in NAMES})
-    assert resolve_launching() == Launching(**{name: value for name, value in found.items() if name in LAUNCHING})
+    assert resolve_launching() == Launching(
+        **{name: value for name, value in found.items() if name in LAUNCHING}
+    )
     assert edit(text, found, whys) == text  # written again, nothing changes
 
 
@@ -136,11 +140,22 @@ def test_what_is_so_already_stays_as_it_is_written() -> None:
 
 
 def test_our_reason_goes_with_its_value() -> None:
-    before = "\n".join([*block("seed", 1, "a reason that is too long for one line, " * 4), "", "# by hand", "debug = true", ""])
-    after = edit(before, {"seed": 2, "debug": False}, {"seed": "shorter", "debug": "no comment of ours was there"})
+    before = "\n".join(
+        [
+            *block("seed", 1, "a reason that is too long for one line, " * 4),
+            "",
+            "# by hand",
+            "debug = true",
+            "",
+        ]
+    )
+    after = edit(
+        before, {"seed": 2, "debug": False}, {"seed": "shorter", "debug": "no comment of ours was there"}
+    )
     assert after == "# Seed of all random streams\n# Here: shorter\nseed = 2\n\n# by hand\ndebug = false\n"
     assert (
-        edit(before, {"seed": None}, {}) == "# Seed of all random streams\n# seed = 0  # an example\n\n# by hand\ndebug = true\n"
+        edit(before, {"seed": None}, {})
+        == "# Seed of all random streams\n# seed = 0  # an example\n\n# by hand\ndebug = true\n"
     )
 
 
@@ -189,7 +204,11 @@ def test_backups_are_not_overwritten() -> None:
     for seed in ("1", "2", "3"):
         talk("T4", yes=True, ahead=read_ahead([f"seed={seed}"]))
         texts.append(FILE.read_text())
-    assert sorted(path.name for path in Path().iterdir()) == ["easymp.toml", "easymp.toml.bak", "easymp.toml.bak.1"]
+    assert sorted(path.name for path in Path().iterdir()) == [
+        "easymp.toml",
+        "easymp.toml.bak",
+        "easymp.toml.bak.1",
+    ]
     assert [Path("easymp.toml.bak").read_text(), Path("easymp.toml.bak.1").read_text()] == texts[:2]
 
 
@@ -205,23 +224,31 @@ def test_a_file_that_says_so_already_stays() -> None:
 def test_what_an_existing_file_asks_for_and_cannot_be_had_here() -> None:
     FILE.write_text("mixed_precision = 'fp8'\nstrategy = 'ddp'\n")
     with pytest.raises(
-        RefusedError, match=r"easymp.toml: mixed_precision = fp8 cannot run here: .*; or pass --set mixed_precision=auto"
+        RefusedError,
+        match=r"easymp.toml: mixed_precision = fp8 cannot run here: .*; or pass --set mixed_precision=auto",
     ):
         talk("laptop CPU", yes=True)
     script = talk("laptop CPU", by_name={"processes": "2"})
     assert "easymp.toml: mixed_precision = fp8 cannot run here" in script.heard
     assert (resolve().mixed_precision, resolve().strategy) == ("auto", "ddp")
     script = talk("laptop CPU", by_name={"processes": "1"})  # not asked about then, but not left wrong either
-    assert "strategy = ddp cannot run here: strategy 'ddp' averages gradients over processes, and there is one" in script.heard
+    assert (
+        "strategy = ddp cannot run here: strategy 'ddp' averages gradients over processes, and there is one"
+        in script.heard
+    )
     assert resolve().strategy == "auto"
 
 
 def test_wrong_keys_are_named_with_their_line() -> None:
     FILE.write_text("# x\nsede = 1\n")
-    with pytest.raises(SettingError, match=r"easymp.toml, line 2: 'sede' is no setting, did you mean 'seed'\?"):
+    with pytest.raises(
+        SettingError, match=r"easymp.toml, line 2: 'sede' is no setting, did you mean 'seed'\?"
+    ):
         talk("T4", yes=True)
     FILE.write_text("seed = 1\n[launch]\nproceses = 1\n")
-    with pytest.raises(SettingError, match=r"line 3: 'proceses' is no setting of \[launch\], did you mean 'processes'\?"):
+    with pytest.raises(
+        SettingError, match=r"line 3: 'proceses' is no setting of \[launch\], did you mean 'processes'\?"
+    ):
         talk("T4", yes=True)
 
 
@@ -313,7 +340,9 @@ def test_a_file_that_changed_meanwhile_is_left_alone() -> None:
     FILE.write_text("seed = 1\n")
     there = target(FILE)
     FILE.write_text("seed = 3\n")
-    with pytest.raises(SettingError, match=r"easymp\.toml was changed meanwhile and is left as it is: run the command again"):
+    with pytest.raises(
+        SettingError, match=r"easymp\.toml was changed meanwhile and is left as it is: run the command again"
+    ):
         write(there, "seed = 2\n")
     assert [path.name for path in Path().iterdir()] == ["easymp.toml"]
 
@@ -324,7 +353,9 @@ def test_a_file_stays_its_owners() -> None:
         os.chown(FILE, 65534, 65534)
     owner = FILE.stat().st_uid, FILE.stat().st_gid
     write(target(FILE), "seed = 2\n")
-    assert [(path.stat().st_uid, path.stat().st_gid) for path in (FILE, Path("easymp.toml.bak"))] == [owner] * 2
+    assert [(path.stat().st_uid, path.stat().st_gid) for path in (FILE, Path("easymp.toml.bak"))] == [
+        owner
+    ] * 2
 
 
 def test_links_and_modes_stay() -> None:

@@ -90,12 +90,19 @@ def test_a_configuration_of_deepspeed(tmp_path: Path) -> None:
         "Accelerator(strategy_options={'reshard_after_forward': False, 'cpu_offload': True}, "
         "kwargs_handlers=[GradScalerKwargs(init_scale=256.0, growth_interval=500, hysteresis=2)])"
     )
-    assert "torch.optim.AdamW(model.parameters(), lr=0.001, betas=(0.9, 0.95)); no counterpart: torch_adam" in said(
-        found, "optimizer"
+    assert (
+        "torch.optim.AdamW(model.parameters(), lr=0.001, betas=(0.9, 0.95)); no counterpart: torch_adam"
+        in said(found, "optimizer")
     )
     assert "accelerator.clip_grad_norm_(model.parameters(), 0.5)" in said(found, "gradient_clipping")
-    plain = read(tmp_path, {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}, "plain.json")
-    assert "AdamW(model.parameters(), lr=0.001, weight_decay=0.0)" in said(plain, "optimizer")  # DeepSpeed's default, not torch's
+    plain = read(
+        tmp_path,
+        {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}},
+        "plain.json",
+    )
+    assert "AdamW(model.parameters(), lr=0.001, weight_decay=0.0)" in said(
+        plain, "optimizer"
+    )  # DeepSpeed's default, not torch's
     assert "4 x 4 on 4 processes" in said(found, "train_batch_size")
     assert "batch_size=4" in said(found, "train_micro_batch_size_per_gpu")
     assert said(found, "zero_optimization.overlap_comm").startswith("no counterpart")
@@ -103,12 +110,17 @@ def test_a_configuration_of_deepspeed(tmp_path: Path) -> None:
 
 def test_a_file_that_names_another_is_read_with_it(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(ENGINE)
-    outer = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}, "num_processes": 4}
+    outer = {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"deepspeed_config_file": "ds.json"},
+        "num_processes": 4,
+    }
     found = read(tmp_path, outer)
     assert found.settings["strategy"] == "fsdp" and found.settings["mixed_precision"] == "fp16"
     assert found.launching == {"processes": 4}
     with pytest.raises(
-        SettingError, match=r"ds\.json, line 2: gradient_accumulation_steps .* = 4, but another line of the file says 2"
+        SettingError,
+        match=r"ds\.json, line 2: gradient_accumulation_steps .* = 4, but another line of the file says 2",
     ):
         read(tmp_path, {**outer, "gradient_accumulation_steps": 2})
     with pytest.raises(SettingError, match=r"absent\.json' is no file"):
@@ -128,8 +140,16 @@ MULTI = {"distributed_type": "MULTI_GPU", "num_processes": 4}
         ({**MULTI, "num_processes": -1}, {"strategy": "ddp"}, {}),
         ({**MULTI, "num_processes": 5, "num_machines": 2}, {"strategy": "ddp"}, {"nodes": "2"}),
         ({**MULTI, "distributed_type": "MULTI_CPU"}, {"strategy": "ddp", "cpu": True}, {"processes": 4}),
-        ({**MULTI, "mixed_precision": "no"}, {"strategy": "ddp", "mixed_precision": "fp32"}, {"processes": 4}),
-        ({**MULTI, "mixed_precision": False}, {"strategy": "ddp", "mixed_precision": "fp32"}, {"processes": 4}),
+        (
+            {**MULTI, "mixed_precision": "no"},
+            {"strategy": "ddp", "mixed_precision": "fp32"},
+            {"processes": 4},
+        ),
+        (
+            {**MULTI, "mixed_precision": False},
+            {"strategy": "ddp", "mixed_precision": "fp32"},
+            {"processes": 4},
+        ),
         ({**MULTI, "fp16": True}, {"strategy": "ddp", "mixed_precision": "fp16"}, {"processes": 4}),
         ({**MULTI, "distributed_type": "XLA"}, {}, {"processes": 4}),
         ({**MULTI, "main_process_port": 0, "gpu_ids": "0,1"}, {"strategy": "ddp"}, {"processes": 4}),
@@ -164,18 +184,34 @@ MULTI = {"distributed_type": "MULTI_GPU", "num_processes": 4}
             {"processes": 4},
         ),
         (
-            {**MULTI, "parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}},
+            {
+                **MULTI,
+                "parallelism_config": {
+                    "parallelism_config_dp_replicate_size": 2,
+                    "parallelism_config_dp_shard_size": 2,
+                },
+            },
             {"strategy": "hsdp"},
             {"processes": 4},
         ),
         ({"fp16": {"enabled": "auto"}, "train_batch_size": "auto"}, {}, {}),
-        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, {"mixed_precision": "bf16", "strategy": "zero1"}, {}),
+        (
+            {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+            {"mixed_precision": "bf16", "strategy": "zero1"},
+            {},
+        ),
         ({"amp": {"enabled": True, "opt_level": "O2"}}, {"mixed_precision": "O2"}, {}),
         ({"tensor_parallel": {"autotp_size": 2}}, {"strategy": "tensor_parallel"}, {}),
-        ({"tensorboard": {"enabled": True}, "wandb": {"enabled": True}}, {"log_with": "tensorboard,wandb"}, {}),
+        (
+            {"tensorboard": {"enabled": True}, "wandb": {"enabled": True}},
+            {"log_with": "tensorboard,wandb"},
+            {},
+        ),
     ],
 )
-def test_what_is_taken(tmp_path: Path, given: dict[str, Any], taken: dict[str, Any], launch: dict[str, Any]) -> None:
+def test_what_is_taken(
+    tmp_path: Path, given: dict[str, Any], taken: dict[str, Any], launch: dict[str, Any]
+) -> None:
     found = read(tmp_path, given)
     assert (found.settings, found.launching) == (taken, launch)
 
@@ -187,9 +223,21 @@ def test_what_is_taken(tmp_path: Path, given: dict[str, Any], taken: dict[str, A
         ({"zero_optimization": {"stge": 1}}, "zero_optimization.stge", "did you mean 'stage'?"),
         ({**MULTI, "num_machines": 3}, "num_processes", "4 processes do not divide among 3 machines"),
         ({**MULTI, "gpu_ids": "0,1"}, "gpu_ids", "CUDA_VISIBLE_DEVICES=0,1"),
-        ({**MULTI, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_config", "Accelerator(dynamo_backend='inductor')"),
-        ({**MULTI, "fsdp_config": {"fsdp_version": 2}}, "fsdp_config", "not in force: distributed_type is MULTI_GPU"),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "zero_optimization", "strategy stays auto"),
+        (
+            {**MULTI, "dynamo_config": {"dynamo_backend": "INDUCTOR"}},
+            "dynamo_config",
+            "Accelerator(dynamo_backend='inductor')",
+        ),
+        (
+            {**MULTI, "fsdp_config": {"fsdp_version": 2}},
+            "fsdp_config",
+            "not in force: distributed_type is MULTI_GPU",
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+            "zero_optimization",
+            "strategy stays auto",
+        ),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
             "zero_optimization.off",
@@ -201,7 +249,11 @@ def test_what_is_taken(tmp_path: Path, given: dict[str, Any], taken: dict[str, A
             "nothing is moved to disks",
         ),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer", "no counterpart: OneBitAdam"),
-        ({"optimizer": {"type": "Lamb", "params": {"lr": "auto"}}}, "optimizer", "easymp.optim.LAMB(model.parameters())"),
+        (
+            {"optimizer": {"type": "Lamb", "params": {"lr": "auto"}}},
+            "optimizer",
+            "easymp.optim.LAMB(model.parameters())",
+        ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}},
             "scheduler",
@@ -217,7 +269,11 @@ def test_what_is_taken(tmp_path: Path, given: dict[str, Any], taken: dict[str, A
             "fp16.consecutive_hysteresis",
             "GradScalerKwargs(refill_each_step=True)",
         ),
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, "train_batch_size", "= 64 / (4 x processes)"),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4},
+            "train_batch_size",
+            "= 64 / (4 x processes)",
+        ),
         ({"bf16": {"enabled": True}}, "(no gradient_clipping)", "clips at 1.0"),
         ({"flops_profiler": {"enabled": False, "profile_step": 1}}, "flops_profiler", "off"),
     ],
@@ -229,10 +285,18 @@ def test_what_is_said(tmp_path: Path, given: dict[str, Any], line: str, words: s
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("a.yaml", "distributed_type: MULTI_GPU\nnum_processes: eight\n", "a.yaml, line 2: num_processes = eight is no number"),
+        (
+            "a.yaml",
+            "distributed_type: MULTI_GPU\nnum_processes: eight\n",
+            "a.yaml, line 2: num_processes = eight is no number",
+        ),
         ("a.yaml", "distributed_type: MULTI_GPUS\n", "line 1: distributed_type = MULTI_GPUS is not one of"),
         ("a.yaml", "debug: true\nmixed_precision: bf61\n", "line 2: mixed_precision = 'bf61' is not one of"),
-        ("a.yaml", "debug: true\nuse_cpu: no\ndebug: false\n", "line 3: the key 'debug' stands there before, on line 1"),
+        (
+            "a.yaml",
+            "debug: true\nuse_cpu: no\ndebug: false\n",
+            "line 3: the key 'debug' stands there before, on line 1",
+        ),
         (
             "a.yaml",
             "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 7\n",
@@ -243,16 +307,28 @@ def test_what_is_said(tmp_path: Path, given: dict[str, Any], line: str, words: s
         ("a.yaml", "- 1\n", "holds a list"),
         ("a.yaml", "\n", "is empty"),
         ("a.toml", "x = 1\n", "holds a str"),
-        ("a.yaml", "learning_rate: 1\n", "neither Accelerate nor DeepSpeed: none of its keys is theirs (learning_rate)"),
+        (
+            "a.yaml",
+            "learning_rate: 1\n",
+            "neither Accelerate nor DeepSpeed: none of its keys is theirs (learning_rate)",
+        ),
         (
             "a.json",
             '{"bf16": {"enabled": true},\n "fp16": {"enabled": true}}',
             "a.json, line 1: fp16 and bf16 are enabled at once",
         ),
-        ("a.json", '{"fp16": {"enabled": true},\n "fp16": {}}', "a.json, line 2: the key 'fp16' stands there before, on line 1"),
+        (
+            "a.json",
+            '{"fp16": {"enabled": true},\n "fp16": {}}',
+            "a.json, line 2: the key 'fp16' stands there before, on line 1",
+        ),
         ("a.json", '{"fp16": 1}', "line 1: fp16 = 1 is no group of keys"),
         ("a.json", '{"gradient_accumulation_steps": 0}', "below the smallest possible value, 1"),
-        ("a.json", '{"zero_optimization": {"stage": 4}}', "line 1: zero_optimization.stage = 4 is no stage of ZeRO"),
+        (
+            "a.json",
+            '{"zero_optimization": {"stage": 4}}',
+            "line 1: zero_optimization.stage = 4 is no stage of ZeRO",
+        ),
         (
             "a.json",
             '{"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}',
@@ -285,27 +361,61 @@ def test_every_key_that_accelerate_writes_is_known() -> None:
     commands = Path(spec.origin).parent / "commands"
     tree = ast.parse((commands / "config" / "config_args.py").read_text())
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    fields = {n.target.id for c in classes for n in c.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    fields = {
+        n.target.id
+        for c in classes
+        for n in c.body
+        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
     assert len(fields) > 30 and fields - {*ACCELERATE} == set()
-    flags = set(re.findall(r'"--((?:fsdp|parallelism_config|megatron_lm|dynamo)_\w+)"', (commands / "launch.py").read_text()))
+    flags = set(
+        re.findall(
+            r'"--((?:fsdp|parallelism_config|megatron_lm|dynamo)_\w+)"', (commands / "launch.py").read_text()
+        )
+    )
     ours = {key for rules in ACCELERATE.values() if isinstance(rules, dict) for key in rules}
     assert len(flags) > 30 and flags - ours == set()
 
 
 def leaves(rules: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     return [
-        leaf for key, rule in rules.items() for leaf in (leaves(rule, (*path, key)) if isinstance(rule, dict) else [(*path, key)])
+        leaf
+        for key, rule in rules.items()
+        for leaf in (leaves(rule, (*path, key)) if isinstance(rule, dict) else [(*path, key)])
     ]
 
 
 VALUES = (
     st.sampled_from(
-        [None, True, False, "no", "auto", "cpu", "nvme", "bf16", *KINDS, "NO_SHARD", 0, 1, 2, 3, 8, -1, 0.5, 1e40, "1e8"]
+        [
+            None,
+            True,
+            False,
+            "no",
+            "auto",
+            "cpu",
+            "nvme",
+            "bf16",
+            *KINDS,
+            "NO_SHARD",
+            0,
+            1,
+            2,
+            3,
+            8,
+            -1,
+            0.5,
+            1e40,
+            "1e8",
+        ]
     )
     | st.text(max_size=5)
     | st.lists(st.integers(), max_size=2)
     | st.fixed_dictionaries(
-        {"type": st.sampled_from(["Adam", "WarmupCosineLR", "StepLR", "x"]), "params": st.just({"lr": 1, "x": []})}
+        {
+            "type": st.sampled_from(["Adam", "WarmupCosineLR", "StepLR", "x"]),
+            "params": st.just({"lr": 1, "x": []}),
+        }
     )
 )
 
@@ -313,7 +423,9 @@ VALUES = (
 @pytest.mark.parametrize("rules", [ACCELERATE, DEEPSPEED], ids=["accelerate", "deepspeed"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_values_are_taken_or_refused_and_no_line_is_lost(tmp_path: Path, rules: Any, data: st.DataObject) -> None:
+def test_any_values_are_taken_or_refused_and_no_line_is_lost(
+    tmp_path: Path, rules: Any, data: st.DataObject
+) -> None:
     chosen = data.draw(st.lists(st.sampled_from(leaves(rules)), min_size=1, max_size=6, unique=True))
     content: dict[str, Any] = {}
     for *sections, key in chosen:

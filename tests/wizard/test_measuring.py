@@ -19,9 +19,18 @@ class Machine:
     """A clock that only work moves on: `factors` times as long as fp32 for each precision, 8 times for each doubling of the width."""
 
     def __init__(
-        self, smallest: float, factors: dict[str, float], noise: Callable[[], float] = lambda: 1.0, memory: int = 10**9
+        self,
+        smallest: float,
+        factors: dict[str, float],
+        noise: Callable[[], float] = lambda: 1.0,
+        memory: int = 10**9,
     ) -> None:
-        self.smallest, self.factors, self.noise, self.memory = smallest, {"fp32": 1.0, **factors}, noise, memory
+        self.smallest, self.factors, self.noise, self.memory = (
+            smallest,
+            {"fp32": 1.0, **factors},
+            noise,
+            memory,
+        )
         self.now, self.done = 0.0, list[Work]()
 
     def run(self, work: Work) -> float:
@@ -123,7 +132,12 @@ def test_it_runs_here() -> None:
     """Of the shortest measurement there is; nothing of torch's is changed by it (fixtures look), random numbers neither."""
     before = torch.get_rng_state()
     found = measure(detect(use_accelerators=False), seconds=0.0)
-    assert {speed.precision for speed in found.speeds} | set(found.left_out) == {"fp32", "tf32", "bf16", "fp16"}
+    assert {speed.precision for speed in found.speeds} | set(found.left_out) == {
+        "fp32",
+        "tf32",
+        "bf16",
+        "fp16",
+    }
     assert "TF32 is a mode of GPU Tensor Cores" in found.left_out["tf32"]
     assert all(speed.ratio > 0 for speed in found.speeds) and torch.equal(before, torch.get_rng_state())
 

@@ -117,15 +117,30 @@ def test_what_was_found() -> None:
 
 WRONG = [
     ("T4", "mixed_precision", "bf61", "'bf61' is not one of auto, .* did you mean 'bf16'?"),
-    ("T4", "mixed_precision", "bf16", "Tesla T4 (sm_75) has no bf16 units; torch would emulate them; use fp16, fp32 or auto."),
+    (
+        "T4",
+        "mixed_precision",
+        "bf16",
+        "Tesla T4 (sm_75) has no bf16 units; torch would emulate them; use fp16, fp32 or auto.",
+    ),
     ("laptop CPU", "mixed_precision", "fp8", "fp8 needs .*, and training runs on the CPU; use bf16"),
-    ("2xRTX 3090", "processes", "3", "has 2 NVIDIA GeForce RTX 3090: two processes on one device .* Start at most 2 here"),
+    (
+        "2xRTX 3090",
+        "processes",
+        "3",
+        "has 2 NVIDIA GeForce RTX 3090: two processes on one device .* Start at most 2 here",
+    ),
     ("2xRTX 3090", "processes", "0", "0 is below the smallest possible value, 1."),
     ("2xRTX 3090", "processes", "two", "'two' is not a whole number."),
     ("2xRTX 3090", "nodes", "0", "nodes='0' is no number of nodes: use 2, or 1:4"),
     ("2xRTX 3090", "nodes", "4:2", "nodes='4:2' is no number of nodes: use 2, or 1:4"),
     ("2xRTX 3090", "nodes", "many", "nodes='many' is no number of nodes"),
-    ("2xRTX 3090", "strategy", "single", "'single' is for one process, and 2 were started.*; use strategy='ddp'"),
+    (
+        "2xRTX 3090",
+        "strategy",
+        "single",
+        "'single' is for one process, and 2 were started.*; use strategy='ddp'",
+    ),
     ("2xRTX 3090", "strategy", "fsdb", "did you mean 'fsdp'?"),
     ("laptop CPU", "gradient_accumulation_steps", "0", "0 is below the smallest possible value, 1."),
     ("laptop CPU", "gradient_accumulation_steps", "1.5", "'1.5' is not a whole number."),
@@ -150,20 +165,34 @@ def test_an_answer_has_to_fit_the_ones_before() -> None:
     script = talk("2xA100 NVLink", "", "", "O2", "pipeline", "fsdp", "", "", "")
     assert "precision O2 and strategy pipeline do not go together: " in script.heard
     assert resolve().strategy == "fsdp"
-    script = talk("2xRTX 3090", "1", "1:2", "", "ddp", "", "", "", "", path="elastic.toml")  # alone on one node at first
+    script = talk(
+        "2xRTX 3090", "1", "1:2", "", "ddp", "", "", "", "", path="elastic.toml"
+    )  # alone on one node at first
     assert "'ddp' averages gradients over processes, and there is one" in script.heard
 
 
 def test_what_is_possible_and_slow_is_said() -> None:
-    assert "This CPU has no bf16 instructions, so it is slower than fp32." in talk("laptop CPU", "", "bf16", *[""] * 3).told
-    assert "On one node it needs strategy_options=HSDP" in talk("8xH100", by_name={"strategy": "hsdp"}, path="h").heard
-    assert "99 processes take turns on 8 thread(s): slower than 8 would be." in talk("laptop CPU", "99", *[""] * 5, path="b").told
+    assert (
+        "This CPU has no bf16 instructions, so it is slower than fp32."
+        in talk("laptop CPU", "", "bf16", *[""] * 3).told
+    )
+    assert (
+        "On one node it needs strategy_options=HSDP"
+        in talk("8xH100", by_name={"strategy": "hsdp"}, path="h").heard
+    )
+    assert (
+        "99 processes take turns on 8 thread(s): slower than 8 would be."
+        in talk("laptop CPU", "99", *[""] * 5, path="b").told
+    )
 
 
 def test_help_says_what_each_word_means_and_why_some_cannot_be_had() -> None:
     script = talk("T4", "help", "?", *[""] * 4)
     assert script.told.count("fp16 half the bits with more digits and less range: the loss is scaled") == 2
-    assert "bf16 not here: Tesla T4 (sm_75) has no bf16 units; torch would emulate them; use fp16, fp32 or auto" in script.told
+    assert (
+        "bf16 not here: Tesla T4 (sm_75) has no bf16 units; torch would emulate them; use fp16, fp32 or auto"
+        in script.told
+    )
 
 
 # -- back and quit -----------------------------------------------------------------------------------------------------
@@ -215,7 +244,9 @@ def test_no_at_the_end_writes_nothing() -> None:
 
 
 def test_what_was_answered_ahead_is_not_asked() -> None:
-    script = talk("8xH100", by_name={}, ahead=read_ahead(["strategy=fsdp", "processes=4", "seed=7", "memory=60GiB"]))
+    script = talk(
+        "8xH100", by_name={}, ahead=read_ahead(["strategy=fsdp", "processes=4", "seed=7", "memory=60GiB"])
+    )
     assert script.asked == ["nodes", "mixed_precision", *ALWAYS]
     assert resolve() == resolve(strategy="fsdp", seed=7, memory="60GiB")
     assert resolve_launching() == Launching(processes=4)
@@ -227,7 +258,8 @@ def test_an_answer_ahead_that_cannot_be_had_is_asked_again_or_refused() -> None:
     assert "--set: mixed_precision = bf16 cannot run here: Tesla T4 (sm_75) has no bf16 units" in script.heard
     assert "mixed_precision" in script.asked
     with pytest.raises(
-        RefusedError, match=r"--set: mixed_precision = bf16 cannot run here: .*; or pass --set mixed_precision=auto"
+        RefusedError,
+        match=r"--set: mixed_precision = bf16 cannot run here: .*; or pass --set mixed_precision=auto",
     ):
         talk("T4", ahead=ahead, yes=True, path="b.toml")
     assert not Path("b.toml").exists()
@@ -236,7 +268,10 @@ def test_an_answer_ahead_that_cannot_be_had_is_asked_again_or_refused() -> None:
 @pytest.mark.parametrize(
     ("pair", "words"),
     [
-        ("precision=bf16", r"'precision' is no setting, did you mean 'mixed_precision'\? Known: mixed_precision, .*max_restarts"),
+        (
+            "precision=bf16",
+            r"'precision' is no setting, did you mean 'mixed_precision'\? Known: mixed_precision, .*max_restarts",
+        ),
         ("seed", "there is no value; write --set seed=VALUE"),
         ("seed=x", r"^--set seed=x: 'x' is not a whole number"),
         ("nodes=x", r"^--set nodes=x: nodes='x' is no number of nodes"),
@@ -252,23 +287,32 @@ def test_a_wrong_answer_ahead(pair: str, words: str) -> None:
 
 
 def measurement(*ratios: float) -> Measurement:
-    speeds = [Speed(name, ratio, (ratio, ratio), {}, 9, 64) for name, ratio in zip(("fp32", "bf16", "fp16"), ratios)]
+    speeds = [
+        Speed(name, ratio, (ratio, ratio), {}, 9, 64) for name, ratio in zip(("fp32", "bf16", "fp16"), ratios)
+    ]
     return Measurement("cpu", tuple(speeds), {"tf32": "it is not there"}, 10.0)
 
 
 def test_a_measurement_is_an_answer_to_the_question_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(case, "measure", lambda hardware, cpu: calls.append((hardware, cpu)) or measurement(1, 2.1, 0.5))
+    monkeypatch.setattr(
+        case, "measure", lambda hardware, cpu: calls.append((hardware, cpu)) or measurement(1, 2.1, 0.5)
+    )
     script = talk("8xH100", "4", "", "Measure", "back", "back", "", "", "", *[""] * 4)
     assert calls == [(MACHINES["8xH100"], False)]
     assert any(line.startswith("bf16 is 2.1 times as fast as fp32 on this machine") for line in script.told)
     reason = "timed here: bf16 is 2.1 times as fast as fp32 on this machine"
     assert script.heard.count(f"needed); {reason}.") == 1  # asked again after going back
     assert re.search(rf"Here: auto is bf16 .*{reason}", Path("easymp.toml").read_text().replace("\n#  ", ""))
-    monkeypatch.setattr(case, "measure", lambda hardware, cpu: calls.append((hardware, cpu)) or measurement(1, 0.5, 0.2))
+    monkeypatch.setattr(
+        case, "measure", lambda hardware, cpu: calls.append((hardware, cpu)) or measurement(1, 0.5, 0.2)
+    )
     script = talk("A100", yes=True, measure=True, ahead={"cpu": True}, path="cpu.toml")
     assert calls[1:] == [(MACHINES["A100"], True)]
-    assert "timed here: bf16 takes 2 times as long as fp32 on this machine; fp16 takes 5" in script.heard.replace("\n#  ", "")
+    assert (
+        "timed here: bf16 takes 2 times as long as fp32 on this machine; fp16 takes 5"
+        in script.heard.replace("\n#  ", "")
+    )
 
 
 def test_a_device_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +330,9 @@ def test_only_precision_can_be_measured() -> None:
 
 
 def test_a_configuration_of_a_peer_gives_the_defaults() -> None:
-    Path("ds.json").write_text('{"fp16": {"enabled": true, "hysteresis": 2}, "zero_optimization": {"stage": 2}, "nonsense": 1}')
+    Path("ds.json").write_text(
+        '{"fp16": {"enabled": true, "hysteresis": 2}, "zero_optimization": {"stage": 2}, "nonsense": 1}'
+    )
     Path("easymp.toml").write_text("mixed_precision = 'bf16'\ngradient_accumulation_steps = 4\nseed = 3\n")
     script = talk("2xA100 NVLink", by_name={}, foreign="ds.json", ahead=read_ahead(["project_dir=runs"]))
     assert "mixed_precision [fp16]: " in script.prompts
@@ -304,7 +350,8 @@ def test_a_configuration_of_a_peer_gives_the_defaults() -> None:
 def test_what_a_peer_asks_for_and_cannot_be_had_here() -> None:
     Path("ds.json").write_text('{"bf16": {"enabled": true}}')
     with pytest.raises(
-        RefusedError, match=r"ds.json: mixed_precision = bf16 cannot run here: .*; or pass --set mixed_precision=auto"
+        RefusedError,
+        match=r"ds.json: mixed_precision = bf16 cannot run here: .*; or pass --set mixed_precision=auto",
     ):
         talk("T4", yes=True, foreign="ds.json")
     script = talk("T4", by_name={}, foreign="ds.json")
@@ -322,7 +369,9 @@ ANSWERS = st.fixed_dictionaries(
         "mixed_precision": st.sampled_from([*PRECISION, "half", "O2"]),
         "strategy": st.sampled_from([*STRATEGY]),
         "gradient_accumulation_steps": st.integers(1, 99).map(str),
-        "project_dir": st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=9).map("runs/".__add__),
+        "project_dir": st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=9).map(
+            "runs/".__add__
+        ),
     },
 )
 
@@ -334,11 +383,15 @@ def test_the_file_reads_as_what_was_answered(name: str, answers: dict[str, str],
     script = talk(name, by_name=dict(answers), everything=everything)
     expected = {}
     for question in QUESTIONS:
-        if question.name in answers and script.asked.count(question.name) == 1:  # not asked again: it was taken
+        if (
+            question.name in answers and script.asked.count(question.name) == 1
+        ):  # not asked again: it was taken
             expected[question.name] = question.read(question, answers[question.name])
     ours = {key: value for key, value in expected.items() if key in NAMES}
     assert resolve() == Settings(**ours)
-    assert resolve_launching() == Launching(**{key: value for key, value in expected.items() if key not in NAMES})
+    assert resolve_launching() == Launching(
+        **{key: value for key, value in expected.items() if key not in NAMES}
+    )
     ranks = Ranks(local_size=resolve_launching().processes or max(1, len(MACHINES[name].devices)))
     assert make_plan(resolve(), MACHINES[name], ranks._replace(size=ranks.local_size * _most(expected)))
 

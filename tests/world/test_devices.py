@@ -19,7 +19,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("device", [torch.device("cuda", 1), torch.device("xpu", 3)])
-def test_a_ranks_device_becomes_its_current_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ranks_device_becomes_its_current_one(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen: list[torch.device] = []
     monkeypatch.setattr(getattr(torch, device.type), "set_device", chosen.append)
     World(Ranks(), device)
@@ -76,7 +78,9 @@ def test_who_breaks_off_says_which_group_it_leaves() -> None:
         told.append(group)
         heard.set()
 
-    both = [Watch(rank, 2, dist.PrefixStore("here", server), abort) for rank in range(2)]  # two ranks' in one process
+    both = [
+        Watch(rank, 2, dist.PrefixStore("here", server), abort) for rank in range(2)
+    ]  # two ranks' in one process
     both[0].abort_others(7)
     arrived = heard.wait(10)
     for watch in both:
@@ -93,7 +97,9 @@ def test_a_word_about_a_group_that_is_gone_ends_no_other(monkeypatch: pytest.Mon
     world._abort(1)
     assert ended == []
     world._abort(2)
-    world.device = torch.device("cuda", 0)  # where to destroy it would wait for what nobody else does any more
+    world.device = torch.device(
+        "cuda", 0
+    )  # where to destroy it would wait for what nobody else does any more
     world._abort(2)
     assert ended == ["destroyed", "aborted"]
 
@@ -117,7 +123,10 @@ def test_the_newest_of_gloos_and_nccls_collectives_is_told(monkeypatch: pytest.M
     there = torch._C._distributed_c10d
     monkeypatch.setattr(there, "_dump_fr_trace_json", recorder(entry("gloo:all_gather", 1)))
     monkeypatch.setattr(
-        there, "_dump_nccl_trace_json", recorder(entry("nccl:all_reduce", 2), entry("nccl:broadcast", 3)), raising=False
+        there,
+        "_dump_nccl_trace_json",
+        recorder(entry("nccl:all_reduce", 2), entry("nccl:broadcast", 3)),
+        raising=False,
     )
     assert last_collective() == "last collective #3 broadcast[[4]] (scheduled)"
     monkeypatch.setattr(there, "_dump_nccl_trace_json", recorder(), raising=False)

@@ -31,7 +31,9 @@ def test_one_announced_process_is_a_world(monkeypatch):
 
 def test_one_announced_process_that_has_nowhere_to_meet_is_alone(monkeypatch):
     announce(monkeypatch, RANK=0, WORLD_SIZE=1)
-    assert read_ranks() == Ranks(alone="no launcher announced others: RANK and WORLD_SIZE announced one process")
+    assert read_ranks() == Ranks(
+        alone="no launcher announced others: RANK and WORLD_SIZE announced one process"
+    )
 
 
 def test_without_local_ranks_all_are_on_this_node_until_they_are_counted_by_host(monkeypatch):

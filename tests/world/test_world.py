@@ -464,7 +464,9 @@ def captured():
     """Whether torch's functions of a group, imported while one runs, have it as their default."""
     sys.modules.pop("torch.distributed.nn.functional", None)
     with joined():
-        return importlib.import_module("torch.distributed.nn.functional").all_gather.__defaults__[0] is not None
+        return (
+            importlib.import_module("torch.distributed.nn.functional").all_gather.__defaults__[0] is not None
+        )
 
 
 def test_no_import_holds_the_group_for_good(ranks):

@@ -10,7 +10,18 @@ from ...data import skip_first_batches
 from ...launcher.functions import debug_launcher, notebook_launcher
 from ...local_sgd import LocalSGD
 from ...memory_retry import find_executable_batch_size
-from . import data_loader, launchers, local_sgd, logging, memory_utils, optimizer, scheduler, state, tracking, utils
+from . import (
+    data_loader,
+    launchers,
+    local_sgd,
+    logging,
+    memory_utils,
+    optimizer,
+    scheduler,
+    state,
+    tracking,
+    utils,
+)
 from .accelerator import Accelerator
 from .layer import OFFLOADING, layer
 from .state import PartialState
@@ -70,7 +81,14 @@ __getattr__ = layer.absent(
     {
         **dict.fromkeys(("init_empty_weights", "init_on_device"), META),
         **dict.fromkeys(
-            ("cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model", "infer_auto_device_map"), OFFLOADING
+            (
+                "cpu_offload",
+                "cpu_offload_with_hook",
+                "disk_offload",
+                "dispatch_model",
+                "infer_auto_device_map",
+            ),
+            OFFLOADING,
         ),
         "load_checkpoint_and_dispatch": OFFLOADING,
         "load_checkpoint_in_model": "use easymp.load_weights(model, folder)",

@@ -65,7 +65,9 @@ class Accelerator(accelerator.Accelerator):
             layer.ignore({"rng_types": "the order of data is the same on all ranks by itself"})
         if dynamo_plugin is not None:
             if dynamo_backend is not None:
-                raise SettingError("both dynamo_plugin and dynamo_backend ask for torch.compile: pass one of them")
+                raise SettingError(
+                    "both dynamo_plugin and dynamo_backend ask for torch.compile: pass one of them"
+                )
             others["compile"] = dynamo_plugin.compiling()
         if fsdp_plugin is not None and read_ranks().size > 1:
             others["strategy"] = fsdp_plugin.strategy
@@ -95,15 +97,21 @@ class Accelerator(accelerator.Accelerator):
 
     _make_scheduler = AcceleratedScheduler
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
         """The user's own module; it carries no wrapper for fp32 outputs, so there is none to keep or take off."""
         return super().unwrap_model(model, keep_torch_compile=keep_torch_compile)
 
-    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Any] | None = None) -> None:
+    def init_trackers(
+        self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """As `easymp.Accelerator.init_trackers`; options of trackers that this run does not have wait for one that has."""
         super().init_trackers(project_name, config, self._for_this_run(init_kwargs))
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None) -> None:
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """As `easymp.Accelerator.log`; options of trackers that this run does not have wait for one that has."""
         super().log(values, step, self._for_this_run(log_kwargs))
 

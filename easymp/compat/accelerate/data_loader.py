@@ -10,6 +10,9 @@ DataLoaderShard = DataLoaderDispatcher = PreparedLoader
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "skip_first_batches"]
 __getattr__ = layer.absent(
     "accelerate.data_loader",
-    dict.fromkeys(("BatchSamplerShard", "IterableDatasetShard", "prepare_data_loader"), "use accelerator.prepare(loader)"),
+    dict.fromkeys(
+        ("BatchSamplerShard", "IterableDatasetShard", "prepare_data_loader"),
+        "use accelerator.prepare(loader)",
+    ),
     lambda: __all__,
 )

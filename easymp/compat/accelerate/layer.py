@@ -16,7 +16,9 @@ def stand_in(name: str, instead: str) -> type:
     def refuse(kind: type, *args: Any, **kwargs: Any) -> Any:
         raise RefusedError(f"{name} is not part of easymp: {instead}")
 
-    return type(name, (), {"__new__": refuse, "__doc__": f"Not part of easymp: {instead}.", "__module__": __name__})
+    return type(
+        name, (), {"__new__": refuse, "__doc__": f"Not part of easymp: {instead}.", "__module__": __name__}
+    )
 
 
 DEEPSPEED = (

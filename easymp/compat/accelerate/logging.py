@@ -15,7 +15,13 @@ class MultiProcessAdapter(log.RankLogger):
     """`easymp.logging`'s logger, with two habits more."""
 
     def log(
-        self, level: int, msg: object, *args: Any, main_process_only: bool = True, in_order: bool = False, **kwargs: Any
+        self,
+        level: int,
+        msg: object,
+        *args: Any,
+        main_process_only: bool = True,
+        in_order: bool = False,
+        **kwargs: Any,
     ) -> None:
         """`in_order`: with ``main_process_only=False``, rank 0 first, then rank 1 …; all ranks call it."""
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1

@@ -67,7 +67,9 @@ class FullyShardedDataParallelPlugin:
     ) -> None:
         for name, value in others.items():
             if name in REFUSED and value not in (None, False):
-                raise RefusedError(f"FullyShardedDataParallelPlugin({name}=…) is not honoured: {REFUSED[name]}")
+                raise RefusedError(
+                    f"FullyShardedDataParallelPlugin({name}=…) is not honoured: {REFUSED[name]}"
+                )
             if name not in REFUSED and name not in WITHOUT_EFFECT:
                 known = (
                     *REFUSED,
@@ -79,17 +81,31 @@ class FullyShardedDataParallelPlugin:
                 )
                 raise SettingError(f"FullyShardedDataParallelPlugin has no {name!r}{nearest(name, known)}")
         layer.ignore(
-            {name: WITHOUT_EFFECT[name] for name, value in others.items() if name in WITHOUT_EFFECT and value is not None}
+            {
+                name: WITHOUT_EFFECT[name]
+                for name, value in others.items()
+                if name in WITHOUT_EFFECT and value is not None
+            }
         )
         self.strategy, kind, reshard = _sharding(sharding_strategy, reshard_after_forward)
         wrap = _wrapped(auto_wrap_policy, transformer_cls_names_to_wrap, min_num_params)
-        offload = getattr(cpu_offload, "offload_params", cpu_offload)  # FSDP1's and FSDP2's records, or a bool
-        host = bool(offload) if isinstance(offload, (bool, type(None))) else type(offload).__name__ == "CPUOffloadPolicy"
-        self.options = None if kind is None else kind(reshard_after_forward=reshard, wrap=wrap, cpu_offload=host)
+        offload = getattr(
+            cpu_offload, "offload_params", cpu_offload
+        )  # FSDP1's and FSDP2's records, or a bool
+        host = (
+            bool(offload)
+            if isinstance(offload, (bool, type(None)))
+            else type(offload).__name__ == "CPUOffloadPolicy"
+        )
+        self.options = (
+            None if kind is None else kind(reshard_after_forward=reshard, wrap=wrap, cpu_offload=host)
+        )
         self.activation_checkpointing = activation_checkpointing
         words = "" if kind is None or self.options == kind() else f", strategy_options={self.options!r}"
         words += ", activation_checkpointing=True" if activation_checkpointing else ""
-        layer.use("FullyShardedDataParallelPlugin(…)", f"acc = Accelerator(strategy={self.strategy!r}{words})")
+        layer.use(
+            "FullyShardedDataParallelPlugin(…)", f"acc = Accelerator(strategy={self.strategy!r}{words})"
+        )
 
 
 def _sharding(word: Any, reshard: Any) -> tuple[str, type[FSDPOptions] | None, bool]:
@@ -100,7 +116,9 @@ def _sharding(word: Any, reshard: Any) -> tuple[str, type[FSDPOptions] | None, b
     if name.isdigit() and 0 < int(name) <= len(SHARDING):
         name = list(SHARDING)[int(name) - 1]
     if name not in SHARDING:
-        raise SettingError(f"sharding_strategy={given!r} is not one of {', '.join(SHARDING)}{nearest(name, SHARDING)}")
+        raise SettingError(
+            f"sharding_strategy={given!r} is not one of {', '.join(SHARDING)}{nearest(name, SHARDING)}"
+        )
     return SHARDING[name]
 
 

@@ -22,7 +22,9 @@ class AcceleratedScheduler(PreparedScheduler):
             return
         self.each_update = max(self.behind, default=0) == 1 and not args and not kwargs
         self.behind = [0] * len(self.optimizers)
-        if not self.optimizers[0].synchronizes or any(optimizer.step_was_skipped for optimizer in self.optimizers):
+        if not self.optimizers[0].synchronizes or any(
+            optimizer.step_was_skipped for optimizer in self.optimizers
+        ):
             return
         for _ in range(self._steps):
             if not self._at_horizon():

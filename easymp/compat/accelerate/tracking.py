@@ -8,5 +8,7 @@ from .layer import layer
 __all__ = ["GeneralTracker", "on_main_process"]
 OURS = "pass its word to Accelerator(log_with=…), and find it by accelerator.get_tracker(word, unwrap=True)"
 __getattr__ = layer.absent(
-    "accelerate.tracking", dict.fromkeys(("MLflowTracker", "TensorBoardTracker", "WandBTracker"), OURS), lambda: __all__
+    "accelerate.tracking",
+    dict.fromkeys(("MLflowTracker", "TensorBoardTracker", "WandBTracker"), OURS),
+    lambda: __all__,
 )

@@ -42,7 +42,11 @@ class FusedLayerNorm(nn.LayerNorm):
     """torch.nn.LayerNorm."""
 
     def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
     ) -> None:
         _told(memory_efficient)
         super().__init__(normalized_shape, eps, elementwise_affine)
@@ -52,7 +56,11 @@ class FusedRMSNorm(nn.RMSNorm):
     """torch.nn.RMSNorm."""
 
     def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
     ) -> None:
         _told(memory_efficient)
         super().__init__(normalized_shape, eps, elementwise_affine)
@@ -82,21 +90,30 @@ def _sizes(shape: Shape) -> list[int]:
     return [shape] if isinstance(shape, int) else list(shape)
 
 
-def fused_layer_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     """Layer-norm without weights."""
     _told(memory_efficient)
     return F.layer_norm(input, _sizes(normalized_shape), None, None, eps)
 
 
 def fused_layer_norm_affine(
-    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """Layer-norm times `weight` plus `bias`."""
     _told(memory_efficient)
     return F.layer_norm(input, _sizes(normalized_shape), weight, bias, eps)
 
 
-def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
+def fused_rms_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     """RMS-norm without weights."""
     _told(memory_efficient)
     return F.rms_norm(input, _sizes(normalized_shape), None, eps)
@@ -111,10 +128,17 @@ def fused_rms_norm_affine(
 
 
 def mixed_dtype_fused_layer_norm_affine(
-    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """`fused_layer_norm_affine` in the type of `weight`."""
-    return fused_layer_norm_affine(input.to(weight.dtype), weight, bias, normalized_shape, eps, memory_efficient)
+    return fused_layer_norm_affine(
+        input.to(weight.dtype), weight, bias, normalized_shape, eps, memory_efficient
+    )
 
 
 def mixed_dtype_fused_rms_norm_affine(

@@ -60,8 +60,12 @@ class _Apexs(FusedOptimizer):
         return {**super().__getstate__(), "_none": self._none}
 
     def _refuse_sparse(self) -> None:
-        if any(p.grad is not None and p.grad.is_sparse for group in self.param_groups for p in group["params"]):
-            raise ApexError(f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead")
+        if any(
+            p.grad is not None and p.grad.is_sparse for group in self.param_groups for p in group["params"]
+        ):
+            raise ApexError(
+                f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead"
+            )
 
     def advance(self, factor: Tensor | None, found_inf: Tensor | None, result: Tensor | None = None) -> None:
         self._refuse_sparse()
@@ -69,7 +73,9 @@ class _Apexs(FusedOptimizer):
 
     def _begin(self, name: str, set_grad_none: bool, amsgrad: bool = False, **others: bool) -> None:
         if amsgrad:
-            raise ApexError(f"{type(self).__name__} does not support the AMSGrad variant: leave out amsgrad=True")
+            raise ApexError(
+                f"{type(self).__name__} does not support the AMSGrad variant: leave out amsgrad=True"
+            )
         for option, given in others.items():
             if given:
                 raise ApexError(
@@ -146,7 +152,9 @@ class FusedAdam(_Apexs, TorchsOptimizer, torch.optim.Adam):
             group["decoupled_weight_decay"] = adam_w_mode
             group.setdefault("bias_correction", bias_correction)
 
-    def advance_by_torch(self, parameters: Sequence[Any], factor: Tensor | None, found_inf: Tensor | None) -> None:
+    def advance_by_torch(
+        self, parameters: Sequence[Any], factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
         if all(group.get("bias_correction", True) for group in self.param_groups):
             super().advance_by_torch(parameters, factor, found_inf)
         else:

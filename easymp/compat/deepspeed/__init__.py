@@ -78,7 +78,9 @@ def initialize(
     named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     given = [c for c in (config, config_params, named) if c is not None]
     if not given:
-        raise SettingError("DeepSpeed requires --deepspeed_config to specify configuration file, or config= as a dict or a path")
+        raise SettingError(
+            "DeepSpeed requires --deepspeed_config to specify configuration file, or config= as a dict or a path"
+        )
     if len(given) > 1:
         raise SettingError(
             "the configuration is given twice: by config=, config_params= or args.deepspeed_config; leave one of them"
@@ -91,15 +93,24 @@ def initialize(
         }
     )
     asked = read(given[0], read_ranks().size)
-    engine = DeepSpeedEngine(model, asked, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+    engine = DeepSpeedEngine(
+        model, asked, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
+    )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """``--deepspeed`` and ``--deepspeed_config`` for a script's parser."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="use DeepSpeed (a flag for the script's own code)")
-    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed's configuration, a JSON file")
+    group.add_argument(
+        "--deepspeed",
+        default=False,
+        action="store_true",
+        help="use DeepSpeed (a flag for the script's own code)",
+    )
+    group.add_argument(
+        "--deepspeed_config", default=None, type=str, help="DeepSpeed's configuration, a JSON file"
+    )
     group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
     return parser

@@ -17,7 +17,9 @@ from .layer import layer
 _cpu: bool | None = None  # None before `configure`
 
 
-def configure(mpu_: Any = None, deepspeed_config: Any = None, checkpoint_in_cpu: bool | None = None, **others: Any) -> None:
+def configure(
+    mpu_: Any = None, deepspeed_config: Any = None, checkpoint_in_cpu: bool | None = None, **others: Any
+) -> None:
     """Say where inputs of checkpointed parts are kept.
 
     Args:
@@ -25,9 +27,17 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, checkpoint_in_cpu:
         others: known to DeepSpeed (partition_activations …), without effect.
     """
     global _cpu
-    section = deepspeed_config.get("activation_checkpointing", {}) if isinstance(deepspeed_config, dict) else {}
+    section = (
+        deepspeed_config.get("activation_checkpointing", {}) if isinstance(deepspeed_config, dict) else {}
+    )
     _cpu = bool(section.get("cpu_checkpointing", False) if checkpoint_in_cpu is None else checkpoint_in_cpu)
-    layer.ignore({f"checkpointing.configure({name}=…)": "torch keeps inputs whole" for name, value in others.items() if value})
+    layer.ignore(
+        {
+            f"checkpointing.configure({name}=…)": "torch keeps inputs whole"
+            for name, value in others.items()
+            if value
+        }
+    )
 
 
 def is_configured() -> bool:

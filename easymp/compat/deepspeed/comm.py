@@ -37,13 +37,17 @@ def init_distributed(
             "init_distributed(init_method=…, rank=…, world_size=…): the launcher says them, in RANK, WORLD_SIZE, MASTER_ADDR"
         )
     layer.ignore(
-        {"init_distributed(dist_backend)": "NCCL on GPUs, gloo elsewhere"} if dist_backend not in (None, "nccl", "gloo") else {}
+        {"init_distributed(dist_backend)": "NCCL on GPUs, gloo elsewhere"}
+        if dist_backend not in (None, "nccl", "gloo")
+        else {}
     )
     if dist.is_initialized() or dist_init_required is False:
         return
     ranks = read_ranks()
     if not ranks.announced:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # so that collectives work, as the identity
+        dist.init_process_group(
+            store=dist.HashStore(), rank=0, world_size=1
+        )  # so that collectives work, as the identity
         return
     seconds = timeout.total_seconds() if hasattr(timeout, "total_seconds") else 120.0
     ranks = locate(ranks, seconds)

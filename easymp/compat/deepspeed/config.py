@@ -51,8 +51,21 @@ HONOURED: dict[str, tuple[str, ...] | None] = {
 OLD = {"bfloat16": "bf16"}
 MONITORS = ("tensorboard", "wandb", "csv_monitor")
 LOGGED = "log by engine.accelerator: EASYMP_LOG_WITH=tensorboard, wandb or jsonl, and accelerator.log"
-FLOPS = ("enabled", "profile_step", "module_depth", "top_modules", "detailed", "output_file", "recompute_fwd_factor")
-PROFILED = ("module_depth", "top_modules", "detailed", "recompute_fwd_factor")  # of the flops profiler, without effect
+FLOPS = (
+    "enabled",
+    "profile_step",
+    "module_depth",
+    "top_modules",
+    "detailed",
+    "output_file",
+    "recompute_fwd_factor",
+)
+PROFILED = (
+    "module_depth",
+    "top_modules",
+    "detailed",
+    "recompute_fwd_factor",
+)  # of the flops profiler, without effect
 
 
 @dataclass(frozen=True)
@@ -126,7 +139,9 @@ def read(given: Mapping[str, Any] | str | os.PathLike[str], world: int) -> Confi
     """
     content = _file(given) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(content, Mapping):
-        raise SettingError(f"the DeepSpeed configuration is a {type(content).__name__}, and must be a dict, or a file with one")
+        raise SettingError(
+            f"the DeepSpeed configuration is a {type(content).__name__}, and must be a dict, or a file with one"
+        )
     content = {OLD.get(key, key): value for key, value in content.items()}
     if isinstance(content.get("zero_optimization"), bool):  # as it was once written
         content["zero_optimization"] = {"stage": int(content["zero_optimization"])}
@@ -153,7 +168,9 @@ def read(given: Mapping[str, Any] | str | os.PathLike[str], world: int) -> Confi
         drop_last=_flag(content, "dataloader_drop_last", "dataloader_drop_last"),
         flops=dict(flops) if isinstance(flops, Mapping) and flops.get("enabled") else None,
         cpu_checkpointing=_flag(
-            _section(content, "activation_checkpointing"), "activation_checkpointing.cpu_checkpointing", "cpu_checkpointing"
+            _section(content, "activation_checkpointing"),
+            "activation_checkpointing.cpu_checkpointing",
+            "cpu_checkpointing",
         ),
         ignored=_ignored(content),
     )
@@ -162,7 +179,9 @@ def read(given: Mapping[str, Any] | str | os.PathLike[str], world: int) -> Confi
 def _file(path: str | os.PathLike[str]) -> Any:
     place = Path(path)
     if not place.is_file():
-        raise SettingError(f"the DeepSpeed configuration {os.fspath(path)!r} is no file: pass a path, or a dict")
+        raise SettingError(
+            f"the DeepSpeed configuration {os.fspath(path)!r} is no file: pass a path, or a dict"
+        )
     return loads(place.read_text(encoding="utf-8"), str(path))
 
 
@@ -176,7 +195,9 @@ def _refuse_unknown(content: Mapping[str, Any]) -> None:
         known = FLOPS if key == "flops_profiler" else tuple(inner) if isinstance(inner, Mapping) else None
         for name in value if isinstance(value, Mapping) and known is not None else ():
             if name not in known:
-                raise SettingError(f"{name!r} is no key of {key}{nearest(name, known) or '.'} Known: {', '.join(known)}")
+                raise SettingError(
+                    f"{name!r} is no key of {key}{nearest(name, known) or '.'} Known: {', '.join(known)}"
+                )
 
 
 def _ignored(content: Mapping[str, Any]) -> dict[str, str]:
@@ -228,7 +249,13 @@ def _refuse_auto(name: str, value: Any) -> None:
 
 
 def _number(
-    section: Mapping[str, Any], name: str, key: str, default: float, least: float = 0, most: float = math.inf, whole: bool = False
+    section: Mapping[str, Any],
+    name: str,
+    key: str,
+    default: float,
+    least: float = 0,
+    most: float = math.inf,
+    whole: bool = False,
 ) -> Any:
     value = section.get(key, default)
     if value is None:
@@ -240,7 +267,9 @@ def _number(
         raise SettingError(f"{name}={value!r} is no whole number")
     if not least <= value <= most:
         raise SettingError(
-            f"{name}={value!r} must lie in {least:g} … {most:g}" if most < math.inf else f"{name}={value!r} is below {least:g}"
+            f"{name}={value!r} must lie in {least:g} … {most:g}"
+            if most < math.inf
+            else f"{name}={value!r} is below {least:g}"
         )
     return int(value) if whole else float(value)
 
@@ -250,7 +279,9 @@ def _offloads(zero: Mapping[str, Any]) -> bool:
     for key in ("offload_optimizer", "offload_param"):
         device = _section(zero, key).get("device", "none")
         if device == "nvme":
-            raise SettingError(f'zero_optimization.{key}.device="nvme" cannot be honoured: nothing is moved to disks; use "cpu"')
+            raise SettingError(
+                f'zero_optimization.{key}.device="nvme" cannot be honoured: nothing is moved to disks; use "cpu"'
+            )
         if device not in ("cpu", "none", None):
             raise SettingError(f"zero_optimization.{key}.device={device!r} is none of cpu, nvme and none")
         asked |= device == "cpu"
@@ -280,8 +311,11 @@ def loss_scale(fp16: Mapping[str, Any]) -> dict[str, Any]:
     if static:
         return {"init_scale": static, "dynamic": False}
     return {
-        "init_scale": 2.0 ** _number(fp16, "fp16.initial_scale_power", "initial_scale_power", 16, whole=True, most=127),
-        "growth_interval": _number(fp16, "fp16.loss_scale_window", "loss_scale_window", 1000, least=1, whole=True),
+        "init_scale": 2.0
+        ** _number(fp16, "fp16.initial_scale_power", "initial_scale_power", 16, whole=True, most=127),
+        "growth_interval": _number(
+            fp16, "fp16.loss_scale_window", "loss_scale_window", 1000, least=1, whole=True
+        ),
         "hysteresis": _number(fp16, "fp16.hysteresis", "hysteresis", 2, least=1, whole=True),
         "refill_each_step": _flag(fp16, "fp16.consecutive_hysteresis", "consecutive_hysteresis"),
         "min_scale": _number(fp16, "fp16.min_loss_scale", "min_loss_scale", 1.0),
@@ -298,15 +332,14 @@ def triangle(content: Mapping[str, Any], world: int) -> Batch:
     """
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     train, micro, steps = (
-        None if content.get(name) in (None, "auto") else _number(content, name, name, 1, least=1, whole=True) for name in names
+        None if content.get(name) in (None, "auto") else _number(content, name, name, 1, least=1, whole=True)
+        for name in names
     )
     if train is None and micro is None:
         raise SettingError(
             "neither train_batch_size nor train_micro_batch_size_per_gpu is given: DeepSpeed needs at least one of them"
         )
-    given = (
-        f"train_batch_size={train}, train_micro_batch_size_per_gpu={micro}, gradient_accumulation_steps={steps}, {world} ranks"
-    )
+    given = f"train_batch_size={train}, train_micro_batch_size_per_gpu={micro}, gradient_accumulation_steps={steps}, {world} ranks"
     if train is None:
         steps = steps or 1
         return Batch(micro * steps * world, micro, steps, world)

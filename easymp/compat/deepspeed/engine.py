@@ -88,20 +88,34 @@ class DeepSpeedEngine(nn.Module):
             ),
         )
         if optimizer is None and config.optimizer is not None:
-            optimizer = making.optimizer(*config.optimizer, parameters if parameters is not None else model.parameters())
+            optimizer = making.optimizer(
+                *config.optimizer, parameters if parameters is not None else model.parameters()
+            )
         elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(parameters if parameters is not None else model.parameters())
         if scheduler is None and config.scheduler is not None:
             scheduler = making.scheduler(*config.scheduler)
         if scheduler is not None and not hasattr(scheduler, "step"):
             if optimizer is None:
-                raise SettingError("a scheduler without an optimizer: name one in the configuration, or pass it to initialize()")
+                raise SettingError(
+                    "a scheduler without an optimizer: name one in the configuration, or pass it to initialize()"
+                )
             scheduler = scheduler(optimizer)
         loader = None
         if data is not None:
-            loader = DataLoader(data, batch_size=config.batch.micro, shuffle=True, collate_fn=collate, drop_last=config.drop_last)
-        called, self.optimizer, self.lr_scheduler, self.training_dataloader = acc.prepare(model, optimizer, scheduler, loader)
-        object.__setattr__(self, "_called", called)  # not a module of this one: its parameters are the module's
+            loader = DataLoader(
+                data,
+                batch_size=config.batch.micro,
+                shuffle=True,
+                collate_fn=collate,
+                drop_last=config.drop_last,
+            )
+        called, self.optimizer, self.lr_scheduler, self.training_dataloader = acc.prepare(
+            model, optimizer, scheduler, loader
+        )
+        object.__setattr__(
+            self, "_called", called
+        )  # not a module of this one: its parameters are the module's
         self._counters = Counters()
         acc.register_for_checkpointing(self._counters)
         self._micro: AbstractContextManager[None] | None = None
@@ -110,7 +124,9 @@ class DeepSpeedEngine(nn.Module):
         self._applied = False
         # As in DeepSpeed, several backward passes before a step, and parameters without a gradient, are right up to stage 2: `backward`
         # averages gradients at the boundary, not DDP's hooks. The Accelerator averages sums of low-precision ones at the end of a window.
-        summed = config.batch.steps > 1 and any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+        summed = config.batch.steps > 1 and any(
+            p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()
+        )
         self._late = acc.num_processes > 1 and config.stage < 3 and not summed
         self._watches = Watches(config.breakdown, acc.device)
         self._flops = Flops(config.flops, acc.device) if config.flops is not None else None
@@ -156,7 +172,9 @@ class DeepSpeedEngine(nn.Module):
             self._micro.__exit__(None, None, None)
             self._micro = None
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **others: Any) -> Tensor:
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **others: Any
+    ) -> Tensor:
         """Gradients of `loss`, divided by the accumulation steps; returns the divided loss.
 
         Raises:
@@ -190,7 +208,9 @@ class DeepSpeedEngine(nn.Module):
             StepError: no backward since the last step.
         """
         if not self._boundary:
-            raise StepError("engine.step() before engine.backward(): call backward(loss) once for each step()")
+            raise StepError(
+                "engine.step() before engine.backward(): call backward(loss) once for each step()"
+            )
         self._boundary = False
         acc, counters = self.accelerator, self._counters
         with self._watches("step"):
@@ -213,7 +233,9 @@ class DeepSpeedEngine(nn.Module):
         counters.micro_steps += 1
         counters.global_samples += self._config.batch.micro * self._config.batch.world
         if ended and self._config.every and counters.global_steps % self._config.every == 0:
-            logger.info("step=%d, skipped=%d, lr=%s", counters.global_steps, counters.skipped_steps, self.get_lr())
+            logger.info(
+                "step=%d, skipped=%d, lr=%s", counters.global_steps, counters.skipped_steps, self.get_lr()
+            )
             self._watches.tell(logger.info)
 
     @contextmanager
@@ -282,11 +304,18 @@ class DeepSpeedEngine(nn.Module):
 
     def get_lr(self) -> list[float]:
         """Of each param group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+        return (
+            [float(group["lr"]) for group in self.optimizer.param_groups]
+            if self.optimizer is not None
+            else []
+        )
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of each param group."""
-        return [group["betas"] if "betas" in group else group.get("momentum") for group in self.optimizer.param_groups]
+        return [
+            group["betas"] if "betas" in group else group.get("momentum")
+            for group in self.optimizer.param_groups
+        ]
 
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the gradients at the last update, before clipping; None before the first."""
@@ -333,14 +362,18 @@ class DeepSpeedEngine(nn.Module):
     def steps_per_print(self) -> int | None:
         return self._config.every
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, **others: Any) -> Any:
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, **others: Any
+    ) -> Any:
         """A prepared loader of `dataset`."""
         if others:
             raise RefusedError(
                 f"deepspeed_io({', '.join(others)}=…) is not honoured: make the DataLoader, and pass it to engine.accelerator.prepare"
             )
         size = batch_size or self._config.batch.micro
-        loader = DataLoader(dataset, batch_size=size, shuffle=True, collate_fn=collate_fn, drop_last=self._config.drop_last)
+        loader = DataLoader(
+            dataset, batch_size=size, shuffle=True, collate_fn=collate_fn, drop_last=self._config.drop_last
+        )
         return self.accelerator.prepare(loader)
 
     def module_state_dict(self) -> dict[str, Any]:
@@ -406,7 +439,9 @@ class DeepSpeedEngine(nn.Module):
             RefusedError: `custom_load_fn`.
         """
         if custom_load_fn is not None:
-            raise RefusedError("custom_load_fn=… is not honoured: load with easymp.load_weights(engine.module, place)")
+            raise RefusedError(
+                "custom_load_fn=… is not honoured: load with easymp.load_weights(engine.module, place)"
+            )
         if tag is None:
             tag = _read(os.path.join(os.fspath(load_dir), LATEST))
             if tag is None:
@@ -422,23 +457,33 @@ class DeepSpeedEngine(nn.Module):
         if load_module_only or not load_optimizer_states:
             states = open_checkpoint(place).manifest.states
             counters = unpack(states[COUNTERS], _no_tensors)
-            rates = unpack(states[SCHEDULE], _no_tensors) if schedule is not None and SCHEDULE in states else None
+            rates = (
+                unpack(states[SCHEDULE], _no_tensors) if schedule is not None and SCHEDULE in states else None
+            )
             load_weights(self._called, place, strict=load_module_strict)
             if not load_module_only:
                 self._counters.load_state_dict(counters)
                 if schedule is not None and rates is not None:
                     schedule.load_state_dict(rates)
             return place, counters["client"]
-        kept = copy.deepcopy(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None and schedule is None else None
+        kept = (
+            copy.deepcopy(self.lr_scheduler.state_dict())
+            if self.lr_scheduler is not None and schedule is None
+            else None
+        )
         self.accelerator.load_state(place, strict=load_module_strict)
         if kept is not None:
             self.lr_scheduler.load_state_dict(kept)
         return place, self._counters.client
 
-    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors", **others: Any) -> bool:
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors", **others: Any
+    ) -> bool:
         """Whole weights as Hugging Face's tools read them, in the precision that they have: fp16 under fp16, and else fp32."""
         if save_filename not in ("model.safetensors", "pytorch_model.bin") or others:
-            raise RefusedError(f"save_16bit_model writes model.safetensors, not {save_filename!r}: leave the name out")
+            raise RefusedError(
+                f"save_16bit_model writes model.safetensors, not {save_filename!r}: leave the name out"
+            )
         self.accelerator.save_model(self._called, save_dir)
         return True
 
@@ -466,13 +511,17 @@ def _accelerator(config: Config) -> Accelerator:
         mixed_precision=config.half.precision,
         strategy=strategy,
         strategy_options=options or None,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(config.batch.steps, sync_with_dataloader=False),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            config.batch.steps, sync_with_dataloader=False
+        ),
         kwargs_handlers=handlers,
     )
 
 
 def _no_tensors(name: str) -> Any:
-    raise RefusedError(f"{name} is a tensor: without the optimizer's states no tensors of client_state are read. Load all")
+    raise RefusedError(
+        f"{name} is a tensor: without the optimizer's states no tensors of client_state are read. Load all"
+    )
 
 
 def _write(path: str, tag: str) -> None:

@@ -26,7 +26,14 @@ NOT_HERE = {
     "musgd": "SGD",
 }
 # Of DeepSpeed's own Adams and Lamb, and what they change here: nothing.
-WITHOUT_EFFECT = ("bias_correction", "set_grad_none", "fp32_optimizer_states", "fused", "freeze_step", "cuda_aware")
+WITHOUT_EFFECT = (
+    "bias_correction",
+    "set_grad_none",
+    "fp32_optimizer_states",
+    "fused",
+    "freeze_step",
+    "cuda_aware",
+)
 
 
 def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -36,13 +43,19 @@ def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> t
         SettingError: no such optimizer, or no such parameter of it.
     """
     params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
-    known = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim) if inspect.isclass(getattr(torch.optim, name))}
+    known = {
+        name.lower(): getattr(torch.optim, name)
+        for name in dir(torch.optim)
+        if inspect.isclass(getattr(torch.optim, name))
+    }
     word = kind.lower()
     if word in NOT_HERE:
         raise SettingError(f"optimizer {kind!r} is not part of easymp.compat: use {NOT_HERE[word]!r}")
     made: Any
     if word not in OURS and params.pop("max_grad_norm", None):
-        raise SettingError("optimizer.params.max_grad_norm is not the optimizer's: write gradient_clipping beside optimizer")
+        raise SettingError(
+            "optimizer.params.max_grad_norm is not the optimizer's: write gradient_clipping beside optimizer"
+        )
     if word in ADAM:
         decoupled = params.pop("adam_w_mode", True) or word == "adamw"
         made = torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -55,7 +68,11 @@ def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> t
             f"there is no optimizer {kind!r}{nearest(kind, ['Lamb', 'Lion', *(k.__name__ for k in known.values())]) or '.'}"
         )
     takes = inspect.signature(made).parameters
-    ignored = {f"optimizer.params.{n}": "it makes no difference here" for n in WITHOUT_EFFECT if n in params and n not in takes}
+    ignored = {
+        f"optimizer.params.{n}": "it makes no difference here"
+        for n in WITHOUT_EFFECT
+        if n in params and n not in takes
+    }
     layer.ignore(ignored)
     params = {name: value for name, value in params.items() if f"optimizer.params.{name}" not in ignored}
     for name in params:
@@ -75,9 +92,13 @@ def scheduler(kind: str, params: dict[str, Any]) -> Callable[[torch.optim.Optimi
     made = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
     if not inspect.isclass(made):
         known = [*SCHEDULES, *(name for name in dir(torch.optim.lr_scheduler) if name.endswith("LR"))]
-        raise SettingError(f"there is no scheduler {kind!r}{nearest(kind, known) or '.'} Known: {', '.join(known)}")
+        raise SettingError(
+            f"there is no scheduler {kind!r}{nearest(kind, known) or '.'} Known: {', '.join(known)}"
+        )
     takes = [name for name in inspect.signature(made).parameters if name != "optimizer"]
     for name in params:
         if name not in takes:
-            raise SettingError(f"{name!r} is no parameter of {kind}{nearest(name, takes) or '.'} It takes: {', '.join(takes)}")
+            raise SettingError(
+                f"{name!r} is no parameter of {kind}{nearest(name, takes) or '.'} It takes: {', '.join(takes)}"
+            )
     return lambda optimizer: made(optimizer, **params)

@@ -40,7 +40,10 @@ class Watches:
     def tell(self, say: Callable[..., None]) -> None:
         """Means since the last time, in milliseconds."""
         if self._on and self._seconds:
-            say("time (ms) | %s", " | ".join(f"{name}: {1e3 * sum(s) / len(s):.2f}" for name, s in self._seconds.items()))
+            say(
+                "time (ms) | %s",
+                " | ".join(f"{name}: {1e3 * sum(s) / len(s):.2f}" for name, s in self._seconds.items()),
+            )
             self._seconds.clear()
 
 

@@ -12,9 +12,7 @@ from .layer import layer
 logger = get_logger(__name__)
 
 __all__ = ["RepeatingLoader", "log_dist", "logger"]
-WHOLE = (
-    "of a sharded parameter use parameter.full_tensor() on all ranks; all weights are engine.accelerator.get_state_dict(engine)"
-)
+WHOLE = "of a sharded parameter use parameter.full_tensor() on all ranks; all weights are engine.accelerator.get_state_dict(engine)"
 __getattr__ = layer.absent(
     "deepspeed.utils",
     {

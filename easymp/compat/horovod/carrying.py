@@ -28,13 +28,21 @@ def fusable(orders: Sequence[Order]) -> Iterator[list[Order]]:
     def alike(order: Order) -> object:
         request = order.request
         fuses = request.kind == "allreduce" and request.op != "adasum" and not order.error
-        return (request.op, request.dtype, request.device, request.prescale, request.postscale) if fuses else id(order)
+        return (
+            (request.op, request.dtype, request.device, request.prescale, request.postscale)
+            if fuses
+            else id(order)
+        )
 
     for _, several in groupby(orders, alike):
         batch: list[Order] = []
         held = 0
         for order in several:
-            size = dtype_of(order.request.dtype).itemsize * torch.Size(order.request.shape).numel() if order.request.dtype else 0
+            size = (
+                dtype_of(order.request.dtype).itemsize * torch.Size(order.request.shape).numel()
+                if order.request.dtype
+                else 0
+            )
             if batch and held + size > FUSED:
                 yield batch
                 batch, held = [], 0
@@ -53,7 +61,11 @@ class Carrier:
         """Outputs, of `orders` that `fusable` put together; a tensor that is None is that of a rank that joined."""
         first = orders[0].request
         if first.kind == "allreduce":
-            return list(self._reduce(orders, [t if t is not None else self._zeros(o) for o, t in zip(orders, tensors)]))
+            return list(
+                self._reduce(
+                    orders, [t if t is not None else self._zeros(o) for o, t in zip(orders, tensors)]
+                )
+            )
         (order,), (tensor,) = orders, tensors
         if first.kind == "barrier":
             if self._group is not None:
@@ -116,7 +128,9 @@ class Carrier:
     def _scatter(self, order: Order, tensor: Tensor) -> Tensor:
         request = order.request
         whole = self._reduced(_copy(tensor), request.op, request.prescale, request.postscale)
-        return _copy(whole.tensor_split(self._size)[self._rank])  # earlier ranks have one row more, where it does not divide
+        return _copy(
+            whole.tensor_split(self._size)[self._rank]
+        )  # earlier ranks have one row more, where it does not divide
 
     # -- what moves as it is, as bytes --------------------------------------------------------------------------------
 
@@ -127,7 +141,10 @@ class Carrier:
         padded = torch.zeros((longest, *rest), dtype=tensor.dtype, device=tensor.device)
         padded[: tensor.shape[0]] = tensor.detach()
         flat = padded.reshape(-1).view(torch.uint8)
-        parts = [part.view(tensor.dtype).view(longest, *rest)[:rows] for part, rows in zip(self._all(flat), order.rows)]
+        parts = [
+            part.view(tensor.dtype).view(longest, *rest)[:rows]
+            for part, rows in zip(self._all(flat), order.rows)
+        ]
         return torch.cat(parts)
 
     def _broadcast(self, order: Order, tensor: Tensor) -> Tensor:
@@ -142,7 +159,9 @@ class Carrier:
             return mine.clone()
         received = [splits[self._rank] for splits in order.splits]
         row = (
-            mine[:1].numel() * mine.element_size() if mine.shape[0] else torch.Size(mine.shape[1:]).numel() * mine.element_size()
+            mine[:1].numel() * mine.element_size()
+            if mine.shape[0]
+            else torch.Size(mine.shape[1:]).numel() * mine.element_size()
         )
         out = torch.empty((sum(received), *mine.shape[1:]), dtype=mine.dtype, device=mine.device)
         sent = order.splits[self._rank]

@@ -87,7 +87,9 @@ class TorchState(ObjectState):
         values: numbers, words, samplers; attributes of the state.
     """
 
-    def __init__(self, model: Any = None, optimizer: Any = None, project_dir: str | None = None, **values: Any) -> None:
+    def __init__(
+        self, model: Any = None, optimizer: Any = None, project_dir: str | None = None, **values: Any
+    ) -> None:
         given = {"model": model, "optimizer": optimizer, **values}
         self._kept: dict[str, Any] = {n: v for n, v in given.items() if hasattr(v, "load_state_dict")}
         self.__dict__.update(self._kept)

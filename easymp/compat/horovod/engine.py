@@ -81,7 +81,9 @@ class Engine:
         number = world.store().add(f"horovod/{world.rank}", 1)
 
         def line() -> dist.Store:
-            return dist.PrefixStore(f"horovod/{number}", world.store())  # a connection of its own, as each thread sleeps in one
+            return dist.PrefixStore(
+                f"horovod/{number}", world.store()
+            )  # a connection of its own, as each thread sleeps in one
 
         self._start("requests", self._send, line())
         self._start("orders", self._follow, line())
@@ -122,7 +124,11 @@ class Engine:
             self._pending[name] = pending
         if self._alone:
             request = pending.request
-            order = Order(Request("join", "join", root=0)) if request.kind == "join" else agree({0: request}, 1, [])
+            order = (
+                Order(Request("join", "join", root=0))
+                if request.kind == "join"
+                else agree({0: request}, 1, [])
+            )
             self._carry([order])
         else:
             self._requests.put(pending.request)
@@ -144,7 +150,9 @@ class Engine:
             here.wait_event(pending.event)
             for part in pending.result if isinstance(pending.result, tuple) else (pending.result,):
                 if isinstance(part, Tensor) and part.is_cuda:
-                    part.record_stream(here)  # it was allocated for another stream, which may not have it back before
+                    part.record_stream(
+                        here
+                    )  # it was allocated for another stream, which may not have it back before
         return pending.result
 
     def close(self, why: str, patience: float) -> None:
@@ -164,7 +172,9 @@ class Engine:
     def _stalled(self, pending: Pending) -> None:
         name, watch, limit = pending.request.name, self._world.watch, self._world.timeout
         if limit > STALLED:
-            logger.warning("%s waits for other ranks since %g s\n%s", name, STALLED, watch.report() if watch else "")
+            logger.warning(
+                "%s waits for other ranks since %g s\n%s", name, STALLED, watch.report() if watch else ""
+            )
         if limit <= STALLED or not pending.done.wait(limit - STALLED):
             raise HorovodInternalError(
                 f"{name}: not every rank asked for it within {limit:g} s (EASYMP_TIMEOUT says how long)\n{watch.report() if watch else ''}"
@@ -248,7 +258,9 @@ class Engine:
                 pending.event = event
         return outputs
 
-    def _end(self, orders: list[Order], found: list[Pending | None], outputs: list[Tensor | None], error: str = "") -> None:
+    def _end(
+        self, orders: list[Order], found: list[Pending | None], outputs: list[Tensor | None], error: str = ""
+    ) -> None:
         for order, pending, output in zip(orders, found, outputs):
             if pending is None:
                 continue

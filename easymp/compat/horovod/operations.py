@@ -72,9 +72,13 @@ def _submit(pending: Pending) -> int:
     return handle
 
 
-def _ask(kind: str, tensor: Tensor, name: str | None, into: Tensor | None = None, finish: Any = None, **more: Any) -> int:
+def _ask(
+    kind: str, tensor: Tensor, name: str | None, into: Tensor | None = None, finish: Any = None, **more: Any
+) -> int:
     if tensor.is_sparse:
-        raise SettingError(f"{kind} of a sparse tensor: pass tensor.to_dense(), or sparse_as_dense=True to DistributedOptimizer")
+        raise SettingError(
+            f"{kind} of a sparse tensor: pass tensor.to_dense(), or sparse_as_dense=True to DistributedOptimizer"
+        )
     if tensor.is_complex():
         raise SettingError(f"{kind} of {tensor.dtype}: pass torch.view_as_real(tensor)")
     name = name or running().unnamed(kind)
@@ -106,7 +110,12 @@ def allreduce_async(
 ) -> int:
     """A handle; the result is a new tensor."""
     return _ask(
-        "allreduce", tensor, name, op=_op(average, op).value, prescale=float(prescale_factor), postscale=float(postscale_factor)
+        "allreduce",
+        tensor,
+        name,
+        op=_op(average, op).value,
+        prescale=float(prescale_factor),
+        postscale=float(postscale_factor),
     )
 
 
@@ -126,7 +135,9 @@ def allreduce_async_(
 def allgather_async(tensor: Tensor, name: str | None = None) -> int:
     """A handle; the result has the ranks' tensors one after the other along dimension 0, where they may differ in length."""
     if not tensor.ndim:
-        raise ValueError("allgather of a scalar: there is no dimension 0 to put them one after the other; pass tensor[None]")
+        raise ValueError(
+            "allgather of a scalar: there is no dimension 0 to put them one after the other; pass tensor[None]"
+        )
     return _ask("allgather", tensor, name)
 
 
@@ -140,7 +151,9 @@ def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) ->
     return _ask("broadcast", tensor, name, tensor, root=root_rank)
 
 
-def alltoall_async(tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None) -> int:
+def alltoall_async(
+    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None
+) -> int:
     """A handle; rank i gets the i-th of the parts into which `splits` (rows; equal ones by default) divides dimension 0.
 
     The result is a tensor, or with `splits` a pair of it and of the rows that came from each rank.
@@ -260,7 +273,9 @@ def allreduce(
         HorovodInternalError: shapes or types differ between the ranks; on all of them.
     """
     small, ctx = compression.compress(tensor)
-    return compression.decompress(_AllReduce.apply(small, name, _op(average, op), prescale_factor, postscale_factor), ctx)
+    return compression.decompress(
+        _AllReduce.apply(small, name, _op(average, op), prescale_factor, postscale_factor), ctx
+    )
 
 
 def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -292,7 +307,9 @@ def alltoall(tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name:
     return output if splits is None else (output, received)
 
 
-def reducescatter(tensor: Tensor, compression: Any = Compression.none, op: Op = Average, name: str | None = None) -> Tensor:
+def reducescatter(
+    tensor: Tensor, compression: Any = Compression.none, op: Op = Average, name: str | None = None
+) -> Tensor:
     """This rank's part of the reduction along dimension 0.
 
     The gradient is the ranks' gradients one after the other, times their number for a sum, as Horovod's.
@@ -313,7 +330,9 @@ class _GroupedAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, op: Op, pre: float, post: float, *tensors: Tensor) -> Any:
         ctx.how = (op, pre, post)
-        handles = grouped_allreduce_async(tensors, None, name, op=op, prescale_factor=pre, postscale_factor=post)
+        handles = grouped_allreduce_async(
+            tensors, None, name, op=op, prescale_factor=pre, postscale_factor=post
+        )
         return tuple(synchronize(handle) for handle in handles)
 
     @staticmethod
@@ -332,7 +351,11 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Several at once, which travel together; as `allreduce`. Gradients flow through them."""
     small, contexts = zip(*map(compression.compress, tensors)) if tensors else ((), ())
-    done = _GroupedAllReduce.apply(name, _op(average, op), prescale_factor, postscale_factor, *small) if tensors else ()
+    done = (
+        _GroupedAllReduce.apply(name, _op(average, op), prescale_factor, postscale_factor, *small)
+        if tensors
+        else ()
+    )
     return [compression.decompress(tensor, ctx) for tensor, ctx in zip(done, contexts)]
 
 
@@ -345,14 +368,18 @@ def grouped_allreduce_async(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, **how: Any
 ) -> list[int]:
     """Handles, one a tensor."""
-    return [allreduce_async(t, average, n, **how) for t, n in zip(tensors, _names(tensors, name, "allreduce"))]
+    return [
+        allreduce_async(t, average, n, **how) for t, n in zip(tensors, _names(tensors, name, "allreduce"))
+    ]
 
 
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, **how: Any
 ) -> list[int]:
     """Handles, one a tensor, in place."""
-    return [allreduce_async_(t, average, n, **how) for t, n in zip(tensors, _names(tensors, name, "allreduce"))]
+    return [
+        allreduce_async_(t, average, n, **how) for t, n in zip(tensors, _names(tensors, name, "allreduce"))
+    ]
 
 
 def grouped_allgather(tensors: Sequence[Tensor], name: str | None = None) -> list[Tensor]:
@@ -360,7 +387,9 @@ def grouped_allgather(tensors: Sequence[Tensor], name: str | None = None) -> lis
     return list(_AllGather.apply(_names(tensors, name, "allgather"), *tensors)) if tensors else []
 
 
-def grouped_reducescatter(tensors: Sequence[Tensor], name: str | None = None, op: Op = Average) -> list[Tensor]:
+def grouped_reducescatter(
+    tensors: Sequence[Tensor], name: str | None = None, op: Op = Average
+) -> list[Tensor]:
     """Several at once; as `reducescatter`. Gradients flow through them."""
     return list(_ReduceScatter.apply(_names(tensors, name, "reducescatter"), op, *tensors)) if tensors else []
 

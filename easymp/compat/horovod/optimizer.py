@@ -53,7 +53,9 @@ def DistributedOptimizer(
         RefusedError: `process_set`.
     """
     if process_set is not None:
-        raise RefusedError("DistributedOptimizer(process_set=…): parts of the ranks are not known here; leave it out")
+        raise RefusedError(
+            "DistributedOptimizer(process_set=…): parts of the ranks are not known here; leave it out"
+        )
     if op not in (Average, Sum, Adasum):
         raise ValueError("op supports only hvd.Average, hvd.Sum and hvd.Adasum")
     if gradient_predivide_factor != 1.0 and op is not Average:
@@ -62,7 +64,9 @@ def DistributedOptimizer(
         raise SettingError(f"backward_passes_per_step={backward_passes_per_step} is below 1")
     kind = type(optimizer)
     if issubclass(kind, _Reducing):
-        raise SettingError("DistributedOptimizer of a DistributedOptimizer: pass the optimizer that it was made of")
+        raise SettingError(
+            "DistributedOptimizer of a DistributedOptimizer: pass the optimizer that it was made of"
+        )
     layer.ignore(
         {
             f"DistributedOptimizer({name})": "gradients that come together travel together anyway"
@@ -76,7 +80,9 @@ def DistributedOptimizer(
     it.__dict__.update(optimizer.__dict__)
     it.__dict__.pop("step", None)  # a scheduler's counter, around the plain step
     names = _named(optimizer, named_parameters)
-    it._horovod = _Reduction(names, compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense)
+    it._horovod = _Reduction(
+        names, compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense
+    )
     return it
 
 
@@ -90,24 +96,34 @@ def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
     names = [name for name, _ in entries]
     double = sorted(name for name, times in Counter(names).items() if times > 1)
     if double:
-        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(double)}")
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(double)}"
+        )
     found = {parameter: name for name, parameter in entries}
-    parameters = [(i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
+    parameters = [
+        (i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])
+    ]
     if not entries:
         return {p: f"allreduce.noname.{i}.{j}" for i, j, p in parameters}
     unnamed = sum(p not in found for _, _, p in parameters)
     if unnamed:
-        raise ValueError(f"named_parameters was specified, but one or more model parameters were not named ({unnamed} of them)")
+        raise ValueError(
+            f"named_parameters was specified, but one or more model parameters were not named ({unnamed} of them)"
+        )
     return {p: found[p] for _, _, p in parameters}
 
 
 class _Reduction:
     """What a DistributedOptimizer knows beside its optimizer."""
 
-    def __init__(self, names: dict[Tensor, str], compression: Any, passes: int, op: Op, predivide: float, dense: bool) -> None:
+    def __init__(
+        self, names: dict[Tensor, str], compression: Any, passes: int, op: Op, predivide: float, dense: bool
+    ) -> None:
         self.names, self.compression, self.passes, self.op, self.dense = names, compression, passes, op, dense
         size = running().world.size
-        self.scales = (1.0 / predivide, predivide / size) if op is Average and predivide != 1.0 else (1.0, 1.0)
+        self.scales = (
+            (1.0 / predivide, predivide / size) if op is Average and predivide != 1.0 else (1.0, 1.0)
+        )
         self.sent = Sum if self.scales != (1.0, 1.0) else op
         self.seen: dict[Tensor, int] = {}  # backward passes since the last step
         self.flying: dict[Tensor, tuple[int, Tensor, Any]] = {}
@@ -147,7 +163,9 @@ class _Reduction:
             parameter.grad = torch.zeros_like(parameter)
         if parameter.grad.is_sparse:
             if not self.dense:
-                raise SettingError(f"{self.names[parameter]} has a sparse gradient: pass sparse_as_dense=True")
+                raise SettingError(
+                    f"{self.names[parameter]} has a sparse gradient: pass sparse_as_dense=True"
+                )
             parameter.grad = parameter.grad.to_dense()
         small, ctx = self.compression.compress(parameter.grad)
         pre, post = self.scales

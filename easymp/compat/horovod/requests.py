@@ -129,12 +129,22 @@ def agree(asked: Mapping[int, Request], size: int, joined: list[int]) -> Order:
     ranks = sorted(asked)
     first = asked[ranks[0]]
     fault = _fault(asked, ranks, first, size, joined)
-    rows = tuple(asked[r].shape[0] if r in asked and asked[r].shape else 0 for r in range(size)) if first.kind in ROWS else ()
-    splits = tuple(asked[r].splits if r in asked else (0,) * size for r in range(size)) if first.kind == "alltoall" else ()
+    rows = (
+        tuple(asked[r].shape[0] if r in asked and asked[r].shape else 0 for r in range(size))
+        if first.kind in ROWS
+        else ()
+    )
+    splits = (
+        tuple(asked[r].splits if r in asked else (0,) * size for r in range(size))
+        if first.kind == "alltoall"
+        else ()
+    )
     return Order(first, rows, splits, tuple(joined), fault)
 
 
-def _fault(asked: Mapping[int, Request], ranks: list[int], first: Request, size: int, joined: list[int]) -> str:
+def _fault(
+    asked: Mapping[int, Request], ranks: list[int], first: Request, size: int, joined: list[int]
+) -> str:
     where = f"{first.name}: the ranks' calls differ"
     kinds = [asked[r].kind for r in ranks]
     if len(set(kinds)) > 1:

@@ -84,7 +84,11 @@ def shutdown() -> None:
     run, _run = _run, None
     atexit.unregister(shutdown)
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    why = "hvd.shutdown(), or the end of its script" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+    why = (
+        "hvd.shutdown(), or the end of its script"
+        if error is None
+        else f"{type(error).__name__}: {error}".splitlines()[0]
+    )
     run.engine.close(why, PATIENCE if error is None else 0.0)
     run.world.close()
 

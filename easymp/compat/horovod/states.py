@@ -22,9 +22,13 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Tensor]
     if isinstance(params, Mapping):
         entries = sorted(params.items())
     elif isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
-        raise ValueError(f"invalid params of type: {type(params)}: pass model.state_dict() or model.named_parameters()")
+        raise ValueError(
+            f"invalid params of type: {type(params)}: pass model.state_dict() or model.named_parameters()"
+        )
     else:
-        entries = [entry if isinstance(entry, tuple) else (f"parameter.{i}", entry) for i, entry in enumerate(params)]
+        entries = [
+            entry if isinstance(entry, tuple) else (f"parameter.{i}", entry) for i, entry in enumerate(params)
+        ]
     tensors = [(name, tensor) for name, tensor in entries if isinstance(tensor, Tensor) and tensor.numel()]
     handles = [broadcast_async_(tensor.detach(), root_rank, f"broadcast.{name}") for name, tensor in tensors]
     for handle in handles:
@@ -56,7 +60,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
         if not (isinstance(leaf, tuple) and len(leaf) == 5 and leaf[0] == "tensor"):
             return leaf
         _, number, shape, dtype, kind = leaf
-        tensor = tensors[number] if root else torch.empty(shape, dtype=dtype, device=device if kind == device.type else kind)
+        tensor = (
+            tensors[number]
+            if root
+            else torch.empty(shape, dtype=dtype, device=device if kind == device.type else kind)
+        )
         handles.append(broadcast_async_(tensor, root_rank, f"state.{number}"))
         return tensor
 
@@ -68,7 +76,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
         load_in_place(optimizer, state, optimizer.load_state_dict)
 
 
-def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
+def load_in_place(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], load: Callable[[dict[str, Any]], None]
+) -> None:
     """`load` the state; param groups and state stay the objects that they were.
 
     torch puts new ones in their place, of which a schedule made before, or a wrapper, would not hear: rates would differ between ranks.

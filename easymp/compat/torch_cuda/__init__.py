@@ -11,6 +11,10 @@ __all__ = ["amp"]
 
 __getattr__ = layer.absent(
     "torch.cuda",
-    {name: "all but amp is torch's own: import it from torch.cuda" for name in dir(torch.cuda) if name != "amp"},
+    {
+        name: "all but amp is torch's own: import it from torch.cuda"
+        for name in dir(torch.cuda)
+        if name != "amp"
+    },
     lambda: __all__,
 )

@@ -47,7 +47,9 @@ class autocast(torch.autocast):
         cache_enabled: keep the casts of weights until the outermost block ends.
     """
 
-    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
+    def __init__(
+        self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
+    ) -> None:
         layer.use("autocast and GradScaler", NATIVE)
         super().__init__(device_type(), dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
@@ -76,7 +78,9 @@ class GradScaler(Scaler):
         enabled: bool = True,
     ) -> None:
         layer.use("autocast and GradScaler", NATIVE)
-        super().__init__(LossScale(init_scale, growth_factor, backoff_factor, growth_interval), enabled=enabled)
+        super().__init__(
+            LossScale(init_scale, growth_factor, backoff_factor, growth_interval), enabled=enabled
+        )
 
     def _rule(self, **changes: Any) -> None:
         self.rule = dataclasses.replace(self.rule, **changes)
@@ -118,11 +122,15 @@ class GradScaler(Scaler):
                 raise SettingError(
                     f"this state has no {', '.join(absent)}: pass what state_dict() of a GradScaler returned, torch's or this one's"
                 )
-            self._rule(**{name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")})
+            self._rule(
+                **{name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
+            )
         super().load_state_dict(state_dict)
 
 
-def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None) -> Callable[..., Any]:
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None
+) -> Callable[..., Any]:
     """For the forward of an autograd.Function under `autocast`: as torch.amp.custom_fwd, on the device that is here."""
     return torch.amp.custom_fwd(fwd, device_type=device_type(), cast_inputs=cast_inputs)
 

@@ -17,6 +17,14 @@ RULES: dict[type, Rule] = {
     torch.optim.SGD: SGD,
     torch.optim.Adagrad: ADAGRAD,
 }
-ALL = (ADAM, SGD, ADAGRAD, LION, LAMB, NOVOGRAD, *(larc(rule, Trust()) for rule in (ADAM, SGD, ADAGRAD, LION)))
+ALL = (
+    ADAM,
+    SGD,
+    ADAGRAD,
+    LION,
+    LAMB,
+    NOVOGRAD,
+    *(larc(rule, Trust()) for rule in (ADAM, SGD, ADAGRAD, LION)),
+)
 
 __all__ = ["ADAGRAD", "ADAM", "ALL", "LAMB", "LION", "NOVOGRAD", "RULES", "SGD", "Rule", "Trust", "larc"]

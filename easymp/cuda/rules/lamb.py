@@ -43,7 +43,9 @@ def reference(p: Tensor, g: Tensor, states: dict[str, Any], group: Group, step: 
     states["exp_avg"].mul_(beta1).add_(d, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
     states["exp_avg_sq"].mul_(beta2).addcmul_(d, d, value=1 - beta2)
     corrections = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
-    update = states["exp_avg"] / corrections[0] / ((states["exp_avg_sq"] / corrections[1]).sqrt() + group["eps"])
+    update = (
+        states["exp_avg"] / corrections[0] / ((states["exp_avg_sq"] / corrections[1]).sqrt() + group["eps"])
+    )
     if group["adam_w_mode"]:
         update = update + group["weight_decay"] * p
     rate: Any = group["lr"]
@@ -59,7 +61,20 @@ LAMB = Rule(
     uses=lambda group: ("exp_avg", "exp_avg_sq"),
     refuse=lambda group: None,
     hyper=_hyper,
-    numbers=(*("beta1", "beta2", "epsilon", "decay", "decoupled", "average", "correct", "most", "trusted", "direction"),),
+    numbers=(
+        *(
+            "beta1",
+            "beta2",
+            "epsilon",
+            "decay",
+            "decoupled",
+            "average",
+            "correct",
+            "most",
+            "trusted",
+            "direction",
+        ),
+    ),
     prepare="""
 sign = direction * (most > 0.0 && norm > most ? most / norm : 1.0);
 l2 = decay; plain = decoupled; eps = epsilon; size = lr;

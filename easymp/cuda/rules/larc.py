@@ -38,7 +38,9 @@ def larc(rule: Rule, trust: Trust) -> Rule:
         SettingError: a rule that has a survey of its own.
     """
     if rule.survey is not None:
-        raise SettingError(f"LARC scales gradients by the norms of tensors, and so does {rule.name}: take one of them")
+        raise SettingError(
+            f"LARC scales gradients by the norms of tensors, and so does {rule.name}: take one of them"
+        )
 
     def hyper(group: Group) -> tuple[float, ...]:
         decay = float(group.get("weight_decay", 0.0))
@@ -46,7 +48,9 @@ def larc(rule: Rule, trust: Trust) -> Rule:
         return (*rule.hyper(bare(group)), trust.coefficient, float(trust.clip), trust.eps, decay)
 
     def element(states: tuple[str, ...]) -> str:
-        return f"const float sole = g; {{ const float g = (sole + pull * p) * adapt; {rule.element(states)} }}"
+        return (
+            f"const float sole = g; {{ const float g = (sole + pull * p) * adapt; {rule.element(states)} }}"
+        )
 
     def reference(p: Tensor, g: Tensor, states: dict[str, Any], group: Group, step: int) -> None:
         rule.reference(p, adapted(p, g, p.norm(), g.norm(), trust, group), states, bare(group), step)

@@ -25,7 +25,14 @@ _ROOMS = (dataclasses, environment, imports, memory, operations, other, random, 
 __all__ = sorted(
     {
         *(name for room in _ROOMS for name in room.__all__),
-        *("DummyOptim", "DummyScheduler", "HfDeepSpeedConfig", "MegatronLMDummyDataLoader", "MegatronLMDummyScheduler", "tqdm"),
+        *(
+            "DummyOptim",
+            "DummyScheduler",
+            "HfDeepSpeedConfig",
+            "MegatronLMDummyDataLoader",
+            "MegatronLMDummyScheduler",
+            "tqdm",
+        ),
     }
 )
 
@@ -43,9 +50,13 @@ _absent = layer.absent(
             OFFLOADING,
         ),
         **dict.fromkeys(("load_and_quantize_model", "has_4bit_bnb_layers"), QUANTIZED),
-        **dict.fromkeys(("load_checkpoint_in_model", "load_state_dict"), "use easymp.load_weights(model, place)"),
+        **dict.fromkeys(
+            ("load_checkpoint_in_model", "load_state_dict"), "use easymp.load_weights(model, place)"
+        ),
         **dict.fromkeys(("load_fsdp_model", "load_fsdp_optimizer"), "use accelerator.load_state(folder)"),
-        **dict.fromkeys(("save_fsdp_model", "save_fsdp_optimizer"), "use accelerator.save_state(folder), or save_model"),
+        **dict.fromkeys(
+            ("save_fsdp_model", "save_fsdp_optimizer"), "use accelerator.save_state(folder), or save_model"
+        ),
         "merge_fsdp_weights": "run `easymp checkpoint merge FOLDER TARGET`",
         "compile_regions": "use Accelerator(compile='blocks')",
         "compute_module_sizes": "use easymp.memory.estimate(model)",

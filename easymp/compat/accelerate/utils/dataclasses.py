@@ -25,8 +25,12 @@ from ..plugins import DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamo
 KwargsHandler = Any
 DeepSpeedPlugin = stand_in("DeepSpeedPlugin", DEEPSPEED)
 MegatronLMPlugin = stand_in("MegatronLMPlugin", MEGATRON)
-ParallelismConfig = stand_in("ParallelismConfig", "use Accelerator(strategy='hsdp') or 'tensor_parallel', and strategy_options")
-TorchTensorParallelPlugin = stand_in("TorchTensorParallelPlugin", "use Accelerator(strategy='tensor_parallel')")
+ParallelismConfig = stand_in(
+    "ParallelismConfig", "use Accelerator(strategy='hsdp') or 'tensor_parallel', and strategy_options"
+)
+TorchTensorParallelPlugin = stand_in(
+    "TorchTensorParallelPlugin", "use Accelerator(strategy='tensor_parallel')"
+)
 FP8RecipeKwargs = stand_in("FP8RecipeKwargs", FP8)
 TERecipeKwargs = stand_in("TERecipeKwargs", FP8)
 AORecipeKwargs = stand_in("AORecipeKwargs", FP8)

@@ -26,7 +26,18 @@ PACKAGES = {
                 "pandas",
                 "peft",
             ),
-            *("pynvml", "pytest", "rich", "sagemaker", "schedulefree", "swanlab", "timm", "torchao", "torchdata", "torchvision"),
+            *(
+                "pynvml",
+                "pytest",
+                "rich",
+                "sagemaker",
+                "schedulefree",
+                "swanlab",
+                "timm",
+                "torchao",
+                "torchdata",
+                "torchvision",
+            ),
             *("trackio", "transformers", "triton", "wandb"),
         )
     },
@@ -35,7 +46,21 @@ PACKAGES = {
 }
 # Engines and devices that no run of easymp uses: scripts then take their path without them.
 NEVER = (
-    *("deepspeed", "habana", "hpu", "lomo", "megatron_lm", "mlu", "msamp", "musa", "neuron", "npu", "pippy", "sdaa", "torch_xla"),
+    *(
+        "deepspeed",
+        "habana",
+        "hpu",
+        "lomo",
+        "megatron_lm",
+        "mlu",
+        "msamp",
+        "musa",
+        "neuron",
+        "npu",
+        "pippy",
+        "sdaa",
+        "torch_xla",
+    ),
     *("transformer_engine", "fp8", "4bit_bnb", "8bit_bnb"),
 )
 
@@ -66,7 +91,14 @@ def is_rocm_available() -> bool:
     return torch.version.hip is not None and torch.cuda.is_available()
 
 
-OWN = ("is_bf16_available", "is_cuda_available", "is_fp16_available", "is_mps_available", "is_rocm_available", "is_xpu_available")
+OWN = (
+    "is_bf16_available",
+    "is_cuda_available",
+    "is_fp16_available",
+    "is_mps_available",
+    "is_rocm_available",
+    "is_xpu_available",
+)
 __all__ = sorted([*OWN, *(f"is_{name}_available" for name in (*PACKAGES, *NEVER))])
 _absent = layer.absent("accelerate.utils.imports", {}, lambda: __all__)
 

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from ....operations import broadcast, broadcast_object_list, gather, gather_object, pad_across_processes, reduce
+from ....operations import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
 from ....tree import concatenate, find_batch_size, leaves, recursively_apply, send_to_device, slice_tensors
 from ..layer import layer
 

@@ -97,7 +97,9 @@ def promote_function(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _register(cast: Cast, module: Any, name: str) -> None:
     function = getattr(module, name, None)
     if function is None:
-        raise ApexError(f"no function named {name!r} in {getattr(module, '__name__', module)}: nothing can be cast for it")
+        raise ApexError(
+            f"no function named {name!r} in {getattr(module, '__name__', module)}: nothing can be cast for it"
+        )
     setattr(module, name, _under(cast, function))
 
 

@@ -102,6 +102,9 @@ def _say(opt_level: str, given: dict[str, Any]) -> None:
     level = state.properties
     assert level is not None
     changed = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-    state.say(f"Selected optimization level {opt_level}: {level.brief}{', with ' + ', '.join(changed) if changed else ''}.", True)
+    state.say(
+        f"Selected optimization level {opt_level}: {level.brief}{', with ' + ', '.join(changed) if changed else ''}.",
+        True,
+    )
     for name in given:
         state.say(f"{name:22} : {getattr(level, name)}", True)

@@ -41,7 +41,9 @@ def scale_loss(
         RefusedError: delay_overflow_check, which Apex has for its own experiments.
     """
     if delay_overflow_check:
-        raise RefusedError("amp.scale_loss(delay_overflow_check=True): each overflow is looked for at once; leave it out")
+        raise RefusedError(
+            "amp.scale_loss(delay_overflow_check=True): each overflow is looked for at once; leave it out"
+        )
     if state.enabled is None:
         raise ApexError(
             "Invoked 'with amp.scale_loss', but internal Amp state has not been initialized. model, optimizer = amp.initialize(model, "

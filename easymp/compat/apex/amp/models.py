@@ -32,7 +32,11 @@ def check(models: list[nn.Module]) -> None:
             )
         for what, named in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, tensor in named:
-                if tensor.is_floating_point() and tensor.dtype != torch.float32 and (what == "param" or tensor.dtype in LOW):
+                if (
+                    tensor.is_floating_point()
+                    and tensor.dtype != torch.float32
+                    and (what == "param" or tensor.dtype in LOW)
+                ):
                     raise ApexError(
                         f"Found {what} {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, you do not "
                         "need to call .half() on your model before passing it, no matter what optimization level you choose"

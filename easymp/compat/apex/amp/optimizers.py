@@ -35,7 +35,9 @@ class Share:
         self.scaler: LossScaler | None = None
         self.overflow: LossScaler | None = None
         self._stash: list[tuple[Tensor, Tensor]] = []  # divided by the scale already, of the contexts before
-        self._strange: list[tuple[Tensor, Tensor, int]] = []  # gradients of a loss that this optimizer was not given with
+        self._strange: list[
+            tuple[Tensor, Tensor, int]
+        ] = []  # gradients of a loss that this optimizer was not given with
 
     def parameters(self) -> Iterator[Tensor]:
         """As the optimizer holds them."""
@@ -130,7 +132,9 @@ class Stepping:
         share = self._amp
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None and (share.masters is not None or share.overflow is not None):
-            raise ApexError("Currently, Amp does not support closure use with optimizers: call the closure before step()")
+            raise ApexError(
+                "Currently, Amp does not support closure use with optimizers: call the closure before step()"
+            )
         if share.overflow is not None:
             scaler, share.overflow = share.overflow, None
             state.say(
@@ -201,7 +205,9 @@ def prepare(optimizer: torch.optim.Optimizer, level: Properties) -> None:
     it: Any = optimizer
     vars(it).pop("step", None)  # a scheduler's counter, which ours replaces
     it._amp = Share(optimizer, bool(level.master_weights))
-    it.__class__ = type(kind.__name__, (Stepping, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    it.__class__ = type(
+        kind.__name__, (Stepping, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
     state.optimizers.add(optimizer)
 
 
@@ -211,7 +217,9 @@ def share_of(optimizer: Any) -> Share:
     Raises:
         ApexError: it was not given to `initialize`.
     """
-    inside = optimizer.optim if isinstance(optimizer, LARC) and not isinstance(optimizer, Stepping) else optimizer
+    inside = (
+        optimizer.optim if isinstance(optimizer, LARC) and not isinstance(optimizer, Stepping) else optimizer
+    )
     if not isinstance(inside, Stepping):
         raise ApexError(
             f"this {type(inside).__name__} was not passed to amp.initialize: model, optimizer = amp.initialize(model, optimizer, "

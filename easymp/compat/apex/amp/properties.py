@@ -40,7 +40,14 @@ class Properties:
 LEVELS = {
     "O0": Properties("fp32 training", torch.float32, False, None, False, 1.0),
     "O1": Properties("casts around torch's functions", None, True, None, None, "dynamic"),
-    "O2": Properties("fp16 training with fp32 batch-norm and fp32 master weights", torch.float16, False, True, True, "dynamic"),
+    "O2": Properties(
+        "fp16 training with fp32 batch-norm and fp32 master weights",
+        torch.float16,
+        False,
+        True,
+        True,
+        "dynamic",
+    ),
     "O3": Properties("pure fp16 training", torch.float16, False, False, False, 1.0),
 }
 
@@ -60,9 +67,13 @@ def properties(level: str, given: dict[str, Any]) -> Properties:
     changed = {name: _read(name, value) for name, value in given.items() if value is not None}
     for name, value in changed.items():
         if start.patch_torch_functions and (why := _CASTS_DO_IT.get(name)) and value is not torch.float32:
-            raise ApexError(f"{name}={value!r} with opt_level {level}: {why}. Leave it out, or use opt_level 'O2' or 'O3'")
+            raise ApexError(
+                f"{name}={value!r} with opt_level {level}: {why}. Leave it out, or use opt_level 'O2' or 'O3'"
+            )
         if name == "patch_torch_functions" and value and not start.patch_torch_functions:
-            raise ApexError(f"patch_torch_functions=True with opt_level {level}: only opt_level='O1' casts around functions")
+            raise ApexError(
+                f"patch_torch_functions=True with opt_level {level}: only opt_level='O1' casts around functions"
+            )
     if start.patch_torch_functions:
         changed.pop("cast_model_type", None)  # fp32, which the weights are
     return replace(start, **changed)

@@ -22,6 +22,9 @@ __all__ = [
 
 __getattr__ = layer.absent(
     "apex.parallel",
-    {"multiproc": "start the script with `easymp launch --processes N script.py`", "ReduceOp": "use torch.distributed.ReduceOp"},
+    {
+        "multiproc": "start the script with `easymp launch --processes N script.py`",
+        "ReduceOp": "use torch.distributed.ReduceOp",
+    },
     lambda: __all__,
 )

@@ -35,7 +35,9 @@ class SyncBatchNorm(batchnorm.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group=process_group)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, process_group=process_group
+        )
         self.channel_last, self.fuse_relu = channel_last, fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
@@ -74,6 +76,8 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
         return None
     size, rank = dist.get_world_size(), dist.get_rank()
     if group_size < 0 or size % group_size:
-        raise ApexError(f"group_size={group_size} does not divide the {size} ranks: pass one of their divisors, or 0")
+        raise ApexError(
+            f"group_size={group_size} does not divide the {size} ranks: pass one of their divisors, or 0"
+        )
     groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, size, group_size)]
     return groups[rank // group_size]

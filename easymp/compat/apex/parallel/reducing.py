@@ -65,13 +65,20 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     ) -> None:
         if not isinstance(message_size, int):
             device_ids, message_size = message_size, 10_000_000
-        _refuse(shared_param, gradient_average_split_factor, retain_allreduce_buffers, allreduce_communicators)
+        _refuse(
+            shared_param, gradient_average_split_factor, retain_allreduce_buffers, allreduce_communicators
+        )
         if not gradient_predivide_factor > 0:
-            raise ApexError(f"gradient_predivide_factor={gradient_predivide_factor!r} must be a number above 0")
+            raise ApexError(
+                f"gradient_predivide_factor={gradient_predivide_factor!r} must be a number above 0"
+            )
         if message_size < 1:
             raise ApexError(f"message_size={message_size!r} must be at least 1 element")
         told = {
-            "allreduce_trigger_params": (allreduce_trigger_params, "buckets are filled in the order in which gradients come"),
+            "allreduce_trigger_params": (
+                allreduce_trigger_params,
+                "buckets are filled in the order in which gradients come",
+            ),
             "num_allreduce_streams": (num_allreduce_streams != 1, "torch chooses the streams"),
             "prof": (prof, "torch.profiler sees each collective"),
         }
@@ -134,7 +141,9 @@ def _refuse(shared: Any, split: Any, retain: Any, communicators: Any) -> None:
             "shared_param is no longer an option, in Apex neither: if parameters are shared, pass delay_allreduce=True"
         )
     if split is not None:
-        raise ApexError("gradient_average_split_factor is no longer an option, in Apex neither: pass gradient_predivide_factor")
+        raise ApexError(
+            "gradient_average_split_factor is no longer an option, in Apex neither: pass gradient_predivide_factor"
+        )
     if retain or communicators:
         raise RefusedError(
             "retain_allreduce_buffers and allreduce_communicators are not here: buckets and communicators are torch's. Leave them out"
@@ -177,4 +186,6 @@ class Reducer:
             flat = torch.cat([g.reshape(-1) for g in some])
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
-            torch._foreach_copy_(some, [part.view_as(g) for part, g in zip(flat.split([g.numel() for g in some]), some)])
+            torch._foreach_copy_(
+                some, [part.view_as(g) for part, g in zip(flat.split([g.numel() for g in some]), some)]
+            )

@@ -49,5 +49,13 @@ class DeepSpeedCPUAdam:
         **others: Any,
     ) -> Any:
         return FusedAdam(
-            model_params, lr, True, betas, eps, others.pop("adam_w_mode", adamw_mode), weight_decay, amsgrad, **others
+            model_params,
+            lr,
+            True,
+            betas,
+            eps,
+            others.pop("adam_w_mode", adamw_mode),
+            weight_decay,
+            amsgrad,
+            **others,
         )

@@ -10,7 +10,9 @@ logger = get_logger(__name__)
 
 __all__ = ["see_memory_usage"]
 __getattr__ = layer.absent(
-    "deepspeed.runtime.utils", {"clip_grad_norm_": "use torch.nn.utils.clip_grad_norm_, or gradient_clipping"}, lambda: __all__
+    "deepspeed.runtime.utils",
+    {"clip_grad_norm_": "use torch.nn.utils.clip_grad_norm_, or gradient_clipping"},
+    lambda: __all__,
 )
 
 
