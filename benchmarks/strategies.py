@@ -13,7 +13,7 @@ each has its own sequences; under tensor and pipeline parallelism all have the s
 Memory is that of all tensors alive, made since before the model was built: at the peak of three steps, and after a step with gradients
 still there ("lasting": weights, gradients, optimizer states). On CPUs every operation's results are watched (not workspaces inside
 one, nor what gloo takes for itself); torch's profiler would miss what gloo's threads free. On GPUs the caching allocator counts. The
-fullest rank stands in the table, beside `easymp.memory.estimate`, which allocates nothing.
+fullest rank stands in the table, beside `easymp.training.memory.estimate`, which allocates nothing.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from easymp import Accelerator, detect, memory
+from easymp import Accelerator, detect
 from easymp.protocols import Facts
 from easymp.strategies import STRATEGIES
+from easymp.training import memory
 
 SIZES = {  # width, blocks, words, length of a sequence, sequences a rank
     "full": (384, 8, 512, 64, 4),

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .first_use import at_first_use
+from .base.lazy import at_first_use
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator as Accelerator
+    from .base.pytree import concatenate as concatenate
+    from .base.pytree import find_batch_size as find_batch_size
+    from .base.pytree import recursively_apply as recursively_apply
+    from .base.pytree import send_to_device as send_to_device
+    from .base.rng import set_seed as set_seed
     from .checkpoint.single import load as load
     from .checkpoint.weights import load_weights as load_weights
     from .data import PreparedLoader as PreparedLoader
     from .data import skip_first_batches as skip_first_batches
     from .data.images import NormalizeImages as NormalizeImages
+    from .distributed.processes import DistributedType as DistributedType
+    from .distributed.processes import PrecisionType as PrecisionType
     from .errors import BatchError as BatchError
     from .errors import CheckpointError as CheckpointError
     from .errors import EasympError as EasympError
@@ -35,40 +42,25 @@ if TYPE_CHECKING:
     from .launcher.functions import debug_launcher as debug_launcher
     from .launcher.functions import notebook_launcher as notebook_launcher
     from .local_sgd import LocalSGD as LocalSGD
-    from .log import get_logger as get_logger
-    from .log import tqdm as tqdm
-    from .memory_retry import find_executable_batch_size as find_executable_batch_size
-    from .memory_retry import release_memory as release_memory
-    from .operations import broadcast as broadcast
-    from .operations import broadcast_object_list as broadcast_object_list
-    from .operations import gather as gather
-    from .operations import gather_object as gather_object
-    from .operations import pad_across_processes as pad_across_processes
-    from .operations import reduce as reduce
+    from .logging import get_logger as get_logger
+    from .logging import tqdm as tqdm
+    from .options import AutocastKwargs as AutocastKwargs
+    from .options import DataLoaderConfiguration as DataLoaderConfiguration
+    from .options import DDPCommunicationHookType as DDPCommunicationHookType
+    from .options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from .options import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from .options import GradScalerKwargs as GradScalerKwargs
+    from .options import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from .options import LoggerType as LoggerType
+    from .options import ProfileKwargs as ProfileKwargs
+    from .options import ProjectConfiguration as ProjectConfiguration
     from .plan import Plan as Plan
     from .plan import make_plan as make_plan
-    from .prepared import forward_method as forward_method
-    from .processes import DistributedType as DistributedType
-    from .processes import PrecisionType as PrecisionType
     from .protocols import Choice as Choice
     from .protocols import Source as Source
     from .protocols import Tracker as Tracker
-    from .records import AutocastKwargs as AutocastKwargs
-    from .records import DataLoaderConfiguration as DataLoaderConfiguration
-    from .records import DDPCommunicationHookType as DDPCommunicationHookType
-    from .records import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-    from .records import GradientAccumulationPlugin as GradientAccumulationPlugin
-    from .records import GradScalerKwargs as GradScalerKwargs
-    from .records import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from .records import LoggerType as LoggerType
-    from .records import ProfileKwargs as ProfileKwargs
-    from .records import ProjectConfiguration as ProjectConfiguration
-    from .rng import set_seed as set_seed
     from .settings import Settings as Settings
     from .settings import resolve as resolve
-    from .state import AcceleratorState as AcceleratorState
-    from .state import GradientState as GradientState
-    from .state import PartialState as PartialState
     from .strategies.batchnorm import SyncBatchNorm as SyncBatchNorm
     from .strategies.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from .strategies.compiling import CompileOptions as CompileOptions
@@ -79,10 +71,18 @@ if TYPE_CHECKING:
     from .strategies.pipeline import PipelineOptions as PipelineOptions
     from .strategies.tensor_parallel import TensorParallelOptions as TensorParallelOptions
     from .trackers.own import GeneralTracker as GeneralTracker
-    from .tree import concatenate as concatenate
-    from .tree import find_batch_size as find_batch_size
-    from .tree import recursively_apply as recursively_apply
-    from .tree import send_to_device as send_to_device
+    from .training.collectives import broadcast as broadcast
+    from .training.collectives import broadcast_object_list as broadcast_object_list
+    from .training.collectives import gather as gather
+    from .training.collectives import gather_object as gather_object
+    from .training.collectives import pad_across_processes as pad_across_processes
+    from .training.collectives import reduce as reduce
+    from .training.oom import find_executable_batch_size as find_executable_batch_size
+    from .training.oom import release_memory as release_memory
+    from .training.state import AcceleratorState as AcceleratorState
+    from .training.state import GradientState as GradientState
+    from .training.state import PartialState as PartialState
+    from .training.wrapper import forward_method as forward_method
 
 _HOMES = {
     "accelerator": ("Accelerator",),
@@ -109,9 +109,9 @@ _HOMES = {
     "hardware": ("Hardware", "detect"),
     "launcher": ("launch",),
     "launcher.functions": ("debug_launcher", "notebook_launcher"),
-    "log": ("get_logger", "tqdm"),
-    "memory_retry": ("find_executable_batch_size", "release_memory"),
-    "operations": (
+    "logging": ("get_logger", "tqdm"),
+    "training.oom": ("find_executable_batch_size", "release_memory"),
+    "training.collectives": (
         "broadcast",
         "broadcast_object_list",
         "gather",
@@ -119,21 +119,21 @@ _HOMES = {
         "pad_across_processes",
         "reduce",
     ),
-    "prepared": ("forward_method",),
+    "training.wrapper": ("forward_method",),
     "plan": ("Plan", "make_plan"),
-    "processes": ("DistributedType", "PrecisionType"),
+    "distributed.processes": ("DistributedType", "PrecisionType"),
     "protocols": ("Choice", "Source", "Tracker"),
-    "records": (
+    "options": (
         *("AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradScalerKwargs"),
         *("DDPCommunicationHookType", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LoggerType"),
         *("ProfileKwargs", "ProjectConfiguration"),
     ),
-    "rng": ("set_seed",),
+    "base.rng": ("set_seed",),
     "settings": ("Settings", "resolve"),
     "local_sgd": ("LocalSGD",),
     "strategies.data_parallel": ("DataParallelOptions",),
     "strategies.local_sgd": ("LocalSGDOptions",),
-    "state": ("AcceleratorState", "GradientState", "PartialState"),
+    "training.state": ("AcceleratorState", "GradientState", "PartialState"),
     "strategies.batchnorm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "strategies.pipeline": ("PipelineOptions",),
     "strategies.tensor_parallel": ("TensorParallelOptions",),
@@ -141,7 +141,7 @@ _HOMES = {
     "strategies.fsdp": ("FSDPOptions",),
     "strategies.hsdp": ("HSDPOptions",),
     "trackers.own": ("GeneralTracker",),
-    "tree": ("concatenate", "find_batch_size", "recursively_apply", "send_to_device"),
+    "base.pytree": ("concatenate", "find_batch_size", "recursively_apply", "send_to_device"),
 }
 
 # Names of Accelerate that are no part of this face; scripts ask for them here when only their import line has changed.

@@ -18,69 +18,57 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from . import hardware, launcher, optim, profiling, trackers, world
-from .clock import StepClock
+from . import distributed, hardware, launcher, optim, profiling, trackers
+from .base.accumulation import StepClock
+from .base.dtensor import local
+from .base.lazy import modules_at_first_use
+from .base.rng import set_seed
+from .base.torch_flags import switch
+from .checkpoint.export import Weights
+from .checkpoint.resume import Resuming
 from .errors import RefusedError, SettingError, StepError, failing
-from .exporting import Weights
-from .first_use import modules_at_first_use
-from .log import get_logger
-from .operations import Collectives
-from .prepared import unwrap
-from .resuming import Resuming
-from .rng import set_seed
-from .shards import local
-from .switches import switch
-from .tracking import Tracking
+from .logging import get_logger
+from .training.collectives import Collectives
+from .training.tracking import Tracking
+from .training.wrapper import unwrap
 
 if TYPE_CHECKING:
-    from . import (
-        checks,
-        data,
-        memory_retry,
-        microstep,
-        precision,
-        preparing,
-        recording,
-        records,
-        state,
-        strategies,
-    )
-    from . import nonfinite as guards
+    from . import data, precision, strategies
+    from . import options as records
     from . import plan as planning
     from . import settings as setting
     from .hardware import Hardware
     from .optim.optimizer import PreparedOptimizer
     from .optim.scheduler import PreparedScheduler
-    from .plan import Plan
-    from .protocols import Choice
-    from .records import (
+    from .options import (
         AutocastKwargs,
         DataLoaderConfiguration,
         GradientAccumulationPlugin,
         ProfileKwargs,
         ProjectConfiguration,
     )
+    from .plan import Plan
+    from .protocols import Choice
     from .settings import Settings
-    from .state import AcceleratorState, GradientState
     from .strategies import compiling, recomputing
     from .strategies.compiling import CompileOptions
+    from .trackers import recording
+    from .training import checks, microstep, oom, prepare, state
+    from .training import nonfinite as guards
+    from .training.state import AcceleratorState, GradientState
 
 # What an Accelerator needs when it is made or runs, and the import of this class does not.
 modules_at_first_use(
     globals(),
-    *(
-        "checks",
-        "data",
-        "memory_retry",
-        "microstep",
-        "precision",
-        "preparing",
-        "recording",
-        "records",
-        "state",
-    ),
-    "strategies",
-    guards="nonfinite",
+    *("data", "precision", "strategies"),
+    checks="training.checks",
+    oom="training.oom",
+    microstep="training.microstep",
+    prepare="training.prepare",
+    recording="trackers.recording",
+    records="options",
+    state="training.state",
+    guards="training.nonfinite",
     planning="plan",
     setting="settings",
     compiling="strategies.compiling",
@@ -239,7 +227,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             recompute = recomputing.read_words(str(asked.activation_checkpointing))
         if asked.project_dir not in (None, project.project_dir):
             project.set_directories(asked.project_dir)
-        plan = planning.make_plan(asked, hardware.detect(), world.locate(world.read_ranks(), asked.timeout))
+        plan = planning.make_plan(
+            asked, hardware.detect(), distributed.locate(distributed.read_ranks(), asked.timeout)
+        )
         spread = strategies.STRATEGIES[plan.strategy.value]
         try:
             options = strategies.read_options(
@@ -256,7 +246,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         self._clock = StepClock(plan.accumulation.value, plugin.sync_with_dataloader)
         device = torch.device(plan.device.value)
         self._undo = ExitStack()
-        self._world = world.World(
+        self._world = distributed.World(
             plan.ranks, device, asked.timeout, asked.debug, group.backend if group else None
         )
         with ExitStack() as begun:  # which ends again where something is refused
@@ -288,11 +278,11 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
                 self._make_scheduler, with_optimizer=step_scheduler_with_optimizer, steps=steps
             )
             told = (options, plugin, self._autocast, scaling, self._loading)
-            wishes = preparing.Wishes(
+            wishes = prepare.Wishes(
                 device_placement, self._loading, schedule, given, initialize, recompute, compiled, told
             )
             me = weakref.ref(self)
-            self._prepared = preparing.Preparation(
+            self._prepared = prepare.Preparation(
                 *(self._run, strategy, self._precision, self._scaler, wishes),
                 no_sync=lambda model: me().no_sync(model),
             )
@@ -865,7 +855,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         self._clock.reset()
         nothing = (None,) * len(objects)
         del objects
-        memory_retry.release_memory(device=self.device)
+        oom.release_memory(device=self.device)
         return None if len(nothing) <= 1 else nothing
 
     clear = free_memory

@@ -2,6 +2,71 @@
 
 from __future__ import annotations
 
-from .log import get_logger
+import logging
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+from .base import env
 
 __all__ = ["get_logger"]
+
+
+# -- Messages that come once, not once a rank.
+
+
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def is_main() -> bool:
+    """Whether this process is rank 0 (or the only one), by the launch variables: true before any group exists."""
+    return _number(*RANKS) == 0
+
+
+def is_local_main() -> bool:
+    """Whether this process is the first on its node."""
+    return (
+        _number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", *RANKS) == 0
+    )
+
+
+def _number(*names: str) -> int:
+    """The first of the variables that is set."""
+    return next((number for name in names if (number := env.integer(name)) is not None), 0)
+
+
+class RankLogger(logging.LoggerAdapter):
+    """A logger that speaks on rank 0 only, unless told otherwise with ``main_process_only=False``.
+
+    ``rank=True`` puts the rank in front of the message.
+    """
+
+    def log(self, level: int, msg: object, *args: Any, main_process_only: bool = True, **kwargs: Any) -> None:
+        if main_process_only and not is_main():
+            return
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        super().log(level, msg, *args, **kwargs)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        if kwargs.pop("rank", False):
+            msg = f"[rank {_number(*RANKS)}] {msg}"
+        return msg, kwargs
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
+    """A rank-aware logger; `log_level` as in `logging` (``"INFO"`` or 20), or EASYMP_LOG_LEVEL."""
+    logger = logging.getLogger(name)
+    level = log_level if log_level is not None else env.read("EASYMP_LOG_LEVEL")
+    if level:
+        logger.setLevel(level.upper() if isinstance(level, str) else level)
+    return RankLogger(logger, {})
+
+
+def tqdm(
+    iterable: Iterable[Any] | None = None, *args: Any, main_process_only: bool = True, **kwargs: Any
+) -> Any:
+    """tqdm's progress bar, on the first process of each node only (``main_process_only=False``: on all)."""
+    from tqdm.auto import tqdm as bar
+
+    if main_process_only:
+        kwargs["disable"] = kwargs.get("disable", False) or not is_local_main()
+    return bar(iterable, *args, **kwargs)

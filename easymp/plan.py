@@ -14,20 +14,17 @@ from typing import Any
 
 import torch
 
+from .distributed import Ranks
 from .errors import RefusedError
 from .hardware import Hardware
-from .memory import Memory
 from .precision import ALIASES, PRECISIONS, Measured
 from .protocols import Choice, Facts, Precision, Refusal, Source, Strategy
 from .settings import Settings
 from .strategies import STRATEGIES
-from .units import size
-from .world import Ranks
 
 AUTO = "auto"
 # What strategy "auto" chooses from: the first that the number of processes allows, and, once models are known, for which there is memory.
 AUTOMATIC = ("single", "ddp", "fsdp")
-SPARE = 0.2  # part of a rank's memory left to activations and workspace, which are not known when models are prepared
 
 
 @dataclass(frozen=True)
@@ -277,33 +274,6 @@ def room(plan: Plan) -> int:
         if device.index == int(index or device.index):
             return device.memory
     return plan.hardware.cpu.memory // max(1, plan.ranks.local_size)
-
-
-def fits(need: Memory, available: int) -> bool:
-    """Whether `need`, activations not counted, leaves `SPARE` of the bytes that a rank has."""
-    return need.total <= available * (1 - SPARE)
-
-
-def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
-    """The first strategy for which there is memory, or the last, with the arithmetic.
-
-    Args:
-        needs: of strategies, best first, what a rank needs, activations not counted.
-        available: bytes that a rank has: the poorest one, for all decide alike.
-    """
-    most = int(available * (1 - SPARE))
-    said: list[str] = []
-    for name, need in needs.items():
-        rows = ", ".join(f"{row} {size(number)}" for row, number in need.rows.items())
-        said.append(f"{name} needs {size(need.total)} a rank ({rows})")
-        if fits(need, available):
-            break
-    said[0] += f" of {size(most)} ({size(available)}, less {SPARE:.0%} for activations and workspace)"
-    if not fits(need, available):
-        said.append(
-            f"{size(need.total - most)} too much: training may run out of memory, so use more processes or a smaller model"
-        )
-    return Choice(name, "; ".join(said), Source.DETECTED)
 
 
 def together(precision: type[Precision], strategy: type[Strategy]) -> Refusal | None:

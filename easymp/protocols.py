@@ -100,7 +100,7 @@ def pieces(count: int) -> Cut:
 
 
 class Layout(NamedTuple):
-    """What one rank holds of a model in training, in elements; `easymp.memory` makes bytes of it.
+    """What one rank holds of a model in training, in elements; `easymp.training.memory` makes bytes of it.
 
     Attributes:
         weights, gradients: how parameters and their gradients are divided.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
-from .first_use import imported
+from .base.lazy import imported
 from .protocols import Precision, Strategy
 
 T = TypeVar("T")

@@ -8,24 +8,196 @@ the same for `easymp launch`: its flags, and the table ``[launch]`` of the file.
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from . import env, project_file
+from .base import env
 from .errors import SettingError, nearest
-from .project_file import LAUNCH, OPTIONS, ProjectFile
 from .protocols import Source
 from .registry import ALIASES, PRECISIONS, STRATEGIES
-from .values import Size, checked, setting
+
+# -- ``easymp.toml``: what a project says of its runs, in a file that people write and read.
+
+
+FILE = "easymp.toml"
+VARIABLE = env.PREFIX + "CONFIG"  # names another one
+LAUNCH = "launch"  # the table of `easymp launch`
+OPTIONS = "strategy_options"  # the table of the strategy's own
+
+
+@dataclass(frozen=True)
+class ProjectFile:
+    """What stands in the file.
+
+    Attributes:
+        path: as it was named; None where there is no file.
+        content: keys and values at its top, and in its tables.
+        text: as it was read, for line numbers.
+    """
+
+    path: Path | None = None
+    content: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+    def where(self, key: str, table: str = "") -> str:
+        """``"easymp.toml, line 3"``: where `key` of `table` is set; without a line where it is written in a way unforeseen here."""
+        name = f"""["']?{re.escape(key)}["']?"""
+        inside = ""
+        for number, line in enumerate(self.text.splitlines(), 1):
+            header = re.match(r"\s*\[+\s*([^\[\]]+?)\s*\]+", line)
+            if header and "=" not in line.split("]")[0]:
+                inside = header[1].strip("\"'")
+                if not table and inside.split(".")[0].strip("\"' ") == key:
+                    return f"{self.path}, line {number}"
+            elif re.match(
+                rf"\s*{name}\s*[.=]" if inside == table else rf"\s*{re.escape(table)}\s*\.\s*{name}\s*=", line
+            ):
+                return f"{self.path}, line {number}"
+        return str(self.path)
+
+
+def read(path: Path | str | None = None) -> ProjectFile:
+    """The file at `path`; None: the one that EASYMP_CONFIG names, or the one in the working directory, if there is one.
+
+    Raises:
+        SettingError: a file that was named is not there, or one is not TOML.
+    """
+    named = env.read(VARIABLE) if path is None else str(path)
+    place = Path(named or FILE)
+    if not place.is_file():
+        if path is not None:
+            raise SettingError(
+                f"{named!r} is no file: pass the path of a project file, as `easymp config` writes it"
+            )
+        if named:
+            raise SettingError(
+                f"{VARIABLE}={named!r} in the environment names no file: correct the path or unset it"
+            )
+        return ProjectFile()
+
+    try:
+        text = place.read_text(encoding="utf-8")
+        return ProjectFile(place, tomllib.loads(text), text)
+    except OSError as error:
+        raise SettingError(f"{place} cannot be read: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"{place} is not valid TOML: {error}") from error
+
+
+# -- One setting as a field of a record, and what a given value must be to become its value.
+
+
+Size = int  # bytes; said as a number or in words: 16e9, "16GiB", "500 MB"
+UNITS = {
+    f"{letter}{i}b".lower(): base**n
+    for n, letter in enumerate(("", *"kmgt"))
+    for i, base in (("", 1000), ("i", 1024))
+}
+
+
+def setting(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A field of a record of settings: default, one sentence of help, allowed words, smallest and largest number.
+
+    Its type is one of str, int, float, bool and `Size`, or one of them and None; a str without `choices` is any text, or a whole number.
+    """
+    return field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most})
+
+
+def checked(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
+    """`value` in the field's own type, or a SettingError that begins with `where`."""
+    kind = str(f.type).split(" ")[0]
+    if value is None and f.default is None:
+        return None
+    if kind == "bool":
+        return _yes_or_no(value, where)
+    if kind == "Size":
+        return read_bytes(value, where)
+    if kind in ("int", "float"):
+        return _number(f, kind, value, where)
+    return _word(f.metadata["choices"], value, where)
+
+
+def _yes_or_no(value: Any, where: str) -> bool:
+    if isinstance(value, str) and value.lower() in env.TRUE | env.FALSE:
+        return value.lower() in env.TRUE
+    if isinstance(value, bool):
+        return value
+    raise SettingError(f"{where}{value!r} is neither yes nor no: use true or false")
+
+
+def _number(f: dataclasses.Field[Any], kind: str, value: Any, where: str) -> float:
+    least, most = f.metadata["least"], f.metadata["most"]
+    number = {"int": int, "float": float}[kind]
+    try:
+        if isinstance(value, bool) or (kind == "int" and float(value) != int(float(value))):
+            raise ValueError
+        value = number(value)
+        if value != value:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise SettingError(f"{where}{value!r} is not a {'whole ' if kind == 'int' else ''}number") from None
+    if least is not None and not value >= least:
+        raise SettingError(f"{where}{value!r} is below the smallest possible value, {least:g}")
+    if most is not None and value > most:
+        raise SettingError(f"{where}{value!r} is above the largest possible value, {most:g}")
+    return value
+
+
+def _word(choices: tuple[str, ...], value: Any, where: str) -> str:
+    if not choices and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)  # nodes = 2
+    if not isinstance(value, str):
+        one_of = f": one of {', '.join(choices)}" if choices else ""
+        raise SettingError(
+            f"{where}{value!r} is of type {type(value).__name__}, but a word is needed{one_of}"
+        )
+    if not choices:
+        return value
+    words = {choice.lower(): choice for choice in choices}
+    if value.lower() not in words:
+        raise SettingError(f"{where}{value!r} is not one of {', '.join(choices)}{nearest(value, choices)}")
+    return words[value.lower()]
+
+
+def read_bytes(value: Any, where: str) -> int:
+    """A size as a number or in words; `where` begins the message of the error that says it is none."""
+    found = (
+        None
+        if isinstance(value, bool)
+        else re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", str(value).lower())
+    )
+    try:
+        number = int(float(found[1]) * UNITS[found[2] or "b"]) if found else 0
+    except (KeyError, ValueError, OverflowError):
+        number = 0
+    if number < 1:
+        raise SettingError(
+            f"{where}{value!r} is no size: use a number of bytes, or one with a unit, such as 16GiB or 16GB"
+        )
+    return number
+
+
+# -- The settings
 
 OVERRIDE = (
     env.PREFIX + "OVERRIDE"
 )  # settings that win over arguments, too: "mixed_precision=bf16 strategy=fsdp"
-RECORD = env.PREFIX + "RECORD"  # a folder in which the run writes down what it does; see `easymp.recording`
+RECORD = (
+    env.PREFIX + "RECORD"
+)  # a folder in which the run writes down what it does; see `easymp.trackers.recording`
 NO_SETTINGS = {
-    project_file.VARIABLE,
+    VARIABLE,
     env.PREFIX + "LOG_LEVEL",
     OVERRIDE,
     RECORD,
@@ -169,7 +341,7 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
     def take(name: str, value: Any, source: Source, words: str) -> None:
         values[name], sources[name] = value, (source, words)
 
-    file = project_file.read()
+    file = read()
     if OPTIONS in file.content:
         table = _table(file, OPTIONS)
         take(
@@ -206,7 +378,7 @@ def resolve_launching(path: str | None = None, **flags: Any) -> Launching:
     Raises:
         SettingError: a wrong name or value, anywhere.
     """
-    found = _launching(project_file.read(path))
+    found = _launching(read(path))
     given = {
         name: checked(LAUNCHING[name], value, f"{name}=")
         for name, value in flags.items()

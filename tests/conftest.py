@@ -203,7 +203,7 @@ def _running(before: set[threading.Thread]) -> Iterator[str]:
 
 
 def _open() -> Iterator[str]:
-    state = sys.modules.get("easymp.state")
+    state = sys.modules.get("easymp.training.state")
     if state is not None and state.is_open():
         gc.collect()  # one that nobody holds is closed by that
     for accelerator in state.accelerators() if state is not None else ():

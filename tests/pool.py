@@ -34,8 +34,9 @@ PRELOAD = [
     "pytest", "hypothesis", "numpy", "psutil", "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim",
     "torch.utils.data", "torch.distributed.algorithms.join", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "easymp.accelerator", "easymp.preparing", "easymp.recording", "easymp.kept", "easymp.preemption", "easymp.memory_retry",
-    "easymp.microstep", "easymp.nonfinite", "easymp.strategies.compiling", "easymp.strategies.recomputing",
+    "easymp.accelerator", "easymp.training.prepare", "easymp.trackers.recording",
+    "easymp.checkpoint.run_state", "easymp.checkpoint.preemption", "easymp.training.oom",
+    "easymp.training.microstep", "easymp.training.nonfinite", "easymp.strategies.compiling", "easymp.strategies.recomputing",
     "easymp.checkpoint.loading", "easymp.checkpoint.saves", "easymp.strategies.ddp", "easymp.strategies.fsdp",
     "easymp.strategies.zero1", "tests.frozen",
 ]  # fmt: skip

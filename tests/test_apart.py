@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from easymp.apart import keep_apart
+from easymp.base.isolation import keep_apart
 
 SOURCE = """
 import random

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easymp.clock import StepClock
+from easymp.base.accumulation import StepClock
 
 
 @dataclass

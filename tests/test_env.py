@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from easymp import env
+from easymp.base import env
 from easymp.errors import SettingError
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from easymp import Accelerator, DistributedDataParallelKwargs, env
+from easymp import Accelerator, DistributedDataParallelKwargs
+from easymp.base import env
 
 from .conftest import Ranks
 from .strategies import models
@@ -24,7 +25,7 @@ class Heard(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.said: list[tuple[str, str]] = []
-        self.logger = logging.getLogger("easymp.fitting")
+        self.logger = logging.getLogger("easymp.training.auto_strategy")
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said.append((record.levelname, record.getMessage()))

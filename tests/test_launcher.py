@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from easymp import env
+from easymp.base import env
 from easymp.errors import EasympWarning, RefusedError, SettingError, WorldError
 from easymp.launcher import failure as failures
 from easymp.launcher import launch, launch_script
@@ -678,8 +678,8 @@ def test_a_rank_that_exits_with_a_code_does_not_wait_for_the_others(script, capf
         acc = Accelerator(mixed_precision="no", timeout=60)
         acc.wait_for_everyone()
         if rank == 1:
-            import easymp.world.world
-            easymp.world.world.FAREWELL = acc._run.world.timeout = 1000  # which nobody waits for here
+            import easymp.distributed.process_group
+            easymp.distributed.process_group.FAREWELL = acc._run.world.timeout = 1000  # which nobody waits for here
             sys.exit(3)
         time.sleep(1000)
     """)

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from easymp.log import get_logger, is_local_main, is_main, tqdm
+from easymp.logging import get_logger, is_local_main, is_main, tqdm
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from easymp import Accelerator, optim
-from easymp.activations import bytes_saved
+from easymp.base.dtensor import local
 from easymp.errors import BatchError, PrepareError, SettingError
-from easymp.memory import Memory, estimate, table
 from easymp.precision import PRECISIONS
-from easymp.shards import local
 from easymp.strategies import STRATEGIES
 from easymp.strategies.recomputing import find_recomputed, recompute
+from easymp.training.activations import bytes_saved
+from easymp.training.memory import Memory, estimate, table
 
 from .conftest import Ranks
 from .strategies import models

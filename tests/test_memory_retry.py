@@ -9,7 +9,7 @@ import torch
 
 from easymp import Accelerator, find_executable_batch_size, release_memory
 from easymp.errors import SettingError
-from easymp.state import current_world
+from easymp.training.state import current_world
 
 
 def out_of_memory() -> None:

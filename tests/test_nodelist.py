@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from easymp.distributed.node_list import hosts
 from easymp.errors import WorldError
-from easymp.nodelist import hosts
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from easymp import env
+from easymp.base import env
 from easymp.cli import main
 from easymp.errors import SettingError, WorldError
 from easymp.launcher import agent, knocking, meeting, place

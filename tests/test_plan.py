@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from easymp import env
+from easymp.base import env
+from easymp.distributed import Ranks
 from easymp.errors import RefusedError
 from easymp.hardware import Device, Hardware
-from easymp.memory import Memory, estimate
-from easymp.plan import Plan, by_memory, candidates, fits, make_plan, room
+from easymp.plan import Plan, candidates, make_plan, room
 from easymp.precision import PRECISIONS
 from easymp.protocols import Source
 from easymp.settings import NAMES, Settings, resolve
 from easymp.strategies import STRATEGIES
-from easymp.world import Ranks
+from easymp.training.memory import Memory, by_memory, estimate, fits
 
 from .hardware.machines import MACHINES
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from easymp import Accelerator
 from easymp.errors import PrepareError
-from easymp.prepared import make_view, unwrap
+from easymp.training.wrapper import make_view, unwrap
 
 T = TypeVar("T")
 

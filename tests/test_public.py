@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import easymp
-from easymp import first_use
+from easymp.base import lazy
 from easymp.registry import PRECISIONS, STRATEGIES
 
 HOUSE = Path(easymp.__file__).parent
@@ -100,10 +100,10 @@ def test_type_checkers_see_each_name_where_it_is() -> None:
 def test_the_garbage_collector_is_as_it_was_after_an_import(collects: bool) -> None:
     (gc.enable if collects else gc.disable)()
     try:
-        first_use.imported(".units", "easymp")
+        lazy.imported(".units", "easymp")
         assert gc.isenabled() == collects
         with pytest.raises(ModuleNotFoundError):
-            first_use.imported(".nothing", "easymp")
+            lazy.imported(".nothing", "easymp")
         assert gc.isenabled() == collects
     finally:
         gc.enable()

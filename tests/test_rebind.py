@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from easymp.base.dtensor import local
+from easymp.base.rebinding import follow, names_of, rebind
 from easymp.errors import PrepareError
-from easymp.rebind import follow, names_of, rebind
-from easymp.shards import local
 
 
 def replace(model: nn.Module) -> None:

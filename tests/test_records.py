@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from easymp.errors import SettingError
-from easymp.records import (
+from easymp.options import (
     HANDLERS,
     AutocastKwargs,
     DataLoaderConfiguration,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from easymp.base.relaxed_json import loads, located
 from easymp.errors import SettingError
-from easymp.relaxed_json import loads, located
 
 
 @pytest.mark.parametrize(

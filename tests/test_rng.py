@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easymp import env, rng
-from easymp.rng import diverge, mix, seed_all, set_seed
+from easymp.base import env, rng
+from easymp.base.rng import diverge, mix, seed_all, set_seed
 
 from .conftest import Ranks
 

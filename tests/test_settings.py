@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from easymp import Accelerator, env
+from easymp import Accelerator
+from easymp.base import env
 from easymp.errors import SettingError
 from easymp.protocols import Source
 from easymp.settings import NAMES, Launching, Settings, resolve, resolve_launching

@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 
-from easymp import env
+from easymp.base import env
+from easymp.distributed import Ranks, World, read_ranks
+from easymp.distributed.slurm import Task, read_task
 from easymp.errors import EasympWarning, WorldError
-from easymp.slurm import Task, read_task
-from easymp.world import Ranks, World, read_ranks
 
 # Rank 5 of 8, on the second of two nodes.
 TASK = {

@@ -8,8 +8,9 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from easymp import Accelerator, env
-from easymp.switches import switch
+from easymp import Accelerator
+from easymp.base import env
+from easymp.base.torch_flags import switch
 
 
 def now() -> tuple:

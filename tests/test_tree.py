@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from easymp import tree
+from easymp.base import pytree
 from easymp.errors import BatchError
 
 Point = namedtuple("Point", "x y")
@@ -43,15 +43,15 @@ nested = st.recursive(
 
 @given(nested)
 def test_the_identity_keeps_everything(batch: Any) -> None:
-    same = tree.map_leaves(lambda leaf: leaf, batch)
+    same = pytree.map_leaves(lambda leaf: leaf, batch)
     assert same == batch and type(same) is type(batch)
 
 
 @given(nested)
 def test_leaves_come_in_the_order_of_the_map(batch: Any) -> None:
     seen: list[Any] = []
-    tree.map_leaves(seen.append, batch)
-    assert seen == list(tree.leaves(batch))
+    pytree.map_leaves(seen.append, batch)
+    assert seen == list(pytree.leaves(batch))
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_leaves_come_in_the_order_of_the_map(batch: Any) -> None:
     ids=lambda b: type(b).__name__,
 )
 def test_containers_keep_their_type_keys_and_order(batch: Any) -> None:
-    raised = tree.map_leaves(lambda leaf: leaf + 1, batch)
-    assert type(raised) is type(batch) and [leaf - 1 for leaf in tree.leaves(raised)] == list(
-        tree.leaves(batch)
+    raised = pytree.map_leaves(lambda leaf: leaf + 1, batch)
+    assert type(raised) is type(batch) and [leaf - 1 for leaf in pytree.leaves(raised)] == list(
+        pytree.leaves(batch)
     )
     assert getattr(raised, "default_factory", None) is getattr(batch, "default_factory", None)
     if hasattr(batch, "keys"):
@@ -78,22 +78,22 @@ def test_containers_keep_their_type_keys_and_order(batch: Any) -> None:
 
 def test_a_container_that_cannot_be_rebuilt_is_named() -> None:
     with pytest.raises(BatchError, match="holds a Odd, which cannot be rebuilt"):
-        tree.map_leaves(lambda leaf: leaf, Odd(1, 2))
-    assert dict(tree.map_leaves(lambda leaf: -leaf, MappingProxyType({"a": 1}))) == {"a": -1}
+        pytree.map_leaves(lambda leaf: leaf, Odd(1, 2))
+    assert dict(pytree.map_leaves(lambda leaf: -leaf, MappingProxyType({"a": 1}))) == {"a": -1}
 
 
 def test_recursively_apply_changes_tensors_only() -> None:
     batch = {"x": torch.ones(2), "name": "n", "more": [torch.zeros(1), 3]}
-    doubled = tree.recursively_apply(lambda t, by: t * by, batch, 2)
+    doubled = pytree.recursively_apply(lambda t, by: t * by, batch, 2)
     assert doubled["x"].tolist() == [2, 2] and doubled["name"] == "n" and doubled["more"][1] == 3
     with pytest.raises(BatchError, match="a leaf is a str"):
-        tree.recursively_apply(torch.neg, batch, error_on_other_type=True)
-    assert tree.recursively_apply(len, ["abc"], test_type=lambda leaf: isinstance(leaf, str)) == [3]
+        pytree.recursively_apply(torch.neg, batch, error_on_other_type=True)
+    assert pytree.recursively_apply(len, ["abc"], test_type=lambda leaf: isinstance(leaf, str)) == [3]
 
 
 def test_the_batch_size_is_the_first_tensors_with_a_dimension() -> None:
-    assert tree.find_batch_size({"loss": torch.tensor(1.0), "x": [torch.ones(3, 2), torch.ones(4)]}) == 3
-    assert tree.find_batch_size(["a", 1, torch.tensor(2)]) is None
+    assert pytree.find_batch_size({"loss": torch.tensor(1.0), "x": [torch.ones(3, 2), torch.ones(4)]}) == 3
+    assert pytree.find_batch_size(["a", 1, torch.tensor(2)]) is None
 
 
 class Graph:
@@ -106,41 +106,41 @@ class Graph:
 
 def test_everything_that_can_be_moved_is_moved() -> None:
     batch = {"x": torch.ones(2), "graph": Graph(), "pair": Point(torch.ones(1), "text"), "type": Graph}
-    moved = tree.send_to_device(batch, "meta", non_blocking=True)
+    moved = pytree.send_to_device(batch, "meta", non_blocking=True)
     assert moved["x"].is_meta and moved["graph"].device == "meta" and moved["pair"].x.is_meta
     assert moved["pair"].y == "text" and moved["type"] is Graph and not batch["x"].is_meta
 
 
 def test_skipped_keys_stay_at_every_depth_of_mappings() -> None:
     batch = OrderedDict(x=torch.ones(1), ids=torch.ones(1), more={"ids": torch.ones(1), "y": torch.ones(1)})
-    moved = tree.send_to_device(batch, "meta", skip_keys="ids")
-    assert [leaf.is_meta for leaf in tree.leaves(moved)] == [True, False, False, True] and type(
+    moved = pytree.send_to_device(batch, "meta", skip_keys="ids")
+    assert [leaf.is_meta for leaf in pytree.leaves(moved)] == [True, False, False, True] and type(
         moved
     ) is OrderedDict
 
 
 def test_skipped_keys_are_found_inside_lists() -> None:
-    moved = tree.send_to_device([{"ids": torch.ones(1), "y": torch.ones(1)}], "meta", skip_keys=["ids"])
-    assert [leaf.is_meta for leaf in tree.leaves(moved)] == [False, True]
+    moved = pytree.send_to_device([{"ids": torch.ones(1), "y": torch.ones(1)}], "meta", skip_keys=["ids"])
+    assert [leaf.is_meta for leaf in pytree.leaves(moved)] == [False, True]
 
 
 def test_a_packed_sequence_moves_itself() -> None:
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
-    moved = tree.send_to_device({"text": packed}, "meta")["text"]
+    moved = pytree.send_to_device({"text": packed}, "meta")["text"]
     assert type(moved) is PackedSequence and moved.data.is_meta and moved.batch_sizes.device.type == "cpu"
-    assert list(tree.leaves([packed])) == [packed]
-    assert tree.send_to_device(packed, "cpu").batch_sizes.tolist() == [2, 2, 1]
+    assert list(pytree.leaves([packed])) == [packed]
+    assert pytree.send_to_device(packed, "cpu").batch_sizes.tolist() == [2, 2, 1]
 
 
 def test_slices_and_concatenations() -> None:
     batch = {"x": torch.arange(6).reshape(3, 2), "scale": torch.tensor(2.0), "name": "n"}
-    first, rest = tree.slice_tensors(batch, slice(0, 1)), tree.slice_tensors(batch, slice(1, None))
+    first, rest = pytree.slice_tensors(batch, slice(0, 1)), pytree.slice_tensors(batch, slice(1, None))
     assert first["x"].tolist() == [[0, 1]] and rest["scale"] == 2 and rest["name"] == "n"
     points = [Point(torch.tensor([i]), [torch.tensor([-i])]) for i in (1, 2)]
-    joined = tree.concatenate(points)
+    joined = pytree.concatenate(points)
     assert type(joined) is Point and joined.x.tolist() == [1, 2] and joined.y[0].tolist() == [-1, -2]
-    assert tree.concatenate([{"x": torch.ones(2, 1)}, {"x": torch.ones(2, 2)}], dim=1)["x"].shape == (2, 3)
-    assert type(tree.concatenate([Titled([torch.ones(1)])] * 2)) is Titled
+    assert pytree.concatenate([{"x": torch.ones(2, 1)}, {"x": torch.ones(2, 2)}], dim=1)["x"].shape == (2, 3)
+    assert type(pytree.concatenate([Titled([torch.ones(1)])] * 2)) is Titled
 
 
 @dataclass
@@ -171,23 +171,25 @@ class Items(OrderedDict):
 def test_dataclasses_are_containers() -> None:
     batch = {"out": Output(torch.ones(2), ["a"]), "sealed": Sealed((torch.ones(2),))}
     batch["out"].count = 3
-    moved = tree.send_to_device(batch, "meta")
+    moved = pytree.send_to_device(batch, "meta")
     out, sealed = moved["out"], moved["sealed"]
     assert type(out) is Output and out.logits.is_meta and (out.names, out.count) == (["a"], 3)
     assert type(sealed) is Sealed and sealed.x[0].is_meta and not batch["sealed"].x[0].is_meta
-    assert [leaf.is_meta for leaf in tree.leaves(moved) if isinstance(leaf, torch.Tensor)] == [True, True]
-    joined = tree.concatenate([Output(torch.ones(2)), Output(torch.ones(3))])
+    assert [leaf.is_meta for leaf in pytree.leaves(moved) if isinstance(leaf, torch.Tensor)] == [True, True]
+    joined = pytree.concatenate([Output(torch.ones(2)), Output(torch.ones(3))])
     assert type(joined) is Output and joined.logits.shape == (5,)
 
 
 def test_a_dataclass_without_tensors_is_left_alone() -> None:
     plain = Output("text")
-    assert tree.send_to_device([plain], "meta")[0] is plain and tree.send_to_device(Output, "meta") is Output
+    assert (
+        pytree.send_to_device([plain], "meta")[0] is plain and pytree.send_to_device(Output, "meta") is Output
+    )
 
 
 def test_a_mapping_that_is_a_dataclass_keeps_fields_and_items_alike() -> None:
     given = Items(torch.ones(()), torch.ones(2))
-    moved = tree.send_to_device(given, "meta")
+    moved = pytree.send_to_device(given, "meta")
     assert type(moved) is Items and list(moved) == ["loss", "logits"]
     assert moved.loss is moved["loss"] and moved.loss.is_meta and moved.logits is moved["logits"]
-    assert list(tree.send_to_device(Items(torch.ones(())), "meta")) == ["loss"]
+    assert list(pytree.send_to_device(Items(torch.ones(())), "meta")) == ["loss"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from easymp.units import size
+from easymp.base.units import size
 
 
 def test_a_size_in_words() -> None:

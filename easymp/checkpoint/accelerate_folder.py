@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..log import get_logger
+from ..logging import get_logger
 from .manifest import MANIFEST
 from .single import load
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..distributed import World
 from ..errors import CheckpointError, EasympError, WorldError
-from ..world import World
 from .boxes import Box
 from .meeting import STOPPED
 from .planning import Brought, Division, divide

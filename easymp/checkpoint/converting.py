@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, SettingError, nearest
-from ..values import read_bytes
+from ..settings import read_bytes
 from .accelerate_folder import read_state_dict
 from .boxes import whole
 from .huggingface import write_model

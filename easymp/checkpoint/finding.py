@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from ..errors import CheckpointError
-from ..log import get_logger
+from ..logging import get_logger
 from .committed import SEAL, inside, open_manifest
 from .folders import checkpoint_of, current, save_of, step_of
 from .manifest import COMMIT, MANIFEST, Lineage, Manifest, head

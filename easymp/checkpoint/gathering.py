@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..distributed import World
 from ..errors import CheckpointError
-from ..world import World
 from .boxes import Box, Shape, fault, whole
 from .places import place_of
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..world import World
+from ..distributed import World
 from .gathering import Gathering
 from .meeting import Meeting, Store
 from .sharding import Item

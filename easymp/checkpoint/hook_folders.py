@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from ..distributed import World
 from ..errors import CheckpointError
-from ..world import World
 from . import claims
 from .agreeing import first, trouble
 from .commits import check_name

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..distributed import World
 from ..errors import CheckpointError, EasympError
-from ..log import get_logger
-from ..world import World
+from ..logging import get_logger
 from .committed import open_manifest
 from .fitting import several
 from .folders import current

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.dtensor import local
 from ..errors import CheckpointError, nearest
-from ..log import get_logger
-from ..shards import local
+from ..logging import get_logger
 from .boxes import whole
 from .header import PARTS, filed
 from .manifest import Piece, Stored

@@ -14,8 +14,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from ..distributed import World
 from ..errors import CheckpointError
-from ..world import World
 
 BEAT = 1.0  # seconds between two signs of life
 HURRY = 10.0  # seconds without a sign after which a rank counts as dead, for a process that is about to end

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from ..errors import CheckpointError, SettingError, nearest
-from ..values import read_bytes
+from ..settings import read_bytes
 from .boxes import whole
 from .buffers import as_bytes
 from .commits import begin

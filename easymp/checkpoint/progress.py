@@ -14,9 +14,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
 
-from ..log import get_logger
-from ..units import size
-from ..world import World
+from ..base.units import size
+from ..distributed import World
+from ..logging import get_logger
 from .storage import Tick
 
 logger = get_logger(__name__)

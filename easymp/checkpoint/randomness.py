@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ..base.rng import mix, seed_all
 from ..errors import CheckpointError
-from ..log import get_logger
-from ..rng import mix, seed_all
+from ..logging import get_logger
 from .fitting import check_like
 from .snapshot import Reading, Snapshot
 from .streams import put_states, states

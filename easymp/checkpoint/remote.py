@@ -17,9 +17,9 @@ from io import BytesIO
 from itertools import islice
 from typing import Any, TypeVar
 
-from ..apart import keep_apart
+from ..base.isolation import keep_apart
+from ..base.rng import apart
 from ..errors import CheckpointError
-from ..rng import apart
 from . import calls
 from .checksums import blocks, check, check_size, crc32
 from .cutting import cut

@@ -7,7 +7,7 @@ That step swaps it with the one that it replaces. Where a file system cannot swa
 from __future__ import annotations
 
 from ..errors import CheckpointError
-from ..log import get_logger
+from ..logging import get_logger
 from . import claims
 from .committed import inside, is_committed
 from .finding import Saved

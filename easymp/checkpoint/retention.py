@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import CheckpointError
-from ..log import get_logger
+from ..logging import get_logger
 from . import claims
 from .committed import inside, is_committed
 from .finding import Saved, place_of, survey

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shards import local
+from ..base.dtensor import local
 from .boxes import Box
 from .fitting import once
 from .places import place_of

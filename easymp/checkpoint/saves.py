@@ -7,9 +7,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
+from ..distributed import World
 from ..errors import CheckpointError, failing
-from ..log import get_logger
-from ..world import World
+from ..logging import get_logger
 from .agreeing import Agreement, Parts, agree, trouble
 from .commits import check_name
 from .contents import contents

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..log import get_logger
+from ..logging import get_logger
 from .boxes import Box
 from .buffers import aligned, as_bytes
 from .contents import is_plain

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..distributed import read_ranks
 from ..errors import CheckpointError, SettingError
-from ..log import get_logger
+from ..logging import get_logger
 from ..strategies.materialising import left_to_others
-from ..world import read_ranks
 from .allocating import allocate, check_buffers
 from .boxes import whole
 from .manifest import Stored

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import checkpoint
+from ..base.units import size
 from ..errors import CheckpointError
-from ..units import size
 from .terminal import plain, table
 
 FEW = 3  # names in a sentence before the rest is counted

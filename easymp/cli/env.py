@@ -15,7 +15,7 @@ from typing import Any
 
 import easymp
 
-from .. import cuda, world
+from .. import cuda, distributed
 from ..hardware import Hardware
 from ..settings import resolve
 from ..version import __version__
@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = resolve()
     hardware = easymp.detect()
-    plan = easymp.make_plan(settings, hardware, world.read_ranks())
+    plan = easymp.make_plan(settings, hardware, distributed.read_ranks())
     if args.json:
         facts_of = {"hardware": plain(dataclasses.asdict(hardware)), "kernels": kernels(hardware)}
         print(json.dumps({"versions": versions(), **facts_of, "plan": plain(plan.as_dict())}, indent=2))

@@ -22,17 +22,17 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from .. import estimating, hardware
+from ..base.relaxed_json import loads
+from ..base.units import size, unit
 from ..errors import SettingError, nearest
 from ..estimating import DEFAULT_STRATEGIES
 from ..registry import ALIASES, PRECISIONS, STRATEGIES
-from ..relaxed_json import loads
-from ..units import size, unit
-from ..values import read_bytes
+from ..settings import read_bytes
 from .terminal import GREEN, RED, paint, table, wrap
 
 if TYPE_CHECKING:
     from ..estimating import Estimates, Row, Sized
-    from ..memory import Memory
+    from ..training.memory import Memory
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

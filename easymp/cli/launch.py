@@ -23,11 +23,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .. import env, settings
+from .. import settings
+from ..base import env
 from ..errors import SettingError
 from ..launcher import launch_script, slurm
 from ..launcher.scripts import check_script
-from ..project_file import VARIABLE
+from ..settings import VARIABLE
 
 RESTARTS = 3  # where nodes may come and go: each that goes takes the others' ranks with it
 

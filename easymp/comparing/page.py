@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..units import size
+from ..base.units import size
 from .comparison import Comparison
 from .plots import COLOURS, DARK, dashes, plots
 from .summaries import Run, Summary

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..units import unit as unit_of
+from ..base.units import unit as unit_of
 from .comparison import Comparison
 from .metrics import Metric
 from .series import Line, by_seconds, by_update, memory, noisy, wants_log

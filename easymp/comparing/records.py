@@ -1,4 +1,4 @@
-"""What the ranks of one run wrote down (`easymp.recording`), read into curves and totals."""
+"""What the ranks of one run wrote down (`easymp.trackers.recording`), read into curves and totals."""
 
 from __future__ import annotations
 

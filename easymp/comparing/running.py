@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from .. import env
+from ..base import env
 from ..settings import OVERRIDE, RECORD
 from .variants import Variant
 

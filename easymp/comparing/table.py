@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..units import size
+from ..base.units import size
 from .metrics import Metric
 from .summaries import Spread, Summary
 from .writing import rate, ratio, seconds

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import SettingError
-from ..settings import NAMES
-from ..values import checked
+from ..settings import NAMES, checked
 
 
 @dataclass(frozen=True)

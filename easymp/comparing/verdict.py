@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ..units import size
+from ..base.units import size
 from .metrics import Metric
 from .summaries import Spread, Summary
 from .writing import ratio, seconds

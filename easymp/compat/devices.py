@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..world import Ranks
+from ..distributed import Ranks
 
 
 def device_of(ranks: Ranks) -> torch.device:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import EasympWarning, nearest
-from ..log import get_logger
+from ..logging import get_logger
 
 logger = get_logger(__name__)
 

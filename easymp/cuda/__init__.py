@@ -7,7 +7,7 @@ Names that rooms above want before anything runs on a GPU are loaded at first us
 
 from __future__ import annotations
 
-from ..first_use import at_first_use
+from ..base.lazy import at_first_use
 
 EMA = "ema"  # key of the average in an optimizer's state
 _HOMES = {

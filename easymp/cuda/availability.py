@@ -16,7 +16,7 @@ from importlib.util import find_spec
 
 import torch
 
-from .. import env
+from ..base import env
 from ..errors import EasympWarning, KernelError
 from .kernel import THREADS, Kernel
 from .launching import CupyLauncher

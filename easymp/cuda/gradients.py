@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shards import local, parts
+from ..base.dtensor import local, parts
 from .kernel import Kernel, Launcher
 from .measure import CONCLUDE, RESULT, TOTAL, squares, unscaled
 from .streams import TYPES

@@ -23,8 +23,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from ..base.dtensor import add_up, local, parts
 from ..errors import KernelError, StepError
-from ..shards import add_up, local, parts
 from . import EMA
 from .gradients import Gradients, OverRanks
 from .kernel import THREADS, Kernel, Launcher

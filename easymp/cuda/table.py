@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.dtensor import dense as dense
+from ..base.torch_flags import TORCH
 from ..errors import StepError
-from ..release import TORCH
-from ..shards import dense as dense
 
 # Pinned memory that a capture has taken is its graph's, and not handed on (its CachingHostAllocator.h).
 GRAPHS_KEEP_PINNED = TORCH >= (2, 11)

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ..distributed.process_group import World
 from ..errors import BatchError
-from ..world.world import World
 from .shard import Cut
 from .source import Note, Source
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ..rng import apart, seed_host
+from ..base.rng import apart, seed_host
 
 
 class Seeded:

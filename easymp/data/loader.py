@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..clock import StepClock
+from ..base.accumulation import StepClock
 from ..errors import BatchError, LengthError
-from ..log import get_logger
+from ..logging import get_logger
 from .order import size_of
 from .prefetch import moved
 from .source import Source

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ..base.rng import mix, seed_host
+from ..distributed.process_group import World
 from ..errors import BatchError
-from ..rng import mix, seed_host
-from ..world.world import World
 from .drawing import Seeded, aside
 from .order import agree, draw, generators, length, own_seed, size_of
 from .shard import Cut, Share, flagged, halves, parts, rounds, shares

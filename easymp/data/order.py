@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
+from ..base.rng import host_states, mix, put_host_states, seed_host
 from ..errors import BatchError
-from ..rng import host_states, mix, put_host_states, seed_host
 
 
 def size_of(thing: Any) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import tree
+from ..base import pytree
 from .source import Note
 
 Feed = Iterator[tuple[Any, Note]]
@@ -37,7 +37,7 @@ def moved(feed: Feed, device: torch.device, non_blocking: bool) -> Feed:
 
 def _in_turn(feed: Feed, device: torch.device, non_blocking: bool) -> Feed:
     for batch, note in feed:
-        yield tree.send_to_device(batch, device, non_blocking), note
+        yield pytree.send_to_device(batch, device, non_blocking), note
 
 
 def _ahead(feed: Feed, device: torch.device) -> Feed:
@@ -46,7 +46,7 @@ def _ahead(feed: Feed, device: torch.device) -> Feed:
     def copy(batch: Any) -> tuple[Any, torch.cuda.Event]:
         # A data set may have made CUDA tensors itself, on the compute stream: nothing to wait for on the side one.
         with torch.cuda.stream(side):
-            there = tree.map_leaves(
+            there = pytree.map_leaves(
                 lambda leaf: _pin(leaf).to(device, non_blocking=True) if _plain(leaf) else leaf, batch
             )
             return there, side.record_event()
@@ -74,10 +74,10 @@ def _arrived(batch: Any, copied: torch.cuda.Event, device: torch.device) -> Any:
     compute = torch.cuda.current_stream(device)
     compute.wait_event(copied)
     others = False
-    for leaf in tree.leaves(batch):
+    for leaf in pytree.leaves(batch):
         if not _plain(leaf):
             others |= hasattr(leaf, "to")
         elif leaf.is_cuda:
             # The memory was allocated for the side stream: it may not be reused before the compute stream is done with it.
             leaf.record_stream(compute)
-    return tree.send_to_device(batch, device, non_blocking=True) if others else batch
+    return pytree.send_to_device(batch, device, non_blocking=True) if others else batch

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from ..clock import StepClock
+from ..base.accumulation import StepClock
+from ..distributed.process_group import World
 from ..errors import BatchError, EasympWarning
-from ..records import DataLoaderConfiguration
-from ..world.world import World
+from ..options import DataLoaderConfiguration
 from .dispatch import Dispatched
 from .loader import PreparedLoader
 from .mapped import MapSource

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from .. import tree
+from ..base import pytree
+from ..base.rng import mix
 from ..errors import BatchError
-from ..rng import mix
 from .drawing import aside, every
 from .order import size_of
 from .shard import Cut, flagged, rounds
@@ -131,7 +131,7 @@ class Collate:
 
 def rows(batch: Any) -> int | None:
     """Samples in a ready batch: dimension 0 of its first array."""
-    for leaf in tree.leaves(batch):
+    for leaf in pytree.leaves(batch):
         if shape := getattr(leaf, "shape", None):
             return int(shape[0])
     return None

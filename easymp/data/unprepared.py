@@ -24,9 +24,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..distributed.process_group import World
 from ..errors import EasympWarning
 from ..protocols import Choice, Source
-from ..world.world import World
 
 PLAIN = (SequentialSampler, RandomSampler, WeightedRandomSampler)
 PATIENCE = 64  # backward passes in which the other ranks' words are looked for

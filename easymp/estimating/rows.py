@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import nn
 
+from ..base.units import size
+from ..distributed import Ranks
 from ..errors import EasympError, RefusedError, SettingError
 from ..hardware import Hardware
-from ..memory import NO_SAMPLE, Memory, Optimizer, estimate
-from ..memory import STATES as STATES
-from ..plan import SPARE, Plan, fits, make_plan, room, together
+from ..plan import Plan, make_plan, room, together
 from ..precision import ALIASES, PRECISIONS
 from ..protocols import Facts
 from ..settings import Settings
 from ..strategies import STRATEGIES
-from ..units import size
-from ..world import Ranks
+from ..training.memory import NO_SAMPLE, SPARE, Memory, Optimizer, estimate, fits
+from ..training.memory import STATES as STATES
 from . import DEFAULT_STRATEGIES
 from .sized import Sized
 
@@ -34,7 +34,7 @@ class Row:
     """What one rank needs, and what it has.
 
     Attributes:
-        need: the arithmetic of `easymp.memory`.
+        need: the arithmetic of `easymp.training.memory`.
         available: bytes that a rank has.
     """
 

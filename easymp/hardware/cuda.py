@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from .. import env
+from ..base import env
 from . import nvml
 from .architectures import build_for, built_for, tensor_cores
 from .facts import Device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from .. import env
+from ..base import env
 from . import cpu, cuda, mps, rocm, xpu
 from .facts import Hardware
 

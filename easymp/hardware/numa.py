@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .. import env
+from ..base import env
 from . import nvml
 from .procfs import number, text
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from .. import env
+from ..base import env
 from ..errors import RefusedError
 from .alone import Alone
 from .failure import RESTART, Failure, collect

@@ -16,7 +16,7 @@ def plan(processes: int, numa: bool = True) -> tuple[str, int]:
     # Imports torch, which the worker's entry must not do before the user's script does.
     from .. import hardware, settings
     from ..hardware import numa as found
-    from ..log import get_logger
+    from ..logging import get_logger
 
     fair = max(1, hardware.detect(use_accelerators=False).cpu.threads // processes)
     if not numa or processes < 2 or not hasattr(os, "sched_setaffinity"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .. import announced, settings
+from .. import settings
+from ..distributed import announced
 
 
 def default_processes() -> int:

@@ -102,7 +102,7 @@ def by_blame(failures: Iterable[Failure]) -> list[Failure]:
 def blame(failure: Failure) -> tuple[int, float, int]:
     """What `by_blame` sorts by: CAUSE, PEER or TOLD, the time, and the rank."""
     # Imports torch, which the worker's entry must not do before the user's script does.
-    from ..world.watch import Watch
+    from ..distributed.hang_report import Watch
 
     if not failure.type and failure.code == -signal.SIGTERM:
         return TOLD, failure.time, failure.rank  # elastic ends the others so, once one has failed

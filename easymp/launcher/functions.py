@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .. import env
+from ..base import env
 from ..errors import EasympWarning, RefusedError, SettingError, WorldError
 from . import agent
 from .failure import explain, record

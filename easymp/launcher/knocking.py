@@ -67,7 +67,7 @@ def open_store(place: Place, main: bool, name: str) -> Any:
 def _connect(place: Place, main: bool) -> Any:
     import torch.distributed as dist
 
-    from ..world.watch import in_time  # imports torch, which `easymp --help` does not need
+    from ..distributed.hang_report import in_time
 
     def connect() -> Any:
         return dist.TCPStore(

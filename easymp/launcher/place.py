@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from ..errors import SettingError
-from ..log import get_logger
+from ..logging import get_logger
 
 logger = get_logger(__name__)
 PORT = 29500  # torchrun's

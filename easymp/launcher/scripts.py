@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .. import announced
+from ..distributed import announced
 from ..errors import SettingError
 from . import agent, binding, slurm
 from .devices import default_processes

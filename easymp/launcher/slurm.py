@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from .. import announced, env
+from ..base import env
+from ..distributed import announced
+from ..distributed.slurm import BATCH
 from ..errors import SettingError
-from ..slurm import BATCH
 from .failure import RESTART
 from .place import Place, place, read_nodes
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..first_use import at_first_use
+from ..base.lazy import at_first_use
 
 if TYPE_CHECKING:
     from .adagrad import Adagrad as Adagrad

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.dtensor import local
 from ..cuda import EMA
-from ..shards import local
 from .masters import LOW
 
 # A parameter → what is really stepped of it, and the mapping that its state is in.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from ..base.torch_flags import TORCH
 from ..errors import SettingError
-from ..release import TORCH
 from .fusing import FusedOptimizer
 
 ELEMENTWISE = (

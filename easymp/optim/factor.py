@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..base.dtensor import local
 from ..errors import StepError
 from ..precision import Scaler
 from ..precision.scaler import NO_GRADIENTS, Phase
-from ..shards import local
 from .norms import multiply
 
 if TYPE_CHECKING:

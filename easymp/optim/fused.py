@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..shards import dense, local
+from ..base.dtensor import dense, local
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 DEVICES = {torch.optim.Adagrad: {"cpu", "cuda"}}

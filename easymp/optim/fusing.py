@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import cuda
+from ..base.dtensor import local, meshes
 from ..cuda import EMA
 from ..errors import KernelError, SettingError, StepError
 from ..protocols import Counting
-from ..shards import local, meshes
 from .averages import Averages
 from .fused import keep_implementation
 from .norms import values, wide_norms

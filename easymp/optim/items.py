@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..clock import StepClock
+from ..base.accumulation import StepClock
+from ..base.dtensor import local
+from ..distributed import World
 from ..errors import StepError
-from ..shards import local
-from ..world import World
 
 
 class ItemWindow:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.dtensor import local
 from ..cuda.rules import RULES, Rule, Trust, larc
 from ..cuda.rules.larc import adapted
 from ..errors import RefusedError
-from ..shards import local
 from .fusing import FusedOptimizer, Options
 from .norms import whole_squares, wide
 

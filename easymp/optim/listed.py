@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.dtensor import local
 from ..errors import SettingError
-from ..shards import local
 from .fusing import FusedOptimizer
 from .norms import wide
 from .widening import fill, round_back

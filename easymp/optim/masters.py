@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from .. import cuda
+from ..base.dtensor import local
 from ..errors import StepError
 from ..precision.mixed import LOW
-from ..shards import local
 
 if TYPE_CHECKING:
     from ..cuda.casts import Adder

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..shards import add_up, local
+from ..base.dtensor import add_up, local
 
 
 def wide_norms(tensors: list[Tensor]) -> list[Tensor]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.dtensor import local
 from ..cuda.rules import NOVOGRAD
 from ..errors import SettingError, StepError
-from ..shards import local
 from .fusing import Options
 from .listed import ListedOptimizer, Lists, check, signed
 from .norms import whole_squares

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ..clock import StepClock
+from ..base.accumulation import StepClock
+from ..base.dtensor import local
 from ..errors import StepError
-from ..log import get_logger
+from ..logging import get_logger
 from ..precision import Scaler
-from ..shards import local
 from .averages import without
 from .engines import Engine
 from .factor import Factor, leave_to_step, may_leave

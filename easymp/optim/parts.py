@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..world import World
+from ..distributed import World
 
 ALONE = (
     2**20

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.dtensor import local
+from ..base.pytree import map_leaves
+from ..distributed import World
 from ..errors import RefusedError, StepError, WorldError
 from ..precision.scaler import takes_found_inf
-from ..shards import local
-from ..tree import map_leaves
-from ..world import World
 from .elementwise import check_sums, elementwise
 from .fused import fill_momentum
 from .fusing import FusedOptimizer

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..base.dtensor import local
 from ..cuda import EMA
-from ..shards import local
 from .optimizer import PreparedOptimizer
 from .sharded import ShardedOptimizer, holder_of
 

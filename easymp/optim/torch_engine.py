@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.dtensor import local
 from ..precision.scaler import step_told, takes_found_inf
 from ..protocols import Counting
-from ..shards import local
 from .averages import Averages
 from .fusing import FusedOptimizer
 from .hooks import watched

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import cuda
-from ..shards import local
+from ..base.dtensor import local
 from .norms import wide
 
 if TYPE_CHECKING:

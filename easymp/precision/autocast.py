@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
+from ..base.pytree import map_leaves
 from ..errors import BatchError
-from ..records import AutocastKwargs
-from ..tree import map_leaves
+from ..options import AutocastKwargs
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # Layers whose weights and biases autocast converts by itself.

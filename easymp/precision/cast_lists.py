@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..errors import StepError
-from ..records import AutocastKwargs
+from ..options import AutocastKwargs
 from .autocast import as_asked
 
 NOBODYS = "ipu"

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..options import AutocastKwargs
 from ..protocols import Facts, Refusal
-from ..records import AutocastKwargs
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..errors import PrepareError
-from ..log import get_logger
+from ..logging import get_logger
 from ..protocols import Facts, Refusal
 from .bf16 import BF16
 

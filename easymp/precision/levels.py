@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ..base.pytree import map_leaves
+from ..options import AutocastKwargs
 from ..protocols import Facts, Refusal
-from ..records import AutocastKwargs
-from ..tree import map_leaves
 from .autocast import as_asked
 from .bf16 import BF16
 from .cast_lists import Listed, ListedCasts

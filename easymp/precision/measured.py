@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..base.pytree import leaves, map_leaves
+from ..distributed import World
+from ..options import AutocastKwargs
 from ..protocols import Choice, Facts, Refusal, Source
-from ..records import AutocastKwargs
-from ..tree import leaves, map_leaves
-from ..world import World
 from .bf16 import BF16
 from .fp32 import FP32
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..records import AutocastKwargs
+from ..options import AutocastKwargs
 from .autocast import autocast, under_autocast
 from .fp32 import FP32
 

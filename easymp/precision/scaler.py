@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from .. import cuda
+from ..base.dtensor import local
+from ..base.pytree import map_leaves
+from ..distributed import World
 from ..errors import SettingError, StepError
-from ..records import GradScalerKwargs
-from ..shards import local
-from ..tree import map_leaves
-from ..world import World
+from ..options import GradScalerKwargs
 
 if TYPE_CHECKING:
     from ..cuda.gradients import Gradients

@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from ..world import World
+from ..distributed import World
 from .breakdown import Breakdown
 
 PATIENCE = 10.0  # seconds; those that profiled the same steps are done at about the same time

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shards import local
+from ..base.dtensor import local
 
 
 def footprint(prepared: Any) -> dict[str, int]:

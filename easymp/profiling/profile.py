@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity
 
-from .. import env
-from ..clock import StepClock
+from ..base import env
+from ..base.accumulation import StepClock
+from ..base.units import size
+from ..distributed import World
 from ..errors import RefusedError, StepError
-from ..log import get_logger
-from ..records import ProfileKwargs, activity_word
-from ..units import size
-from ..world import World
+from ..logging import get_logger
+from ..options import ProfileKwargs, activity_word
 from . import table, traces
 from .breakdown import Breakdown
 from .exchange import Exchange

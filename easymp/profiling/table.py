@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..units import size
+from ..base.units import size
 from .breakdown import Breakdown
 from .phases import COMMUNICATION, DATA, OPTIMIZER, OTHER, PHASES
 

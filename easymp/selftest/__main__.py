@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..accelerator import Accelerator
-from ..world import read_ranks
+from ..distributed import read_ranks
 from . import kernels, precisions, ranks, training
 from .findings import PLAN, Diary
 

@@ -7,8 +7,8 @@ import time
 import torch
 
 from ..accelerator import Accelerator
-from ..operations import broadcast, gather_object
-from ..units import size
+from ..base.units import size
+from ..training.collectives import broadcast, gather_object
 from .findings import LeftOut, Wrong
 
 BYTES = 32 << 20

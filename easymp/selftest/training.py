@@ -10,8 +10,8 @@ from torch import nn
 from .. import checkpoint
 from ..accelerator import Accelerator
 from ..data import PreparedLoader
+from ..options import DataLoaderConfiguration
 from ..precision import PRECISIONS
-from ..records import DataLoaderConfiguration
 from . import samples
 from .findings import Wrong
 from .precisions import plain

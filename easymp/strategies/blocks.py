@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import nn
 
+from ..base.torch_flags import TORCH
 from ..errors import PrepareError, nearest
-from ..release import TORCH
 
 LARGE = 4  # one in so many parameters of the largest block is worth a gathering of its own
 TIED_GROUPS = TORCH >= (

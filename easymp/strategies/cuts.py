@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..base.pytree import leaves, map_leaves
 from ..errors import PrepareError, StepError, nearest
-from ..tree import leaves, map_leaves
 from .blocks import ATOMS, CONTAINERS, find_repeated
 
 

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from ..distributed import World
 from ..errors import RefusedError, SettingError
-from ..log import get_logger
+from ..logging import get_logger
 from ..protocols import Facts, Manner, Refusal
-from ..world import World
 from .single import Single
 
 logger = get_logger(__name__)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from ..base.pytree import leaves
+from ..distributed import World
 from ..errors import RefusedError, StepError
+from ..options import DistributedDataParallelKwargs
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
-from ..records import DistributedDataParallelKwargs
-from ..tree import leaves
-from ..world import World
 from .blocks import refuse_sparse
 from .compiling import passed_over
 from .framed import Framed

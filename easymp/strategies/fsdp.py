@@ -22,12 +22,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..base.rebinding import names_of, rebind
+from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
 from ..optim.elementwise import check_sums
 from ..precision.autocast import as_if_fp32
 from ..protocols import Counting, Facts, Layout, Manner, Refusal, nowhere, pieces
-from ..rebind import names_of, rebind
-from ..world import World
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sparse
 from .materialising import materialise, on_meta
 from .norms import clip_to_norm, counting

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cuda.casts import divided
-from ..records import DistributedDataParallelKwargs
+from ..options import DistributedDataParallelKwargs
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # PowerSGD divides columns by their length. Those of a gradient of zeros (a parameter not in use yet) would be NaN, and stay so, since

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..base.torch_flags import TORCH
+from ..distributed import World
 from ..errors import RefusedError, SettingError
 from ..protocols import Facts, Layout, Refusal
-from ..release import TORCH
-from ..world import World
 from .fsdp import FSDP, FSDPOptions, shards_of
 
 ZEROS = (2, 13)  # the first release that can reduce zeros for parameters without a gradient

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..distributed import World
 from ..errors import EasympWarning, RefusedError, SettingError
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
-from ..world import World
 from .framed import Framed
 from .norms import clip_whole
 

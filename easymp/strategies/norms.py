@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.dtensor import local
+from ..distributed import World
 from ..optim.norms import multiply, values
 from ..protocols import Counting
-from ..shards import local
-from ..world import World
 
 
 def clip_whole(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import SettingError, nearest
+from ..options import DistributedDataParallelKwargs
 from ..protocols import Strategy
-from ..records import DistributedDataParallelKwargs
 
 
 def read_options(strategy: type[Strategy], given: Any, handlers: Mapping[type, Any]) -> Any:

@@ -23,11 +23,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..base.rebinding import follow
+from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError
 from ..optim.norms import multiply, values
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
-from ..rebind import follow
-from ..world import World
 from .cuts import Cuts, balance, candidates, choose, survey
 from .materialising import LEFT
 from .norms import counting

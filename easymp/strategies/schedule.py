@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..base.pytree import concatenate, leaves, map_leaves, slice_tensors
+from ..distributed import World, odd_one_out
 from ..errors import BatchError, StepError, WorldError
-from ..tree import concatenate, leaves, map_leaves, slice_tensors
-from ..world import World, odd_one_out
 from .cuts import Cuts
 from .stage import Stage, form_of, own_stream
 from .wires import Form, Wires

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..distributed import World
+from ..options import DistributedDataParallelKwargs
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
-from ..records import DistributedDataParallelKwargs
-from ..world import World
 from .norms import clip_whole
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..base.pytree import leaves, map_leaves
+from ..base.rng import mix, seed_all
 from ..errors import EasympError, StepError
-from ..rng import mix, seed_all
-from ..tree import leaves, map_leaves
 from .cuts import Blanks, blank, call_of, holds_tensors, intercepted
 
 

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..base.dtensor import local
+from ..base.rebinding import names_of, rebind
+from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError
 from ..optim.elementwise import check_sums
 from ..optim.hooks import indifferent
 from ..optim.norms import values
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
-from ..rebind import names_of, rebind
-from ..shards import local
-from ..world import World
 from .fsdp import (
     FSDPOptions,
     Released,

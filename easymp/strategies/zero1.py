@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..distributed import World
 from ..errors import RefusedError
 from ..optim.parts import packed_at_once
 from ..optim.sharded import ShardedOptimizer
+from ..options import DistributedDataParallelKwargs
 from ..protocols import Facts, Layout, Manner, Refusal, pieces
-from ..records import DistributedDataParallelKwargs
-from ..world import World
 from .blocks import refuse_sparse
 from .ddp import DDP
 

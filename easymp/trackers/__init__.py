@@ -5,7 +5,7 @@ Names are loaded at first use: a run that logs nothing waits for none of this, a
 
 from __future__ import annotations
 
-from ..first_use import at_first_use
+from ..base.lazy import at_first_use
 
 # Each tracker by name: its module and class. Adding one is its own file, a line here, and an extra of the package that it needs.
 TRACKERS = {

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import SettingError
-from ..log import get_logger
+from ..logging import get_logger
 from .config import as_json
 from .folders import fresh_file
 from .rows import Row

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..base.rng import apart
 from ..errors import EasympError, TrackerError, failing
-from ..log import get_logger
-from ..rng import apart
+from ..logging import get_logger
 from . import TRACKERS
 from .config import plain
 from .own import adapted

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import env
-from ..apart import keep_apart
+from ..base import env
+from ..base.isolation import keep_apart
 from ..errors import failing
-from ..log import get_logger
+from ..logging import get_logger
 from .config import concise
 from .rows import Row
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ..errors import SettingError
-from ..log import is_main
+from ..logging import is_main
 from .config import concise
 from .rows import Row
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..base.dtensor import local
 from ..errors import SettingError
-from ..shards import local
 
 PLAIN = (float, int, str, bool)
 

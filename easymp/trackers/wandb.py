@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..apart import keep_apart
+from ..base.isolation import keep_apart
 from ..errors import failing
-from ..log import get_logger
+from ..logging import get_logger
 from .rows import Row
 
 logger = get_logger(__name__)

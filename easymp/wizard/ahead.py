@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RefusedError, SettingError, nearest
-from ..values import checked
+from ..settings import checked
 from .case import KNOWN, Case
 from .questions import QUESTIONS, Question
 from .screen import sentence

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .. import env, project_file
+from .. import settings
+from ..base import env
 from ..settings import NAMES, written
 from .ahead import Said, UnansweredError, accept, begin, unanswered
 from .case import Case
@@ -60,14 +61,14 @@ def configure(screen: Screen, machine: Machine, wish: Wish, answered: bool = Tru
         UnansweredError: nobody is there, and `wish` does not say to take the defaults.
         QuitError: somebody left. Nothing is written then.
     """
-    place = Path(wish.path or env.read(project_file.VARIABLE) or project_file.FILE)
+    place = Path(wish.path or env.read(settings.VARIABLE) or settings.FILE)
     there = target(place, writable=not wish.dry_run)
     said = [Said("--set", wish.ahead, settled=True)]
     foreign = read_foreign(wish.foreign) if wish.foreign else None
     if foreign is not None:
         said.append(Said(str(wish.foreign), {**foreign.settings, **foreign.launching}))
     if there.before is not None:
-        said.append(Said(str(place), written(project_file.read(place))))
+        said.append(Said(str(place), written(settings.read(place))))
     start = Case(machine)
     if foreign is not None and _for_several(start, said, foreign):
         start = dataclasses.replace(start, assumed=2)

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SettingError
-from ..project_file import LAUNCH
-from ..settings import LAUNCHING
-from ..values import checked
+from ..settings import LAUNCH, LAUNCHING, checked
 from .case import KNOWN
 from .toml import HERE, MORE, block, here, literal, unset
 

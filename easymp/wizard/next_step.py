@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from .. import env, project_file
+from .. import settings
+from ..base import env
 from .case import Case
 
 SCRIPT = "train.py"
@@ -13,8 +14,8 @@ SCRIPT = "train.py"
 
 def command(case: Case, path: Path) -> tuple[str, str]:
     """What starts a script under the file at `path`, and where to type it; "" for here alone."""
-    usual = Path(env.read(project_file.VARIABLE) or project_file.FILE)
-    named = "" if path.resolve() == usual.resolve() else f"{project_file.VARIABLE}={shlex.quote(str(path))} "
+    usual = Path(env.read(settings.VARIABLE) or settings.FILE)
+    named = "" if path.resolve() == usual.resolve() else f"{settings.VARIABLE}={shlex.quote(str(path))} "
     least, most = case.nodes
     if (
         case.machine.nodes > 1 and most > 1

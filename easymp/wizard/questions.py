@@ -11,7 +11,7 @@ from ..errors import SettingError
 from ..launcher.place import read_nodes
 from ..protocols import Facts
 from ..registry import PRECISIONS, STRATEGIES
-from ..values import checked
+from ..settings import checked
 from .case import AUTO, KNOWN, Case
 from .places import unusable
 

@@ -7,9 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from ..project_file import LAUNCH
-from ..settings import LAUNCHING, NAMES
-from ..values import UNITS
+from ..settings import LAUNCH, LAUNCHING, NAMES, UNITS
 from .case import KNOWN
 
 WIDTH = 78

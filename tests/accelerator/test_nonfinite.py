@@ -28,7 +28,7 @@ def heard() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("easymp.nonfinite")
+    logger = logging.getLogger("easymp.training.nonfinite")
     logger.addHandler(handler)
     try:
         yield said

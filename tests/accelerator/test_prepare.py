@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from easymp import Accelerator, PreparedLoader
-from easymp.checks import KEYWORDS
 from easymp.errors import PrepareError, RefusedError, SettingError
 from easymp.optim import PreparedOptimizer, PreparedScheduler
 from easymp.settings import NAMES
-from easymp.state import is_open
+from easymp.training.checks import KEYWORDS
+from easymp.training.state import is_open
 
 from .models import data, make
 

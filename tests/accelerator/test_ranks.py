@@ -20,7 +20,7 @@ from easymp import (
     DistributedType,
     InitProcessGroupKwargs,
 )
-from easymp import operations as ops
+from easymp.training import collectives as ops
 
 from ..world.hurry import hurry
 from .models import data, make, train
@@ -80,7 +80,7 @@ def token_windows(rank: int, size: int) -> list[torch.Tensor]:
 
 
 def token_windows_here() -> list[torch.Tensor]:
-    from easymp.world import read_ranks
+    from easymp.distributed import read_ranks
 
     seat = read_ranks()
     return token_windows(seat.rank, seat.size)

@@ -17,8 +17,8 @@ from easymp.checkpoint.local import LocalStorage
 from easymp.checkpoint.saves import Saves
 from easymp.checkpoint.saving import Target
 from easymp.checkpoint.snapshot import Reading, Snapshot
+from easymp.distributed import Ranks, World
 from easymp.errors import CheckpointError
-from easymp.world import Ranks, World
 
 from .samples import flip
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from easymp import Accelerator, preemption
+from easymp import Accelerator
+from easymp.checkpoint import preemption
 from easymp.launcher.failure import RESTART
 
 from ..conftest import Ranks

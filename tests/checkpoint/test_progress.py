@@ -16,7 +16,7 @@ import torch
 from easymp import Accelerator
 from easymp.checkpoint import progress
 from easymp.checkpoint.progress import Progress, expect, of_ranks
-from easymp.world import Ranks, World
+from easymp.distributed import Ranks, World
 
 MIB = 2**20
 

@@ -19,8 +19,8 @@ from easymp.checkpoint.planning import Brought
 from easymp.checkpoint.saves import Saves
 from easymp.checkpoint.saving import Target
 from easymp.checkpoint.snapshot import Reading, Snapshot
+from easymp.distributed import Ranks, World, read_ranks
 from easymp.errors import CheckpointError
-from easymp.world import Ranks, World, read_ranks
 
 
 def world(timeout: float = 60.0) -> World:

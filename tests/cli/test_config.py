@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from easymp import env
+from easymp.base import env
 from easymp.cli import main
 from easymp.settings import Launching, resolve, resolve_launching
 

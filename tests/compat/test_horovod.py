@@ -14,7 +14,7 @@ import easymp.compat.horovod as hvd
 from easymp.compat.horovod.adasum import adasum, pair
 from easymp.compat.horovod.engine import Engine, Pending
 from easymp.compat.horovod.requests import Order, Request, Table, agree, read_orders, read_requests, written
-from easymp.world import Ranks, World
+from easymp.distributed import Ranks, World
 
 Average, Sum, Min, Max, Product, Adasum = hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product, hvd.Adasum
 

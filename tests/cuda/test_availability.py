@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from easymp import env
+from easymp.base import env
 from easymp.cuda import availability
 from easymp.cuda.availability import (
     Facts,

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from easymp.clock import StepClock
+from easymp.base.accumulation import StepClock
 from easymp.data import PreparedLoader, prepare_loader
-from easymp.records import DataLoaderConfiguration
-from easymp.world.ranks import Ranks
-from easymp.world.world import World
+from easymp.distributed.process_group import World
+from easymp.distributed.ranks import Ranks
+from easymp.options import DataLoaderConfiguration
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from easymp.clock import StepClock
+from easymp.base.accumulation import StepClock
 from easymp.data import prepare_loader
 from easymp.errors import BatchError
 

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from easymp.data import skip_first_batches
+from easymp.distributed.process_group import World
+from easymp.distributed.ranks import read_ranks
 from easymp.errors import BatchError
-from easymp.world.ranks import read_ranks
-from easymp.world.world import World
 
 from .loaders import CPU, Numbers, Stream, numbers, passes, prepared
 

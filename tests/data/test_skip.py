@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from easymp.clock import StepClock
+from easymp.base.accumulation import StepClock
 from easymp.data import skip_first_batches
 from easymp.errors import BatchError
 

@@ -10,8 +10,7 @@ import torch
 from easymp.errors import BatchError, PrepareError, SettingError
 from easymp.estimating import Estimates, Sized, estimates, read_model
 from easymp.hardware import Hardware
-from easymp.memory import estimate
-from easymp.plan import SPARE
+from easymp.training.memory import SPARE, estimate
 
 from ..hardware.machines import MACHINES
 

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from easymp import Accelerator
+from easymp.base.dtensor import local
 from easymp.errors import CheckpointError, SettingError
 from easymp.estimating import read_count, read_model, read_sample
-from easymp.memory import estimate
-from easymp.shards import local
 from easymp.strategies.blocks import find_blocks
+from easymp.training.memory import estimate
 
 from ..strategies import models
 

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from easymp import env
+from easymp.base import env
 from easymp.hardware import cuda
 
 from .fakes import FakeCard, install, properties, pynvml

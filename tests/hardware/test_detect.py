@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import easymp.hardware as hardware
-from easymp import env
+from easymp.base import env
 from easymp.hardware import detect, detecting
 from easymp.hardware.found import Found
 

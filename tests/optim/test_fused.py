@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp.clock import StepClock
+from easymp.base.accumulation import StepClock
 from easymp.optim import PreparedOptimizer, fuse
 from easymp.precision import Scaler
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from easymp import Accelerator
-from easymp.clock import StepClock
+from easymp.base.accumulation import StepClock
+from easymp.distributed import Ranks, World
 from easymp.errors import StepError
 from easymp.optim import ItemWindow
-from easymp.world import Ranks, World
 
 from ..conftest import Ranks as Processes
 

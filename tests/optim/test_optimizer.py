@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from easymp import Accelerator
-from easymp.clock import StepClock
+from easymp.base.accumulation import StepClock
 from easymp.errors import StepError
 from easymp.optim import PreparedOptimizer, PreparedScheduler
 from easymp.precision import LossScale, Scaler

@@ -15,7 +15,7 @@ from easymp import Accelerator, cuda
 from easymp.cuda.availability import Unavailable
 from easymp.errors import KernelError, RefusedError, StepError
 from easymp.optim import TorchEngine
-from easymp.preparing import Preparation
+from easymp.training.prepare import Preparation
 from tests.cuda.compiled import CompiledLauncher
 
 SHAPES = [(7,), (33, 5), (0,), (1,), (2, 9001)]

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from easymp.distributed import Ranks, World, read_ranks
+from easymp.options import AutocastKwargs
 from easymp.precision import Measured, measured
 from easymp.precision.measured import by_width
 from easymp.protocols import Choice, Facts, Source
-from easymp.records import AutocastKwargs
-from easymp.world import Ranks, World, read_ranks
 
 from ..conftest import Ranks as Processes
 from ..hardware.machines import MACHINES

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from easymp.errors import BatchError
+from easymp.options import AutocastKwargs
 from easymp.precision import ALIASES, PRECISIONS
 from easymp.precision.bf16 import BF16
 from easymp.precision.fp16 import FP16
 from easymp.precision.fp32 import FP32
 from easymp.precision.tf32 import TF32
 from easymp.protocols import Precision
-from easymp.records import AutocastKwargs
 
 CPU = torch.device("cpu")
 HALF = [(BF16, torch.bfloat16), (FP16, torch.float16)]

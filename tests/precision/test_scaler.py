@@ -12,10 +12,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from easymp.distributed import Ranks, World, read_ranks
 from easymp.errors import SettingError, StepError
 from easymp.precision import LossScale, Scaler
 from easymp.precision.scaler import _to, takes_found_inf
-from easymp.world import Ranks, World, read_ranks
 
 from ..conftest import Ranks as Processes
 

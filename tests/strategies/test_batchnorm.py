@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import easymp
 from easymp import Accelerator, SyncBatchNorm, convert_sync_batchnorm
+from easymp.distributed import World, read_ranks
 from easymp.errors import PrepareError, RefusedError
-from easymp.world import World, read_ranks
 
 from .models import make, train
 

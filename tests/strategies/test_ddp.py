@@ -11,7 +11,7 @@ from torch import nn
 
 from easymp import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
 from easymp.errors import RefusedError, SettingError, StepError
-from easymp.records import POWER_SGD
+from easymp.options import POWER_SGD
 
 from .models import make, train, whole
 

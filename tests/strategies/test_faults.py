@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from easymp import Accelerator
-from easymp.shards import local
-from easymp.world import watch
+from easymp.base.dtensor import local
+from easymp.distributed import hang_report
 
 from .models import make, whole
 from .ways import WAYS, Way
@@ -56,7 +56,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, label: str, w
 
 
 def killed(way: Way, victim: int, where: str) -> None:
-    watch.PATIENCE = timedelta(
+    hang_report.PATIENCE = timedelta(
         seconds=1
     )  # for the answer of a rank that cannot give one; this process ends with the test
     with accelerator(way, mixed_precision="no", timeout=8) as acc:

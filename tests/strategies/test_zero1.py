@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, DistributedDataParallelKwargs, memory
+from easymp import Accelerator, DistributedDataParallelKwargs
+from easymp.base.torch_flags import numbers
 from easymp.errors import PrepareError, RefusedError, SettingError, StepError
 from easymp.optim import LAMB, elementwise, parts
 from easymp.optim.elementwise import check_sums
-from easymp.release import numbers
+from easymp.training import memory
 
 from ..versions import ADDS
 from .models import STEPS, make, train

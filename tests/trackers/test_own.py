@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from easymp import Accelerator, GeneralTracker
 from easymp.logging import get_logger
-from easymp.tracking import GeneralTracker as TheirName
-from easymp.tracking import on_main_process
+from easymp.training.tracking import GeneralTracker as TheirName
+from easymp.training.tracking import on_main_process
 
 
 class Theirs(GeneralTracker):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from easymp import env
+from easymp.base import env
 from easymp.trackers.rows import Row
 from easymp.trackers.wandb import WandB
 

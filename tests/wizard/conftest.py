@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from easymp import env
+from easymp.base import env
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,18 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from easymp import project_file
+from easymp import settings
 from easymp.errors import RefusedError, SettingError
-from easymp.settings import LAUNCHING, NAMES, Launching, Settings, resolve, resolve_launching, written
-from easymp.values import checked
+from easymp.settings import (
+    LAUNCHING,
+    NAMES,
+    Launching,
+    Settings,
+    checked,
+    resolve,
+    resolve_launching,
+    written,
+)
 from easymp.wizard import read_ahead
 from easymp.wizard.case import KNOWN
 from easymp.wizard.editing import edit
@@ -57,7 +65,7 @@ WHYS = st.dictionaries(
 
 def read(text: str) -> dict[str, object]:
     FILE.write_bytes(text.encode())
-    return written(project_file.read(FILE))
+    return written(settings.read(FILE))
 
 
 def kept(values: dict[str, object]) -> dict[str, object]:

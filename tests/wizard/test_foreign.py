@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easymp.errors import SettingError
+from easymp.options import GradScalerKwargs
 from easymp.precision import rule_from
-from easymp.records import GradScalerKwargs
 from easymp.settings import Launching, Settings
 from easymp.strategies import STRATEGIES, read_options
 from easymp.strategies.recomputing import read_which

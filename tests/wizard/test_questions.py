@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from easymp.distributed import Ranks
 from easymp.errors import RefusedError, SettingError
 from easymp.launcher.place import read_nodes
 from easymp.plan import make_plan
@@ -20,7 +21,6 @@ from easymp.wizard import QuitError, case, read_ahead
 from easymp.wizard.looking import facts
 from easymp.wizard.measuring import Measurement, Speed
 from easymp.wizard.questions import PRECISION, QUESTIONS, STRATEGY
-from easymp.world import Ranks
 
 from ..hardware.machines import MACHINES
 from .screens import machine, talk

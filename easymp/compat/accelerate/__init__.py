@@ -9,7 +9,7 @@ from __future__ import annotations
 from ...data import skip_first_batches
 from ...launcher.functions import debug_launcher, notebook_launcher
 from ...local_sgd import LocalSGD
-from ...memory_retry import find_executable_batch_size
+from ...training.oom import find_executable_batch_size
 from . import (
     data_loader,
     launchers,

@@ -14,12 +14,12 @@ from typing import Any
 from torch import nn
 
 from ... import accelerator
+from ...distributed import read_ranks
+from ...distributed.processes import DistributedType
 from ...errors import SettingError
-from ...processes import DistributedType
+from ...options import DataLoaderConfiguration, GradientAccumulationPlugin, LoggerType, ProjectConfiguration
 from ...protocols import Source
-from ...records import DataLoaderConfiguration, GradientAccumulationPlugin, LoggerType, ProjectConfiguration
 from ...settings import resolve
-from ...world import read_ranks
 from .layer import layer
 from .plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from .scheduler import AcceleratedScheduler

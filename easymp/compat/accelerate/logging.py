@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ... import log
-from ...state import PartialState
+from ... import logging
+from ...training.state import PartialState
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
 
-class MultiProcessAdapter(log.RankLogger):
+class MultiProcessAdapter(logging.RankLogger):
     """`easymp.logging`'s logger, with two habits more."""
 
     def log(
@@ -42,4 +42,4 @@ class MultiProcessAdapter(log.RankLogger):
 
 def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
     """As `easymp.get_logger`."""
-    return MultiProcessAdapter(log.get_logger(name, log_level).logger, {})
+    return MultiProcessAdapter(logging.get_logger(name, log_level).logger, {})

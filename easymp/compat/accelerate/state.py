@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...processes import DistributedType
-from ...state import AcceleratorState, GradientState, PartialState
-from ...state import is_open as is_initialized
+from ...distributed.processes import DistributedType
+from ...training.state import AcceleratorState, GradientState, PartialState
+from ...training.state import is_open as is_initialized
 from .layer import layer
 
 __all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]

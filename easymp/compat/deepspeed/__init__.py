@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from ...distributed import read_ranks
 from ...errors import SettingError
 from ...version import __version__
-from ...world import read_ranks
 from . import checkpointing, comm, ops, runtime, utils, zero
 from .accelerator import get_accelerator
 from .comm import init_distributed

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...world import read_ranks
+from ...distributed import read_ranks
 from ..devices import device_of
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...distributed import World, locate, read_ranks
 from ...errors import RefusedError
-from ...world import World, locate, read_ranks
 from ..devices import device_of
 from .layer import layer
 

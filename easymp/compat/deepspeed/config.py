@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...base.relaxed_json import loads
 from ...errors import SettingError, nearest
-from ...relaxed_json import loads
 from ...wizard.deepspeed_file import DEEPSPEED  # the one list of DeepSpeed's keys
 
 OFF = (None, False, "none", {}, [])

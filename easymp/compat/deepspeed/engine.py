@@ -17,11 +17,11 @@ from ...accelerator import Accelerator
 from ...checkpoint.opening import open_checkpoint
 from ...checkpoint.unpacking import unpack
 from ...checkpoint.weights import load_weights
+from ...distributed import read_ranks
 from ...errors import EasympWarning, RefusedError, SettingError, StepError
-from ...log import get_logger
-from ...records import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
-from ...state import current_world
-from ...world import read_ranks
+from ...logging import get_logger
+from ...options import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
+from ...training.state import current_world
 from . import making
 from .config import Config
 from .layer import NATIVE, layer

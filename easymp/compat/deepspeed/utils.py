@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ...log import get_logger
-from ...world import read_ranks
+from ...distributed import read_ranks
+from ...logging import get_logger
 from .layer import layer
 
 logger = get_logger(__name__)

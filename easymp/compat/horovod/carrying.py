@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...world.world import MOVABLE, OPS
+from ...distributed.process_group import MOVABLE, OPS
 from .adasum import adasum
 from .requests import Order
 

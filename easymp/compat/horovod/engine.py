@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...distributed import World
 from ...errors import WorldError
-from ...log import get_logger
-from ...world import World
+from ...logging import get_logger
 from .carrying import Carrier, fusable
 from .requests import Order, Request, Table, agree, read_orders, read_requests, written
 

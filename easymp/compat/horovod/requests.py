@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...world.world import odd_one_out
+from ...distributed.process_group import odd_one_out
 
 # What each kind of operation needs to be alike on all ranks.
 ALIKE = {

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from ...distributed import World, locate, read_ranks
 from ...errors import EasympError, RefusedError
 from ...settings import resolve
-from ...world import World, locate, read_ranks
 from ..devices import device_of
 from ..saying import Layer
 from .engine import Engine

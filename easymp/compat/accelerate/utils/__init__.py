@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....log import tqdm as tqdm
+from ....logging import tqdm as tqdm
 from ..layer import DEEPSPEED, MEGATRON, OFFLOADING, QUANTIZED, layer, stand_in
 from . import dataclasses, environment, imports, memory, operations, other, random, versions
 from .dataclasses import *  # noqa: F403
@@ -59,7 +59,7 @@ _absent = layer.absent(
         ),
         "merge_fsdp_weights": "run `easymp checkpoint merge FOLDER TARGET`",
         "compile_regions": "use Accelerator(compile='blocks')",
-        "compute_module_sizes": "use easymp.memory.estimate(model)",
+        "compute_module_sizes": "use easymp.training.memory.estimate(model)",
         "GatheredParameters": "read a sharded parameter by parameter.full_tensor(), on all ranks",
         "find_tied_parameters": "tied weights are found, kept once and tied again by themselves",
         "retie_parameters": "tied weights are found, kept once and tied again by themselves",

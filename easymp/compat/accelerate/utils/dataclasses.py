@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from ....processes import DistributedType, PrecisionType
-from ....records import (
+from ....distributed.processes import DistributedType, PrecisionType
+from ....options import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DDPCommunicationHookType,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from .... import env
+from ....base import env
 from ..layer import layer
 
 __all__ = ["get_int_from_env", "parse_flag_from_env", "patch_environment", "str_to_bool"]

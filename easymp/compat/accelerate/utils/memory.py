@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ....memory_retry import find_executable_batch_size, release_memory
-from ....memory_retry import out_of_memory as should_reduce_batch_size
+from ....training.oom import find_executable_batch_size, release_memory
+from ....training.oom import out_of_memory as should_reduce_batch_size
 from ..layer import layer
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]

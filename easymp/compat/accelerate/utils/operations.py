@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from ....operations import (
+from ....base.pytree import (
+    concatenate,
+    find_batch_size,
+    leaves,
+    recursively_apply,
+    send_to_device,
+    slice_tensors,
+)
+from ....training.collectives import (
     broadcast,
     broadcast_object_list,
     gather,
@@ -16,7 +24,6 @@ from ....operations import (
     pad_across_processes,
     reduce,
 )
-from ....tree import concatenate, find_batch_size, leaves, recursively_apply, send_to_device, slice_tensors
 from ..layer import layer
 
 __all__ = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from ....errors import RefusedError
-from ....prepared import unwrap
-from ....state import PartialState
+from ....training.state import PartialState
+from ....training.wrapper import unwrap
 from ..layer import layer
 
 __all__ = ["extract_model_from_parallel", "is_compiled_module", "wait_for_everyone"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....rng import set_seed
+from ....base.rng import set_seed
 from ..layer import layer
 
 __all__ = ["set_seed"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ....log import tqdm
+from ....logging import tqdm
 
 __all__ = ["tqdm"]

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ....options import AutocastKwargs
 from ....precision.cast_lists import Cast, ListedCasts, as_listed, cast_table
 from ....precision.levels import O1
-from ....records import AutocastKwargs
 from ..saying import ApexError
 
 

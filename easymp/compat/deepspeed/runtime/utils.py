@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....log import get_logger
+from ....logging import get_logger
 from ..accelerator import get_accelerator
 from ..layer import layer
 

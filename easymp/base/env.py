@@ -1,0 +1,75 @@
+"""The one door to the process environment: nothing else in easymp reads or writes it.
+
+Names easymp owns start with ``EASYMP_``; the launch variables (``RANK``, ``WORLD_SIZE`` …) are torchrun's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from ..errors import SettingError
+
+PREFIX = "EASYMP_"
+TRUE = frozenset({"1", "true", "yes", "on"})
+FALSE = frozenset({"0", "false", "no", "off", ""})
+
+
+def read(name: str, default: str | None = None) -> str | None:
+    """The variable's text, or `default` where it is not set."""
+    return os.environ.get(name, default)
+
+
+def flag(name: str, default: bool) -> bool:
+    """A yes-or-no variable. Raises SettingError for other words."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if text.lower() in TRUE:
+        return True
+    if text.lower() in FALSE:
+        return False
+    raise SettingError(f"{name}={text!r} in the environment is neither yes nor no: use 1 or 0")
+
+
+def integer(name: str, default: int | None = None) -> int | None:
+    """A whole number. Raises SettingError for anything else."""
+    text = os.environ.get(name)
+    if text is None or text == "":
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise SettingError(f"{name}={text!r} in the environment is not a whole number") from None
+
+
+def names(prefix: str) -> list[str]:
+    """Names of the variables that start with `prefix`, sorted."""
+    return sorted(n for n in os.environ if n.startswith(prefix))
+
+
+def merged(changes: Mapping[str, str]) -> dict[str, str]:
+    """A copy of the environment with `changes`, for a child process."""
+    return {**os.environ, **changes}
+
+
+def put(changes: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Set (or with None remove) variables for good; returns what they were."""
+    before = {name: os.environ.get(name) for name in changes}
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return before
+
+
+@contextmanager
+def override(**changes: str | None) -> Iterator[None]:
+    """Set (or with None remove) variables inside a ``with`` block."""
+    before = put(changes)
+    try:
+        yield
+    finally:
+        put(before)

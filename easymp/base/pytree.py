@@ -1,0 +1,200 @@
+"""Nested batches: tuples, named tuples, lists, dicts, dataclasses and their like, with tensors as leaves.
+
+A container comes back as its own type. Objects with a ``to`` method that are no tensors (packed sequences, graph batches,
+tokenizer outputs that are no mappings) count as leaves that can be moved: they know best which of their parts may leave the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import BatchError
+
+CYCLE = "a batch holds a list, dict or tuple that contains itself: return plain nested containers from the collate function"
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any, skip: Collection[Any] = ()) -> Any:
+    """`tree` with every leaf replaced by ``function(leaf)``; container types, keys and order stay.
+
+    What mappings hold under a key in `skip` stays as it is.
+    """
+    try:
+        return _map(function, tree, skip)
+    except RecursionError:
+        raise BatchError(CYCLE) from None
+
+
+def _map(function: Callable[[Any], Any], tree: Any, skip: Collection[Any]) -> Any:
+    if isinstance(tree, (Tensor, str, bytes)) or _moves_itself(tree):
+        return function(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_map(function, item, skip) for item in tree))
+    if type(tree) is tuple or type(tree) is list:
+        return type(tree)([_map(function, item, skip) for item in tree])
+    if isinstance(tree, Mapping):
+        items = {key: value if key in skip else _map(function, value, skip) for key, value in tree.items()}
+        return items if type(tree) is dict else _rebuild(tree, items)
+    if isinstance(tree, (list, tuple)):
+        return _rebuild(tree, [_map(function, item, skip) for item in tree])
+    if _is_record(tree):
+        return _with_fields(tree, {key: _map(function, value, skip) for key, value in _fields(tree).items()})
+    return function(tree)
+
+
+def _is_record(tree: Any) -> bool:
+    """Whether `tree` is a dataclass with contents, no module or other thing that knows by itself how to be moved."""
+    return hasattr(type(tree), "__dataclass_fields__") and not hasattr(tree, "to")
+
+
+def _fields(tree: Any) -> dict[str, Any]:
+    return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
+
+
+def _with_fields(tree: Any, values: dict[str, Any]) -> Any:
+    """A copy of a dataclass with other contents, made without its ``__init__``; `tree` itself where nothing is another."""
+    changed = {key: value for key, value in values.items() if value is not getattr(tree, key)}
+    if not changed:
+        return tree
+    made = copy.copy(tree)
+    for key, value in changed.items():
+        object.__setattr__(made, key, value)  # also where it is frozen
+    return made
+
+
+def _moves_itself(tree: Any) -> bool:
+    """Whether a tuple has a ``to`` of its own (PackedSequence: its `batch_sizes` must stay on the CPU)."""
+    return isinstance(tree, tuple) and callable(getattr(tree, "to", None))
+
+
+def _rebuild(tree: Any, items: Any) -> Any:
+    """A container subclass (OrderedDict, UserDict, a tokenizer's output) with new contents."""
+    if hasattr(tree, "default_factory"):
+        return type(tree)(tree.default_factory, items)
+    try:
+        if isinstance(tree, Mapping) and dataclasses.is_dataclass(
+            tree
+        ):  # a model's output whose fields are its items
+            made = dataclasses.replace(
+                tree, **{f.name: items[f.name] for f in dataclasses.fields(tree) if f.name in items}
+            )
+            if made.keys() == items.keys():
+                return made
+        return type(tree)(items)
+    except TypeError as error:
+        raise BatchError(
+            f"a batch holds a {type(tree).__name__}, which cannot be rebuilt from its items ({error}): "
+            "return a plain dict, list or tuple from the collate function"
+        ) from error
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Every leaf, depth first."""
+    try:
+        yield from _leaves(tree)
+    except RecursionError:
+        raise BatchError(CYCLE) from None
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    for _, leaf in places(tree):
+        yield leaf
+
+
+def places(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its place (``"['a'][0]"``), depth first, in the order of `map_leaves`."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from places(value, f"{place}[{key!r}]")
+    elif isinstance(tree, (list, tuple)) and not _moves_itself(tree):
+        for number, item in enumerate(tree):
+            yield from places(item, f"{place}[{number}]")
+    elif _is_record(tree):
+        for name, value in _fields(tree).items():
+            yield from places(value, f"{place}.{name}")
+    else:
+        yield place, tree
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = torch.is_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """`data` with ``func(leaf, *args, **kwargs)`` in place of each leaf that passes `test_type` (tensors by default).
+
+    Raises:
+        BatchError: a leaf of another type, where `error_on_other_type` asks for it.
+    """
+
+    def apply(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            raise BatchError(
+                f"{getattr(func, '__name__', 'the function')} takes nested lists, tuples and dicts of tensors, but a leaf is a "
+                f"{type(leaf).__name__}: pass tensors only, or gather objects with gather_object"
+            )
+        return leaf
+
+    return map_leaves(apply, data)
+
+
+def find_batch_size(data: Any) -> int | None:
+    """Dimension 0 of the first tensor with at least one dimension; None where there is none."""
+    for leaf in leaves(data):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    return None
+
+
+def send_to_device(
+    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
+) -> Any:
+    """`tensor`, a nested batch, with every tensor on `device`; `skip_keys` of mappings stay where they are."""
+    skip = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        if hasattr(leaf, "to") and not isinstance(leaf, type):
+            try:
+                return leaf.to(device, non_blocking=non_blocking)
+            except TypeError:
+                return leaf.to(device)
+        return leaf
+
+    return map_leaves(move, tensor, skip)
+
+
+def slice_tensors(data: Any, part: slice) -> Any:
+    """Every tensor's dimension 0 cut to `part`; scalars and other leaves stay."""
+    return map_leaves(lambda leaf: leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf, data)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Batches of the same structure joined along `dim`; leaves that are no tensors come from the first."""
+    first = data[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(data), dim=dim)
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(concatenate([d[i] for d in data], dim) for i in range(len(first))))
+    if isinstance(first, (list, tuple)):
+        items = [concatenate([d[i] for d in data], dim) for i in range(len(first))]
+        return type(first)(items) if type(first) in (list, tuple) else _rebuild(first, items)
+    if isinstance(first, Mapping):
+        items = {key: concatenate([d[key] for d in data], dim) for key in first}
+        return items if type(first) is dict else _rebuild(first, items)
+    if _is_record(first):
+        return _with_fields(
+            first, {key: concatenate([getattr(d, key) for d in data], dim) for key in _fields(first)}
+        )
+    return first

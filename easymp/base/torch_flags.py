@@ -1,0 +1,60 @@
+"""Which torch this is, for the few places where releases differ in what they do right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import env
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """``(2, 11)`` of ``"2.11.0+cu130"``, and of ``"2.11.0a0+1234"``, as NVIDIA's containers have it: it counts as what it becomes."""
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+TORCH = numbers(torch.__version__)
+
+
+# -- torch's process-wide switches, set for a run and put back after it.
+
+
+def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
+    """Set the switches; ``undo(function, *args)`` is told how to put each back, as by `ExitStack.callback`.
+
+    Args:
+        tf32: TF32 for matrix products and convolutions that stay in fp32.
+        deterministic: deterministic algorithms only; cuBLAS then needs a fixed workspace (CUDA's documentation of
+            CUBLAS_WORKSPACE_CONFIG), and cuDNN may not choose by timing.
+    """
+    if tf32:
+        _remember(undo)
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+    if deterministic:
+        warn = torch.is_deterministic_algorithms_warn_only_enabled()
+        undo(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warn)
+        undo(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        undo(env.put, env.put({"CUBLAS_WORKSPACE_CONFIG": env.read("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}))
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def _remember(undo: Callable[..., Any]) -> None:
+    """Tell `undo` how TF32 is switched now.
+
+    torch 2.9 and newer have switches of another kind (``fp32_precision``), which the older ones set, too; but once somebody has used the
+    newer ones, to read an older one is an error where it cannot say the same.
+    """
+    backends: Any = torch.backends
+    try:
+        undo(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    except RuntimeError:
+        undo(setattr, backends.cuda.matmul, "fp32_precision", backends.cuda.matmul.fp32_precision)
+    try:
+        undo(setattr, backends.cudnn, "allow_tf32", backends.cudnn.allow_tf32)
+    except RuntimeError:
+        for operation in (backends.cudnn.conv, backends.cudnn.rnn):
+            undo(setattr, operation, "fp32_precision", operation.fp32_precision)

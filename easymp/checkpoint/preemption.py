@@ -1,0 +1,128 @@
+"""Preemption: the machine is wanted back, a signal says so, and the run saves itself and leaves.
+
+SIGTERM is what Slurm, Kubernetes and clouds send before they kill, SIGUSR1 what ``sbatch --signal=USR1@120`` sends beforehand. The handler
+only takes note. What follows happens where the body of a training loop has ended (a prepared loader is asked for its next batch, or
+``epochs()`` for its next epoch), at the same place on all ranks, and costs nothing until then: no collective, one lock without contention.
+
+How ranks agree on the place: they count these places. A rank that was told to stop calls the others' listeners (a thread that sleeps in
+the store), and each answers with the number of the last place that its main thread has passed; from then on that thread asks before
+it passes one. All stop at the first place that none had passed. Ranks that are behind go on until there, so nobody waits in a
+collective for one that has stopped.
+
+Workers of a DataLoader that were forked leave SIGUSR1 to their parent. A SIGTERM of their own ends them (that is torch's handler), and the
+run by an error with them: where a scheduler signals every process of a job, have it send SIGUSR1.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from ..base.accumulation import StepClock
+from ..distributed import World
+from ..logging import get_logger
+
+logger = get_logger(__name__)
+SIGNALS = ("SIGTERM", "SIGUSR1")
+RESTART = 75  # EX_TEMPFAIL of sysexits.h: a failure that will pass, try again. Nobody else's: a bare SIGTERM gives 143, an error 1
+AGAIN = 5.0  # seconds: a scheduler and a launcher that both hand one signal on do so within less
+PATIENCE = 20.0  # seconds that the others' listeners have for their answer
+
+
+class Preemption:
+    """Listens for signals from `start` to `close`.
+
+    Args:
+        leave: saves, ends the run and raises SystemExit; called on all ranks at one place, with the signal's number where there was one.
+    """
+
+    def __init__(self, world: World, clock: StepClock, leave: Callable[[int | None], None]) -> None:
+        self._world, self._clock, self._leave = world, clock, leave
+        self._before: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._signal: int | None = None
+        self._since = 0.0
+        self._place = 0  # places come to
+        self._passed = 0  # the last one that was passed
+        self._asked = False  # whether an answer has been given, so that `_passed` may not grow by itself
+        self._stop: float | None = None  # where all ranks stop
+
+    def start(self) -> bool:
+        """Install the handlers; calling it again does nothing. False in a thread, where Python allows none."""
+        if self._before:
+            return True
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        for name in SIGNALS:
+            number = getattr(signal, name, None)
+            if number is not None:
+                self._before[number] = signal.signal(number, self._note)
+        if self._world.watch is not None:
+            self._world.watch.heard = self._heard
+        self._clock.between = self._at_place
+        return True
+
+    def close(self) -> None:
+        """Put the former handlers back."""
+        self._clock.between = None
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        child = (
+            os.getpid() != self._process
+        )  # a worker of a DataLoader, by fork: the signal is its parent's business
+        if (child and number == signal.SIGTERM) or (self._signal is not None and now - self._since > AGAIN):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not child and self._signal is None:
+            self._signal, self._since = number, now
+            before = self._before.get(number)
+            if callable(before):
+                before(number, frame)
+
+    def _heard(self) -> int | None:
+        """In the listener's thread: this rank's answer to another one."""
+        with self._lock:
+            if self._asked:
+                return None
+            self._asked = True
+            return self._passed
+
+    def _at_place(self) -> None:
+        if self._clock.accumulation != 1 and not self._clock.sync:
+            return  # the same on all ranks
+        with self._lock:
+            self._place += 1
+            if self._signal is None and not self._asked:
+                self._passed = self._place
+                return
+        if self._stop is None:
+            self._stop = self._agree()
+        if self._place < self._stop:
+            self._passed = self._place
+            return
+        self._leave(self._signal)
+
+    def _agree(self) -> float:
+        watch = self._world.watch
+        if watch is None:
+            return self._place
+        with self._lock:
+            first, self._asked = not self._asked, True
+        if first:
+            watch.call(self._passed)
+        answers = watch.answers(PATIENCE)
+        if answers is None:
+            logger.warning("a rank does not answer, so the ranks cannot save together: training goes on")
+            return float("inf")
+        return max(answers) + 1

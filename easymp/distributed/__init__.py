@@ -1,0 +1,22 @@
+"""The ranks of a run: who this process is, and what it can say to the others. Names are loaded at first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..base.lazy import at_first_use
+
+if TYPE_CHECKING:
+    from .process_group import World as World
+    from .process_group import first_difference as first_difference
+    from .process_group import locate as locate
+    from .process_group import odd_one_out as odd_one_out
+    from .ranks import Ranks as Ranks
+    from .ranks import read_ranks as read_ranks
+
+_HOMES = {
+    "ranks": ("Ranks", "read_ranks"),
+    "process_group": ("World", "first_difference", "locate", "odd_one_out"),
+}
+
+__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

@@ -1,0 +1,638 @@
+"""The world: ranks that talk. Every collective is the identity at size 1, so nobody asks how many there are.
+
+Joining, in order: a store (torchrun's agent has one, else rank 0 opens one), every rank signs in there, so that a missing
+rank has a name; then the process group. Leaving, in the order that never deadlocked: drop what wraps models, collect
+garbage, say farewell and wait for the others' (in the store), destroy.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import hashlib
+import importlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..base import env
+from ..base.torch_flags import TORCH
+from ..errors import ALIKE, RefusedError, WorldError, failing
+from .hang_report import Watch
+from .meshes import forget_meshes
+from .ranks import Ranks
+
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # then divided: gloo has no average of integers
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+# What every backend moves as it is. Others travel as bytes (gather, broadcast) or through int32 (reduce).
+MOVABLE = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8,
+}  # fmt: skip
+
+
+LOOPBACK = "127.0.0.1"
+BUCKET = 2**24  # elements averaged at a time: 64 MiB of fp32
+# A group that is bound to its device connects at once, and parts of it (those of a mesh of two dimensions) are split from it. Before
+# 2.10 torch splits no group of two backends: 2.8 stops with an assertion, and in 2.9 gloo's parts meet under one name.
+BINDS = TORCH >= (2, 10)
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}  # "gloo" elsewhere
+FAREWELL = 10.0  # seconds to wait for the others before leaving
+
+
+class World:
+    """This process and its peers.
+
+    Args:
+        ranks: who this process is.
+        device: where its tensors live; becomes this process's current one, so that nothing of it ends up on the first.
+        timeout: seconds that a collective may wait for the other ranks.
+        debug: False: do not compare what the ranks pass to the collectives that a script calls (`compare`). True: zero1 also compares
+            the number of gradients in each step.
+        backend: what the caller expects; None expects nothing.
+
+    Raises:
+        RefusedError: the device has another backend.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        timeout: float = 120.0,
+        debug: bool | None = None,
+        backend: str | None = None,
+    ) -> None:
+        there = BACKENDS.get(device.type, "gloo")
+        if backend is not None and backend not in (there, there.rpartition(":")[2]):
+            raise RefusedError(
+                f"backend={backend!r} on {device.type}: collectives there are {there!r}. Leave it out"
+            )
+        self.ranks = ranks
+        self.rank, self.size = ranks.rank, ranks.size
+        self.local_rank, self.local_size = ranks.local_rank, ranks.local_size
+        self.device = device
+        if device.index is not None:
+            torch.get_device_module(device).set_device(device)
+        self.timeout = timeout
+        self.debug = debug
+        self.backend: str | None = None
+        self.settling: list[Callable[[], None]] = []  # see `settle`
+        self.forwards = 0  # of models whose forward needs every rank
+        self.carried: list[
+            Any
+        ] = []  # what a journey of gradients leaves on this rank for the next, with a state_dict
+        self._process = os.getpid()
+        self._left = False
+        self.owned = False  # whether we started the process group, and so end it
+        self._store: dist.Store | None = None
+        self._watch: Watch | None = None
+        self._number = 0  # of the group that runs, the same on all ranks
+        self._compared = 0  # calls of `compare` in this group
+        self._turns = 0  # calls of `in_turn` in this group
+        self._ending = threading.Lock()
+        if ranks.announced:
+            self._join()
+
+    # -- joining and leaving ------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        if not dist.is_initialized():
+            store = _signed_in.pop() if _signed_in else _sign_in(self.ranks, self.timeout)[0]
+            self._connect(store)
+            self.owned = True
+        self.backend = dist.get_backend()
+        self._store = dist.distributed_c10d._get_default_store()
+        if self.size > 1:
+            self._watch = Watch(self.rank, self.size, self._store, self._abort)
+        atexit.register(self.close)  # a thread that sleeps in the store must not outlive the interpreter
+
+    def _connect(self, store: dist.Store) -> None:
+        # Each group has a place of its own in the store. Counted there and not here: a process that was started later than the
+        # others, or lived through other worlds, would count differently.
+        number = self._number = store.add(f"groups/{self.rank}", 1)
+        self._compared = self._turns = 0
+        # Its functions have the default group of the moment as default arguments: imported later (the first DDP does), it would
+        # keep this group's connections open for good, and ranks that wait for this one would not hear that it left.
+        importlib.import_module("torch.distributed.nn.functional")
+        own = dist.PrefixStore(f"group/{number}", store)
+        # What is sent to one rank only shares its stream with the group's collectives, as torch would warn: nothing here minds their order.
+        serial = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+        with env.override(
+            TORCH_FR_BUFFER_SIZE=env.read("TORCH_FR_BUFFER_SIZE", "64"), **{serial: env.read(serial, "0")}
+        ):
+            dist.init_process_group(
+                BACKENDS.get(self.device.type, "gloo"),
+                store=own,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=self.timeout),
+                device_id=self.device if self.device.type == "cuda" and BINDS else None,
+            )
+        if not hasattr(dist.ProcessGroupGloo, "set_timeout"):
+            # In torch 2.8 gloo takes a group's timeout when the group is made, and never again (`hurry_groups`).
+            dist.distributed_c10d.default_pg_timeout = timedelta(seconds=self.timeout)
+        # Connected here may not be connected there: a rank that failed at once would be, to the others, a connection that failed.
+        try:
+            own.set(f"connected/{self.rank}", "")
+            own.wait([f"connected/{rank}" for rank in range(self.size)], timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            raise WorldError(
+                f"rank {self.rank} of {self.size} is connected, and not all others were within {self.timeout:g} s "
+                f"({str(error).splitlines()[0]}): what they printed says why"
+            ) from error
+
+    def close(self) -> None:
+        """Leave the world; what was started here is ended here. Calling it again does nothing.
+
+        Whatever wraps a model for the group must be gone before: destroying the group under it can deadlock.
+        """
+        atexit.unregister(self.close)
+        if self._process != os.getpid():
+            return  # a forked child that ends: the connections are its parent's
+        reachable = True
+        if self._watch is not None:
+            reachable = self._watch.reachable()
+            self._watch.leave((self._number, self._compared + 1))
+            self._watch.close()
+            self._watch = None
+        if self.owned and dist.is_initialized():
+            gc.collect()
+            # A process that ends by an error does not wait for the others: they shall hear of it at once.
+            if reachable:
+                self._say_farewell(0.0 if failing() else min(self.timeout, FAREWELL))
+            dist.destroy_process_group()
+            dist.distributed_c10d.default_pg_timeout = dist.constants.default_pg_timeout
+            forget_meshes()
+            self._left = True
+        self.owned = False
+
+    def _say_farewell(self, seconds: float) -> None:
+        """Tell the others that this rank leaves, and wait for them to say the same.
+
+        By looking into the store: a collective, or waiting in the store, fills the terminal when the others are late.
+        """
+        assert self._store is not None  # the group's own part of it, where no other world writes
+        deadline, pause = time.monotonic() + seconds, 0.001
+        try:
+            self._store.set(f"farewell/{self.rank}", "")
+            while time.monotonic() < deadline and not self._store.check(
+                [f"farewell/{r}" for r in range(self.size)]
+            ):
+                time.sleep(pause)
+                pause = min(2 * pause, 0.1)
+        except RuntimeError:
+            pass  # the others are busy or gone, or rank 0 and its store are; nothing more is expected of them
+
+    def group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        """A group of these ranks, with the world's timeout; a collective of all ranks."""
+        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
+        return made
+
+    def hurry_groups(self) -> None:
+        """Give every group that this rank is in the world's timeout. torch gives those of a mesh 30 minutes, whatever the first had."""
+        if self.size > 1:
+            # Public in torch 2.15, which warns of the name it had before.
+            set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+            for group in list(dist.distributed_c10d._world.pg_map):
+                set_timeout(timedelta(seconds=self.timeout), group)
+
+    def store(self) -> dist.Store:
+        """A connection of its own to the store that all ranks share."""
+        assert self._store is not None, "a world of one has no store"
+        return self._store.clone()
+
+    @property
+    def watch(self) -> Watch | None:
+        """What listens for the other ranks; None in a world of one."""
+        return self._watch
+
+    def break_off(self) -> None:
+        """Cut this rank's connections, so that ranks that wait for it in a collective get an error now. Then `restart`."""
+        if self._watch is not None:
+            self._watch.leave((self._number, self._compared + 1))
+        if self._watch is not None and self.device.type != "cpu":
+            self._watch.abort_others(
+                self._number
+            )  # their kernels wait on the device, where a closed socket is not seen
+        self._abort(self._number)
+
+    def _abort(self, number: int) -> None:
+        """End group `number`, if it still runs: on this rank's own account, or in the listener's thread on another's."""
+        with self._ending:
+            if number != self._number or not dist.is_initialized():
+                return
+            if self.device.type == "cuda":
+                # Destroying it would wait for what is under way, which others have broken off or never come to.
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
+
+    def restart(self) -> None:
+        """Begin again over fresh connections, on all ranks together, after one of them broke off."""
+        self._abort(self._number)
+        forget_meshes()
+        assert self._store is not None
+        self._connect(self._store)
+
+    # -- what a script calls ------------------------------------------------------------------------------------------
+
+    def trains_here(self) -> None:
+        """This thread is the one that trains: its line is where this rank is, when the others wait for it."""
+        if self._watch is not None:
+            self._watch.trains = threading.get_ident()
+
+    def compare(
+        self, call: str, facts: Callable[[], dict[str, str]] = dict, error: str = "", remedy: str = ALIKE
+    ) -> None:
+        """Before a collective that a script calls: raise one error on all ranks where their calls differ.
+
+        The ranks compare by the store, where no gradient's collective can be mistaken for it and no device is waited for.
+
+        Args:
+            call: name and arguments, which must be the same.
+            facts: what this rank passes, by its place in the tree.
+            error: why this rank cannot take part. Where all ranks say the same, the caller raises it.
+            remedy: what to do where facts differ.
+
+        Raises:
+            WorldError: ranks differ, one has left, or one does not come in time.
+        """
+        self.trains_here()
+        if self.size == 1 or self.debug is False:
+            return
+        own = (call, error, facts())
+        with self.explained(call):
+            assert self._watch is not None
+            self._compared += 1
+            said = hashlib.sha256(repr((call, error, sorted(own[2].items()))).encode()).hexdigest()
+            alike = self._watch.compare((self._number, self._compared), said, self.timeout)
+        if not alike:
+            raise WorldError(unlike(self.gather_objects(own), remedy))
+
+    @contextmanager
+    def in_turn(self, call: str, first: bool) -> Iterator[None]:
+        """The ranks with `first` run the block before the others, which wait as long as those are alive.
+
+        Raises:
+            WorldError: a rank that is waited for is gone, or has not answered for the world's timeout.
+        """
+        if self.size == 1:
+            yield
+            return
+        assert self._watch is not None
+        self._turns += 1
+        turn = (self._number, self._turns)
+        self.trains_here()
+        if not first:
+            with self.explained(call):
+                self._watch.come(turn)
+                self._watch.wait_for_all(turn, self.timeout)
+            self.settle()
+        try:
+            yield
+        finally:
+            if first:
+                with self.explained(call):
+                    self._watch.come(turn)
+        if first:
+            self.settle()
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """All ranks are at one point of the program: make one what each did alone since the last time."""
+        for act in self.settling:
+            act()
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. On gloo a missing rank is named."""
+        if self.size == 1:
+            return
+        with self.explained("barrier"):
+            if self.device.type == "cuda":
+                dist.barrier(device_ids=[self.device.index])
+            elif self.backend == "gloo":
+                dist.monitored_barrier(timeout=timedelta(seconds=self.timeout), wait_all_ranks=True)
+            else:
+                dist.barrier()
+
+    def reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """A new tensor of the same shape and dtype: the sum, mean, max, min or product over the ranks.
+
+        The mean of integers is rounded toward zero.
+        """
+        if self.size == 1:
+            return tensor.clone()
+        moved = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if tensor.dtype not in MOVABLE:
+            moved = moved.to(torch.float32 if tensor.is_floating_point() else torch.int32)
+        if tensor.dtype.is_complex:
+            raise WorldError(f"reduce of {tensor.dtype} is not defined: pass torch.view_as_real(tensor)")
+        with self.explained(f"reduce ({op})"):
+            dist.all_reduce(moved, OPS[op])
+        if op == "mean":
+            moved = (
+                moved / self.size
+                if moved.is_floating_point()
+                else moved.div(self.size, rounding_mode="trunc")
+            )
+        return moved.to(tensor.dtype)
+
+    def average_(self, tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+        """Replace floating-point tensors by their mean over the ranks (of `group`), in place, in a few flat collectives."""
+        size = dist.get_world_size(group) if self.size > 1 else 1
+        if size == 1:
+            return
+        waiting: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in tensors:
+            bucket = waiting.setdefault((tensor.device, tensor.dtype), [])
+            bucket.append(tensor)
+            if sum(t.numel() for t in bucket) >= BUCKET:
+                self._average_flat(waiting.pop((tensor.device, tensor.dtype)), size, group)
+        for bucket in waiting.values():
+            self._average_flat(bucket, size, group)
+
+    def _average_flat(self, tensors: list[Tensor], size: int, group: dist.ProcessGroup | None) -> None:
+        flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+        with self.explained("averaging of gradients"):
+            dist.all_reduce(flat, group=group)
+        flat /= size
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+            tensor.detach().copy_(part.view(tensor.shape))
+
+    def gather(self, tensor: Tensor, every: int = 1) -> Tensor:
+        """All ranks' tensors, one after the other along dimension 0, on every rank; scalars become one element each.
+
+        Shapes must agree over the ranks (`gather_uneven` lets dimension 0 differ).
+
+        Args:
+            every: keep ranks 0, `every`, 2 × `every` … only: where so many neighbours hold the same.
+        """
+        tensor = tensor.detach()
+        if tensor.ndim == 0:
+            tensor = tensor[None]
+        if self.size == 1:
+            return tensor
+        moved = tensor.contiguous()
+        if tensor.dtype not in MOVABLE:
+            moved = moved.view(torch.uint8) if tensor.dtype != torch.bool else moved.to(torch.uint8)
+        parts = [torch.empty_like(moved) for _ in range(self.size)]
+        with self.explained("gather"):
+            dist.all_gather(parts, moved)
+        whole = torch.cat(parts[::every])
+        if tensor.dtype in MOVABLE:
+            return whole
+        return whole.bool() if tensor.dtype == torch.bool else whole.view(tensor.dtype)
+
+    def gather_uneven(self, tensor: Tensor, every: int = 1) -> Tensor:
+        """As `gather`, where dimension 0 may differ between the ranks."""
+        if tensor.ndim == 0 or self.size == 1:
+            return self.gather(tensor, every)
+        tensor = tensor.detach()
+        lengths = self.gather(torch.tensor([tensor.shape[0]], device=tensor.device)).tolist()
+        longest = max(lengths)
+        if min(lengths) == longest:
+            return self.gather(tensor, every)
+        padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor
+        whole = self.gather(padded)
+        return torch.cat(
+            [whole[r * longest : r * longest + n] for r, n in enumerate(lengths) if r % every == 0]
+        )
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """The tensor of rank `source`, as a new tensor on every rank; shapes must agree."""
+        if self.size == 1:
+            return tensor
+        moved = tensor.detach().clone(memory_format=torch.contiguous_format)
+        flat = moved if moved.dtype in MOVABLE else moved.reshape(-1).view(torch.uint8)
+        with self.explained("broadcast"):
+            dist.broadcast(flat, source)
+        return moved
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """One Python object a rank, in rank order, on every rank."""
+        if self.size == 1:
+            return [item]
+        items: list[Any] = [None] * self.size
+        with self.explained("gather of objects"):
+            dist.all_gather_object(items, item)
+        return items
+
+    def broadcast_objects(self, items: list[Any], source: int = 0) -> list[Any]:
+        """Rank `source`'s list on every rank; the given list is filled in place and returned. Lengths must agree.
+
+        It goes from host to host where the group has a backend for that: by way of a device it would wait for all that runs there.
+        """
+        if self.size > 1:
+            with self.explained("broadcast of objects"):
+                dist.broadcast_object_list(items, source)
+        return items
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Hand a tensor to rank `target`, which calls `receive`; the other ranks have no part in it."""
+        flat = tensor.detach().to(self.device).contiguous().reshape(-1).view(torch.uint8)
+        with self.explained(f"sending to rank {target}"):
+            dist.send(flat, target)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        """The tensor of that shape and dtype that rank `source` sends."""
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        with self.explained(f"receiving from rank {source}"):
+            dist.recv(tensor.view(-1).view(torch.uint8), source)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on at least one rank."""
+        if self.size == 1:
+            return bool(flag)
+        return bool(self.reduce(torch.tensor(int(flag), device=self.device), "max").item())
+
+    # -- when it goes wrong -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """Turns a backend's bare timeout inside the block into a WorldError that says where each rank is.
+
+        Raises:
+            WorldError: also where this process has left the world.
+        """
+        if self._left:
+            raise WorldError(
+                f"{what} after end_training(): this process has left the others. Call end_training() last"
+            )
+        try:
+            yield
+        except RuntimeError as error:
+            self.blame(error, what)
+            raise
+
+    def blame(self, error: RuntimeError, what: str) -> None:
+        """Where another rank is the cause of `error`, raises a WorldError that says which and where it is."""
+        if self._watch is not None and not isinstance(error, WorldError) and Watch.caused_by_peer(error):
+            said = str(error).splitlines()[0]
+            raise WorldError(f"rank {self.rank} gave up in {what}: {said}\n{self._watch.report()}") from error
+
+
+def _sign_in(ranks: Ranks, timeout: float) -> tuple[dist.Store, list[str]]:
+    """The store that all ranks share, once all of them have signed in, and the keys under which it has their hosts, by rank."""
+    limit = timedelta(seconds=timeout)
+    address, port = ranks.meeting or (env.read("MASTER_ADDR"), env.integer("MASTER_PORT"))
+    if address is None or port is None:
+        missing = "MASTER_ADDR" if address is None else "MASTER_PORT"
+        raise WorldError(
+            f"WORLD_SIZE={ranks.size} is in the environment but {missing} is not: a launcher sets it. Start with "
+            f"`easymp launch --processes {ranks.size} script.py`, or export {missing} (127.0.0.1 and a free port will do)"
+        )
+    shared = env.flag("TORCHELASTIC_USE_AGENT_STORE", False)
+    try:
+        if shared:
+            store = next(iter(dist.rendezvous("env://", ranks.rank, ranks.size, timeout=limit)))[0]
+        else:
+            kept = None
+            if not ranks.unknown and ranks.local_size == ranks.size:  # all ranks are on this machine
+                address = LOOPBACK
+                kept = _listen_here(port) if ranks.rank == 0 else None
+            store = dist.TCPStore(
+                address,
+                port,
+                None,
+                ranks.rank == 0,
+                limit,
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=kept,
+            )
+    except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
+        raise WorldError(
+            f"rank {ranks.rank} of {ranks.size} could not reach rank 0 at {address}:{port} within {timeout:g} s "
+            f"({str(error).splitlines()[0]}): check that rank 0 runs, and that the address and port "
+            "(MASTER_ADDR and MASTER_PORT, or made from the launcher's variables) are right and free"
+        ) from error
+    # torchrun's agent keeps its store over a restart: what an earlier attempt wrote there is not ours. A store of rank 0's own is
+    # as new as the attempt, and nodes may count their restarts differently: one that came later had none.
+    attempt = env.integer("TORCHELASTIC_RESTART_COUNT", 0) if shared else 0
+    store = dist.PrefixStore(f"easymp/{attempt}", store)
+    try:
+        number = store.add(f"worlds/{ranks.rank}", 1)
+        keys = [f"world/{number}/{r}" for r in range(ranks.size)]
+        store.set(keys[ranks.rank], _host())
+        store.wait(keys, limit)
+    except dist.DistNetworkError:
+        # It was the store of rank 0's last world, which closed just now: something there still held it, such as a sharded
+        # model waiting to be collected. The next one opens at the same place; if rank 0 is gone, reaching it says so.
+        return _sign_in(ranks, timeout)
+    except (dist.DistStoreError, RuntimeError) as error:
+        missing = [str(r) for r in range(ranks.size) if not store.check([keys[r]])]
+        raise WorldError(
+            f"WORLD_SIZE={ranks.size} was announced, but rank {', '.join(missing)} did not arrive within "
+            f"{timeout:g} s: start all {ranks.size} (`easymp launch --processes {ranks.size} script.py` does), "
+            "or unset RANK and WORLD_SIZE to train in one process"
+            if ranks.meeting is None
+            else f"{ranks.announced} announced {ranks.size} tasks, but rank {', '.join(missing)} did not arrive within "
+            f"{timeout:g} s: start the training in all of them, or in a job of one (srun --ntasks 1, mpirun -n 1)"
+        ) from error
+    return store, keys
+
+
+def _listen_here(port: int) -> int | None:
+    """A socket for the store that other machines do not reach.
+
+    None where the port is taken: by the store of this process's last world, which the next one shares, or by another program, of which
+    torch's own attempt says more.
+    """
+    try:
+        return socket.create_server((LOOPBACK, port)).detach()
+    except OSError:
+        return None
+
+
+def _host() -> str:
+    """What is the same for processes that see the same devices by the same numbers: the host, since its start, and the container."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+_signed_in: list[dist.Store] = []  # of `locate`, for the world that is made next
+
+
+def locate(ranks: Ranks, timeout: float) -> Ranks:
+    """`ranks` with local rank and size, counted by host where no launcher announced them; then all ranks take part.
+
+    LOCAL_RANK and LOCAL_WORLD_SIZE are set in the environment, as torchrun sets them.
+
+    Args:
+        ranks: who this process is.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        WorldError: announced processes did not arrive.
+    """
+    if not ranks.unknown:
+        return ranks
+    if dist.is_initialized():
+        store = dist.PrefixStore("easymp/hosts", dist.distributed_c10d._get_default_store())
+        keys = [str(rank) for rank in range(ranks.size)]
+        store.set(keys[ranks.rank], _host())
+        store.wait(keys, timedelta(seconds=timeout))
+    else:
+        store, keys = _sign_in(ranks, timeout)
+        _signed_in[:] = [store]
+    hosts = [store.get(key) for key in keys]
+    own = hosts[ranks.rank]
+    local = ranks.local_rank if ranks.unknown == "size" else hosts[: ranks.rank].count(own)
+    beside = max(hosts.count(own), local + 1)
+    env.put({"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(beside)})
+    return ranks._replace(local_rank=local, local_size=beside, unknown="")
+
+
+def odd_one_out(values: list[Any], verb: str = "has") -> str:
+    """Sentence part that names the ranks whose value is not the common one: ``"rank 2 has X, the others Y"``."""
+    common = max(values, key=lambda v: (values.count(v), -values.index(v)))
+    if values.count(common) * 2 <= len(values):
+        return ", ".join(f"rank {r} {verb} {v}" for r, v in enumerate(values))
+    odd = ", ".join(f"rank {r} {verb} {v}" for r, v in enumerate(values) if v != common)
+    return f"{odd}, the others {common}"
+
+
+def unlike(everyone: list[tuple[str, str, dict[str, str]]], remedy: str) -> str:
+    """In what the ranks' calls differ (see `World.compare`): in the collective, in an error of some ranks, or in the first place."""
+    calls, errors, facts = zip(*everyone)
+    if len(set(calls)) > 1:
+        return f"the ranks call different collectives: {odd_one_out(list(calls), 'calls')}. All ranks must make the same calls in one order"
+    if any(errors):
+        words = "; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error)
+        return f"{calls[0]} cannot run, because of what some of the ranks passed. {words}"
+    for place in sorted({place for each in facts for place in each}):
+        values = [each.get(place, "nothing") for each in facts]
+        if len(set(values)) > 1:
+            return f"{calls[0]}: the ranks pass different things{place and f' at {place}'}: {odd_one_out(values)}. {remedy}"
+    raise AssertionError("the ranks said different things, and their facts are equal")
+
+
+def first_difference(lists: Sequence[Sequence[str]]) -> list[str]:
+    """The first line that is not the same in all of a rank's `lists`, as each has it; nothing where they are equal."""
+    for i in range(max(map(len, lists))):
+        there = [lines[i] if i < len(lines) else "nothing more" for lines in lists]
+        if len(set(there)) > 1:
+            return there
+    return []

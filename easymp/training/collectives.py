@@ -1,0 +1,287 @@
+"""Collectives over nested batches: functions of a tree, on the open run's world or a given one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..base.lazy import modules_at_first_use
+from ..base.pytree import leaves, map_leaves, places, recursively_apply
+from ..distributed.processes import Processes
+from ..errors import ALIKE, BatchError, SettingError, WorldError
+
+if TYPE_CHECKING:
+    from ..distributed import World
+    from . import checks, state
+
+modules_at_first_use(globals(), "checks", "state")
+
+LENGTHS = (
+    f"{ALIKE}: pad_across_processes() makes tensors equally long, and gather_for_metrics() takes those of the current batch "
+    "without what was repeated to complete it"
+)
+
+
+def gather(tensor: Any, *, world: World | None = None) -> Any:
+    """Every tensor of the tree joined over the ranks along dimension 0 (scalars become one element a rank).
+
+    Raises:
+        WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks.
+        BatchError: a leaf is not a tensor.
+    """
+    there = world or state.current_world()
+    return _together(there, "gather", tensor, there.gather, remedy=LENGTHS)
+
+
+def gather_object(object: list[Any], *, world: World | None = None, every: int = 1) -> list[Any]:
+    """The ranks' lists of Python objects, one after the other; with `every`, of ranks 0, `every`, 2 × `every` … only.
+
+    Raises:
+        WorldError: another rank calls something else.
+        BatchError: `object` is not a list or tuple.
+    """
+    there = world or state.current_world()
+    _compare_lists(there, "gather_object", object)
+    parts = there.gather_objects(object)[::every]
+    return [item for part in parts for item in part]
+
+
+def broadcast(tensor: Any, from_process: int = 0, *, world: World | None = None) -> Any:
+    """Rank `from_process`'s values in every tensor of the tree.
+
+    Raises:
+        WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks. Or there is no such process.
+        BatchError: a leaf is not a tensor.
+    """
+    there = world or state.current_world()
+    call = f"broadcast(from_process={_process(there, from_process)})"
+    return _together(there, call, tensor, lambda leaf: there.broadcast(leaf, from_process))
+
+
+def broadcast_object_list(
+    object_list: list[Any], from_process: int = 0, *, world: World | None = None
+) -> list[Any]:
+    """Rank `from_process`'s list, filled into the given one, which is returned.
+
+    Raises:
+        WorldError: the ranks' calls or lengths of lists differ; on all ranks. Or there is no such process.
+        BatchError: `object_list` is not a list.
+    """
+    there = world or state.current_world()
+    call = f"broadcast_object_list(from_process={_process(there, from_process)})"
+    _compare_lists(
+        there,
+        call,
+        object_list,
+        {"": f"a list of {len(object_list)}"} if isinstance(object_list, list) else None,
+    )
+    return there.broadcast_objects(object_list, from_process)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, world: World | None = None) -> Any:
+    """Every tensor of the tree summed or averaged over the ranks, then multiplied by `scale`; ``"none"`` only scales.
+
+    Raises:
+        SettingError: a `reduction` other than sum, mean, none.
+        WorldError: the ranks' calls, structures, dtypes or shapes differ; on all ranks.
+        BatchError: a leaf is not a tensor.
+    """
+    if reduction not in ("sum", "mean", "none"):
+        raise SettingError(f"reduction={reduction!r} is not one of sum, mean, none")
+    there = world or state.current_world()
+
+    def one(leaf: Tensor) -> Tensor:
+        out = leaf.clone() if reduction == "none" else there.reduce(leaf, reduction)
+        return out if scale == 1.0 else out * scale
+
+    call = f"reduce(reduction={reduction!r}, scale={scale})"
+    return _together(there if reduction != "none" else None, call, tensor, one)
+
+
+def pad_across_processes(
+    tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False, *, world: World | None = None
+) -> Any:
+    """Every tensor of the tree as long along `dim` as the longest rank's, filled with `pad_index` (in front: `pad_first`).
+
+    Raises:
+        WorldError: the ranks' calls, structures, dtypes or other dimensions differ; on all ranks.
+        BatchError: a leaf is not a tensor.
+    """
+    there = world or state.current_world()
+
+    def one(leaf: Tensor) -> Tensor:
+        if not -leaf.ndim <= dim < leaf.ndim:
+            return leaf
+        longest = int(there.reduce(torch.tensor(leaf.shape[dim], device=there.device), "max").item())
+        missing = longest - leaf.shape[dim]
+        if not missing:
+            return leaf
+        shape = list(leaf.shape)
+        shape[dim] = missing
+        filler = leaf.new_full(shape, pad_index)
+        return torch.cat([filler, leaf] if pad_first else [leaf, filler], dim=dim)
+
+    call = f"pad_across_processes(dim={dim}, pad_index={pad_index}, pad_first={pad_first})"
+    return _together(there, call, tensor, one, free=dim, remedy=f"{ALIKE}; only dimension {dim} may differ")
+
+
+def _together(
+    world: World | None,
+    call: str,
+    tree: Any,
+    one: Callable[[Tensor], Tensor],
+    free: int | None = None,
+    remedy: str = ALIKE,
+) -> Any:
+    """`tree` with ``one(leaf)`` for every leaf, once the ranks of `world` (None: only this one) have compared their trees.
+
+    The leaves' turns follow the names of their places, so that dicts may have their keys in another order on each rank.
+
+    Args:
+        free: dimension whose length may differ.
+    """
+    found = list(places(tree))
+    if world is not None:
+        world.compare(call, lambda: {place: _form(leaf, free) for place, leaf in found}, remedy=remedy)
+    for place, leaf in found:
+        if not isinstance(leaf, Tensor):
+            raise BatchError(
+                f"{call} takes nested lists, tuples and dicts of tensors, but the leaf{place and f' at {place}'} is a "
+                f"{type(leaf).__name__}: pass tensors only, or gather objects with gather_object"
+            )
+    order = sorted(range(len(found)), key=lambda number: found[number][0])
+    made = {number: one(found[number][1]) for number in order}
+    results = iter(made[number] for number in range(len(found)))
+    return map_leaves(lambda leaf: next(results), tree)
+
+
+def _form(leaf: Any, free: int | None) -> str:
+    """What must be the same on all ranks: ``"float32[2, 3]"``, and the kind of device where it is not the CPU."""
+    if not isinstance(leaf, Tensor):
+        return f"a {type(leaf).__name__}"
+    shape = [str(length) for length in leaf.shape]
+    if free is not None and -leaf.ndim <= free < leaf.ndim:
+        shape[free] = "*"
+    where = "" if leaf.device.type == "cpu" else f" on {leaf.device.type}"
+    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}]{where}"
+
+
+def _compare_lists(world: World, call: str, given: Any, facts: dict[str, str] | None = None) -> None:
+    kinds = (list, tuple) if call == "gather_object" else list
+    error = (
+        ""
+        if isinstance(given, kinds)
+        else f"{call} takes a list of objects, not a {type(given).__name__}: pass [object]"
+    )
+    world.compare(call, lambda: facts or {}, error, "Every rank must pass a list of the same length")
+    if error:
+        raise BatchError(error)
+
+
+def _process(world: World, number: int) -> int:
+    if not 0 <= number < world.size:
+        raise WorldError(
+            f"from_process={number!r} is not one of the {world.size} processes, 0 … {world.size - 1}"
+        )
+    return number
+
+
+class Collectives(Processes):
+    """The same for whoever holds a world, and what knows of the batch being read."""
+
+    _run: state.Run
+    _trigger = False
+
+    @property
+    def _alike(self) -> int:
+        """How many neighbouring ranks read the same batches."""
+        return 1
+
+    def gather(self, tensor: Any) -> Any:
+        """Every tensor of the tree joined over the ranks along dimension 0, on all ranks."""
+        return gather(tensor, world=self._world)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, for results of the current batch: samples that only complete the last round are dropped.
+
+        Call it inside the loop over a prepared loader. Objects that are no tensors (``use_gather_object=True``, or no tensor
+        in the tree) are gathered as lists with one item a sample. Where the current batch is shorter than the others, a tensor
+        of the loader's `batch_size` rows (``loss.repeat(batch_size)``: a loss that weighs as much as its samples) is cut to it.
+
+        Raises:
+            BatchError: outside a loop, or dimension 0 is not the batch.
+        """
+        loader = self._run.clock.reading
+        objects = use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data))
+        call, error = "gather_for_metrics", ""
+        try:
+            if loader is None:
+                raise BatchError(
+                    "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are repeated: call it for "
+                    f"each batch inside the loop, or use {'gather_object' if use_gather_object else 'gather'}() for anything else"
+                )
+            short, usual = loader.local_size, loader.batch_size
+            if not objects and short is not None and usual is not None and short < usual:
+                input_data = recursively_apply(
+                    lambda t: t[:short] if t.ndim and t.shape[0] == usual else t, input_data
+                )
+            for leaf in [input_data] if objects else leaves(input_data):
+                checks.check_batch(leaf, loader.local_size, objects)
+        except BatchError as trouble:
+            error = str(trouble)
+        if error or objects:
+            self._world.compare(call, lambda: {"": "objects"}, error)
+        if error:
+            raise BatchError(error)
+        if objects:
+            parts = self._world.gather_objects(list(input_data))[:: self._alike]
+            whole = [item for part in parts for item in part]
+        else:
+            collect = self._world.gather_uneven if loader.uneven else self._world.gather
+            free = 0 if loader.uneven else None
+            whole = _together(self._world, call, input_data, lambda t: collect(t, self._alike), free)
+        extra = loader.surplus
+        if not extra:
+            return whole
+        return whole[:-extra] if objects else recursively_apply(lambda t: t[: t.shape[0] - extra], whole)
+
+    def mean(self, value: Any, weight: Any = 1.0) -> Tensor:
+        """Mean of a number over the ranks, weighted: sum(value × weight) / sum(weight), 0-dim, on all ranks.
+
+        ``accelerator.mean(loss, len(batch))`` is the mean over samples, whatever each rank's share.
+        """
+        values = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach()
+        weights = torch.as_tensor(weight, dtype=torch.float32, device=self.device).detach()
+        self._world.compare(
+            "mean", lambda: {"the value": _form(values, None), "the weight": _form(weights, None)}
+        )
+        if values.ndim or weights.ndim:
+            raise BatchError(
+                f"mean() takes one number and its weight a rank, not shapes {tuple(values.shape)} and {tuple(weights.shape)}: "
+                "reduce them first, e.g. values.mean() with weight values.numel()"
+            )
+        total, count = self._world.reduce(torch.stack([values * weights, weights])).unbind()
+        return total / count
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Every tensor of the tree summed ("sum") or averaged ("mean") over the ranks, times `scale`."""
+        return reduce(tensor, reduction, scale, world=self._world)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Every tensor of the tree as long along `dim` as the longest rank's."""
+        return pad_across_processes(tensor, dim, pad_index, pad_first, world=self._world)
+
+    def set_trigger(self) -> None:
+        """Raise a flag that `check_trigger` sees on every rank."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has raised the flag since the last check; lowers it. All ranks must call it together."""
+        self._world.compare("check_trigger")
+        raised, self._trigger = self._world.any(self._trigger), False
+        return raised

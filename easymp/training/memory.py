@@ -1,0 +1,435 @@
+"""Bytes that one rank needs to train a model, by arithmetic: for any strategy, precision and optimizer, without allocating anything.
+
+```
+from easymp.training import memory
+
+print(memory.estimate(model, strategy="fsdp", precision="bf16", world=8, sample=(batch,)))
+print(memory.table(model, world=8))
+```
+
+The model may lie on the meta device. How a strategy divides what it holds is said by its `layout`, what a precision stores by its
+dtypes, what an optimizer keeps by `STATES`. What is not counted: workspace of kernels, fragmentation, what a device's runtime takes, and
+activations without a sample. Not all rows are full at one moment (gradients fill while activations go), so the total is above
+the peak of what is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import optim
+from ..base.units import size, unit
+from ..errors import SettingError, nearest
+from ..precision import ALIASES, PRECISIONS
+from ..precision.mixed import LOW
+from ..protocols import Choice, Layout, Precision, Source
+from ..strategies import STRATEGIES, read_options
+from ..strategies.recomputing import find_recomputed, read_which, recompute
+from .activations import bytes_saved
+
+# Tensors of a parameter's own size that an optimizer keeps for it, by the options of its group; the names are of torch's classes.
+STATES: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
+    "adadelta": lambda group: 2,
+    "adagrad": lambda group: 1,
+    "adam": lambda group: 2 + bool(group.get("amsgrad")),
+    "adamax": lambda group: 2,
+    "adamw": lambda group: 2 + bool(group.get("amsgrad")),
+    "asgd": lambda group: 1,
+    "lamb": lambda group: 2,
+    "lion": lambda group: 1,
+    "muon": lambda group: 1,
+    "nadam": lambda group: 2,
+    "radam": lambda group: 2,
+    "rmsprop": lambda group: 1 + bool(group.get("momentum")) + bool(group.get("centered")),
+    "rprop": lambda group: 2,
+    "sgd": lambda group: int(bool(group.get("momentum"))),
+    "sgd momentum": lambda group: 1,
+}
+FP32 = 4
+SPARE = 0.2  # part of a rank's memory left to activations and workspace, which are not known when models are prepared
+NO_SAMPLE = "activations are not counted: pass a sample batch"
+ROWS = (
+    "weights",
+    "buffers",
+    "gradients",
+    "states",
+    "masters",
+    "copies",
+    "gathered",
+    "reducing",
+    "activations",
+)
+
+Optimizer = str | int | type[torch.optim.Optimizer] | torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one rank needs, in bytes; the fullest one, where they differ.
+
+    Attributes:
+        weights: parameters, or this rank's shards of them.
+        buffers: the model's buffers, whole.
+        gradients: in the type of the weights, and once more in fp32 for masters.
+        states: what the optimizer keeps.
+        masters: fp32 master weights, where the precision keeps some beside low-precision weights.
+        copies: autocast's low-precision copies of the weights of matrix layers, alive from forward to backward.
+        gathered: other ranks' weights that are here for a while, in the precision's compute type, at the peak.
+        reducing: whole gradients and those in communication, beside those in `gradients`, at the peak.
+        activations: what forward keeps for backward; None where no sample was given.
+        notes: what is only approximately so, or not counted.
+    """
+
+    strategy: str
+    precision: str
+    world: int
+    weights: int
+    buffers: int
+    gradients: int
+    states: int
+    masters: int
+    copies: int
+    gathered: int
+    reducing: int
+    activations: int | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """The rows that hold something, by name."""
+        return {name: size for name in ROWS if (size := getattr(self, name))}
+
+    @property
+    def total(self) -> int:
+        return sum(self.rows.values())
+
+    @property
+    def lasting(self) -> int:
+        """What stays from one step to the next: weights, buffers, gradients, states, masters."""
+        return self.weights + self.buffers + self.gradients + self.states + self.masters
+
+    def __add__(self, other: Memory) -> Memory:
+        """Two models at once, under one strategy and precision."""
+        activations = (
+            None
+            if self.activations is None or other.activations is None
+            else self.activations + other.activations
+        )
+        sums = {row: getattr(self, row) + getattr(other, row) for row in ROWS[:-1]}
+        notes = tuple(dict.fromkeys(self.notes + other.notes))
+        return replace(self, **sums, activations=activations, notes=notes)
+
+    def __str__(self) -> str:
+        many = f"{self.world} ranks" if self.world > 1 else "one rank"
+        name, scale = unit(self.total)
+        rows = [*self.rows.items(), ("total", self.total)]
+        numbers = [f"{size / scale:,.2f}" for _, size in rows]
+        widths = max(len(row) for row, _ in rows), max(map(len, numbers))
+        lines = [
+            f"{row:<{widths[0]}}  {number:>{widths[1]}} {name}" for (row, _), number in zip(rows, numbers)
+        ]
+        return "\n".join([f"{self.strategy}, {self.precision}, {many}; a rank needs", *lines, *self.notes])
+
+
+@dataclass(frozen=True)
+class Table:
+    """Estimates side by side, one a line."""
+
+    lines: tuple[Memory, ...]
+
+    def __iter__(self) -> Iterator[Memory]:
+        return iter(self.lines)
+
+    def __getitem__(self, key: tuple[str, str]) -> Memory:
+        """The line of a strategy and a precision."""
+        return next(line for line in self.lines if (line.strategy, line.precision) == key)
+
+    def __str__(self) -> str:
+        name, scale = unit(max(line.total for line in self.lines))
+        columns = [row for row in ROWS if any(getattr(line, row) for line in self.lines)]
+        cells = [["strategy", "precision", *columns, "total"]]
+        for line in self.lines:
+            sizes = [getattr(line, row) for row in columns] + [line.total]
+            cells.append(
+                [line.strategy, line.precision, *(f"{size / scale:,.2f}" if size else "–" for size in sizes)]
+            )
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        text = [
+            "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
+            for row in cells
+        ]
+        notes: dict[str, list[str]] = {}
+        for line in self.lines:
+            for note in line.notes:
+                notes.setdefault(note, []).append(line.strategy)
+        every = {line.strategy for line in self.lines}
+        said = [
+            n if set(who) == every else f"{', '.join(dict.fromkeys(who))}: {n}" for n, who in notes.items()
+        ]
+        return "\n".join([*text, f"{name} a rank", *said])
+
+
+def estimate(
+    model: nn.Module | int,
+    *,
+    strategy: str = "ddp",
+    precision: str | Precision = "fp32",
+    world: int = 1,
+    per_node: int | None = None,
+    optimizer: Optimizer = "adamw",
+    options: Any = None,
+    sample: Any = None,
+    activations: int | None = None,
+    averages: bool = False,
+    activation_checkpointing: bool | str | Sequence[str] = False,
+) -> Memory:
+    """What one of `world` ranks needs to train `model`.
+
+    Args:
+        model: any module, or a number of parameters (fp32, all trained).
+        strategy: a name that ``Accelerator(strategy=...)`` takes, save "auto".
+        precision: a name that ``Accelerator(mixed_precision=...)`` takes, save "auto"; or a precision.
+        per_node: ranks of a node; None means one node.
+        optimizer: a name of `STATES`, a class of torch.optim, how many tensors of its size are kept for a parameter, or one
+            or several optimizers of this model, whose groups count: parameters that none of them holds have no states. Of an
+            optimizer whose class is not in `STATES`, two are taken.
+        options: of the strategy: its record or a dict of its fields.
+        sample: one rank's micro-batch: positional arguments in a tuple, keyword arguments in a dict, or one tensor. With it, activations
+            are counted as in `easymp.training.activations.bytes_saved`; what a loss outside of the model saves is not among them. They
+            are those of the whole model: where a strategy splits layers or stages over ranks, a rank keeps fewer.
+        activations: their bytes, where they are known already.
+        averages: moving averages of the weights are kept (``Accelerator(ema_decay=...)``), in fp32, among the states.
+        activation_checkpointing: as ``Accelerator(activation_checkpointing=...)`` takes it, for the activations of `sample`: these parts
+            keep their inputs, and one of them at a time, counted as the average one, what it computes again.
+
+    Raises:
+        SettingError: a wrong name or value.
+        PrepareError: there is nothing in `model` that `activation_checkpointing` means.
+        BatchError: the model's forward cannot be followed on `sample`.
+    """
+    kind = _named(STRATEGIES, strategy, "strategy")
+    policy = (
+        _named(PRECISIONS, ALIASES.get(precision, precision), "precision")
+        if isinstance(precision, str)
+        else precision
+    )
+    for name, number in (("world", world), ("per_node", world if per_node is None else per_node)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise SettingError(f"{name}={number!r} is not a whole number of at least 1")
+    known = isinstance(model, nn.Module)
+    module = model if isinstance(model, nn.Module) else Counted(model)
+    layout: Layout = kind.layout(
+        module, read_options(kind, options, {}), world, min(world, per_node or world)
+    )
+    states = _states(optimizer, module)
+    low = policy.compute.itemsize < 4 and policy.param.itemsize == 4
+    half = _matrices(module) if low and not layout.gathers and not policy.swaps else set()
+    weights = gradients = kept = masters = copies = 0
+    widest = 1
+    for name, parameter in module.named_parameters():  # a tied one once
+        size = _stored(parameter, policy)
+        widest = max(widest, size)
+        weights += layout.weights(name, parameter) * size
+        if id(parameter) in half and size > policy.compute.itemsize:
+            copies += layout.copies(name, parameter) * policy.compute.itemsize
+        if parameter.requires_grad:
+            wide = (
+                FP32
+                if size < FP32 and policy.keeps_updates and (policy.masters or not _rounds(optimizer))
+                else 0
+            )
+            gradients += layout.gradients(name, parameter) * (size + wide)
+            masters += (
+                layout.weights(name, parameter) * wide
+            )  # whole where weights are: states alone are cut (zero1)
+            kept += layout.states(name, parameter) * (states(parameter) * (wide or size) + FP32 * averages)
+    there = policy.compute.itemsize if low and layout.gathers and widest <= FP32 else widest
+    notes = [layout.note] if layout.note else []
+    if policy.swaps:
+        notes.append(
+            f"layers that {policy.name} swaps keep no copies of their weights; activations are counted as under autocast, which is more"
+        )
+    if not known:
+        notes.append("from a count alone: what is gathered at a time is not known, and not counted")
+    if activations is None and sample is not None:
+        args, named = _arguments(sample)
+        autocast = (
+            policy.compute if policy.compute != torch.float32 and policy.param == torch.float32 else None
+        )
+        stored = policy.param if policy.param != torch.float32 else None
+        activations = bytes_saved(module, args, named, autocast, stored)
+        which = read_which(activation_checkpointing)
+        if which is not False:
+            many = len(find_recomputed([module], which))
+            kept = bytes_saved(
+                module, args, named, autocast, stored, lambda copy: recompute(find_recomputed([copy], which))
+            )
+            activations = kept + max(0, activations - kept) // many
+    if activations is None:
+        notes.append(NO_SAMPLE)
+    return Memory(
+        strategy=kind.name,
+        precision=policy.name,
+        world=world,
+        weights=weights,
+        buffers=sum(b.numel() * b.element_size() for b in module.buffers()),
+        gradients=gradients,
+        states=kept,
+        masters=masters,
+        copies=copies,
+        gathered=layout.gathered * there if known else 0,
+        reducing=layout.unreduced * there + layout.reducing * policy.reduce.itemsize if known else 0,
+        activations=activations,
+        notes=tuple(notes),
+    )
+
+
+def table(
+    model: nn.Module | int,
+    *,
+    strategies: Sequence[str] = ("ddp", "zero1", "fsdp"),
+    precisions: Sequence[str] = ("fp32", "bf16"),
+    world: int = 8,
+    per_node: int | None = None,
+    optimizer: Optimizer = "adamw",
+    sample: Any = None,
+) -> Table:
+    """`estimate` for each strategy and precision."""
+    lines: dict[tuple[str, str], Memory] = {}
+    for precision in precisions:
+        activations = None  # the same for each strategy
+        for strategy in strategies:
+            line = estimate(
+                model,
+                strategy=strategy,
+                precision=precision,
+                world=world,
+                per_node=per_node,
+                optimizer=optimizer,
+                sample=sample,
+                activations=activations,
+            )
+            activations, lines[strategy, precision] = line.activations, line
+    return Table(tuple(lines[strategy, precision] for strategy in strategies for precision in precisions))
+
+
+class Counted(nn.Module):
+    """A model of which only the number of parameters is known."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        if isinstance(parameters, bool) or not isinstance(parameters, int) or parameters < 0:
+            raise SettingError(f"model={parameters!r} is neither a module nor a number of parameters")
+        self.all = nn.Parameter(torch.empty(parameters, device="meta"))
+
+
+def _named(known: Mapping[str, Any], name: str, what: str) -> Any:
+    if name not in known:
+        raise SettingError(f"{what}={name!r} is not one of {', '.join(known)}{nearest(name, known)}")
+    return known[name]
+
+
+def _stored(parameter: Tensor, policy: Precision) -> int:
+    """Bytes of an element: fp32 precisions raise trainable parameters at most, others convert all (batch-norm's, too, which are few)."""
+    raised = policy.raises and parameter.requires_grad and parameter.dtype in LOW
+    converts = raised or (policy.param != torch.float32 and parameter.is_floating_point())
+    return policy.param.itemsize if converts else parameter.element_size()
+
+
+def _matrices(model: nn.Module) -> set[int]:
+    """ids of the parameters that autocast copies: weights and biases of layers whose products run in half precision."""
+    found: set[int] = set()
+    for module in model.modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag, Counted)) and any(p.ndim > 1 for p in own):
+            found.update(
+                id(p) for p in own if p.dtype == torch.float32 or (p.requires_grad and p.dtype in LOW)
+            )
+        elif isinstance(module, Counted):
+            found.update(map(id, own))
+    return found
+
+
+def _states(optimizer: Optimizer, model: nn.Module) -> Callable[[Tensor], int]:
+    """How many tensors of its size are kept for a parameter."""
+    if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
+        number = optimizer
+        return lambda parameter: number
+    if isinstance(optimizer, (str, type)):
+        name = optimizer.lower() if isinstance(optimizer, str) else optimizer.__name__.lower()
+        number = _keeps(name)({})
+        return lambda parameter: number
+    each = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    if not isinstance(each, (list, tuple)) or not all(isinstance(o, torch.optim.Optimizer) for o in each):
+        raise SettingError(f"optimizer={optimizer!r} is no name, class, number of states or torch optimizer")
+    counts: dict[int, int] = {}
+    for one in each:
+        name = type(one).__name__.lower()
+        keeps = _keeps(name) if name.removeprefix("fused") in STATES else STATES["adam"]
+        counts.update((id(p), keeps(group)) for group in one.param_groups for p in group["params"])
+    if counts and not any(id(p) in counts for p in model.parameters()):
+        raise SettingError(
+            "none of the optimizers holds a parameter of this model: pass those that were built from it"
+        )
+    return lambda parameter: counts.get(id(parameter), 0)
+
+
+def _rounds(optimizer: Optimizer) -> bool:
+    """Whether bf16 parameters are stepped with stochastic rounding: by easymp's optimizers; a name means torch's, which have masters."""
+    each = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    kinds = [one if isinstance(one, type) else type(one) for one in each]
+    return all(issubclass(kind, optim.FusedOptimizer) and kind.rule.counts for kind in kinds)
+
+
+def _keeps(name: str) -> Callable[[Mapping[str, Any]], int]:
+    short = name.removeprefix("fused")
+    if short not in STATES:
+        raise SettingError(
+            f"what the optimizer {name!r} keeps is not known{nearest(short, STATES)}: pass how many tensors of its size it keeps for a "
+            f"parameter, such as optimizer=2. Known: {', '.join(STATES)}"
+        )
+    return STATES[short]
+
+
+def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(sample, Tensor):
+        return (sample,), {}
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    if isinstance(sample, (tuple, list)):
+        return tuple(sample), {}
+    raise SettingError(
+        f"sample is a {type(sample).__name__}: pass the model's arguments as a tuple, a dict, or one tensor"
+    )
+
+
+def fits(need: Memory, available: int) -> bool:
+    """Whether `need`, activations not counted, leaves `SPARE` of the bytes that a rank has."""
+    return need.total <= available * (1 - SPARE)
+
+
+def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
+    """The first strategy for which there is memory, or the last, with the arithmetic.
+
+    Args:
+        needs: of strategies, best first, what a rank needs, activations not counted.
+        available: bytes that a rank has: the poorest one, for all decide alike.
+    """
+    most = int(available * (1 - SPARE))
+    said: list[str] = []
+    for name, need in needs.items():
+        rows = ", ".join(f"{row} {size(number)}" for row, number in need.rows.items())
+        said.append(f"{name} needs {size(need.total)} a rank ({rows})")
+        if fits(need, available):
+            break
+    said[0] += f" of {size(most)} ({size(available)}, less {SPARE:.0%} for activations and workspace)"
+    if not fits(need, available):
+        said.append(
+            f"{size(need.total - most)} too much: training may run out of memory, so use more processes or a smaller model"
+        )
+    return Choice(name, "; ".join(said), Source.DETECTED)

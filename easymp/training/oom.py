@@ -1,0 +1,187 @@
+"""Out of memory: let go, and try again with less, all ranks together.
+
+A rank that runs out of memory leaves the others waiting in a collective. So it says so in the store and breaks its connections;
+the others wake up with an error, find the note, and take part in the retry, over fresh connections.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..distributed import World
+from ..errors import SettingError
+from ..logging import get_logger
+from .state import accelerators, current_world
+
+logger = get_logger(__name__)
+
+SIGNS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "status_alloc_failed",
+)  # the last: cuBLAS's and cuDNN's
+AS_LONG_AS_IT_TAKES = timedelta(days=7)  # the others may have a whole training to finish
+
+
+def release_memory(*objects: Any, device: torch.device | None = None) -> list[None]:
+    """Drop `objects` (assign the Nones returned), collect garbage, and give cached device memory back."""
+    nothing: list[None] = [None] * len(objects)
+    del objects
+    gc.collect()
+    kind = device.type if device is not None else "cuda" if torch.cuda.is_initialized() else "cpu"
+    if kind == "cuda":
+        torch.cuda.empty_cache()
+    elif kind == "xpu":
+        torch.xpu.empty_cache()
+    elif kind == "mps":
+        torch.mps.empty_cache()
+    return nothing
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether `error` is a device's or the host's way to say that memory is used up."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+    keep_global_batch: bool = False,
+) -> Any:
+    """Run ``function(batch_size, …)``, and again with less each time that any rank runs out of memory.
+
+    ``@find_executable_batch_size(starting_batch_size=256)`` above a training function whose first parameter is the batch size.
+    Everything that holds memory must be made inside it. All ranks try the same size. A size that worked is where the next call
+    begins.
+
+    Args:
+        function: the training function; its result is returned.
+        starting_batch_size: first size to try.
+        reduce_batch_size_fn: called without arguments, gives the next size; by default the half.
+        keep_global_batch: split the batch instead: the second parameter is then the number of micro-batches to accumulate,
+            doubled whenever the size is halved.
+
+    Raises:
+        SettingError: the function lacks the parameters, or the caller passes them.
+        RuntimeError: no size fits.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+            keep_global_batch=keep_global_batch,
+        )
+    if keep_global_batch and reduce_batch_size_fn is not None:
+        raise SettingError(
+            "keep_global_batch=True halves the batch, so reduce_batch_size_fn cannot decide: pass one of them"
+        )
+    ours = 2 if keep_global_batch else 1
+    names = list(inspect.signature(function).parameters)
+    if len(names) < ours:
+        wanted = "the batch size and the number of micro-batches" if keep_global_batch else "the batch size"
+        raise SettingError(f"{function.__name__}() takes {len(names)} parameters: its first must be {wanted}")
+    size, micro = starting_batch_size, 1
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal size, micro
+        if len(args) > len(names) - ours or any(n in kwargs for n in names[:ours]):
+            raise SettingError(
+                f"{function.__name__}() gets {', '.join(names[:ours])} from find_executable_batch_size: leave it out of the call"
+            )
+        world = current_world()
+        while True:
+            if size < 1:
+                raise RuntimeError(
+                    f"{function.__name__}() runs out of memory at every batch size, down to 1: the model itself does not fit"
+                )
+            release_memory(device=world.device)
+            result, fits = _attempt(world, function, (size, micro)[:ours] + args, kwargs)
+            if fits:
+                return result
+            before = size
+            size = reduce_batch_size_fn() if reduce_batch_size_fn is not None else size // 2
+            micro *= 2
+            logger.warning("out of memory at batch size %d: trying %d", before, size)
+
+    return run
+
+
+def _attempt(
+    world: World, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, bool]:
+    """The function's result, and whether it fitted into memory on every rank."""
+    result = None
+    notes = Notes(world) if world.size > 1 else None
+    before = [model for accelerator in accelerators() for model in accelerator._prepared.models]
+    try:
+        result, outcome = function(*args, **kwargs), "done"
+    except Exception as error:  # whatever it is, the others wait to hear of it
+        if out_of_memory(error):
+            outcome = "out of memory"
+        elif notes is not None and notes.someone_ran_out():
+            outcome = "followed"  # the error is the consequence of another rank's
+        else:
+            if notes is not None:
+                notes.write("failed")
+            raise
+        # What hangs on the frames of the error, models above all, must be free before the next attempt.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        _let_go(before)
+    if notes is None:
+        return result, outcome == "done"
+    notes.write(outcome)
+    if outcome != "done":
+        gc.collect()
+        world.break_off()
+    fits = not notes.someone_ran_out(wait=True)
+    if not fits:
+        result = None
+        gc.collect()
+        world.restart()
+    return result, fits
+
+
+def _let_go(before: list[Any]) -> None:
+    """Free what the attempt prepared with Accelerators that were made outside of it: it holds memory, and the process group, whose
+    connections would stay open. One that still has a model from `before` is left as it is."""
+    for accelerator in accelerators():
+        if not any(model is old for model in accelerator._prepared.models for old in before):
+            accelerator.free_memory()
+
+
+class Notes:
+    """What each rank says of one attempt, in the store of the process group."""
+
+    def __init__(self, world: World) -> None:
+        store = world.store()
+        number = store.add(f"easymp/attempts/{world.rank}", 1)
+        self._store = dist.PrefixStore(f"easymp/training/memory/{number}", store)
+        self._rank, self._keys = world.rank, [str(r) for r in range(world.size)]
+
+    def write(self, outcome: str) -> None:
+        if outcome == "out of memory":
+            self._store.set("ran out", str(self._rank))
+        self._store.set(str(self._rank), outcome)
+        self._store.get(
+            str(self._rank)
+        )  # `set` returns before it has arrived, and another connection may overtake it
+
+    def someone_ran_out(self, wait: bool = False) -> bool:
+        """Whether any rank ran out of memory; `wait` until all have said how they fared."""
+        if wait:
+            self._store.wait(self._keys, AS_LONG_AS_IT_TAKES)
+        return self._store.check(["ran out"])

@@ -1,0 +1,278 @@
+"""Replicas: ranks that must hold equal parameters compare a checksum of them, and an error names what drifts apart.
+
+Of each parameter there is a checksum of its bits, and one of these for all parameters, so that what travels is a few numbers a rank. It is
+sent after an update and read after the next one, when it has long been there; nothing waits for the device meanwhile. Only where ranks
+differ do they exchange the checksums of the single parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..base.dtensor import local
+from ..distributed import World, first_difference, odd_one_out
+from ..errors import WorldError
+from ..strategies.norms import copies
+from .checks import ADDED, describe_options
+
+if TYPE_CHECKING:
+    from ..optim.optimizer import PreparedOptimizer
+
+FIRST = 3  # updates that are compared one by one
+CHUNK = 2**20  # elements that are summed at a time
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ODD = 0x5DEECE66D  # what sums are multiplied by before the next one is added
+WHOLE = -1  # the piece of a parameter that is not cut
+CAUSES = (
+    "Likely causes: a parameter unfrozen after prepare(); training through another method than the model's call; weights changed on some "
+    "ranks only; an optimizer that was not prepared; a step that rounds differently on the ranks (fused or foreach on some, unlike "
+    "hardware or numbers of threads, non-deterministic operations). Where ranks are meant to train apart, use strategy='local_sgd', "
+    "accelerator.no_sync() around the steps, or Accelerator(replica_check=0), which compares nothing"
+)
+
+
+class _Sent(NamedTuple):
+    """A comparison under way.
+
+    Attributes:
+        held: the parameters, and which piece of each this rank holds.
+        sums: their checksums.
+        rows: a row a rank, once `work` is done and `event` has come.
+    """
+
+    optimizer: PreparedOptimizer
+    update: int
+    held: list[tuple[Tensor, int]]
+    options: list[str]
+    sums: Tensor
+    rows: Tensor
+    work: Any
+    event: Any
+
+
+class Replicas:
+    """Compares what prepared optimizers step, and their options, over the ranks; with the first optimizer also what none of them steps.
+
+    Args:
+        every: after how many updates of an optimizer, beside the first ones.
+        models: the prepared ones by now.
+        optimizers: the prepared ones by now.
+        owner: id of a parameter → its name, of those that were prepared.
+
+    Attributes:
+        paused: ranks may differ, or make unlike numbers of updates, which do not count.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        every: int,
+        models: Sequence[Any],
+        optimizers: Sequence[PreparedOptimizer],
+        owner: Mapping[int, str],
+    ) -> None:
+        self._world, self._every = world, every
+        self._models, self._optimizers, self._owner = models, optimizers, owner
+        self._updates: dict[int, int] = {}
+        self._frozen: dict[
+            int, list[Tensor]
+        ] = {}  # what an optimizer holds and did not train at its first update
+        self._sent: dict[int, _Sent] = {}
+        self._weights: dict[torch.device, Tensor] = {}
+        self.paused = False
+
+    def follow(self, strategy: Any) -> None:
+        """Models are spread by `strategy`."""
+        self._alike, self._apart = strategy.alike, strategy.apart
+        if strategy.apart:
+            strategy.averaged = self._averaged
+
+    def stepped(self, optimizer: PreparedOptimizer) -> None:
+        """`optimizer` has made an update, on all ranks."""
+        if self.paused or self._apart:
+            return
+        key = id(optimizer)
+        if any(p.requires_grad for p in self._frozen.get(key, ())):
+            self.begin_again(optimizer)
+        if key not in self._updates:
+            self._frozen[key] = [p for _, p in optimizer.parameters() if not p.requires_grad]
+        updates = self._updates[key] = self._updates.get(key, 0) + 1
+        if key in self._sent:
+            self._read(key)
+        if updates <= FIRST or updates % self._every == 0:
+            self._send(key, optimizer)
+
+    def _averaged(self, inner: torch.optim.Optimizer) -> None:
+        """What `inner` steps has just been averaged over the ranks."""
+        for optimizer in self._optimizers:
+            if optimizer.optimizer is inner:
+                if id(optimizer) in self._sent:
+                    self._read(id(optimizer))
+                self._send(id(optimizer), optimizer)
+
+    def settle(self) -> None:
+        """Read what is under way.
+
+        Raises:
+            WorldError: the ranks differ.
+        """
+        for key in list(self._sent):
+            self._read(key)
+
+    def begin_again(self, optimizer: PreparedOptimizer) -> None:
+        """Compare after the next updates of `optimizer`, as after the first ones."""
+        self._updates.pop(id(optimizer), None)
+
+    def forget(self) -> None:
+        self._updates.clear()
+        self._frozen.clear()
+        self._sent.clear()
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def _held(self, optimizer: PreparedOptimizer) -> list[Tensor]:
+        held = [p for _, p in optimizer.parameters()]
+        if optimizer is self._optimizers[0]:
+            theirs = {id(p) for other in self._optimizers for _, p in other.parameters()}
+            held += [
+                p for model in self._models for p in model.route.original.parameters() if id(p) not in theirs
+            ]
+        return held
+
+    @torch.no_grad()
+    def _send(self, key: int, optimizer: PreparedOptimizer) -> None:
+        world = self._world
+        held = [(p, piece) for p in self._held(optimizer) if (piece := self._piece(p)) is not None]
+        held.sort(key=lambda one: one[1] != WHOLE)
+        wholes = sum(piece == WHOLE for _, piece in held)
+        options = list(describe_options(optimizer, wait=False))
+        digest = int.from_bytes(hashlib.sha256("\n".join(options).encode()).digest()[:8], "big", signed=True)
+        strangers = [p for p in optimizer.parameters() if id(p[1]) not in self._owner]
+        mine = torch.tensor([digest, len(strangers), held[-1][1] if held else WHOLE, 0, 0])
+        mine = mine.to(world.device, non_blocking=True)
+        sums = torch.stack([self._sum(local(p)).to(world.device) for p, _ in held]) if held else mine[:0]
+        mine[3], mine[4] = self._fold(sums[:wholes]), self._fold(sums[wholes:])
+        rows = mine.new_empty(world.size, len(mine))
+        event = None
+        with world.explained("the comparison of replicas"):
+            work = dist.all_gather(list(rows.unbind()), mine, async_op=True)
+            if world.device.type != "cpu":
+                work.wait()  # of the device's queue, not of the host
+                rows = rows.to("cpu", non_blocking=True)
+                event = torch.Event(world.device)
+                event.record()
+        self._sent[key] = _Sent(optimizer, optimizer.updates, held, options, sums, rows, work, event)
+
+    def _piece(self, parameter: Any) -> int | None:
+        """Which piece of `parameter` lies here, that lies on other ranks, too; None: no other has it."""
+        placements = getattr(parameter, "placements", None)
+        if (
+            parameter.is_meta
+            or (placements is None and not self._alike)
+            or copies(parameter, self._world.size) == 1
+        ):
+            return None
+        if type(local(parameter)).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return None  # a subclass that says itself what its bits are
+        piece = WHOLE
+        for dim, placement in enumerate(placements or ()):
+            if not placement.is_replicate():
+                piece = max(piece, 0) * parameter.device_mesh.size(
+                    dim
+                ) + parameter.device_mesh.get_local_rank(dim)
+        return piece
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        """A checksum of the bits of `tensor`, int64: of each element by its place."""
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        total = torch.ones((), dtype=torch.int64, device=tensor.device)
+        for chunk in values.detach().view(BITS[values.element_size()]).reshape(-1).split(CHUNK):
+            total = total * ODD + self._fold(chunk)
+        return total
+
+    def _fold(self, numbers: Tensor) -> Tensor:
+        if numbers.device not in self._weights:
+            self._weights[numbers.device] = torch.arange(1, 2 * CHUNK, 2, device=numbers.device)
+        return (numbers.to(torch.int64) * self._weights[numbers.device][: len(numbers)]).sum()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _read(self, key: int) -> None:
+        sent = self._sent.pop(key)
+        with self._world.explained("the comparison of replicas"):
+            sent.work.wait()
+            if sent.event is not None:
+                sent.event.synchronize()
+        pieces: dict[int, int] = {}
+        for options, strangers, piece, whole, part in (rows := sent.rows.tolist()):
+            if (
+                strangers
+                or (options, whole) != (rows[0][0], rows[0][3])
+                or pieces.setdefault(piece, part) != part
+            ):
+                self._explain(sent)  # on all ranks together: they have the same rows
+                return
+
+    def _explain(self, sent: _Sent) -> None:
+        names: dict[int, str] = {}
+        for i, model in enumerate(self._models):  # of which several may have the same names
+            of = f" of {type(model.route.original).__name__} (model {i})" if len(self._models) > 1 else ""
+            names.update((id(p), repr(name) + of) for name, p in model.route.original.named_parameters())
+        said = [
+            names.get(id(p), f"number {i} of shape {tuple(p.shape)}") for i, (p, _) in enumerate(sent.held)
+        ]
+        strangers = [name for name, (p, _) in zip(said, sent.held) if id(p) not in self._owner]
+        strangers += [
+            f"a parameter of shape {tuple(p.shape)}"
+            for _, p in sent.optimizer.parameters()
+            if id(p) not in self._owner
+        ]
+        mine = [
+            (name, piece, number) for name, (_, piece), number in zip(said, sent.held, sent.sums.tolist())
+        ]
+        seen = self._world.gather_objects((sent.options, strangers, mine))
+        after = f"after update {sent.update} of {type(sent.optimizer.given).__name__}"
+        if there := first_difference([options for options, _, _ in seen]):
+            raise WorldError(
+                f"{after} the ranks' param groups differ: {odd_one_out(there)}. Set the same options on all ranks, by the same rule from "
+                "the same numbers (a loss or metric averaged over the ranks: accelerator.reduce)"
+            )
+        found: dict[tuple[str, int], dict[int, int]] = {}
+        for rank, (_, _, numbers) in enumerate(seen):
+            for name, piece, number in numbers:
+                found.setdefault((name, piece), {})[rank] = number
+        unlike = {name: ranks for (name, _), ranks in found.items() if len(set(ranks.values())) > 1}
+        for (name, piece), ranks in found.items():
+            if piece == WHOLE and len(ranks) < self._world.size:
+                unlike.setdefault(name, dict.fromkeys(range(self._world.size)) | ranks)
+        added = list(dict.fromkeys(name for _, names, _ in seen for name in names))
+        if added and not unlike:
+            raise WorldError(
+                f"{type(sent.optimizer.given).__name__} steps {_several(added)}, which belongs to no prepared model, so that no rank "
+                f"averages its gradients: {ADDED}"
+            )
+        if unlike:
+            name = next(iter(unlike))
+            values = list(unlike[name].values())
+            common = max(values, key=values.count)
+            odd = [rank for rank, number in unlike[name].items() if number != common]
+            others = [rank for rank, number in unlike[name].items() if number == common]
+            cause = f"It was added after prepare(): {ADDED}" if name in added else CAUSES
+            raise WorldError(
+                f"{after} {_ranks(odd)} and {_ranks(others)} differ in parameter {_several(list(unlike))}, which must be the same. {cause}"
+            )
+
+
+def _ranks(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
+
+
+def _several(names: list[str]) -> str:
+    return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else names[0]

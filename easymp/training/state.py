@@ -1,0 +1,183 @@
+"""The open run, for code that has no Accelerator at hand: thin views, nothing of their own.
+
+Accelerators register here when they open and leave when they close, so one can be made after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import hardware
+from ..base.accumulation import StepClock
+from ..distributed import World, locate, read_ranks
+from ..distributed.processes import Processes
+from ..errors import RefusedError, StepError
+from ..options import InitProcessGroupKwargs
+from ..plan import Plan, make_plan
+from ..settings import resolve
+from ..strategies import STRATEGIES
+
+
+@dataclass(slots=True)
+class Run:
+    """What an open Accelerator, or a PartialState made without one, stands on.
+
+    Attributes:
+        accelerator: the one, if it is still there: to be asked to let go of what it prepared.
+    """
+
+    world: World
+    plan: Plan
+    clock: StepClock
+    accelerator: Callable[[], Any] = lambda: None
+
+
+_open: list[Run] = []
+
+
+def register(run: Run) -> None:
+    """The newest open run is the one that views show."""
+    _open.append(run)
+
+
+def unregister(run: Run) -> None:
+    _open[:] = [other for other in _open if other is not run]
+
+
+def accelerators() -> list[Any]:
+    """The open ones."""
+    return [there for run in _open if (there := run.accelerator()) is not None]
+
+
+def is_open() -> bool:
+    """Whether there is an Accelerator, or a PartialState without one."""
+    return bool(_open)
+
+
+def current_world(cpu: bool | None = None, backend: str | None = None, timeout: float | None = None) -> World:
+    """The newest open run's world; where none is open, one is joined by the environment's launch variables."""
+    if not _open:
+        settings = resolve(cpu=cpu, timeout=timeout)
+        plan = make_plan(settings, hardware.detect(), locate(read_ranks(), settings.timeout))
+        world = World(plan.ranks, torch.device(plan.device.value), settings.timeout, settings.debug, backend)
+        register(Run(world, plan, StepClock()))
+    return _open[-1].world
+
+
+class PartialState(Processes):
+    """Who this process is. Made without an Accelerator, it joins the world by itself.
+
+    Args:
+        cpu: the CPU, although there is an accelerator.
+        options: of `InitProcessGroupKwargs`, where no run is open yet.
+
+    Raises:
+        RefusedError: a run is open that has decided otherwise.
+    """
+
+    def __init__(self, cpu: bool | None = None, **options: Any) -> None:
+        group = InitProcessGroupKwargs(**options)
+        if _open and options:
+            raise RefusedError(
+                f"PartialState({', '.join(options)}=…) in a run that is open: its process group is there. Make this PartialState before "
+                "the Accelerator, or pass InitProcessGroupKwargs to that one"
+            )
+        self._world = current_world(cpu, group.backend, group.seconds if "timeout" in options else None)
+        if cpu and self.device.type != "cpu":
+            raise RefusedError(
+                f"PartialState(cpu=True) in a run that is open on {self.device}: make it first, or pass cpu=True to the Accelerator"
+            )
+
+    def destroy_process_group(self) -> None:
+        """Leave the world, where a PartialState without an Accelerator joined it; an Accelerator's ends with `end_training`."""
+        for run in [run for run in _open if run.world is self._world and run.accelerator() is None]:
+            unregister(run)
+            run.world.close()
+
+
+class AcceleratorState(Processes):
+    """Who this process is, and what was decided.
+
+    Raises:
+        StepError: no Accelerator is open.
+    """
+
+    def __init__(self) -> None:
+        self._run = _newest("AcceleratorState")
+        self._world = self._run.world
+
+    @property
+    def plan(self) -> Plan:
+        return self._run.plan
+
+    @property
+    def _sharded(self) -> bool:
+        return STRATEGIES[self.plan.strategy.value].sharded
+
+    @property
+    def mixed_precision(self) -> str:
+        name = self.plan.precision.value
+        return "no" if name == "fp32" else name
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None, for scripts that ask: what DeepSpeed shards is strategy "zero1" or "fsdp" here."""
+        return None
+
+
+class GradientState:
+    """Where the open run is in its accumulation window.
+
+    Raises:
+        StepError: no Accelerator is open.
+    """
+
+    def __init__(self, clock: StepClock | None = None) -> None:
+        self._clock = clock if clock is not None else _newest("GradientState").clock
+
+    @property
+    def sync_gradients(self) -> bool:
+        return self._clock.sync
+
+    @property
+    def num_steps(self) -> int:
+        return self._clock.accumulation
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """True: prepared schedulers count optimizer updates."""
+        return True
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        return self._clock.end_with_loader
+
+    @property
+    def active_dataloader(self) -> Any | None:
+        return self._clock.reading
+
+    @property
+    def in_dataloader(self) -> bool:
+        return self._clock.reading is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        return self._clock.reading is not None and self._clock.reading.last
+
+    @property
+    def remainder(self) -> int:
+        """Samples in the last global batch that are not repeated ones; -1 where none are, or before that batch."""
+        loader = self._clock.reading
+        if loader is None or not loader.surplus:
+            return -1
+        return loader.total_batch_size - loader.surplus
+
+
+def _newest(what: str) -> Run:
+    if not _open:
+        raise StepError(f"{what}() needs an open Accelerator: make one first")
+    return _open[-1]

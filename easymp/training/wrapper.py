@@ -1,0 +1,303 @@
+"""A prepared model: the user's own module, with another way to be called, and to have its forward methods called.
+
+A view shares the module's ``__dict__``, so parameters, buffers, hooks, methods, attributes, ``state_dict`` names and
+``isinstance`` are the module's own, and an assignment to one is seen by the other. Only its class differs: a subclass made for
+it, whose ``__call__`` goes through autocast and the strategy's wrapper. Nothing is set on the user's module. Copies of a
+view, for this process or another, are of the module. Where its class has none, ``module`` is the user's module and ``no_sync()`` keeps
+gradients to this rank, as DistributedDataParallel's wrapper has them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from abc import ABCMeta
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from types import FunctionType, MemberDescriptorType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..base.pytree import leaves
+from ..errors import PrepareError, StepError, nearest
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def forward_method(method: Method) -> Method:
+    """Decorate a method of a model that computes as forward does: of the prepared model it is called as the model itself is.
+
+    The same as naming it in ``prepare(model, forward_methods=...)``.
+
+    Example:
+        >>> class Encoder(nn.Module):
+        ...     @easymp.forward_method
+        ...     def embed(self, x): ...
+    """
+    method._easymp_forward = True  # type: ignore[attr-defined]
+    return method
+
+
+def forward_methods(models: Sequence[nn.Module], names: str | Sequence[str]) -> list[tuple[str, ...]]:
+    """The forward methods of each of `models`: decorated ones, and those of `names` that its class has.
+
+    Raises:
+        PrepareError: a name that is a method of none of the models.
+    """
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if any(isinstance(getattr(model, name, None), nn.Module) for model in models):
+            raise PrepareError(
+                f"forward_methods={names!r}: {name!r} is a submodule: name a method of the model that calls it, as "
+                f"`def embed(self, x): return self.{name}(x)`"
+            )
+        if not any(_is_method(model, name) for model in models):
+            said = " and ".join(f"this {type(model).__name__}" for model in models) or "no new model"
+            known = [
+                n
+                for model in models
+                for n in dir(type(model))
+                if not n.startswith("_") and _is_method(model, n)
+            ]
+            raise PrepareError(
+                f"forward_methods={names!r}: {said} has no method {name!r}{nearest(name, known)}"
+            )
+    found = []
+    for model in models:
+        marked = [n for c in type(model).__mro__ for n, value in vars(c).items() if _is_marked(value)]
+        found.append(tuple(dict.fromkeys([*marked, *(name for name in names if _is_method(model, name))])))
+    return found
+
+
+def _is_method(model: nn.Module, name: str) -> bool:
+    own = inspect.getattr_static(type(model), name, None)
+    return isinstance(own, FunctionType) and own is not inspect.getattr_static(nn.Module, name, None)
+
+
+def _is_marked(value: Any) -> bool:
+    return isinstance(value, FunctionType) and "_easymp_forward" in vars(value)
+
+
+class Route:
+    """How a prepared model is called.
+
+    Attributes:
+        original: the user's module.
+        module: what the strategy made of it.
+        no_sync: inside what it gives, gradients stay with this rank for a while.
+        explain: told of an error in a call.
+        once: why no second derivative can be had, if none can.
+    """
+
+    __slots__ = ("explain", "module", "no_sync", "once", "original")
+
+    def __init__(
+        self,
+        original: nn.Module,
+        module: nn.Module,
+        explain: Callable[[RuntimeError, str], None],
+        no_sync: Callable[[], AbstractContextManager[Any]],
+        once: str,
+    ) -> None:
+        self.original, self.module = original, module
+        self.explain, self.no_sync, self.once = explain, no_sync, once
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            outputs = self.module(*args, **kwargs)
+        except RuntimeError as error:
+            self.explain(error, "forward")
+            raise
+        if self.once and torch.is_grad_enabled():
+            for leaf in leaves(outputs):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._refuse_graph)
+        return outputs
+
+    def _refuse_graph(self, gradient: Tensor) -> None:
+        if torch.is_grad_enabled():  # which autograd sees to for create_graph
+            raise StepError(
+                f"a gradient that can be differentiated again was asked for (create_graph=True), and {self.once}"
+            )
+
+    @contextmanager
+    def instead(self, name: str) -> Iterator[None]:
+        """Inside, the next call of the original's forward is one of its method `name`.
+
+        torch.compile of a whole model has compiled forward: its method runs as it is, with compiled blocks.
+        """
+        original, own = self.original, vars(self.original)
+        before = own.get("forward")
+        compiled = []
+
+        def restore() -> None:
+            if before is None:
+                own.pop("forward", None)
+            else:
+                own["forward"] = before
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            restore()  # what the method calls is the model's own forward
+            return getattr(original, name)(*args, **kwargs)
+
+        module: Any = self.module
+        while True:
+            compiled.append((module, module._compiled_call_impl))
+            module._compiled_call_impl = None
+            if module is original:
+                break
+            module = module.module
+        own["forward"] = once
+        try:
+            yield
+        finally:
+            restore()
+            for module, call in compiled:
+                module._compiled_call_impl = call
+
+
+def make_view(
+    original: nn.Module,
+    module: nn.Module,
+    explain: Callable[[RuntimeError, str], None] = lambda error, what: None,
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    methods: Sequence[str] = (),
+    once: str = "",
+    sharded: bool = False,
+) -> tuple[nn.Module, Route]:
+    """The module a user calls in place of `original`; `original` itself where `module` is no other.
+
+    Args:
+        methods: those that are called as forward is.
+        once: why no second derivative can be had, if none can.
+        sharded: parameters are shards outside of forward; an error of another method that computes with them is explained.
+        explain: told of an error in a call, which may hold collectives; raises one that says more, if it can.
+        no_sync: what the view's `no_sync` is, where its class has none: scripts for DistributedDataParallel call that of its wrapper.
+    """
+    route = Route(original, module, explain, no_sync, once)
+    if module is original:
+        return original, route
+    kind = next(
+        c for c in type(original).__mro__ if c is not _View and "_easymp_route" not in vars(c)
+    )  # also of a view
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return route.call(*args, **kwargs)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return route.call(*args, **kwargs)
+
+    def routed(name: str) -> Any:
+        @wraps(getattr(kind, name))
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with route.instead(name):
+                return route.call(*args, **kwargs)
+
+        return method
+
+    def guarded(name: str) -> Any:
+        own = getattr(kind, name)
+
+        @wraps(own)
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return own(self, *args, **kwargs)
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise StepError(
+                    f"{name}() of this {kind.__name__} computes with parameters that are shards outside of forward: pass "
+                    f"prepare(model, forward_methods=({name!r},)), or decorate the method with @easymp.forward_method"
+                ) from error
+
+        return method
+
+    body = {
+        "__call__": __call__,
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "_easymp_route": route,
+    }
+    if sharded:
+        body.update(
+            (name, guarded(name))
+            for name in dir(kind)
+            if not name.startswith("_") and _is_method(original, name)
+        )
+    if _is_method(original, "forward"):  # no scripted one's
+        body["forward"] = wraps(kind.forward)(forward)
+    body.update((name, routed(name)) for name in methods if name != "forward")
+    body.update((slot, _forwarded(original, slot)) for slot in _slots(kind))
+    # The class is nobody's business: a metaclass or __init_subclass__ that keeps a register, or wants arguments, is passed by.
+    meta = type(kind)
+    make: Any = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
+    view = object.__new__(make(meta, f"Prepared{kind.__name__}", (_View, kind), body))
+    object.__setattr__(view, "__dict__", original.__dict__)
+    return view, route
+
+
+class _View:
+    """What all views do alike, before their own class is asked."""
+
+    __slots__ = ()
+    _easymp_route: Route
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            if name == "module":  # as the wrapper of DistributedDataParallel has it
+                return self._easymp_route.original
+            if name == "no_sync":
+                return self._easymp_route.no_sync
+            raise
+
+    def __copy__(self) -> nn.Module:
+        return copy.copy(self._easymp_route.original)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self._easymp_route.original, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self._easymp_route.original,)
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    """What making a copy of a view calls."""
+    return module
+
+
+def _slots(kind: type) -> Iterator[str]:
+    """Names of attributes that live outside ``__dict__``."""
+    for base in kind.__mro__:
+        for name, member in vars(base).items():
+            if type(member) is MemberDescriptorType:
+                yield name
+
+
+def _forwarded(original: nn.Module, name: str) -> property:
+    return property(
+        lambda _: getattr(original, name),
+        lambda _, value: setattr(original, name, value),
+        lambda _: delattr(original, name),
+    )
+
+
+def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
+    """The user's module behind a view, DataParallel or DistributedDataParallel; also behind torch.compile, if asked."""
+    while True:
+        route = getattr(type(model), "_easymp_route", None)
+        if route is not None:
+            model = route.original
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif not keep_torch_compile and "_orig_mod" in model._modules:
+            model = model._modules["_orig_mod"]
+        else:
+            return model
