@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .base.pytree import recursively_apply as recursively_apply
     from .base.pytree import send_to_device as send_to_device
     from .base.rng import set_seed as set_seed
-    from .checkpoint.single import load as load
+    from .checkpoint.huggingface import load as load
     from .checkpoint.weights import load_weights as load_weights
     from .data import PreparedLoader as PreparedLoader
     from .data import skip_first_batches as skip_first_batches
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "accelerator": ("Accelerator",),
-    "checkpoint.single": ("load",),
+    "checkpoint.huggingface": ("load",),
     "checkpoint.weights": ("load_weights",),
     "data": ("PreparedLoader", "skip_first_batches"),
     "data.images": ("NormalizeImages",),

@@ -11,61 +11,55 @@ from typing import TYPE_CHECKING
 from ..base.lazy import at_first_use
 
 if TYPE_CHECKING:
-    from .accelerate_folder import AccelerateStates as AccelerateStates
-    from .accelerate_folder import read_accelerate as read_accelerate
+    from .accelerate_import import AccelerateStates as AccelerateStates
+    from .accelerate_import import read_accelerate as read_accelerate
+    from .catalog import Contents as Contents
+    from .catalog import Damage as Damage
+    from .catalog import Difference as Difference
     from .catalog import Entry as Entry
+    from .catalog import Pruned as Pruned
+    from .catalog import diff as diff
+    from .catalog import inspect as inspect
     from .catalog import list_checkpoints as list_checkpoints
-    from .comparing import Difference as Difference
-    from .comparing import diff as diff
-    from .converting import convert as convert
-    from .inspecting import Contents as Contents
-    from .inspecting import inspect as inspect
+    from .catalog import prune as prune
+    from .catalog import verify as verify
     from .merging import merge as merge
     from .progress import Progress as Progress
-    from .pruning import Pruned as Pruned
-    from .pruning import prune as prune
-    from .verifying import Damage as Damage
-    from .verifying import verify as verify
+    from .weights import convert as convert
 
 _HOMES = {
-    "accelerate_folder": ("AccelerateStates", "read_accelerate"),
-    "comparing": ("Difference", "diff"),
-    "converting": ("convert",),
-    "catalog": ("Entry", "list_checkpoints"),
-    "inspecting": ("Contents", "inspect"),
+    "accelerate_import": ("AccelerateStates", "read_accelerate"),
+    "catalog": (
+        *("Contents", "Damage", "Difference", "Entry", "Pruned"),
+        *("diff", "inspect", "list_checkpoints", "prune", "verify"),
+    ),
     "merging": ("merge",),
     "progress": ("Progress",),
-    "pruning": ("Pruned", "prune"),
-    "verifying": ("Damage", "verify"),
+    "weights": ("convert",),
 }
 # What an Accelerator takes from here; for no one else.
 _INNER = {
-    "accelerate_folder": ("is_accelerate_folder",),
-    "accelerated": ("LOADERS", "Translated"),
+    "accelerate_import": ("LOADERS", "Translated", "is_accelerate_folder"),
     "agreeing": ("first", "trouble"),
     "claims": ("hold",),
-    "extra": ("NONE",),
-    "finding": ("below", "damage", "is_checkpoint", "newest"),
     "fitting": ("check_like",),
     "folders": ("step_folder", "step_of"),
     "gathering": ("Gathering", "on_host"),
     "handover": ("hand_over",),
-    "hook_folders": ("HookFolder", "folder_to_read"),
-    "huggingface": ("write_model",),
+    "hooks": ("HookFolder", "NONE", "folder_to_read"),
+    "huggingface": ("Item", "cut", "save_tree", "write_model"),
+    "lineage": ("below", "damage", "is_checkpoint", "newest"),
     "loading": ("load", "put_in_place"),
+    "model_state": ("OptimizerState",),
     "names": ("canonical",),
     "objects": ("ObjectState",),
     "opening": ("parted",),
-    "optimizers": ("OptimizerState",),
     "progress": ("of_ranks",),
-    "randomness": ("RandomState",),
+    "run_state": ("RandomState", "kept_of", "numbered"),
     "saves": ("Saves",),
     "saving": ("Target",),
-    "sharding": ("Item", "cut"),
-    "single": ("save_tree",),
     "sources": ("open_source",),
     "storages": ("open_storage",),
-    "training": ("kept_of", "numbered"),
 }
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES, _INNER)

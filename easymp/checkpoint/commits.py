@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..errors import CheckpointError
-from .finding import Saved
 from .folders import TEMPORARY, checkpoint_of
+from .lineage import Saved
 from .renaming import Renaming
 from .staying import Staying
 from .storage import Storage

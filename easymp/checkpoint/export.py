@@ -16,8 +16,7 @@ from ..training.wrapper import unwrap as unwrapped
 if TYPE_CHECKING:
     from ..strategies import materialising
     from ..training.state import Run
-    from .huggingface import Bring
-    from .sharding import Item
+    from .huggingface import Bring, Item
     from .storage import Storage
 
 modules_at_first_use(globals(), materialising=".strategies.materialising")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..distributed import World
 from .gathering import Gathering
+from .huggingface import Item
 from .meeting import Meeting, Store
-from .sharding import Item
 
 EACH = 2**28  # bytes from one word to the next
 

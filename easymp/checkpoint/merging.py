@@ -17,14 +17,13 @@ from .boxes import whole
 from .buffers import as_bytes
 from .commits import begin
 from .committed import inside, write_manifest
-from .extra import copied
-from .huggingface import index_of, write_model
+from .hooks import copied
+from .huggingface import Item, cut, index_of, order, write_model
 from .manifest import FileRecord, Stored
 from .opening import Opened, open_checkpoint
 from .passing import one_by_one, room
 from .planning import Brought, Division, FilePlan, divide, group
 from .progress import expect
-from .sharding import Item, cut, order
 from .sources import INDEX
 from .storage import Part, Tick, nothing
 from .storages import open_storage, parted

@@ -11,7 +11,7 @@ from ..errors import CheckpointError
 from ..optim import PreparedScheduler
 from ..precision import Scaler
 from .fitting import check_like, is_known
-from .models import nothing
+from .model_state import nothing
 from .snapshot import Reading, Snapshot, Trial
 
 

@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 if TYPE_CHECKING:
     from ..training.prepare import Preparation
     from ..training.state import Run
-    from .extra import Extra
+    from .hooks import Extra
     from .storage import Storage
 
 

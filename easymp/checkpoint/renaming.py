@@ -10,9 +10,8 @@ from ..errors import CheckpointError
 from ..logging import get_logger
 from . import claims
 from .committed import inside, is_committed
-from .finding import Saved
 from .folders import lock_of, next_save, saves_of, temporary, writing
-from .retention import drop, refuse_foreign, set_aside, take_away
+from .lineage import Saved, drop, refuse_foreign, set_aside, take_away
 from .storage import Storage
 
 logger = get_logger(__name__)

@@ -10,7 +10,7 @@ from .. import checkpoint
 from ..base.lazy import modules_at_first_use
 from ..errors import CheckpointError, RefusedError, SettingError
 from ..logging import get_logger
-from .epochs import Epochs
+from .preemption import Epochs
 from .run import Checkpointing, Path
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from .. import checkpoint
 from ..base.lazy import modules_at_first_use
 from ..errors import CheckpointError, EasympError, RefusedError, SettingError, StepError, WorldError
 from ..logging import get_logger
-from .epochs import Epochs
+from .preemption import Epochs
 from .registry import Registering
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..training.prepare import Preparation
     from ..training.state import Run
     from . import run_state
-    from .accelerated import Translated
+    from .accelerate_import import Translated
     from .loading import Loaded
     from .saves import Saves
     from .snapshot import Kept

@@ -13,8 +13,8 @@ from ..logging import get_logger
 from .agreeing import Agreement, Parts, agree, trouble
 from .commits import check_name
 from .contents import contents
-from .extra import NONE, Extra
-from .finding import Line
+from .hooks import NONE, Extra
+from .lineage import Line
 from .meeting import Meeting, Store
 from .planning import FilePlan
 from .saving import Save, Target

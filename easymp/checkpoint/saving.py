@@ -18,14 +18,13 @@ from ..version import __version__
 from .agreeing import Agreement, first, merged, trouble
 from .commits import Commit, begin
 from .committed import inside, write_manifest
-from .extra import copied
-from .finding import Line, Saved
+from .hooks import copied
 from .huggingface import index_of
+from .lineage import Line, Saved, retain
 from .manifest import FileRecord, Manifest
 from .meeting import Meeting, Store
 from .planning import FilePlan
 from .progress import expect
-from .retention import retain
 from .sources import INDEX
 from .storage import Part, Storage, Tick
 from .strict import dumps

@@ -12,10 +12,9 @@ from typing import Any
 from ..errors import CheckpointError
 from . import claims
 from .committed import inside, is_committed
-from .finding import Saved
 from .folders import next_save, saves_of, writing
+from .lineage import Saved, refuse_foreign, set_aside, take_away
 from .markers import abandoned
-from .retention import refuse_foreign, set_aside, take_away
 from .storage import Storage
 
 

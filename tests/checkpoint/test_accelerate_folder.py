@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from easymp import load_weights
-from easymp.checkpoint.accelerate_folder import is_accelerate_folder, read_accelerate
+from easymp.checkpoint.accelerate_import import is_accelerate_folder, read_accelerate
 from easymp.errors import CheckpointError
 
 from ..strategies.models import make

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from easymp.checkpoint import comparing, diff, inspect, passing
+from easymp.checkpoint import catalog, diff, inspect, passing
 from easymp.checkpoint.header import NAMES
 from easymp.checkpoint.local import LocalStorage
 from easymp.checkpoint.saves import Saves
@@ -154,8 +154,8 @@ def test_tensors_pass_through_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         passing, "stream", lambda f, w: (sizes.append(sum(x.into.nbytes for x in w)), stream(f, w))
     )
-    monkeypatch.setattr(comparing, "BLOCK", 16)
-    monkeypatch.setattr(comparing, "room", lambda files: 40)
+    monkeypatch.setattr(catalog, "BLOCK", 16)
+    monkeypatch.setattr(catalog, "room", lambda files: 40)
     assert diff(one, other) == whole_
     assert next((v.name, v.count, v.largest) for v in whole_.values) == ("tree/a", 3, 1.0)
     assert max(sizes) <= 40 and len(sizes) > 10

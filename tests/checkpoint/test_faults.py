@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from easymp.checkpoint import calls, finding, folders, locks, writing
+from easymp.checkpoint import calls, folders, lineage, locks, writing
 from easymp.checkpoint.committed import is_committed, open_manifest
 from easymp.checkpoint.local import LocalStorage
 from easymp.errors import CheckpointError
@@ -95,7 +95,7 @@ def file_system(kind: str) -> Iterator[dict[str, Any]]:
 
 def newest(root: Path) -> list[Any] | None:
     """The values in what counts as the latest checkpoint."""
-    folder, _, _ = finding.newest(LocalStorage(root))
+    folder, _, _ = lineage.newest(LocalStorage(root))
     return None if folder is None else loaded(root, folders.checkpoint_of(folder))
 
 

@@ -14,11 +14,10 @@ import pytest
 
 from easymp.checkpoint import calls, folders, meeting
 from easymp.checkpoint.committed import is_committed
-from easymp.checkpoint.finding import newest
+from easymp.checkpoint.lineage import committed, newest
 from easymp.checkpoint.loading import load
 from easymp.checkpoint.local import LocalStorage
 from easymp.checkpoint.remote import RemoteStorage
-from easymp.checkpoint.retention import committed
 from easymp.checkpoint.saves import Saves
 from easymp.checkpoint.saving import Target
 from easymp.errors import CheckpointError

@@ -10,9 +10,8 @@ import torch
 
 from easymp.checkpoint.boxes import Box
 from easymp.checkpoint.committed import open_manifest
-from easymp.checkpoint.extra import NONE, Extra
-from easymp.checkpoint.finding import newest
-from easymp.checkpoint.hook_folders import HookFolder, folder_to_read
+from easymp.checkpoint.hooks import NONE, Extra, HookFolder, folder_to_read
+from easymp.checkpoint.lineage import newest
 from easymp.checkpoint.loading import load
 from easymp.checkpoint.local import LocalStorage
 from easymp.checkpoint.planning import Brought

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ...checkpoint import save_tree
-from ...checkpoint.single import load
+from ...checkpoint.huggingface import load
 from ...errors import SettingError
 from ...settings import resolve
 from . import running

@@ -1,25 +1,156 @@
-"""An optimizer's state in a checkpoint: by names of parameters, so that it fits another order of them, and other shards."""
+"""A model's parameters and buffers in a checkpoint, by the names that the user's module gives them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..base.dtensor import local
 from ..errors import CheckpointError, StepError
 from ..optim import PreparedOptimizer
 from ..optim.fused import IMPLEMENTATION
+from ..precision.mixed import LOW
 from .boxes import Box
-from .fitting import check_like, is_known, names_apart, several
+from .fitting import check_like, is_known, names_apart, once, several
 from .manifest import Stored
-from .models import nothing
-from .places import place_of
-from .reusing import Reused
+from .names import canonical
+from .places import Place, place_of
 from .snapshot import FullName, Reading, Snapshot, Trial
 from .wellformed import check_number
+
+
+def nothing() -> None:
+    """Puts nothing into place."""
+
+
+class ModelState:
+    """What `state_dict` of the user's module shows, whatever a strategy made of its tensors.
+
+    Tensors are written to in place. What is no tensor of the module's own (extra state, what a hook of `state_dict` makes) goes through
+    `load_state_dict`. Of low-precision parameters whose optimizer kept fp32 masters, a model in fp32 takes the masters; and parameters
+    that have masters here take what was saved in fp32, rounded, as their masters take it whole. fp32 parameters take bf16 and fp16 ones.
+
+    Args:
+        name: "model", or "model_1" and so on.
+        mastered: ids of parameters that have masters here.
+    """
+
+    def __init__(self, name: str, module: nn.Module, mastered: Collection[int] = ()) -> None:
+        self._name, self._module, self._mastered = name, module, mastered
+
+    def bring(self, into: Snapshot) -> None:
+        first: dict[int, str] = {}
+        tree: dict[str, Any] = {}
+        own = self._own()
+        for name, value in self._module.state_dict(keep_vars=True).items():
+            name = canonical(name)
+            if id(value) in own:
+                if id(value) in first:
+                    into.aliases[f"{self._name}/{name}"] = f"{self._name}/{first[id(value)]}"
+                    continue
+                first[id(value)] = name
+            tree[name] = value
+        # A BatchNorm's statistics are each rank's own until a forward shares rank 0's.
+        into.add(self._name, tree, alike={id(p) for p in self._module.parameters()})
+
+    def _own(self) -> set[int]:
+        return {id(t) for t in [*self._module.parameters(), *self._module.buffers()]}
+
+    def take(self, source: Reading) -> Callable[[], None]:
+        if self._name not in source:
+            source.complain(f"the checkpoint has no {self._name}")
+            return nothing
+        saved = source.state(self._name, tensor=FullName)
+        prefix = f"{self._name}/"
+        saved.update(
+            {
+                k.removeprefix(prefix): FullName(of)
+                for k, of in source.manifest.aliases.items()
+                if k.startswith(prefix)
+            }
+        )
+        live = {
+            canonical(name): (name, value) for name, value in self._module.state_dict(keep_vars=True).items()
+        }
+        own = self._own()
+        if words := names_apart(live, saved):
+            source.complain(f"{self._name}: {words}")
+        fills: list[tuple[str, Box, Tensor]] = []
+        filled: dict[int, tuple[str, Stored]] = {}  # id of a live tensor → its first name, and what it takes
+        rest: list[str] = []
+        faults: list[str] = []
+        for name in [name for name in live if name in saved]:
+            value, there = live[name][1], saved[name]
+            if id(value) not in own:
+                rest.append(name)
+            elif fault := "is no tensor in the checkpoint" if not isinstance(there, FullName) else "":
+                faults.append(f"{name} {fault}")
+            elif (place := place_of(value)) is not None:
+                path = self._path(there, value, source)
+                first, known = filled.setdefault(id(value), (name, source.stored(path)))
+                if fault := self._fault(source.stored(path), place, value):
+                    faults.append(f"{name} {fault}")
+                elif known is not source.stored(path):
+                    faults.append(f"{name} and {first} are one tensor here, and two in the checkpoint")
+                elif first == name:
+                    fills += [(path, box, part) for box, part in place.parts]
+        if faults:
+            source.complain(f"{self._name}: {several(faults)}")
+        if rest:
+            values = {live[name][0]: source.state(self._name, within=[name]) for name in rest}
+            source.trials.append(
+                self._trial(values, {live[name][0]: live[name][1] for name in rest}, source.strict)
+            )
+        return source.overwriting(fills)
+
+    def _path(self, name: FullName, value: Tensor, source: Reading) -> str:
+        """The tensor to read for `value`: of low-precision parameters the master, for a model in fp32."""
+        master = source.master(name)
+        return master if master is not None and value.dtype == torch.float32 else name
+
+    def _fault(self, stored: Stored, place: Place, value: Tensor) -> str:
+        if stored.shape != place.shape:
+            return f"has shape {list(stored.shape)} in the checkpoint, and {list(place.shape)} here"
+        mastered = stored.dtype == torch.float32 and id(value) in self._mastered
+        raised = (
+            stored.dtype in LOW and value.dtype == torch.float32
+        )  # by "bf16" and "fp16", at `prepare`; exact
+        if stored.dtype != value.dtype and not mastered and not raised:
+            return f"is {stored.dtype} in the checkpoint, and {value.dtype} here (load_weights converts)"
+        return ""
+
+    def _trial(self, values: dict[str, Any], before: dict[str, Any], strict: bool) -> Trial:
+        """What is no tensor of the module's own, given to its `load_state_dict`."""
+        before = dict(_copies(before))
+
+        def change() -> None:
+            ignored = [
+                name
+                for name in self._module.load_state_dict(values, strict=False).unexpected_keys
+                if name in values
+            ]
+            if ignored and strict:
+                raise CheckpointError(
+                    f"load_state_dict does not know {several(ignored)}, which state_dict shows: take it with a hook"
+                )
+
+        def undo() -> None:
+            self._module.load_state_dict(before, strict=False)
+
+        return Trial(self._name, change, undo)
+
+
+def _copies(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        yield name, value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+# -- An optimizer's state in a checkpoint: by names of parameters, so that it fits another order of them, and other shards.
+
 
 Groups = list[dict[str, Any]]
 Fills = list[tuple[str, Box, Tensor]]  # full name, box, and the live part that takes it
@@ -305,3 +436,46 @@ def _laid_out(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     )  # DTensors are here, so its long import has been paid
 
     return DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+# -- Which tensors of an optimizer a load reads into, rather than put new ones in their place: the state then lies in memory once.
+
+
+Parts = list[tuple[Box, Tensor]]
+
+
+class Reused:
+    """The tensors that were chosen; none is chosen twice, nor one that lies where a tensor of `others` does."""
+
+    def __init__(self, others: Iterable[Tensor]) -> None:
+        self._taken = {local(t).data_ptr() for t in others}
+
+    def parts(self, live: Any, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Parts | None:
+        """Those of `live`, if it is what a new state of this shape and dtype would be, for a parameter that lies as `like` does."""
+        if not isinstance(live, Tensor) or (tuple(live.shape), live.dtype, live.device) != (
+            shape,
+            dtype,
+            like.device,
+        ):
+            return None
+        spread = [(getattr(t, "device_mesh", None), getattr(t, "placements", None)) for t in (live, like)]
+        if spread[0] != (spread[1] if shape == tuple(like.shape) else (None, None)):
+            return None
+        memory = local(live)
+        if (
+            type(memory) is not Tensor
+            or memory.requires_grad
+            or memory.layout is not torch.strided
+            or memory.is_inference()
+        ):
+            return None
+        place = place_of(live)
+        if (
+            place is None
+            or memory.data_ptr() in self._taken
+            or any(once(box, part)[0] != box for box, part in place.parts)
+        ):
+            return None
+        if memory.numel():
+            self._taken.add(memory.data_ptr())
+        return list(place.parts)
