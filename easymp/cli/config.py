@@ -20,8 +20,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from .. import wizard
 from ..errors import SettingError
+from . import wizard
 from .terminal import BOLD, DIM, GREEN, RED, paint, plain, table, wrap
 
 COLOURS = {"+": GREEN, "-": RED, "#": DIM}  # by a line's first character: of a difference, of a file

@@ -21,18 +21,19 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .. import estimating, hardware
+from .. import hardware
 from ..base.relaxed_json import loads
 from ..base.units import size, unit
 from ..errors import SettingError, nearest
-from ..estimating import DEFAULT_STRATEGIES
 from ..registry import ALIASES, PRECISIONS, STRATEGIES
 from ..settings import read_bytes
+from . import estimating
+from .estimating import DEFAULT_STRATEGIES
 from .terminal import GREEN, RED, paint, table, wrap
 
 if TYPE_CHECKING:
-    from ..estimating import Estimates, Row, Sized
     from ..training.memory import Memory
+    from .estimating import Estimates, Row, Sized
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

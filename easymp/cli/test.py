@@ -19,8 +19,8 @@ import json
 
 from .. import hardware
 from ..launcher.devices import default_processes
-from ..selftest import Tried, try_out
 from ..settings import resolve_launching
+from .selftest import Tried, try_out
 from .terminal import GREEN, RED, paint, table, wrap
 
 MARKS = {"good": ("good", GREEN), "bad": ("BAD", RED), "left out": ("–", "")}

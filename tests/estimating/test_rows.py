@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from easymp.cli.estimating import Estimates, Sized, estimates, read_model
 from easymp.errors import BatchError, PrepareError, SettingError
-from easymp.estimating import Estimates, Sized, estimates, read_model
 from easymp.hardware import Hardware
 from easymp.training.memory import SPARE, estimate
 

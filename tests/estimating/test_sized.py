@@ -14,8 +14,8 @@ from torch import nn
 
 from easymp import Accelerator
 from easymp.base.dtensor import local
+from easymp.cli.estimating import read_count, read_model, read_sample
 from easymp.errors import CheckpointError, SettingError
-from easymp.estimating import read_count, read_model, read_sample
 from easymp.strategies.blocks import find_blocks
 from easymp.training.memory import estimate
 

@@ -14,12 +14,12 @@ import torch
 import easymp.cli as cli
 from easymp import Accelerator
 from easymp.cli import test as command
+from easymp.cli.selftest import Row, Tried, precisions, ranks, samples, training
+from easymp.cli.selftest.__main__ import checks
+from easymp.cli.selftest.findings import Diary, Finding, LeftOut, Wrong, read
+from easymp.cli.selftest.kernels import kernels
+from easymp.cli.selftest.trying import rows
 from easymp.errors import WorldError
-from easymp.selftest import Row, Tried, precisions, ranks, samples, training
-from easymp.selftest.__main__ import checks
-from easymp.selftest.findings import Diary, Finding, LeftOut, Wrong, read
-from easymp.selftest.kernels import kernels
-from easymp.selftest.trying import rows
 
 
 def on_a_rank(folder: str, strategy: str) -> list[str]:
@@ -198,7 +198,7 @@ import importlib.machinery, os, sys
 
 class Finder:
     def find_spec(self, name, path, target=None):
-        if name != "easymp.selftest.training":
+        if name != "easymp.cli.selftest.training":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module

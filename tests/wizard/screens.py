@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from easymp.cli.wizard import Machine, QuitError, Wish, configure
 from easymp.hardware import Hardware
-from easymp.wizard import Machine, QuitError, Wish, configure
 
 from ..hardware.machines import MACHINES
 

@@ -13,6 +13,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from easymp import settings
+from easymp.cli.wizard import read_ahead
+from easymp.cli.wizard.case import KNOWN
+from easymp.cli.wizard.editing import edit
+from easymp.cli.wizard.toml import block, compose, unset
+from easymp.cli.wizard.writing import target, write
 from easymp.errors import RefusedError, SettingError
 from easymp.settings import (
     LAUNCHING,
@@ -24,11 +29,6 @@ from easymp.settings import (
     resolve_launching,
     written,
 )
-from easymp.wizard import read_ahead
-from easymp.wizard.case import KNOWN
-from easymp.wizard.editing import edit
-from easymp.wizard.toml import block, compose, unset
-from easymp.wizard.writing import target, write
 
 from .screens import talk
 

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from easymp.cli.wizard.accelerate_file import ACCELERATE, KINDS
+from easymp.cli.wizard.deepspeed_file import DEEPSPEED
+from easymp.cli.wizard.foreign import Foreign, read_foreign
 from easymp.errors import SettingError
 from easymp.options import GradScalerKwargs
 from easymp.precision import rule_from
 from easymp.settings import Launching, Settings
 from easymp.strategies import STRATEGIES, read_options
 from easymp.strategies.recomputing import read_which
-from easymp.wizard.accelerate_file import ACCELERATE, KINDS
-from easymp.wizard.deepspeed_file import DEEPSPEED
-from easymp.wizard.foreign import Foreign, read_foreign
 
 SHARDED = """
 compute_environment: LOCAL_MACHINE

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from easymp.cli.wizard.measuring import ROUNDS, WIDTHS, Measurement, measure
+from easymp.cli.wizard.workloads import BLOCKS, Work
 from easymp.hardware import Hardware, detect
-from easymp.wizard.measuring import ROUNDS, WIDTHS, Measurement, measure
-from easymp.wizard.workloads import BLOCKS, Work
 
 from ..hardware.machines import MACHINES
 

@@ -10,6 +10,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from easymp.cli.wizard import QuitError, case, read_ahead
+from easymp.cli.wizard.looking import facts
+from easymp.cli.wizard.measuring import Measurement, Speed
+from easymp.cli.wizard.questions import PRECISION, QUESTIONS, STRATEGY
 from easymp.distributed import Ranks
 from easymp.errors import RefusedError, SettingError
 from easymp.launcher.place import read_nodes
@@ -17,10 +21,6 @@ from easymp.plan import make_plan
 from easymp.precision import PRECISIONS
 from easymp.settings import NAMES, Launching, Settings, resolve, resolve_launching
 from easymp.strategies import STRATEGIES
-from easymp.wizard import QuitError, case, read_ahead
-from easymp.wizard.looking import facts
-from easymp.wizard.measuring import Measurement, Speed
-from easymp.wizard.questions import PRECISION, QUESTIONS, STRATEGY
 
 from ..hardware.machines import MACHINES
 from .screens import machine, talk

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ...base.relaxed_json import loads
+from ...cli.wizard.deepspeed_file import DEEPSPEED
 from ...errors import SettingError, nearest
-from ...wizard.deepspeed_file import DEEPSPEED  # the one list of DeepSpeed's keys
 
 OFF = (None, False, "none", {}, [])
 # Sections, and keys of them, that this layer honours. What else is known has no effect.

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ... import optim
+from ...cli.wizard.deepspeed_file import ADAMS
+from ...cli.wizard.deepspeed_file import OURS as NAMES
 from ...errors import SettingError, nearest
-from ...wizard.deepspeed_file import ADAMS  # the one list of DeepSpeed's names
-from ...wizard.deepspeed_file import OURS as NAMES
 from .layer import layer
 from .schedules import SCHEDULES
 

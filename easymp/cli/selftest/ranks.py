@@ -6,9 +6,9 @@ import time
 
 import torch
 
-from ..accelerator import Accelerator
-from ..base.units import size
-from ..training.collectives import broadcast, gather_object
+from ...accelerator import Accelerator
+from ...base.units import size
+from ...training.collectives import broadcast, gather_object
 from .findings import LeftOut, Wrong
 
 BYTES = 32 << 20

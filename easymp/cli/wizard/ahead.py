@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import RefusedError, SettingError, nearest
-from ..settings import checked
+from ...errors import RefusedError, SettingError, nearest
+from ...settings import checked
 from .case import KNOWN, Case
 from .questions import QUESTIONS, Question
 from .screen import sentence

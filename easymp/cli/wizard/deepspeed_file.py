@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import optim
-from ..errors import SettingError, nearest
+from ... import optim
+from ...errors import SettingError, nearest
 from .taking import CLIP, OFF, Rule, Rules, Taking, spelled, when_on
 
 AUTO = "nothing to take: auto, so the script says it"

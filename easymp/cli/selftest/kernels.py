@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..cuda.availability import Unavailable, launcher_for
-from ..optim import AdamW
+from ...cuda.availability import Unavailable, launcher_for
+from ...optim import AdamW
 from . import samples
 from .findings import LeftOut, Wrong
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import SettingError
+from ...errors import SettingError
 from . import accelerate_file, deepspeed_file
 from .document import Document, read_document
 from .taking import Taking

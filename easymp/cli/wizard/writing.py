@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from ..errors import SettingError
+from ...errors import SettingError
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from ..base.units import size
-from ..distributed import Ranks
-from ..errors import EasympError, RefusedError, SettingError
-from ..hardware import Hardware
-from ..plan import Plan, make_plan, room, together
-from ..precision import ALIASES, PRECISIONS
-from ..protocols import Facts
-from ..settings import Settings
-from ..strategies import STRATEGIES
-from ..training.memory import NO_SAMPLE, SPARE, Memory, Optimizer, estimate, fits
-from ..training.memory import STATES as STATES
+from ...base.units import size
+from ...distributed import Ranks
+from ...errors import EasympError, RefusedError, SettingError
+from ...hardware import Hardware
+from ...plan import Plan, make_plan, room, together
+from ...precision import ALIASES, PRECISIONS
+from ...protocols import Facts
+from ...settings import Settings
+from ...strategies import STRATEGIES
+from ...training.memory import NO_SAMPLE, SPARE, Memory, Optimizer, estimate, fits
+from ...training.memory import STATES as STATES
 from . import DEFAULT_STRATEGIES
 from .sized import Sized
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import SettingError
+from ...errors import SettingError
 from .ahead import Said, begin, propose
 from .case import Case
 from .questions import QUESTIONS, Question

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .. import settings
-from ..base import env
-from ..settings import NAMES, written
+from ... import settings
+from ...base import env
+from ...settings import NAMES, written
 from .ahead import Said, UnansweredError, accept, begin, unanswered
 from .case import Case
 from .dialogue import BACK, QUIT, Dialogue, timed

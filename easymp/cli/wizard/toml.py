@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from ..settings import LAUNCH, LAUNCHING, NAMES, UNITS
+from ...settings import LAUNCH, LAUNCHING, NAMES, UNITS
 from .case import KNOWN
 
 WIDTH = 78

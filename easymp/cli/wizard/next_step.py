@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from .. import settings
-from ..base import env
+from ... import settings
+from ...base import env
 from .case import Case
 
 SCRIPT = "train.py"

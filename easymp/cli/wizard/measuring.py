@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..hardware import Hardware, detect
-from ..precision import PRECISIONS
-from ..protocols import Facts
+from ...hardware import Hardware, detect
+from ...precision import PRECISIONS
+from ...protocols import Facts
 from .workloads import BLOCKS, Sample, Work, together
 
 MEASURED = ("fp32", "tf32", "bf16", "fp16")

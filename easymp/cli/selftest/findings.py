@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import WorldError
+from ...errors import WorldError
 
 PLAN = "plan.txt"  # as rank 0 explains it
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..distributed import Ranks
-from ..errors import RefusedError, SettingError
-from ..launcher.place import read_nodes
-from ..plan import Plan, make_plan
-from ..protocols import Source
-from ..settings import LAUNCHING, NAMES, Settings, checked
+from ...distributed import Ranks
+from ...errors import RefusedError, SettingError
+from ...launcher.place import read_nodes
+from ...plan import Plan, make_plan
+from ...protocols import Source
+from ...settings import LAUNCHING, NAMES, Settings, checked
 from .looking import Machine
 from .measuring import Measurement, measure
 

@@ -1,4 +1,4 @@
-"""One rank's part: ``python -m easymp.selftest FOLDER``, as the command starts it on every rank. Findings go to the folder."""
+"""One rank's part: ``python -m easymp.cli.selftest FOLDER``, as the command starts it on every rank. Findings go to the folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ..accelerator import Accelerator
-from ..distributed import read_ranks
+from ...accelerator import Accelerator
+from ...distributed import read_ranks
 from . import kernels, precisions, ranks, training
 from .findings import PLAN, Diary
 

@@ -11,10 +11,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Union
 
-from ..base import env
-from ..errors import SettingError, nearest
-from ..settings import LAUNCHING, NAMES, checked
-from ..strategies import STRATEGIES
+from ...base import env
+from ...errors import SettingError, nearest
+from ...settings import LAUNCHING, NAMES, checked
+from ...strategies import STRATEGIES
 from .document import Document
 
 Rule = Callable[["Taking", Any], str]

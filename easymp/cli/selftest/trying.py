@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..launcher import launch_script
+from ...launcher import launch_script
 from .findings import PLAN, Finding, read
 
 
@@ -43,7 +43,7 @@ def try_out(processes: int) -> Tried:
     """Run all checks on `processes` ranks of this machine. What a rank that dies prints goes to stderr."""
     with tempfile.TemporaryDirectory(prefix="easymp-test-") as name:
         folder = Path(name)
-        code = launch_script("easymp.selftest", [name], processes, module=True)
+        code = launch_script("easymp.cli.selftest", [name], processes, module=True)
         plan = folder / PLAN
         return Tried(
             rows(read(folder, processes)), plan.read_text(encoding="utf-8") if plan.exists() else "", code

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.relaxed_json import located
-from ..errors import SettingError
+from ...base.relaxed_json import located
+from ...errors import SettingError
 
 LONGEST = 10_000  # values in a file; aliases of YAML can make a few lines into billions
 DEEPEST = 100

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import SettingError
-from ..launcher.place import read_nodes
-from ..protocols import Facts
-from ..registry import PRECISIONS, STRATEGIES
-from ..settings import checked
+from ...errors import SettingError
+from ...launcher.place import read_nodes
+from ...protocols import Facts
+from ...registry import PRECISIONS, STRATEGIES
+from ...settings import checked
 from .case import AUTO, KNOWN, Case
 from .places import unusable
 

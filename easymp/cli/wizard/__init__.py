@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..base.lazy import at_first_use
+from ...base.lazy import at_first_use
 
 if TYPE_CHECKING:
     from .ahead import UnansweredError as UnansweredError

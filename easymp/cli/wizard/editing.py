@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import SettingError
-from ..settings import LAUNCH, LAUNCHING, checked
+from ...errors import SettingError
+from ...settings import LAUNCH, LAUNCHING, checked
 from .case import KNOWN
 from .toml import HERE, MORE, block, here, literal, unset
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..accelerator import Accelerator
-from ..errors import RefusedError
-from ..precision import PRECISIONS
-from ..protocols import Precision
+from ...accelerator import Accelerator
+from ...errors import RefusedError
+from ...precision import PRECISIONS
+from ...protocols import Precision
 from . import samples
 from .findings import Wrong
 

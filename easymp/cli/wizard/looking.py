@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from ..base import env
-from ..base.units import size
-from ..hardware import CPU, Device, Hardware, detect
+from ...base import env
+from ...base.units import size
+from ...hardware import CPU, Device, Hardware, detect
 
 # How many nodes a job has, as Slurm says it (man sbatch, "OUTPUT ENVIRONMENT VARIABLES").
 SLURM = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .. import checkpoint
-from ..accelerator import Accelerator
-from ..data import PreparedLoader
-from ..options import DataLoaderConfiguration
-from ..precision import PRECISIONS
+from ... import checkpoint
+from ...accelerator import Accelerator
+from ...data import PreparedLoader
+from ...options import DataLoaderConfiguration
+from ...precision import PRECISIONS
 from . import samples
 from .findings import Wrong
 from .precisions import plain

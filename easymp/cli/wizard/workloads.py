@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..base.torch_flags import switch
-from ..precision import PRECISIONS
+from ...base.torch_flags import switch
+from ...precision import PRECISIONS
 
 HEAD = 64  # width of a head of attention, as most models have
 

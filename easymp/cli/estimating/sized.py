@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import open_source
-from ..errors import SettingError, nearest
+from ...checkpoint import open_source
+from ...errors import SettingError, nearest
 from .stand_in import from_count, from_tensors
 
 COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)

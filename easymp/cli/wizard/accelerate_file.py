@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import nearest
-from ..precision import ALIASES
+from ...errors import nearest
+from ...precision import ALIASES
 from .taking import CLIP, OFF, Rule, Rules, Taking, when_on
 
 DEVICES = ("MULTI_GPU", "MULTI_XPU", "MULTI_CPU")
