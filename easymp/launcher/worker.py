@@ -27,9 +27,8 @@ def main() -> NoReturn:
     kind, cores, name, *arguments = sys.argv[1:]
     root = str(Path(__file__).resolve().parent.parent.parent)
     sys.path[0] = root
+    from easymp.base import env
     from easymp.launcher import binding, failure
-
-    from ..base import env
 
     error_file, rank = env.read("TORCHELASTIC_ERROR_FILE"), env.integer("RANK", 0)
     _die_with_launcher()
