@@ -63,13 +63,13 @@ if TYPE_CHECKING:
     from .settings import resolve as resolve
     from .strategies.batchnorm import SyncBatchNorm as SyncBatchNorm
     from .strategies.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
-    from .strategies.compiling import CompileOptions as CompileOptions
     from .strategies.data_parallel import DataParallelOptions as DataParallelOptions
     from .strategies.fsdp import FSDPOptions as FSDPOptions
     from .strategies.hsdp import HSDPOptions as HSDPOptions
     from .strategies.local_sgd import LocalSGDOptions as LocalSGDOptions
     from .strategies.pipeline import PipelineOptions as PipelineOptions
     from .strategies.tensor_parallel import TensorParallelOptions as TensorParallelOptions
+    from .strategies.transforms import CompileOptions as CompileOptions
     from .trackers.own import GeneralTracker as GeneralTracker
     from .training.collectives import broadcast as broadcast
     from .training.collectives import broadcast_object_list as broadcast_object_list
@@ -137,7 +137,7 @@ _HOMES = {
     "strategies.batchnorm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "strategies.pipeline": ("PipelineOptions",),
     "strategies.tensor_parallel": ("TensorParallelOptions",),
-    "strategies.compiling": ("CompileOptions",),
+    "strategies.transforms": ("CompileOptions",),
     "strategies.fsdp": ("FSDPOptions",),
     "strategies.hsdp": ("HSDPOptions",),
     "trackers.own": ("GeneralTracker",),

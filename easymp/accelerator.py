@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .protocols import Choice
     from .settings import Settings
-    from .strategies import compiling, recomputing
-    from .strategies.compiling import CompileOptions
+    from .strategies import transforms
+    from .strategies.transforms import CompileOptions
     from .trackers import recording
     from .training import checks, microstep, oom, prepare, state
     from .training import nonfinite as guards
@@ -71,8 +71,7 @@ modules_at_first_use(
     guards="training.nonfinite",
     planning="plan",
     setting="settings",
-    compiling="strategies.compiling",
-    recomputing="strategies.recomputing",
+    transforms="strategies.transforms",
 )
 logger = get_logger(__name__)
 
@@ -177,10 +176,10 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         **others: Never,
     ) -> None:
         checks.refuse_unknown(others)
-        recompute = recomputing.read_which(
+        recompute = transforms.read_which(
             False if activation_checkpointing is None else activation_checkpointing
         )
-        compiled = compiling.read_compile(False if compile is None else compile, dynamo_backend)
+        compiled = transforms.read_compile(False if compile is None else compile, dynamo_backend)
         handlers = checks.by_kind(kwargs_handlers)
         project = project_config or records.ProjectConfiguration()
         if project_dir is not None and project.project_dir not in (None, os.fspath(project_dir)):
@@ -197,8 +196,10 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         group = handlers.get(records.InitProcessGroupKwargs)
         log_words, own_trackers = trackers.words_of(log_with)
         words = {True: "model", False: "no"}
-        parts = compile.what if isinstance(compile, compiling.CompileOptions) else words.get(compile, compile)  # type: ignore[arg-type]
-        again = None if activation_checkpointing is None else recomputing.worded(recompute)
+        parts = (
+            compile.what if isinstance(compile, transforms.CompileOptions) else words.get(compile, compile)
+        )  # type: ignore[arg-type]
+        again = None if activation_checkpointing is None else transforms.worded(recompute)
         asked = setting.resolve(
             settings,
             compile=parts,
@@ -222,9 +223,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             log_with=log_words,
         )
         if asked.compile != parts:
-            compiled = compiling.compile_setting(asked.compile, dynamo_backend)
+            compiled = transforms.compile_setting(asked.compile, dynamo_backend)
         if asked.activation_checkpointing != again:
-            recompute = recomputing.read_words(str(asked.activation_checkpointing))
+            recompute = transforms.read_words(str(asked.activation_checkpointing))
         if asked.project_dir not in (None, project.project_dir):
             project.set_directories(asked.project_dir)
         plan = planning.make_plan(

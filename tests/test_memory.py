@@ -14,7 +14,7 @@ from easymp.base.dtensor import local
 from easymp.errors import BatchError, PrepareError, SettingError
 from easymp.precision import PRECISIONS
 from easymp.strategies import STRATEGIES
-from easymp.strategies.recomputing import find_recomputed, recompute
+from easymp.strategies.transforms import find_recomputed, recompute
 from easymp.training.activations import bytes_saved
 from easymp.training.memory import Memory, estimate, table
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..strategies.materialising import swap_in
+from ..strategies.meta_init import swap_in
 
 
 def check_buffers(model: nn.Module) -> None:

@@ -14,12 +14,12 @@ from ..settings import read_bytes
 from ..training.wrapper import unwrap as unwrapped
 
 if TYPE_CHECKING:
-    from ..strategies import materialising
+    from ..strategies import meta_init
     from ..training.state import Run
     from .huggingface import Bring, Item
     from .storage import Storage
 
-modules_at_first_use(globals(), materialising=".strategies.materialising")
+modules_at_first_use(globals(), meta_init=".strategies.meta_init")
 
 
 class Weights:
@@ -162,7 +162,7 @@ def _refuse_code(safe: bool, what: str) -> None:
 
 def _spread(module: nn.Module, state: dict[str, Any]) -> bool:
     """Whether ranks hold different parts; all of them see the same."""
-    return materialising.left_to_others(module) or any(hasattr(t, "to_local") for t in state.values())
+    return meta_init.left_to_others(module) or any(hasattr(t, "to_local") for t in state.values())
 
 
 def _distinct(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -19,7 +19,7 @@ from ..distributed import read_ranks
 from ..errors import CheckpointError, SettingError, nearest
 from ..logging import get_logger
 from ..settings import read_bytes
-from ..strategies.materialising import left_to_others
+from ..strategies.meta_init import left_to_others
 from .accelerate_import import read_state_dict
 from .allocating import allocate, check_buffers
 from .boxes import whole

@@ -29,8 +29,8 @@ from ..optim.elementwise import check_sums
 from ..precision.autocast import as_if_fp32
 from ..protocols import Counting, Facts, Layout, Manner, Refusal, nowhere, pieces
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sparse
-from .materialising import materialise, on_meta
-from .norms import clip_to_norm, counting
+from .meta_init import materialise, on_meta
+from .single import clip_to_norm, counting
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from ..distributed import World
 from ..errors import EasympWarning, RefusedError, SettingError
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
-from .framed import Framed
-from .norms import clip_whole
+from .single import Framed, clip_whole
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ..precision import ALIASES, PRECISIONS
 from ..precision.mixed import LOW
 from ..protocols import Choice, Layout, Precision, Source
 from ..strategies import STRATEGIES, read_options
-from ..strategies.recomputing import find_recomputed, read_which, recompute
+from ..strategies.transforms import find_recomputed, read_which, recompute
 from .activations import bytes_saved
 
 # Tensors of a parameter's own size that an optimizer keeps for it, by the options of its group; the names are of torch's classes.

@@ -31,9 +31,8 @@ from ..precision.mixed import LOW, raise_weights
 from ..protocols import Choice, Manner, Precision, Strategy
 from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
-from ..strategies.compiling import CompileOptions, Compiling
-from ..strategies.materialising import materialise, on_meta
-from ..strategies.recomputing import Which, find_recomputed, recompute
+from ..strategies.meta_init import materialise, on_meta
+from ..strategies.transforms import CompileOptions, Compiling, Which, find_recomputed, recompute
 from .auto_strategy import Fitting
 from .checks import ADDED, describe, describe_record
 from .state import Run

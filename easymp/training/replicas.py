@@ -18,7 +18,7 @@ from torch import Tensor
 from ..base.dtensor import local
 from ..distributed import World, first_difference, odd_one_out
 from ..errors import WorldError
-from ..strategies.norms import copies
+from ..strategies.single import copies
 from .checks import ADDED, describe_options
 
 if TYPE_CHECKING:

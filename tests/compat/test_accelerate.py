@@ -28,9 +28,9 @@ from easymp.compat.accelerate.utils import (
     str_to_bool,
 )
 from easymp.errors import EasympWarning, RefusedError, SettingError, StepError, WorldError
-from easymp.strategies.compiling import CompileOptions
 from easymp.strategies.fsdp import FSDPOptions
 from easymp.strategies.hsdp import HSDPOptions
+from easymp.strategies.transforms import CompileOptions
 
 from ..conftest import Ranks
 

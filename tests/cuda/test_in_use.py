@@ -12,7 +12,7 @@ from easymp.errors import KernelError
 from easymp.optim.masters import Masters
 from easymp.optim.sums import Sums
 from easymp.precision import Scaler
-from easymp.strategies.hooks import Journey, all_reduce
+from easymp.strategies.ddp import Journey, all_reduce
 
 from .compiled import CompiledLauncher
 

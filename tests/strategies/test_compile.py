@@ -10,7 +10,7 @@ from torch import nn
 
 from easymp import Accelerator, CompileOptions
 from easymp.errors import PrepareError, SettingError
-from easymp.strategies.compiling import read_compile
+from easymp.strategies.transforms import read_compile
 
 from .models import Block, Tied, make, train
 from .test_fsdp import agree

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from easymp import Accelerator
 from easymp.errors import PrepareError
-from easymp.strategies.materialising import materialise
+from easymp.strategies.meta_init import materialise
 
 from .models import Tied, conv, mlp, whole
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from easymp import Accelerator
-from easymp.strategies.norms import clip_to_norm, copies
+from easymp.strategies.single import clip_to_norm, copies
 
 SHAPES = [(7, 6), (5,), (8, 4), (3, 3), (2, 9), (4,), (1,), (6, 5)]
 TYPES = [1.0, 2.0, 3.0, math.inf]

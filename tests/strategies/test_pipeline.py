@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from easymp import Accelerator, PipelineOptions
 from easymp.errors import BatchError, EasympError, PrepareError, RefusedError, SettingError, StepError
 from easymp.protocols import Manner
-from easymp.strategies.cuts import balance, candidates, choose, survey
-from easymp.strategies.pipeline import Pipeline
-from easymp.strategies.schedule import split
-from easymp.strategies.stage import form_of, own_stream
+from easymp.strategies.pipeline import Pipeline, split
+from easymp.strategies.pipeline_stage import balance, candidates, choose, form_of, own_stream, survey
 
 from .models import WIDTH, Tied, make, train
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from easymp import Accelerator
 from easymp.errors import PrepareError, SettingError
-from easymp.strategies.recomputing import find_recomputed, recompute
+from easymp.strategies.transforms import find_recomputed, recompute
 
 from .models import Block, Tied, make, train
 from .test_fsdp import agree

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from easymp import Accelerator, FSDPOptions, TensorParallelOptions
 from easymp.errors import BatchError, PrepareError, RefusedError, SettingError, StepError
-from easymp.strategies.tensor_parallel import TensorParallel
-from easymp.strategies.tensor_plan import gathered, read_plan
+from easymp.strategies.tensor_parallel import TensorParallel, gathered, read_plan
 
 from ..versions import ADDS
 from .models import Tied, make, train, whole

@@ -22,7 +22,7 @@ from easymp.options import GradScalerKwargs
 from easymp.precision import rule_from
 from easymp.settings import Launching, Settings
 from easymp.strategies import STRATEGIES, read_options
-from easymp.strategies.recomputing import read_which
+from easymp.strategies.transforms import read_which
 
 SHARDED = """
 compute_environment: LOCAL_MACHINE

@@ -8,9 +8,9 @@ from enum import StrEnum
 from typing import Any
 
 from ...errors import RefusedError, SettingError, nearest
-from ...strategies.compiling import CompileOptions
 from ...strategies.fsdp import FSDPOptions
 from ...strategies.hsdp import HSDPOptions
+from ...strategies.transforms import CompileOptions
 from .layer import layer
 
 # Words of torch's FSDP1, with strategy, its record of options, and `reshard_after_forward`; numbers are 1, 2 … in this order.

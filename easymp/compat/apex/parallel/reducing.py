@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ....errors import RefusedError
-from ....strategies.ddp import UNFINISHED
-from ....strategies.hooks import Journey, all_reduce
+from ....strategies.ddp import UNFINISHED, Journey, all_reduce
 from ..saying import ApexError, layer
 
 NATIVE = """
