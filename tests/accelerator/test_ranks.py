@@ -22,7 +22,7 @@ from easymp import (
 )
 from easymp.training import collectives as ops
 
-from ..world.hurry import hurry
+from ..distributed.hurry import hurry
 from .models import data, make, train
 
 

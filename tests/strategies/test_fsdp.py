@@ -26,7 +26,7 @@ from easymp.errors import PrepareError, RefusedError, SettingError, StepError
 from easymp.strategies import STRATEGIES, blocks
 from easymp.strategies.blocks import find_blocks, find_layers
 
-from ..world.hurry import hurry
+from ..distributed.hurry import hurry
 from .models import Tied, make, train, whole
 from .ways import PAIRS
 
