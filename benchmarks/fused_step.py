@@ -56,9 +56,9 @@ from steppers import (
 from torch import Tensor
 from torch.autograd import DeviceType, profiler
 
-from easymp.cuda.availability import Unavailable, launcher_for
+from easymp.cuda.cupy_launcher import Unavailable, launcher_for
+from easymp.cuda.elementwise import CHUNK
 from easymp.cuda.kernel import THREADS, Launcher
-from easymp.cuda.table import CHUNK
 from easymp.optim import torch_engine
 
 COPY = "torch's copy_"
@@ -555,8 +555,8 @@ def graphics(device: torch.device) -> str:
 # Both are part of the kernels' text, which is made at import: each pair is a process of its own, told before it imports the rest.
 BEGIN = """
 import runpy, sys
-import easymp.cuda.kernel, easymp.cuda.table
-easymp.cuda.kernel.THREADS, easymp.cuda.table.CHUNK = int(sys.argv[1]), int(sys.argv[2])
+import easymp.cuda.kernel, easymp.cuda.elementwise
+easymp.cuda.kernel.THREADS, easymp.cuda.elementwise.CHUNK = int(sys.argv[1]), int(sys.argv[2])
 sys.argv = sys.argv[3:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

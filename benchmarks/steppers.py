@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from easymp import Accelerator, GradScalerKwargs
 from easymp.cuda.kernel import Launcher
 from easymp.cuda.rounding import Rounding
+from easymp.cuda.rule import Scale
 from easymp.cuda.rules import ADAM
-from easymp.cuda.scale import Scale
 from easymp.cuda.step import EMA, FusedStep
 from easymp.optim import AdamW, TorchEngine, torch_engine
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..base.dtensor import local
 from ..errors import CheckpointError, StepError
 from ..optim import PreparedOptimizer
-from ..optim.fused import IMPLEMENTATION
+from ..optim.torch_step import IMPLEMENTATION
 from ..precision.mixed import LOW
 from .boxes import Box
 from .fitting import check_like, is_known, names_apart, once, several

@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from .rounding import ROUNDING
+
 THREADS = 256  # of a block
 
 
@@ -55,3 +57,70 @@ class Launcher(Protocol):
             KernelError: it cannot be compiled or started.
         """
         ...
+
+
+# -- The words that kernels are written in: numbers of half precision, and loads and stores of 16 bytes.
+
+
+PREAMBLE = (
+    r"""
+typedef long long i64;
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+struct bf16 { u16 bits; };
+struct fp16 { u16 bits; };
+
+template <class T> DEVICE T* at(u64 address) { return reinterpret_cast<T*>(address); }
+
+union word32 { float number; u32 bits; };
+DEVICE u32 bits_of(float x) { word32 w; w.number = x; return w.bits; }
+DEVICE float float_of(u32 bits) { word32 w; w.bits = bits; return w.number; }
+
+DEVICE bool finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
+
+DEVICE float up(float x) { return x; }
+DEVICE float up(bf16 x) { return float_of((u32)x.bits << 16); }
+DEVICE float up(fp16 x) { return half_to_float(x.bits); }
+
+// To the nearest, ties to even, as torch rounds.
+DEVICE void down(float x, float& y) { y = x; }
+DEVICE void down(float x, bf16& y) {
+  const u32 b = bits_of(x);
+  y.bits = x != x ? 0x7fc0u : (u16)((b + 0x7fffu + ((b >> 16) & 1u)) >> 16);
+}
+DEVICE void down(float x, fp16& y) { y.bits = float_to_half(x); }
+
+// N numbers in words of up to 16 bytes: `from` is aligned to them.
+template <int BYTES> struct words;
+template <> struct words<8> { typedef uint2 type; };
+template <> struct words<16> { typedef uint4 type; };
+template <> struct words<32> { typedef uint4 type; };
+
+template <class T, int N> union pack {
+  typedef typename words<N * sizeof(T)>::type word;
+  word raw[N * sizeof(T) / sizeof(word)];
+  T x[N];
+};
+
+template <int N, class T> DEVICE void get(const T* from, float (&to)[N]) {
+  pack<T, N> p;
+#pragma unroll
+  for (int k = 0; k < (int)(sizeof(p.raw) / sizeof(p.raw[0])); ++k)
+    p.raw[k] = __ldcs(reinterpret_cast<const typename pack<T, N>::word*>(from) + k);
+#pragma unroll
+  for (int k = 0; k < N; ++k) to[k] = up(p.x[k]);
+}
+
+template <int N, class T> DEVICE void put(T* to, const float (&from)[N]) {
+  pack<T, N> p;
+#pragma unroll
+  for (int k = 0; k < N; ++k) down(from[k], p.x[k]);
+#pragma unroll
+  for (int k = 0; k < (int)(sizeof(p.raw) / sizeof(p.raw[0])); ++k)
+    __stcs(reinterpret_cast<typename pack<T, N>::word*>(to) + k, p.raw[k]);
+}
+"""
+    + ROUNDING
+)

@@ -6,13 +6,17 @@ as `torch.nn.utils.clip_grad_norm_` has it; the step multiplies by it as it read
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .kernel import THREADS, Kernel
-from .streams import Role, stream
+from ..base.dtensor import local, parts
+from .elementwise import TYPES, Role, Row, Table, capturing, dense, lay_out, places, plain, stream
+from .kernel import THREADS, Kernel, Launcher
 
 RESULT = ("norm", "factor", "found_inf", "inverse_scale")  # float32, what `conclude` writes
 
@@ -133,3 +137,126 @@ def reference(grads: list[Tensor], scale: Tensor | None, max_norm: float) -> Ten
     clip = max_norm / (norm + 1e-6)
     clip = torch.where(norm.isnan(), norm, torch.where(clip < 1.0, clip, 1.0))
     return torch.stack([norm, inverse * clip, torch.tensor(float(bad)).double(), inverse]).float()
+
+
+# -- All gradients at once, of whatever dtypes: measured, or unscaled where they lie.
+
+
+OverRanks = Callable[[Tensor], None]  # adds up a float64 tensor [2] over the ranks, in place; a collective
+
+
+@dataclass
+class _Laid:
+    """Gradients where they lay when the table was made; it owns none of them, so that they can be freed.
+
+    Attributes:
+        owners: whose they are.
+        seen: of all gradients, their owners and `places`; while it stays, so does the table. None where some had to be copied.
+        left: owners of those that the table does not have.
+    """
+
+    owners: Sequence[Any] = ()
+    seen: Any = None
+    left: list[Any] = field(default_factory=list)
+    dtypes: tuple[torch.dtype, ...] = ()
+    table: Table | None = None
+    partials: Tensor | None = None
+
+
+class Gradients:
+    """Kernels over lists of gradients on the launcher's device.
+
+    Args:
+        copies: of a gradient's owner, the number of ranks that hold the same elements of it; where it is 0, they are counted elsewhere.
+    """
+
+    def __init__(self, launcher: Launcher, copies: Callable[[Any], int] = lambda owner: 1) -> None:
+        self._launcher, self._copies = launcher, copies
+        self._laid = _Laid()
+        self._captured: list[_Laid] = []  # what graphs point at
+
+    def takes(self, gradient: Tensor) -> bool:
+        """Whether these kernels read it: a strided tensor on this device, of a dtype that they know."""
+        return gradient.device == self._launcher.device and gradient.dtype in TYPES and plain(gradient)
+
+    def measure(
+        self,
+        gradients: Sequence[Tensor],
+        owners: Sequence[Tensor],
+        max_norm: float = float("inf"),
+        scale: Tensor | None = None,
+        over_ranks: OverRanks | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """float32 [4], as `measure.RESULT` names them; and the owners of gradients that these kernels do not read."""
+        laid, held = self._lay_out(parts(list(gradients)), owners)
+        result = self._run(squares, laid, max_norm, scale, over_ranks)
+        del held  # until all that reads them is in the stream
+        return result, laid.left
+
+    def unscale(self, gradients: Iterable[Tensor], scale: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Divide gradients by `scale` in place; float32, 0-dim, above 0 if one was not finite; and those left to torch."""
+        mine, rest = [], []
+        for gradient in map(local, gradients):
+            fits = self.takes(gradient) and dense(gradient) and not gradient.is_neg()
+            (mine if fits else rest).append(gradient)
+        return self._run(unscaled, self._lay_out(mine, [None] * len(mine))[0], float("inf"), scale, None)[
+            RESULT.index("found_inf")
+        ], rest
+
+    def _run(
+        self,
+        make: Callable[[torch.dtype], Kernel],
+        laid: _Laid,
+        max_norm: float,
+        scale: Tensor | None,
+        over_ranks: OverRanks | None,
+    ) -> Tensor:
+        device, launch = self._launcher.device, self._launcher.launch
+        self._launcher.ready([*map(make, laid.dtypes), TOTAL, *([] if over_ranks is None else [CONCLUDE])])
+        result = torch.empty(len(RESULT), dtype=torch.float32, device=device)
+        totals = torch.empty(2, dtype=torch.float64, device=device)
+        at, count, partials = (0 if scale is None else scale.data_ptr()), 0, 0
+        if laid.table is not None and laid.partials is not None:
+            count, partials = laid.table.starts[-1], laid.partials.data_ptr()
+            rows, chunks = laid.table.rows.data_ptr(), laid.table.chunks.data_ptr()
+            if capturing(device):
+                self._captured.append(laid)
+            for dtype, first, last in zip(laid.dtypes, laid.table.starts, laid.table.starts[1:]):
+                if last > first:
+                    launch(make(dtype), last - first, [rows, chunks + 8 * first, partials + 16 * first, at])
+        launch(
+            TOTAL,
+            1,
+            [partials, count, totals.data_ptr(), over_ranks is None, at, max_norm, result.data_ptr()],
+        )
+        if over_ranks is not None:
+            over_ranks(totals)
+            launch(CONCLUDE, 1, [totals.data_ptr(), at, max_norm, result.data_ptr()])
+        return result
+
+    def _lay_out(self, gradients: list[Tensor], owners: Sequence[Any]) -> tuple[_Laid, list[Tensor]]:
+        """The table of `gradients`, the last one if all is where it was; and what it points at."""
+        found = places(gradients)
+        seen = None if found is None else [list(map(id, owners)), *found]
+        if seen is not None and seen == self._laid.seen:
+            return self._laid, gradients
+        left: list[Any] = []
+        kinds: dict[torch.dtype, list[Row]] = {}
+        held: list[Tensor] = []
+        for gradient, owner in zip(gradients, owners):
+            if not self.takes(gradient):
+                left.append(owner)
+            elif copies := self._copies(owner):
+                here = _readable(gradient)
+                held.append(here)
+                kinds.setdefault(gradient.dtype, []).append(Row((here,), copies))
+                if here is not gradient:
+                    seen = None
+        table = lay_out(list(kinds.values()), self._launcher.device)
+        partials = torch.empty((table.starts[-1], 2), dtype=torch.float64, device=self._launcher.device)
+        self._laid = _Laid(owners, seen, left, tuple(kinds), table, partials)
+        return self._laid, held
+
+
+def _readable(gradient: Tensor) -> Tensor:
+    return gradient if dense(gradient) and not gradient.is_neg() else gradient.contiguous().resolve_neg()

@@ -26,16 +26,11 @@ from torch import Tensor
 from ..base.dtensor import add_up, local, parts
 from ..errors import KernelError, StepError
 from . import EMA
-from .gradients import Gradients, OverRanks
+from .elementwise import TYPES, Row, Table, addresses, alike, capturing, dense, lay_out, places, plain, upload
 from .kernel import THREADS, Kernel, Launcher
-from .measure import totals
-from .prepare import MOST, TENSOR, prepare, weigh
+from .measure import Gradients, OverRanks, totals
 from .rounding import Rounding
-from .rules.rule import Group, Rule, Survey
-from .scale import Scale
-from .streams import TYPES
-from .table import Row, Table, addresses, alike, capturing, dense, lay_out, places, plain, upload
-from .update import roles_of, survey_of, update
+from .rule import MOST, TENSOR, Group, Rule, Scale, Survey, prepare, roles_of, survey_of, update, weigh
 
 _NOTHING: dict[str, Any] = {}
 Gradient = Callable[[Tensor], "Tensor | None"]

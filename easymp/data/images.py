@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cuda.images import normalised
+from ..cuda.casts import normalised
 from ..errors import BatchError, SettingError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from .engines import engine_for as engine_for
     from .factor import leave_to_step as leave_to_step
     from .factor import may_leave as may_leave
-    from .fused import fuse as fuse
     from .fusing import FusedOptimizer as FusedOptimizer
-    from .hooks import indifferent as indifferent
     from .items import ItemWindow as ItemWindow
     from .lamb import LAMB as LAMB
     from .larc import LARC as LARC
@@ -33,6 +31,8 @@ if TYPE_CHECKING:
     from .sums import Sums as Sums
     from .swapping import averages_in as averages_in
     from .torch_engine import TorchEngine as TorchEngine
+    from .torch_step import fuse as fuse
+    from .torch_step import indifferent as indifferent
 
 _HOMES = {
     "adagrad": ("Adagrad",),

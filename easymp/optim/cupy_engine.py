@@ -8,19 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cuda.elementwise import TYPES
 from ..cuda.kernel import Launcher
-from ..cuda.rules.rule import Rule
-from ..cuda.scale import Scale
+from ..cuda.rule import Rule, Scale
 from ..cuda.step import FusedStep
-from ..cuda.streams import TYPES
 from ..errors import KernelError
 from ..precision.scaler import takes_found_inf
 from ..protocols import Counting
 from .averages import Averages
-from .hooks import watched
 from .masters import Masters
 from .sharded import ShardedOptimizer
 from .torch_engine import Measured, OverRanks, TorchEngine, multiply
+from .torch_step import watched
 
 
 class CupyEngine:

@@ -20,9 +20,9 @@ from .sharded import ShardedOptimizer
 from .torch_engine import Measured, OverRanks, TorchEngine
 
 if TYPE_CHECKING:
-    from ..cuda.availability import Unavailable
+    from ..cuda.cupy_launcher import Unavailable
     from ..cuda.kernel import Launcher
-    from ..cuda.scale import Scale
+    from ..cuda.rule import Scale
     from .masters import Masters
 
 

@@ -12,7 +12,7 @@ from ..base.dtensor import local
 from ..errors import StepError
 from ..precision import Scaler
 from ..precision.scaler import NO_GRADIENTS, Phase
-from .norms import multiply
+from .torch_step import multiply
 
 if TYPE_CHECKING:
     from .optimizer import PreparedOptimizer

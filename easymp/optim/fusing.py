@@ -21,14 +21,13 @@ from ..cuda import EMA
 from ..errors import KernelError, SettingError, StepError
 from ..protocols import Counting
 from .averages import Averages
-from .fused import keep_implementation
-from .norms import values, wide_norms
+from .torch_step import keep_implementation, values, wide_norms
 from .widening import Widened
 
 if TYPE_CHECKING:
     from ..cuda.rounding import Rounding
+    from ..cuda.rule import Scale
     from ..cuda.rules import Rule
-    from ..cuda.scale import Scale
     from ..cuda.step import FusedStep
 
 

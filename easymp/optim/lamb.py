@@ -11,7 +11,7 @@ from torch import Tensor
 from ..cuda.rules import LAMB as RULE
 from .fusing import Options
 from .listed import ListedOptimizer, Lists, check, signed
-from .norms import whole_squares
+from .torch_step import whole_squares
 
 
 class LAMB(ListedOptimizer):

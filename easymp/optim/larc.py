@@ -15,7 +15,7 @@ from ..cuda.rules import RULES, Rule, Trust, larc
 from ..cuda.rules.larc import adapted
 from ..errors import RefusedError
 from .fusing import FusedOptimizer, Options
-from .norms import whole_squares, wide
+from .torch_step import whole_squares, wide
 
 
 class LARC(FusedOptimizer):

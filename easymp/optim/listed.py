@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base.dtensor import local
 from ..errors import SettingError
 from .fusing import FusedOptimizer
-from .norms import wide
+from .torch_step import wide
 from .widening import fill, round_back
 
 

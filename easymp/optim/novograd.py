@@ -14,7 +14,7 @@ from ..cuda.rules import NOVOGRAD
 from ..errors import SettingError, StepError
 from .fusing import Options
 from .listed import ListedOptimizer, Lists, check, signed
-from .norms import whole_squares
+from .torch_step import whole_squares
 
 
 class NovoGrad(ListedOptimizer):

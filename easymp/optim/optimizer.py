@@ -17,11 +17,11 @@ from ..precision import Scaler
 from .averages import without
 from .engines import Engine
 from .factor import Factor, leave_to_step, may_leave
-from .fused import fill_momentum, keep_implementation
 from .fusing import FusedOptimizer
 from .masters import Masters
 from .sums import Sums
 from .torch_engine import TorchEngine
+from .torch_step import fill_momentum, keep_implementation
 
 logger = get_logger(__name__)
 

@@ -25,10 +25,9 @@ from ..distributed import World
 from ..errors import RefusedError, StepError, WorldError
 from ..precision.scaler import takes_found_inf
 from .elementwise import check_sums, elementwise
-from .fused import fill_momentum
 from .fusing import FusedOptimizer
-from .hooks import indifferent
 from .parts import Reunion, cut
+from .torch_step import fill_momentum, indifferent
 
 HOOKS = (
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),

@@ -13,12 +13,11 @@ from ..precision.scaler import step_told, takes_found_inf
 from ..protocols import Counting
 from .averages import Averages
 from .fusing import FusedOptimizer
-from .hooks import watched
-from .norms import multiply, wide_norms
 from .sharded import ShardedOptimizer, holder_of
+from .torch_step import multiply, watched, wide_norms
 
 if TYPE_CHECKING:
-    from ..cuda.scale import Scale
+    from ..cuda.rule import Scale
 
 DTYPES = (torch.float32, torch.bfloat16)  # of gradients for which the factor is exact enough, in float32
 

@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .fused import fill_momentum, fuse
 from .fusing import FusedOptimizer, Way
-from .norms import multiply
+from .torch_step import fill_momentum, fuse, multiply
 
 
 class TorchsOptimizer(FusedOptimizer):

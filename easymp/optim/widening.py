@@ -14,11 +14,11 @@ from torch import Tensor
 
 from .. import cuda
 from ..base.dtensor import local
-from .norms import wide
+from .torch_step import wide
 
 if TYPE_CHECKING:
     from ..cuda.rounding import Rounding
-    from ..cuda.rules.rule import Group, Rule
+    from ..cuda.rule import Group, Rule
 
 
 def fill(

@@ -28,8 +28,8 @@ from ..errors import SettingError, StepError
 from ..options import GradScalerKwargs
 
 if TYPE_CHECKING:
-    from ..cuda.gradients import Gradients
-    from ..cuda.scale import Scale
+    from ..cuda.measure import Gradients
+    from ..cuda.rule import Scale
 
 NO_GRADIENTS = "unscale_ or step() before any backward(): this optimizer has no gradients yet"
 PAST = (

@@ -29,7 +29,7 @@ from ..base.pytree import concatenate, leaves, map_leaves, slice_tensors
 from ..base.rebinding import follow
 from ..distributed import World, odd_one_out
 from ..errors import BatchError, PrepareError, RefusedError, SettingError, StepError, WorldError
-from ..optim.norms import multiply, values
+from ..optim.torch_step import multiply, values
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from .meta_init import LEFT
 from .pipeline_stage import Cuts, Stage, balance, candidates, choose, form_of, own_stream, survey

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..base.dtensor import local
 from ..distributed import World
-from ..optim.norms import multiply, values
+from ..optim.torch_step import multiply, values
 from ..options import DistributedDataParallelKwargs
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 

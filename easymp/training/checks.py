@@ -17,7 +17,7 @@ from ..options import HANDLERS
 from ..settings import NAMES
 
 if TYPE_CHECKING:
-    from ..optim import fused
+    from ..optim import torch_step
 
 modules_at_first_use(globals(), fused=".optim.fused")
 
@@ -165,7 +165,7 @@ def describe_options(optimizer: torch.optim.Optimizer, wait: bool = True) -> Ite
     kind = type(getattr(optimizer, "given", optimizer)).__name__
     for g, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            if name not in ("params", "param_names", *fused.IMPLEMENTATION):
+            if name not in ("params", "param_names", *torch_step.IMPLEMENTATION):
                 yield f"{kind} group {g} {name}={_said(value, wait)}"
 
 

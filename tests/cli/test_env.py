@@ -8,7 +8,7 @@ import pytest
 
 from easymp import cuda
 from easymp.cli import env, main
-from easymp.cuda.availability import Facts
+from easymp.cuda.cupy_launcher import Facts
 from easymp.hardware import CPU, Device, Hardware
 
 SERVER = Hardware(

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from easymp.cuda.kernel import THREADS, Kernel
-from easymp.cuda.preamble import PREAMBLE
+from easymp.cuda.kernel import PREAMBLE, THREADS, Kernel
 
 FLAGS = tuple(os.environ.get("KERNEL_FLAGS", "").split())  # of g++, in a process of test_sanitized
 CTYPES = {"uint64": ctypes.c_uint64, "int64": ctypes.c_int64, "float64": ctypes.c_double}

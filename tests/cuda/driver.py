@@ -10,7 +10,7 @@ import sys
 from contextlib import contextmanager
 from typing import Any
 
-from easymp.cuda import launching
+from easymp.cuda import cupy_launcher
 from easymp.cuda.kernel import THREADS, Kernel
 
 from .compiled import CTYPES, compiled, source
@@ -59,7 +59,11 @@ class Driver:
     @contextmanager
     def here(self) -> Any:
         """`launching` on this device."""
-        make, stream, guard = launching.elementwise, launching.current_stream, launching.torch.cuda.device
+        make, stream, guard = (
+            cupy_launcher.elementwise,
+            cupy_launcher.current_stream,
+            cupy_launcher.torch.cuda.device,
+        )
 
         def elementwise(kernel: Kernel) -> Any:
             self._making = kernel
@@ -70,7 +74,7 @@ class Driver:
             self.guarded += 1
             yield
 
-        launching.elementwise, launching.current_stream, launching.torch.cuda.device = (
+        cupy_launcher.elementwise, cupy_launcher.current_stream, cupy_launcher.torch.cuda.device = (
             elementwise,
             lambda index: STREAM,
             guarded,
@@ -78,7 +82,11 @@ class Driver:
         try:
             yield
         finally:
-            launching.elementwise, launching.current_stream, launching.torch.cuda.device = make, stream, guard
+            cupy_launcher.elementwise, cupy_launcher.current_stream, cupy_launcher.torch.cuda.device = (
+                make,
+                stream,
+                guard,
+            )
 
     def _put(self, module: Any, name: str, function: Any, result: Any, *kinds: Any) -> None:
         api = ctypes.pythonapi

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from easymp.cuda import casts, images
-from easymp.cuda.availability import PROBE
+from easymp.cuda import casts
+from easymp.cuda.cupy_launcher import PROBE
 from easymp.cuda.kernel import Kernel
 from easymp.cuda.measure import CONCLUDE, TOTAL, squares, totals, unscaled
-from easymp.cuda.prepare import prepare, weigh
+from easymp.cuda.rule import prepare, survey_of, update, weigh
 from easymp.cuda.rules import ADAM, ALL, LAMB, SGD, Rule
-from easymp.cuda.update import survey_of, update
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)
@@ -53,7 +52,7 @@ def beside_steps() -> Iterator[Kernel]:
     yield from (PROBE, TOTAL, CONCLUDE)
     for dtype in DTYPES:
         yield from (squares(dtype), unscaled(dtype))
-        yield from (images.last(3, dtype), images.planes(3, dtype), images.last(1, dtype))
+        yield from (casts.last(3, dtype), casts.planes(3, dtype), casts.last(1, dtype))
         if dtype != F32:
             yield from (
                 casts.add(dtype),
@@ -84,7 +83,7 @@ def few_kernels() -> list[Kernel]:
     ]
     return list(
         dict.fromkeys(
-            [TOTAL, squares(F16), images.last(3, BF16), casts.divide(F32, F16), *chosen, *of_rule(SGD, ())]
+            [TOTAL, squares(F16), casts.last(3, BF16), casts.divide(F32, F16), *chosen, *of_rule(SGD, ())]
         )
     )
 

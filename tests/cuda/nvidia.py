@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from easymp.cuda.kernel import Kernel
-from easymp.cuda.launching import DEVICE, OPTIONS, elementwise
-from easymp.cuda.preamble import PREAMBLE
+from easymp.cuda.cupy_launcher import DEVICE, OPTIONS, elementwise
+from easymp.cuda.kernel import PREAMBLE, Kernel
 
 
 def written(kernel: Kernel) -> str:

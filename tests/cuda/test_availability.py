@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from easymp.base import env
-from easymp.cuda import availability
-from easymp.cuda.availability import (
+from easymp.cuda import cupy_launcher
+from easymp.cuda.cupy_launcher import (
     Facts,
     Unavailable,
     facts,

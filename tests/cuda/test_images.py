@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from easymp.cuda import images as module
-from easymp.cuda.images import normalised
+from easymp.cuda import casts as module
+from easymp.cuda.casts import normalised
 
 from .compiled import CompiledLauncher
 

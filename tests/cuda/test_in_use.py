@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from easymp import cuda
-from easymp.cuda import casts, ready
-from easymp.cuda.availability import Unavailable
-from easymp.cuda.gradients import Gradients
-from easymp.cuda.launching import CupyLauncher
+from easymp.cuda import casts, cupy_launcher
+from easymp.cuda.cupy_launcher import CupyLauncher, Unavailable
+from easymp.cuda.measure import Gradients
 from easymp.errors import KernelError
 from easymp.optim.masters import Masters
 from easymp.optim.sums import Sums
@@ -159,9 +158,9 @@ def test_a_kernel_that_cannot_be_compiled_is_torchs_from_then_on(monkeypatch):
     monkeypatch.setattr(ready, "warn_once", said.append)
     monkeypatch.setattr(ready, "_broken", set())
     kernels = [casts.add(torch.bfloat16)]
-    assert ready.launcher_with(device, kernels) is None
-    assert ready.launcher_with(device, kernels) is None
+    assert cupy_launcher.launcher_with(device, kernels) is None
+    assert cupy_launcher.launcher_with(device, kernels) is None
     assert (Broken.asked, said) == (1, ["nvrtc said so"])
     monkeypatch.setattr(ready, "launcher_for", lambda device: Unavailable("no CuPy"))
-    assert ready.launcher_with(device, [casts.add(torch.float16)]) is None
-    assert ready.launcher_with(torch.device("cpu"), kernels) is None
+    assert cupy_launcher.launcher_with(device, [casts.add(torch.float16)]) is None
+    assert cupy_launcher.launcher_with(torch.device("cpu"), kernels) is None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from easymp.cuda.availability import probe
+from easymp.cuda.cupy_launcher import MOST_BLOCKS, CupyLauncher, probe
 from easymp.cuda.kernel import Kernel
-from easymp.cuda.launching import MOST_BLOCKS, CupyLauncher
 from easymp.cuda.rules import RULES
 from easymp.cuda.step import FusedStep
 from easymp.errors import KernelError

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from easymp.cuda import availability, casts, images
-from easymp.cuda.availability import launcher_for
-from easymp.cuda.gradients import Gradients
+from easymp.cuda import casts, cupy_launcher
+from easymp.cuda.cupy_launcher import CupyLauncher, launcher_for
 from easymp.cuda.kernel import Kernel
-from easymp.cuda.launching import CupyLauncher
+from easymp.cuda.measure import Gradients
 from easymp.cuda.rounding import Rounding
 from easymp.cuda.rules import ALL, RULES
 from easymp.cuda.step import FusedStep
@@ -194,8 +193,8 @@ def test_casts_and_sums():
 def test_images(order, size):
     pictures = torch.randint(256, size, dtype=torch.uint8).to(memory_format=order)
     numbers = torch.stack([torch.full((size[1],), 120.0), torch.full((size[1],), 1 / 60)])
-    expected = images.normalised(pictures, numbers, BF16)
-    found = images.normalised(pictures.cuda(), numbers.cuda(), BF16)
+    expected = casts.normalised(pictures, numbers, BF16)
+    found = casts.normalised(pictures.cuda(), numbers.cuda(), BF16)
     assert found.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(found.cpu(), expected, rtol=0.0, atol=0.0)
 
@@ -400,4 +399,4 @@ def test_a_failing_probe_leaves_torchs_path(monkeypatch):
     )
     with pytest.warns(UserWarning, match="torch's own steps run instead"):
         found = launcher_for(torch.device("cuda"))
-    assert isinstance(found, availability.Unavailable)
+    assert isinstance(found, cupy_launcher.Unavailable)

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from easymp.cuda.elementwise import HEAD
 from easymp.cuda.rules import ADAM, RULES
 from easymp.cuda.step import FusedStep
-from easymp.cuda.table import HEAD
 
 from .compiled import CompiledLauncher
 

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from easymp.cuda import gradients
+from easymp.cuda import elementwise as tables
+from easymp.cuda import measure
 from easymp.cuda import step as steps
-from easymp.cuda import table as tables
+from easymp.cuda.elementwise import CHUNK, HEAD, WORDS, Role, Row, alike, dense, lay_out, stream
 from easymp.cuda.rules import ADAM
 from easymp.cuda.step import FusedStep
-from easymp.cuda.streams import Role, stream
-from easymp.cuda.table import CHUNK, HEAD, WORDS, Row, alike, dense, lay_out
 from easymp.errors import StepError
 
 from .compiled import CompiledLauncher

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from easymp import Accelerator, GradScalerKwargs
-from easymp.cuda import availability
+from easymp.cuda import cupy_launcher
 from easymp.cuda.kernel import Kernel
 from easymp.errors import EasympWarning, KernelError, StepError
 from easymp.optim import TorchEngine, engines, torch_engine
@@ -238,7 +238,7 @@ def failing_under_zero1() -> tuple[dict[str, Any], dict[str, Any]]:
         lambda device: Failing("squares"),
         ("cuda", "cpu"),
     )
-    availability._warned.append("not again")
+    cupy_launcher._warned.append("not again")
     try:
         return memory, updates(True, "AdamW", "fp32", 0.1, "zero1", None, None, 1, "mlp")
     finally:

@@ -12,7 +12,7 @@ import torch
 
 import easymp.optim as ours
 from easymp import Accelerator, cuda
-from easymp.cuda.availability import Unavailable
+from easymp.cuda.cupy_launcher import Unavailable
 from easymp.errors import KernelError, RefusedError, StepError
 from easymp.optim import TorchEngine
 from easymp.training.prepare import Preparation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...cuda.availability import Unavailable, launcher_for
+from ...cuda.cupy_launcher import Unavailable, launcher_for
 from ...optim import AdamW
 from . import samples
 from .findings import LeftOut, Wrong

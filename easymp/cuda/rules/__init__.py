@@ -2,13 +2,13 @@
 
 import torch
 
+from ..rule import Rule
 from .adagrad import ADAGRAD
 from .adam import ADAM
 from .lamb import LAMB
 from .larc import Trust, larc
 from .lion import LION
 from .novograd import NOVOGRAD
-from .rule import Rule
 from .sgd import SGD
 
 RULES: dict[type, Rule] = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rule import Group, Rule
+from ..rule import Group, Rule
 
 
 def _uses(group: Group) -> tuple[str, ...]:

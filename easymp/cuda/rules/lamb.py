@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rule import Group, Rule, Survey
+from ..rule import Group, Rule, Survey
 
 
 def _hyper(group: Group) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import SettingError
-from .rule import Group, Rule, Survey
+from ..rule import Group, Rule, Survey
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .rule import Group, Rule
+from ..rule import Group, Rule
 
 
 def _hyper(group: Group) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rule import Group, Rule, Survey
+from ..rule import Group, Rule, Survey
 
 
 def _refuse(group: Group) -> str | None:

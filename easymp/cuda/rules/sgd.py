@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .rule import Group, Rule
+from ..rule import Group, Rule
 
 
 def _uses(group: Group) -> tuple[str, ...]:

@@ -1,14 +1,83 @@
-"""torch's fused optimizer step, for optimizers that leave the implementation to torch."""
+"""Hooks before a step: whether one may look at gradients, which then must be in memory what the step uses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..base.dtensor import dense, local
+from ..base.dtensor import add_up, dense, local
+
+indifferent: weakref.WeakSet[Callable[..., Any]] = (
+    weakref.WeakSet()
+)  # our own, to which clipped and unclipped gradients are the same
+
+
+def watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook of somebody else's looks in just before `optimizer` steps."""
+    hooks: dict[int, Any] = optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+    return any(hook not in indifferent for hook in hooks.values())
+
+
+# -- 2-norms of lists of tensors, wide enough for half precision, and of the whole tensors that shards are of; and what follows from them.
+
+
+def wide_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The 2-norm of each, in float32, or in its own dtype where that is wider."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(i)
+    if len(by_kind) == 1 and tensors[0].dtype == torch.float32:
+        return list(torch._foreach_norm(tensors))
+    norms = list(tensors)
+    for (_, dtype), places in by_kind.items():
+        to = {"dtype": torch.float32} if dtype.itemsize < 4 else {}
+        for i, norm in zip(places, torch._foreach_norm([tensors[i] for i in places], 2, **to)):
+            norms[i] = norm
+    return norms
+
+
+def whole_squares(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """Σ x² of each whole tensor, [tensors] on the first one's device; float64 where that has it. `tensors` are spread as `parameters`.
+
+    A collective where any is sharded.
+    """
+    norms = wide_norms([values(local(t)) for t in tensors])
+    device = norms[0].device
+    squares = torch.stack(
+        [n.to(device) if device.type == "mps" else n.to(device, torch.float64) for n in norms]
+    ).square()
+    add_up(parameters, squares)
+    return squares
+
+
+@torch.no_grad()
+def multiply(gradients: list[Tensor], factor: Tensor) -> None:
+    """In memory, in place."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        part = local(gradient._values() if gradient.is_sparse else gradient)
+        if part.numel():
+            by_device.setdefault(part.device, []).append(part)
+    for device, parts in by_device.items():
+        torch._foreach_mul_(parts, factor.to(device))
+
+
+def values(tensor: Tensor) -> Tensor:
+    """What a sparse tensor has of numbers, each place once; any other tensor itself."""
+    return tensor.coalesce()._values() if tensor.is_sparse else tensor
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Outside of autograd, and in fp32 if it has half precision."""
+    return tensor.detach().float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.detach()
+
+
+# -- torch's fused optimizer step, for optimizers that leave the implementation to torch.
+
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 DEVICES = {torch.optim.Adagrad: {"cpu", "cuda"}}
