@@ -16,7 +16,7 @@ waits.
 
 On a CPU a turn is time on the wall. "torch's best" is the quicker of its fused and its foreach step in the same conditions; the aim is met
 where the quartiles reach down to 1. A second table shows from what size on it pays to leave the factor of clipping and unscaling to the
-step (`easymp.optim.torch_engine.WORTH`).
+step (`easymp.optim.engine.WORTH`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from torch.autograd import DeviceType, profiler
 from easymp.cuda.cupy_launcher import Unavailable, launcher_for
 from easymp.cuda.elementwise import CHUNK
 from easymp.cuda.kernel import THREADS, Launcher
-from easymp.optim import torch_engine
+from easymp.optim import engine as torch_engine
 
 COPY = "torch's copy_"
 COPY_AIM, SPEED_AIM = 0.9, 1.4  # of a copy's bandwidth; times as fast as GradScaler, clip and AdamW(fused)

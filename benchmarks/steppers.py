@@ -16,7 +16,8 @@ from easymp.cuda.rounding import Rounding
 from easymp.cuda.rule import Scale
 from easymp.cuda.rules import ADAM
 from easymp.cuda.step import EMA, FusedStep
-from easymp.optim import AdamW, TorchEngine, torch_engine
+from easymp.optim import AdamW, TorchEngine
+from easymp.optim import engine as torch_engine
 
 # Name → vocabulary, length, width, blocks; "tiny" has 35k parameters. The last three are GPT-2's small, medium and extra large.
 SIZES = {

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from . import plan as planning
     from . import settings as setting
     from .hardware import Hardware
-    from .optim.optimizer import PreparedOptimizer
-    from .optim.scheduler import PreparedScheduler
+    from .optim.optimizer import PreparedOptimizer, PreparedScheduler
     from .options import (
         AutocastKwargs,
         DataLoaderConfiguration,

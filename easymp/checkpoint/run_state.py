@@ -26,8 +26,7 @@ from .streams import put_states, states
 from .wellformed import check_number
 
 if TYPE_CHECKING:
-    from ..optim.optimizer import PreparedOptimizer
-    from ..optim.scheduler import PreparedScheduler
+    from ..optim.optimizer import PreparedOptimizer, PreparedScheduler
     from ..trackers.logbook import Logbook
     from .snapshot import Reading, Snapshot
 

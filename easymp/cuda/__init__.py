@@ -11,17 +11,14 @@ from ..base.lazy import at_first_use
 
 EMA = "ema"  # key of the average in an optimizer's state
 _HOMES = {
-    "availability": ("Unavailable", "facts", "launcher_for", "unavailable", "warn_once"),
     "casts": ("Adder", "divided"),
-    "gradients": ("Gradients",),
-    "measure": ("TOTAL", "UNSCALE"),
-    "ready": ("launcher_with",),
+    "cupy_launcher": ("Unavailable", "facts", "launcher_for", "launcher_with", "unavailable", "warn_once"),
+    "elementwise": ("TYPES", "upload"),
+    "measure": ("TOTAL", "UNSCALE", "Gradients"),
     "rounding": ("Rounding", "key_of", "stochastic"),
+    "rule": ("Scale",),
     "rules": ("RULES",),
-    "scale": ("Scale",),
     "step": ("FusedStep",),
-    "streams": ("TYPES",),
-    "table": ("upload",),
 }
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

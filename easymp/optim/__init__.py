@@ -13,48 +13,61 @@ if TYPE_CHECKING:
     from .adagrad import Adagrad as Adagrad
     from .adam import Adam as Adam
     from .adam import AdamW as AdamW
-    from .cupy_engine import CupyEngine as CupyEngine
-    from .engines import Engine as Engine
-    from .engines import engine_for as engine_for
-    from .factor import leave_to_step as leave_to_step
-    from .factor import may_leave as may_leave
-    from .fusing import FusedOptimizer as FusedOptimizer
+    from .engine import CupyEngine as CupyEngine
+    from .engine import Engine as Engine
+    from .engine import TorchEngine as TorchEngine
+    from .engine import engine_for as engine_for
+    from .engine import leave_to_step as leave_to_step
+    from .engine import may_leave as may_leave
+    from .fused import FusedOptimizer as FusedOptimizer
     from .items import ItemWindow as ItemWindow
     from .lamb import LAMB as LAMB
     from .larc import LARC as LARC
     from .lion import Lion as Lion
     from .masters import Masters as Masters
+    from .masters import Sums as Sums
     from .novograd import NovoGrad as NovoGrad
     from .optimizer import PreparedOptimizer as PreparedOptimizer
-    from .scheduler import PreparedScheduler as PreparedScheduler
+    from .optimizer import PreparedScheduler as PreparedScheduler
+    from .optimizer import averages_in as averages_in
     from .sgd import SGD as SGD
-    from .sums import Sums as Sums
-    from .swapping import averages_in as averages_in
-    from .torch_engine import TorchEngine as TorchEngine
     from .torch_step import fuse as fuse
     from .torch_step import indifferent as indifferent
 
 _HOMES = {
     "adagrad": ("Adagrad",),
-    "adam": ("Adam", "AdamW"),
-    "cupy_engine": ("CupyEngine",),
-    "engines": ("Engine", "engine_for"),
-    "factor": ("leave_to_step", "may_leave"),
-    "fused": ("fuse",),
-    "fusing": ("FusedOptimizer",),
-    "hooks": ("indifferent",),
+    "adam": (
+        "Adam",
+        "AdamW",
+    ),
+    "engine": (
+        "CupyEngine",
+        "Engine",
+        "TorchEngine",
+        "engine_for",
+        "leave_to_step",
+        "may_leave",
+    ),
+    "fused": ("FusedOptimizer",),
     "items": ("ItemWindow",),
     "lamb": ("LAMB",),
     "larc": ("LARC",),
     "lion": ("Lion",),
-    "masters": ("Masters",),
+    "masters": (
+        "Masters",
+        "Sums",
+    ),
     "novograd": ("NovoGrad",),
-    "optimizer": ("PreparedOptimizer",),
-    "scheduler": ("PreparedScheduler",),
+    "optimizer": (
+        "PreparedOptimizer",
+        "PreparedScheduler",
+        "averages_in",
+    ),
     "sgd": ("SGD",),
-    "sums": ("Sums",),
-    "swapping": ("averages_in",),
-    "torch_engine": ("TorchEngine",),
+    "torch_step": (
+        "fuse",
+        "indifferent",
+    ),
 }
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.rules import ADAGRAD
-from .fusing import Options
-from .torchs import TorchsOptimizer
+from .fused import Options, TorchsOptimizer
 
 
 class Adagrad(TorchsOptimizer, torch.optim.Adagrad):

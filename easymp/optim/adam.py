@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.rules import ADAM
-from .fusing import Options
-from .torchs import TorchsOptimizer
+from .fused import Options, TorchsOptimizer
 
 
 class Adam(TorchsOptimizer, torch.optim.Adam):

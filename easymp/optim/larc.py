@@ -14,7 +14,7 @@ from ..base.dtensor import local
 from ..cuda.rules import RULES, Rule, Trust, larc
 from ..cuda.rules.larc import adapted
 from ..errors import RefusedError
-from .fusing import FusedOptimizer, Options
+from .fused import FusedOptimizer, Options
 from .torch_step import whole_squares, wide
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.rules import LION
-from .fusing import Options
-from .listed import ListedOptimizer, Lists, check, signed
+from .fused import ListedOptimizer, Lists, Options, check, signed
 
 
 class Lion(ListedOptimizer):

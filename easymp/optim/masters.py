@@ -8,15 +8,22 @@ rounded, after each step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import cuda
 from ..base.dtensor import local
+from ..cuda import EMA
+
+if TYPE_CHECKING:
+    from ..cuda.casts import Adder
+
+from typing import TYPE_CHECKING
+
 from ..errors import StepError
 from ..precision.mixed import LOW
 
@@ -158,3 +165,178 @@ def added(adder: Adder, gradients: Sequence[Any], totals: Sequence[Tensor | None
     wide = [torch.empty_like(g, dtype=torch.float32) if t is None else t for g, t in zip(gradients, totals)]
     adder([local(g) for g in gradients], [local(w) for w in wide], [t is None for t in totals])
     return wide
+
+
+# -- fp32 sums of low-precision gradients over an accumulation window.
+
+
+class Sums:
+    """The sums of one run.
+
+    Attributes:
+        on: whether there is a model that needs them; until then none of the methods need be called.
+
+    Args:
+        masters: id of a parameter → its master.
+    """
+
+    def __init__(self, masters: Mapping[int, Tensor]) -> None:
+        self.on = False
+        self._masters = masters
+        self._parameters: list[Tensor] = []  # all that may train, low-precision or not
+        self._sums: dict[Tensor, Tensor] = {}
+        self._handed = False
+
+    @cached_property
+    def _adder(self) -> Adder:
+        return cuda.Adder()
+
+    def watch(self, model: nn.Module) -> bool:
+        """Sum for `model`, too; returns whether it has trainable low-precision parameters."""
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters += parameters
+        needed = any(p.dtype in LOW for p in parameters)
+        self.on |= needed
+        return needed
+
+    def begin(self) -> None:
+        """Before a backward: sums that an earlier one of this micro-step has handed over are taken up again."""
+        if not self._handed:
+            return
+        self._handed = False
+        for parameter in list(self._sums):
+            if self._holder(parameter).grad is None:
+                del self._sums[parameter]  # cleared since
+            else:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """After a backward: move its gradients into the sums.
+
+        Raises:
+            StepError: a sparse gradient.
+        """
+        fresh = [p for p in self._parameters if p.grad is not None and p.dtype in LOW]
+        totals = added(self._adder, [p.grad for p in fresh], [self._sums.get(p) for p in fresh])
+        for parameter, total in zip(fresh, totals):
+            self._sums[parameter], parameter.grad = total, None
+
+    @torch.no_grad()
+    def average(self, over_ranks: Callable[[Sequence[Tensor]], None]) -> None:
+        """Make the sums, and the gradients that are fp32 anyway, the mean over the ranks.
+
+        A parameter that had no gradient on any rank still has none afterwards; all ranks go through the same collectives.
+
+        Args:
+            over_ranks: averages tensors in place.
+        """
+        trainable = [p for p in self._parameters if p.requires_grad]
+        if not trainable:
+            return
+        found = [self._sums.get(p) if p.dtype in LOW else p.grad for p in trainable]
+        there = torch.tensor([float(g is not None) for g in found], device=trainable[0].device)
+        mine = [
+            torch.zeros_like(p, dtype=torch.float32 if p.dtype in LOW else p.dtype) if g is None else g
+            for p, g in zip(trainable, found)
+        ]
+        over_ranks([*mine, there])
+        if all(g is not None for g in found):
+            return  # no wait for the device
+        for parameter, before, after, share in zip(trainable, found, mine, there.tolist()):
+            if before is None and share > 0:
+                if parameter.dtype in LOW:
+                    self._sums[parameter] = after
+                else:
+                    parameter.grad = after
+
+    def gradients(self) -> Iterator[Tensor]:
+        """The sums."""
+        return iter(self._sums.values())
+
+    def hand_over(self) -> None:
+        """At the end of a window: the sums become gradients."""
+        for parameter, total in self._sums.items():
+            holder = self._holder(parameter)
+            holder.grad = total if holder is not parameter else total.to(parameter.dtype)
+        self._handed = True
+
+    def drop(self, parameters: Iterable[Tensor]) -> None:
+        """Forget the sums of these: they have been stepped on, or cleared."""
+        for parameter in parameters:
+            self._sums.pop(parameter, None)
+
+    def clear(self) -> None:
+        """Forget everything, the models too."""
+        self.on = self._handed = False
+        self._parameters.clear()
+        self._sums.clear()
+
+    def _holder(self, parameter: Tensor) -> Tensor:
+        return self._masters.get(id(parameter), parameter)
+
+
+# -- An exponential moving average of the weights, beside what the optimizer remembers of each parameter.
+
+
+# A parameter → what is really stepped of it, and the mapping that its state is in.
+Holder = Callable[[Tensor], tuple[Tensor, Any]]
+
+
+class Averages:
+    """The averages of one optimizer's parameters, where torch steps it.
+
+    Args:
+        holder: says of each parameter where its average goes.
+        decay: None: there are none.
+    """
+
+    def __init__(self, holder: Holder, decay: float | None) -> None:
+        self._holder, self.decay = holder, decay
+
+    def around(
+        self, parameters: Iterable[Tensor], step: Callable[[], Any], found_inf: Tensor | None = None
+    ) -> Any:
+        """`step()`, after which the averages of `parameters`, which it may move, follow them, unless `found_inf` is above 0."""
+        if self.decay is None:
+            return step()
+        there = [(p, *self._holder(p)) for p in parameters]
+        # The state of a parameter that has none is torch's to begin.
+        new = {id(p): start(p) for _, p, states in there if EMA not in states.get(p, {})}
+        result = step()
+        # A closure may give some no gradient.
+        held = [(p, states) for parameter, p, states in there if parameter.grad is not None]
+        for p, states in held:
+            if id(p) in new:
+                states[p][EMA] = new[id(p)]
+        if held:
+            self._follow(
+                [local(p) for p, _ in held], [local(states[p][EMA]) for p, states in held], found_inf
+            )
+        return result
+
+    @torch.no_grad()
+    def _follow(self, parameters: list[Tensor], averages: list[Tensor], found_inf: Tensor | None) -> None:
+        assert self.decay is not None
+        weights = [p.detach().to(a.dtype) for p, a in zip(parameters, averages)]
+        share = 1.0 - self.decay
+        if found_inf is None:
+            torch._foreach_lerp_(averages, weights, share)
+        else:
+            shares = {a.device: ((found_inf <= 0) * share).to(a.device, non_blocking=True) for a in averages}
+            torch._foreach_lerp_(averages, weights, [shares[a.device].to(a.dtype) for a in averages])
+
+
+def start(parameter: Tensor) -> Tensor:
+    """An average that begins."""
+    now = parameter.detach()
+    return now.to(torch.float32) if now.dtype in LOW else now.clone(memory_format=torch.preserve_format)
+
+
+def without(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Optimizer states, by whatever they go, without averages; the very same dicts where there were none."""
+    kept = {}
+    for key, state in states.items():
+        has = isinstance(state, Mapping) and EMA in state
+        kept[key] = {name: value for name, value in state.items() if name != EMA} if has else state
+    return kept

@@ -12,8 +12,7 @@ from torch import Tensor
 from ..base.dtensor import local
 from ..cuda.rules import NOVOGRAD
 from ..errors import SettingError, StepError
-from .fusing import Options
-from .listed import ListedOptimizer, Lists, check, signed
+from .fused import ListedOptimizer, Lists, Options, check, signed
 from .torch_step import whole_squares
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cuda.rules import SGD as RULE
-from .fusing import Options
-from .torchs import TorchsOptimizer
+from .fused import Options, TorchsOptimizer
 
 
 class SGD(TorchsOptimizer, torch.optim.SGD):

@@ -24,9 +24,8 @@ from ..base.pytree import map_leaves
 from ..distributed import World
 from ..errors import RefusedError, StepError, WorldError
 from ..precision.scaler import takes_found_inf
-from .elementwise import check_sums, elementwise
-from .fusing import FusedOptimizer
-from .parts import Reunion, cut
+from .fused import FusedOptimizer
+from .partition import Reunion, check_sums, cut, elementwise
 from .torch_step import fill_momentum, indifferent
 
 HOOKS = (

@@ -22,7 +22,7 @@ from ..base.dtensor import local
 from ..base.rebinding import names_of, rebind
 from ..distributed import World
 from ..errors import BatchError, PrepareError, RefusedError, SettingError, StepError, nearest
-from ..optim.elementwise import check_sums
+from ..optim.partition import check_sums
 from ..optim.torch_step import indifferent, values
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 from .blocks import ATOMS

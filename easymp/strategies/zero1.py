@@ -16,7 +16,7 @@ from torch import nn
 
 from ..distributed import World
 from ..errors import RefusedError
-from ..optim.parts import packed_at_once
+from ..optim.partition import packed_at_once
 from ..optim.sharded import ShardedOptimizer
 from ..options import DistributedDataParallelKwargs
 from ..protocols import Facts, Layout, Manner, Refusal, pieces

@@ -19,7 +19,7 @@ from ..settings import NAMES
 if TYPE_CHECKING:
     from ..optim import torch_step
 
-modules_at_first_use(globals(), fused=".optim.fused")
+modules_at_first_use(globals(), torch_step=".optim.torch_step")
 
 # Keywords of the peer that have another place here, or none yet.
 ELSEWHERE = {

@@ -40,9 +40,8 @@ from .wrapper import Route, forward_methods, make_view
 
 if TYPE_CHECKING:
     from ..optim import Masters
-    from ..optim.engines import Engine
-    from ..optim.optimizer import PreparedOptimizer
-    from ..optim.scheduler import PreparedScheduler
+    from ..optim.engine import Engine
+    from ..optim.optimizer import PreparedOptimizer, PreparedScheduler
     from . import replicas as checking
 
 modules_at_first_use(globals(), checking="replicas")  # one process has no use for it

@@ -25,7 +25,7 @@ from torch.optim import lr_scheduler
 from easymp.checkpoint.strict import dumps, loads
 from easymp.checkpoint.trees import LEVELS, names, pack, unpack
 from easymp.errors import CheckpointError
-from easymp.optim.scheduler import PreparedScheduler
+from easymp.optim.optimizer import PreparedScheduler
 
 
 def through(value: Any) -> Any:

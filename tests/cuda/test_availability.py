@@ -29,8 +29,8 @@ GOOD = Facts(cuda="13.0", hip=None, importable=True, wheels={"cupy-cuda13x": "14
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(availability, "_launchers", {})
-    monkeypatch.setattr(availability, "_warned", [])
+    monkeypatch.setattr(cupy_launcher, "_launchers", {})
+    monkeypatch.setattr(cupy_launcher, "_warned", [])
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_what_fails_at_the_probe_is_one_warning_and_a_reason(monkeypatch, error)
     def fail(launcher):
         raise error
 
-    monkeypatch.setattr(availability, "facts", lambda device: GOOD)
-    monkeypatch.setattr(availability, "probe", fail)
-    monkeypatch.setattr(availability, "keep_cache_writable", lambda: None)
+    monkeypatch.setattr(cupy_launcher, "facts", lambda device: GOOD)
+    monkeypatch.setattr(cupy_launcher, "probe", fail)
+    monkeypatch.setattr(cupy_launcher, "keep_cache_writable", lambda: None)
     with pytest.warns(EasympWarning, match="torch's own steps run instead") as said:
         found, other = [launcher_for(torch.device("cuda", n)) for n in range(2)]
     assert len(said) == 1

@@ -8,8 +8,7 @@ from easymp.cuda import casts, cupy_launcher
 from easymp.cuda.cupy_launcher import CupyLauncher, Unavailable
 from easymp.cuda.measure import Gradients
 from easymp.errors import KernelError
-from easymp.optim.masters import Masters
-from easymp.optim.sums import Sums
+from easymp.optim.masters import Masters, Sums
 from easymp.precision import Scaler
 from easymp.strategies.ddp import Journey, all_reduce
 
@@ -154,13 +153,13 @@ def test_a_kernel_that_cannot_be_compiled_is_torchs_from_then_on(monkeypatch):
 
     said = []
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(ready, "launcher_for", lambda device: Broken(device))
-    monkeypatch.setattr(ready, "warn_once", said.append)
-    monkeypatch.setattr(ready, "_broken", set())
+    monkeypatch.setattr(cupy_launcher, "launcher_for", lambda device: Broken(device))
+    monkeypatch.setattr(cupy_launcher, "warn_once", said.append)
+    monkeypatch.setattr(cupy_launcher, "_broken", set())
     kernels = [casts.add(torch.bfloat16)]
     assert cupy_launcher.launcher_with(device, kernels) is None
     assert cupy_launcher.launcher_with(device, kernels) is None
     assert (Broken.asked, said) == (1, ["nvrtc said so"])
-    monkeypatch.setattr(ready, "launcher_for", lambda device: Unavailable("no CuPy"))
+    monkeypatch.setattr(cupy_launcher, "launcher_for", lambda device: Unavailable("no CuPy"))
     assert cupy_launcher.launcher_with(device, [casts.add(torch.float16)]) is None
     assert cupy_launcher.launcher_with(torch.device("cpu"), kernels) is None

@@ -392,10 +392,10 @@ def test_text_that_does_not_compile_is_a_kernel_error(launcher):
 
 
 def test_a_failing_probe_leaves_torchs_path(monkeypatch):
-    monkeypatch.setattr(availability, "_launchers", {})
-    monkeypatch.setattr(availability, "_warned", [])
+    monkeypatch.setattr(cupy_launcher, "_launchers", {})
+    monkeypatch.setattr(cupy_launcher, "_warned", [])
     monkeypatch.setattr(
-        availability, "PROBE", Kernel("probe", ("uint64 out", "int64 more", "float64 scale"), "nothing;")
+        cupy_launcher, "PROBE", Kernel("probe", ("uint64 out", "int64 more", "float64 scale"), "nothing;")
     )
     with pytest.warns(UserWarning, match="torch's own steps run instead"):
         found = launcher_for(torch.device("cuda"))

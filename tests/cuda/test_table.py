@@ -73,7 +73,7 @@ def made(monkeypatch):
         return lay
 
     monkeypatch.setattr(steps, "lay_out", counting("step"))
-    monkeypatch.setattr(gradients, "lay_out", counting("gradients"))
+    monkeypatch.setattr(measure, "lay_out", counting("gradients"))
     return count
 
 
@@ -125,10 +125,10 @@ def test_tables_of_a_captured_step_stay(monkeypatch, captured):
     ]
     tables = [weakref.ref(t) for t in held]
     del held
-    for module in (steps, gradients):
+    for module in (steps, measure):
         monkeypatch.setattr(module, "capturing", lambda device: captured)
     run()
-    for module in (steps, gradients):
+    for module in (steps, measure):
         monkeypatch.setattr(module, "capturing", lambda device: False)
     for p in run.ours:
         p.grad = None

@@ -14,8 +14,10 @@ from easymp import Accelerator, GradScalerKwargs
 from easymp.cuda import cupy_launcher
 from easymp.cuda.kernel import Kernel
 from easymp.errors import EasympWarning, KernelError, StepError
-from easymp.optim import TorchEngine, engines, torch_engine
-from easymp.optim.torch_engine import multiply
+from easymp.optim import TorchEngine
+from easymp.optim import engine as engines
+from easymp.optim import engine as torch_engine
+from easymp.optim.engine import multiply
 
 from ..cuda.compiled import CompiledLauncher
 from ..strategies.models import make, whole
@@ -225,7 +227,7 @@ def test_a_kernel_that_fails_gives_way_to_torch(
     memory = updates(False, "AdamW", precision, 0.1)
     monkeypatch.setattr(engines, "launcher_on", lambda device: Failing(name))
     monkeypatch.setattr(engines, "DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(availability, "_warned", [])
+    monkeypatch.setattr(cupy_launcher, "_warned", [])
     with pytest.warns(EasympWarning, match="torch's own steps run instead: .*no NVRTC"):
         got = updates(True, "AdamW", precision, 0.1)
     same(got, memory, 1e-3)

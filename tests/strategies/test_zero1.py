@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from easymp import Accelerator, DistributedDataParallelKwargs
 from easymp.base.torch_flags import numbers
 from easymp.errors import PrepareError, RefusedError, SettingError, StepError
-from easymp.optim import LAMB, elementwise, parts
-from easymp.optim.elementwise import check_sums
+from easymp.optim import LAMB, partition
+from easymp.optim.partition import check_sums
 from easymp.training import memory
 
 from ..versions import ADDS
@@ -226,7 +226,7 @@ def test_a_rank_holds_its_part_of_the_states(ranks, kind: str, size: int) -> Non
 
 
 def reunited(alone: int, cap: int) -> list[bool]:
-    parts.ALONE, before = alone, parts.ALONE
+    partition.ALONE, before = alone, partition.ALONE
     try:
         with Accelerator(mixed_precision="no", strategy="ddp") as acc:
             torch.manual_seed(0)
@@ -245,13 +245,13 @@ def reunited(alone: int, cap: int) -> list[bool]:
             mine = [torch.full_like(w, 99) for w in wholes]
             mine[8].copy_(wholes[8])
             for own, whole in zip(mine, wholes):
-                parts.cut(own, acc.process_index, acc.num_processes).copy_(
-                    parts.cut(whole, acc.process_index, acc.num_processes)
+                partition.cut(own, acc.process_index, acc.num_processes).copy_(
+                    partition.cut(whole, acc.process_index, acc.num_processes)
                 )
-            parts.Reunion(mine, acc._world, cap)()
+            partition.Reunion(mine, acc._world, cap)()
             return [torch.equal(own, whole) for own, whole in zip(mine, wholes)]
     finally:
-        parts.ALONE = before
+        partition.ALONE = before
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_rows_are_cut_as_torch_does() -> None:
     for length in range(1, 12):
         for size in (1, 2, 3, 4, 8):
             chunks = [*torch.arange(length).chunk(size), *[torch.arange(0)] * size][:size]
-            assert [parts.cut(torch.arange(length), r, size).tolist() for r in range(size)] == [
+            assert [partition.cut(torch.arange(length), r, size).tolist() for r in range(size)] == [
                 c.tolist() for c in chunks
             ]
 
@@ -521,7 +521,7 @@ def test_one_process_is_refused() -> None:
 @pytest.mark.parametrize("torchs", ["2.8.0+cu128", "2.10.1a0+git1234"])
 def test_a_torch_that_would_step_it_wrongly_is_said(monkeypatch: pytest.MonkeyPatch, torchs: str) -> None:
     monkeypatch.setattr(torch, "__version__", torchs)
-    monkeypatch.setattr(elementwise, "TORCH", numbers(torchs))
+    monkeypatch.setattr(partition, "TORCH", numbers(torchs))
     parameters = [nn.Parameter(torch.ones(2))]
     for allowed in (torch.optim.AdamW(parameters), MyAdamW(parameters), LAMB(parameters)):
         check_sums(allowed, "fsdp")

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from ...cuda.rules import ADAGRAD, ADAM, SGD
-from ...optim.fusing import FusedOptimizer, Options
+from ...optim.fused import FusedOptimizer, Options, TorchsOptimizer
 from ...optim.lamb import LAMB
 from ...optim.masters import LOW
 from ...optim.novograd import NovoGrad
-from ...optim.torchs import TorchsOptimizer
 from .saying import ApexError, layer
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]

@@ -6,23 +6,34 @@ Either way the factor of a loss scale and of clipping, and the flag of an overfl
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import cuda
-from ..base.dtensor import local, meshes
+from ..base.dtensor import local
+from ..errors import SettingError
+from .torch_step import fill_momentum, fuse, multiply, wide
+
+if TYPE_CHECKING:
+    from ..cuda.rounding import Rounding
+    from ..cuda.rule import Group, Rule
+
+import math
+from collections.abc import Callable
+from dataclasses import field, replace
+from typing import TYPE_CHECKING
+
+from ..base.dtensor import meshes
 from ..cuda import EMA
-from ..errors import KernelError, SettingError, StepError
+from ..errors import KernelError, StepError
 from ..protocols import Counting
-from .averages import Averages
+from .masters import Averages
 from .torch_step import keep_implementation, values, wide_norms
-from .widening import Widened
 
 if TYPE_CHECKING:
     from ..cuda.rounding import Rounding
@@ -414,3 +425,288 @@ def inverse(scale: Tensor) -> Tensor:
     return (
         scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
     )  # no float64 on mps
+
+
+# -- A step by torch where states have another dtype than their parameter, or bf16 is rounded stochastically, which no step of torch does.
+
+
+def fill(
+    rule: Rule, group: Group, parameter: Tensor, state: dict[str, Any], dtype: torch.dtype | None
+) -> tuple[dict[str, Any], bool]:
+    """`state` with all that `rule` has there, in `dtype`; and whether some of it was missing."""
+    fresh = False
+    for key in rule.uses(group):
+        value = state.get(key)
+        fresh |= value is None
+        if value is None:
+            state[key] = torch.full_like(parameter, rule.starts(group), dtype=dtype, requires_grad=False)
+        elif dtype is not None and value.dtype != dtype:
+            state[key] = value.to(dtype)
+    for key in ("step",) * rule.counts + (rule.scalar,) * bool(rule.scalar):
+        value = state.get(key, 0.0)
+        if not isinstance(value, Tensor) or value.device != parameter.device or value.dtype != torch.float32:
+            state[key] = torch.as_tensor(value).to(parameter.device, torch.float32)
+    return state, fresh
+
+
+class Widened:
+    """Steps of one optimizer.
+
+    Args:
+        rule: without a survey.
+        dtype: of states; None: their parameter's.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: Rule,
+        dtype: torch.dtype | None,
+        rounding: Rounding | None,
+    ) -> None:
+        self._optimizer, self._rule, self._dtype, self._rounding = optimizer, rule, dtype, rounding
+        self._steps: dict[Tensor, Tensor] = {}  # where the state has none
+
+    def step(self, parameters: Iterable[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
+        """Waits for the flag, where there is one."""
+        if found_inf is not None and found_inf.item():
+            return
+        mine = {id(p) for p in parameters}
+        number = 0
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in mine:
+                    self._move(parameter, group, number, factor)
+                number += 1
+
+    def _move(self, parameter: Any, group: Group, number: int, factor: Tensor | None) -> None:
+        state, fresh = fill(self._rule, group, parameter, self._optimizer.state[parameter], self._dtype)
+        if not self._rule.counts and (fresh or parameter not in self._steps):
+            self._steps[parameter] = torch.tensor(0.0 if fresh else 1.0)
+        counter = state["step"] if self._rule.counts else self._steps[parameter]
+        counter += 1
+        keys = self._rule.uses(group)
+        held = [local(parameter), *(local(state[key]) for key in keys)]
+        moved = [wide(t) for t in held]
+        gradient = wide(local(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad))
+        if factor is not None:
+            gradient = gradient * factor.to(gradient.device)
+        self._rule.reference(moved[0], gradient, dict(zip(keys, moved[1:])), group, int(counter.item()))
+        round_back([held], [moved], [counter], [number], self._rounding, [parameter])
+
+
+def round_back(
+    held: Sequence[Sequence[Tensor]],
+    moved: Sequence[Sequence[Tensor]],
+    counters: Sequence[Tensor],
+    numbers: Sequence[int],
+    rounding: Rounding | None,
+    parameters: Sequence[Any],
+) -> None:
+    """Write what was widened back: for each of `parameters`, itself and its states, in their order.
+
+    Args:
+        counters: steps, this one counted.
+        numbers: of the parameters in their optimizer.
+    """
+    nearest: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for mine, wides, counter, number, parameter in zip(held, moved, counters, numbers, parameters):
+        for role, (to, value) in enumerate(zip(mine, wides)):
+            if rounding is not None and to.dtype == torch.bfloat16:
+                key = cuda.key_of(rounding.seed, counter, number, to.device)
+                to.copy_(cuda.stochastic(value, key, role, rounding.first(parameter)))
+            elif to.dtype != value.dtype:
+                nearest[0].append(to)
+                nearest[1].append(value)
+    if nearest[0]:
+        torch._foreach_copy_(*nearest)
+
+
+# -- Optimizers that torch has, too, stepped by our kernels where they run. Elsewhere by torch's own step, fused if it can.
+
+
+class TorchsOptimizer(FusedOptimizer):
+    """An optimizer that torch has, too.
+
+    Attributes:
+        torchs: its class there.
+    """
+
+    torchs: ClassVar[type[torch.optim.Optimizer]]
+    _fused_here: bool = False  # whether the fused step was our choice
+
+    def _otherwise(self, reason: str) -> Way:
+        if self.options.state_dtype is not None or self.options.rounding is not None:
+            return Way(
+                "torch",
+                f"{reason}; torch has no step for states of their own dtype, nor for stochastic rounding",
+            )
+        for group in self.param_groups if self._fused_here else ():
+            group["fused"] = None  # by us, when the parameters lay elsewhere
+        self._fused_here = False
+        if all(group.get("fused") is None and group.get("foreach") is None for group in self.param_groups):
+            why_not = fuse(self, kind=self.torchs)
+            self._fused_here = why_not is None
+            if why_not is not None:
+                return Way("torch", f"{reason}; {why_not}")
+        fused = all(group.get("fused") for group in self.param_groups)
+        return Way("torch fused" if fused else "torch", reason)
+
+    def advance_by_torch(
+        self, parameters: Sequence[Any], factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        if self.options.state_dtype is not None or self.options.rounding is not None:
+            return self.widened.step(parameters, factor, found_inf)
+        step = self.torchs.step
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__  # type: ignore[attr-defined]  # the hooks have been called with our own step
+        hidden = self._hide_all_but(parameters)
+        try:
+            if all(group.get("fused") for group in self.param_groups) and not any(
+                p.grad.is_sparse for p in parameters
+            ):
+                fill_momentum(self, self.torchs)
+                self._told(step, None if factor is None else factor.reciprocal(), found_inf)
+            elif found_inf is None or not found_inf.item():
+                if factor is not None:
+                    multiply([p.grad for p in parameters], factor)
+                with self._plain():
+                    self._told(step, None, None)
+        finally:
+            for parameter, gradient in hidden:
+                parameter.grad = gradient
+
+    @contextmanager
+    def _plain(self) -> Iterator[None]:
+        """torch's step that is not fused, which takes sparse gradients."""
+        asked = [group["fused"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["fused"] = False
+        try:
+            yield
+        finally:
+            for group, fused in zip(self.param_groups, asked):
+                group["fused"] = fused
+
+    def _hide_all_but(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        mine = {id(p) for p in parameters}
+        hidden = [(p, p.grad) for p in self._parameters() if p.grad is not None and id(p) not in mine]
+        for parameter, _ in hidden:
+            parameter.grad = None
+        return hidden
+
+    def _told(self, step: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """torch's step, which reads these where it is fused."""
+        given = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
+        vars(self).update(grad_scale=grad_scale, found_inf=found_inf)
+        try:
+            step(self)
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                del vars(self)[name]
+            vars(self).update(given)
+
+
+# -- Our optimizers that torch does not have: where kernels do not run, by operations on lists of tensors (foreach), without a wait.
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Parameters of one group, on one device.
+
+    Attributes:
+        parameters: as the group holds them.
+        p, g: what of them lies here, and their gradients; in fp32 or wider.
+        states: likewise, by their keys.
+        steps: number of this step, from 1, [parameters]; float64 where the device has it. None where the state has none.
+        go: 1, or 0 if nothing is to change.
+    """
+
+    parameters: list[Tensor]
+    p: list[Tensor]
+    g: list[Tensor]
+    states: dict[str, list[Tensor]]
+    steps: Tensor | None
+    go: Any
+
+
+class ListedOptimizer(FusedOptimizer):
+    """Base of optimizers that move lists of tensors."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if not parameter.is_floating_point():
+                kind = type(self).__name__
+                del self.param_groups[-1]
+                raise SettingError(
+                    f"{kind} moves real floating-point parameters, not {parameter.dtype}: give it to another optimizer"
+                )
+
+    def advance_by_torch(
+        self, parameters: Sequence[Tensor], factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        if self.options.rounding is not None and not self.rule.counts:
+            return self.widened.step(parameters, factor, found_inf)
+        mine = {id(p) for p in parameters}
+        lists: list[tuple[dict[str, Any], Lists]] = []
+        for group in self.param_groups:
+            by_device: dict[torch.device, list[Tensor]] = {}
+            for parameter in group["params"]:
+                if id(parameter) in mine:
+                    by_device.setdefault(parameter.device, []).append(parameter)
+            lists += [(group, self._listed(group, of, factor, found_inf)) for of in by_device.values()]
+        self.advance_lists(lists)
+        order = {id(p): number for number, p in enumerate(self._parameters())}
+        for group, of in lists:
+            keys = self.rule.uses(group)
+            held = [[local(p), *(local(self.state[p][key]) for key in keys)] for p in of.parameters]
+            moved = [list(row) for row in zip(of.p, *(of.states[key] for key in keys))]
+            numbers = [order[id(p)] for p in of.parameters]
+            counters = [self.state[p].get("step", of.p[0]) for p in of.parameters]
+            round_back(held, moved, counters, numbers, self.rounding, of.parameters)
+
+    def _listed(
+        self, group: dict[str, Any], parameters: list[Tensor], factor: Tensor | None, found_inf: Tensor | None
+    ) -> Lists:
+        device = parameters[0].device
+        grads: list[Any] = [p.grad for p in parameters]
+        grads = [wide(local(g.to_dense() if g.is_sparse else g)) for g in grads]
+        if factor is not None:
+            grads = torch._foreach_mul(grads, factor.to(device))
+        go: Any = 1.0
+        if found_inf is not None:
+            bad = found_inf.to(device) > 0
+            go = 1.0 - bad.float()
+            grads = [g.masked_fill(bad, 0.0) for g in grads]
+        uses = self.rule.uses(group)
+        for parameter in parameters:
+            fill(self.rule, group, parameter, self.state[parameter], self.options.state_dtype)
+        steps = None
+        if self.rule.counts:
+            torch._foreach_add_([self.state[p]["step"] for p in parameters], go)
+            steps = torch.stack([self.state[p]["step"] for p in parameters]).clamp(min=1.0)
+            steps = steps if device.type == "mps" else steps.double()
+        states = {key: [wide(local(self.state[p][key])) for p in parameters] for key in uses}
+        return Lists(parameters, [wide(local(p)) for p in parameters], grads, states, steps, go)
+
+    def advance_lists(self, lists: Sequence[tuple[dict[str, Any], Lists]]) -> None:
+        """Move them, in place, and what states of one number a tensor there are."""
+        raise NotImplementedError
+
+
+def signed(group: dict[str, Any], lists: Lists) -> list[Tensor]:
+    """The gradients to go down along."""
+    return list(torch._foreach_neg(lists.g)) if group["maximize"] else lists.g
+
+
+def check(**numbers: Any) -> None:
+    """Raises SettingError where an optimizer's number is below 0, or one of its betas is not below 1."""
+    for name, value in numbers.items():
+        if name == "betas":
+            if len(value) != 2 or not all(0.0 <= b < 1.0 for b in value):
+                raise SettingError(
+                    f"betas={value} must be two numbers, at least 0 and below 1; (0.9, 0.999) is usual"
+                )
+        elif not value >= 0.0:
+            raise SettingError(f"{name}={value} must be a number of at least 0")
