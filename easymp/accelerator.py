@@ -123,7 +123,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             after every so many, and the options of its param groups, too; a difference is a WorldError. None: 1000; 0: never.
         debug: before each collective that the script calls (`gather`, `reduce` …) the ranks compare the call, and structure, dtypes and
             shapes of what they pass. False: they do not. True: zero1 also compares the number of gradients in each step.
-        project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``); the working directory where there is none.
+        project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``); the working directory where there is none. From
+            `prepare` of an optimizer until `close`, the folder belongs to this run, and another process that trains with it is refused.
+            Runs that share a folder for logs name it as `ProjectConfiguration.logging_dir`.
         project_config: more about it: `ProjectConfiguration`.
         log_with: what `log` writes to: "jsonl" (a file of JSON lines; the default), "tensorboard", "wandb", "mlflow", several of them,
             "all" that are installed, "none", or a tracker of one's own (`Tracker`).
@@ -442,7 +444,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             PrepareError: objects that do not fit together, or cannot be prepared; a name in `forward_methods` that no model has.
             RefusedError: `forward_methods` under a strategy that runs forward alone.
             WorldError: the ranks passed different objects.
-            CheckpointError: an optimizer of a run that is to save in the project's folder, which another process has claimed.
+            CheckpointError: an optimizer, while another live process trains in the folder that `project_dir` names.
         """
         done = self._prepared.prepare(objects, device_placement, forward_methods)
         strategy = self._prepared.strategy

@@ -66,7 +66,7 @@ class ProjectConfiguration:
 
     Attributes:
         project_dir: a folder, or a URL of fsspec; checkpoints without a path go to ``project_dir/checkpoints``, or to ``./checkpoints``.
-        logging_dir: for the script's own logs; None takes `project_dir`.
+        logging_dir: for the script's own logs; None takes `project_dir`. Several runs may share it, and `project_dir` belongs to one run.
         automatic_checkpoint_naming: what ``save_state()`` without a path does in any case: ``step-00000100``, by optimizer updates.
         total_limit: how many of the checkpoints that ``save_state()`` names by itself are left, the last ones; None leaves all. What a run
             did not continue is not counted, and stays: `easymp checkpoint prune` removes it.

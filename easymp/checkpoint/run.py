@@ -108,13 +108,11 @@ class Checkpointing(Registering):
         self._claimed = self._together(claim)
 
     def _claim_early(self) -> None:
-        """Claim the project's folder when a run that trains is prepared, if its settings say that it will save there."""
-        if (
-            self._project.total_limit is not None
-            or self._project.automatic_checkpoint_naming
-            or self._save_on_signal
-        ):
-            self._claim_project()
+        """Claim the project's folder when a run that trains is prepared: where it was given one, or asks for saves in the default one."""
+        project = self._project
+        saves = project.total_limit is not None or project.automatic_checkpoint_naming or self._save_on_signal
+        if saves or project.project_dir is not None:
+            self._claim_project(reading=not saves)
 
     def _saver(self) -> Saves:
         if self._saves is None:

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -321,47 +321,47 @@ def another(place: str, store: str = "") -> Iterator[subprocess.Popen[str]]:
 
 def refused(place: str, pid: int) -> None:
     words = rf"checkpoints is being written by process {pid} on .* since 2.*\(\d+ "
-    uses: list[Callable[[Run], Any]] = [lambda it: it.acc.resume(), lambda it: it.to(1)]
-    for use in uses:
-        with run(place) as it, pytest.raises(CheckpointError, match=words):
-            use(it)
-    will_save: list[dict[str, Any]] = [
-        {"project_config": ProjectConfiguration(place, total_limit=3)},
-        {"project_dir": place, "save_on_signal": True},
-    ]
-    for settings in will_save:
-        with Accelerator(log_with="none", **settings) as acc:
-            net = acc.prepare(nn.Linear(1, 1))  # an evaluation
+    with Accelerator(project_dir=place, log_with="none") as acc:
+        net = acc.prepare(nn.Linear(1, 1, bias=False))
+        acc.load_state(strict=False)  # an evaluation only reads
+        assert net.weight.item() == 2
+        for use in (lambda: acc.prepare(torch.optim.SGD(net.parameters(), lr=0.1)), acc.resume):
             with pytest.raises(CheckpointError, match=words):
-                acc.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
-    with run(place, load="step-00000002") as it:  # to read is no harm
-        assert it.weight == 2
+                use()
     assert list(listed(place)) == steps(2)
 
 
 def ranks_refused(place: str) -> str:
-    it = Run(place)
+    acc = Accelerator(project_dir=place, log_with="none")
     try:
-        it.acc.resume()
+        acc.prepare(torch.optim.SGD(acc.prepare(nn.Linear(1, 1)).parameters(), lr=0.1))
     except CheckpointError as error:
         return str(error)
     finally:
-        it.acc.close()
+        acc.close()
     return ""
 
 
-def test_a_second_live_run_is_refused_and_a_dead_one_is_not_waited_for(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_second_live_run_is_refused_and_a_dead_one_is_not_waited_for(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = str(tmp_path)
+    monkeypatch.chdir(tmp_path)
     with another(place) as process:
         refused(place, process.pid)
+        with Accelerator(log_with="none") as acc:  # no folder was named, and the default one is the other's
+            acc.prepare(torch.optim.SGD(acc.prepare(nn.Linear(1, 1)).parameters(), lr=0.1))
+            for use in (acc.resume, acc.save_state):
+                with pytest.raises(CheckpointError, match=f"process {process.pid} on "):
+                    use()
         one, two = ranks(ranks_refused, place)
         assert one == two and f"process {process.pid} on " in one
         with run(f"{place}/other") as it:
             it.to(1)
-        with run(place) as it:  # one of a sweep that has a folder of its own, and shares the project's
-            it.acc.resume(f"{place}/sweep")
-            it.acc.save_state(f"{place}/sweep/step-00000001")
-            it.acc.save_state(f"{place}/checkpoints/trial-1")  # no step's name: `resume` never takes it
+        shared = ProjectConfiguration(f"{place}/trial", logging_dir=place)  # one of a sweep
+        with Accelerator(project_config=shared, log_with="none") as acc:
+            acc.prepare(torch.optim.SGD(acc.prepare(nn.Linear(1, 1)).parameters(), lr=0.1))
+            acc.save_state(f"{place}/checkpoints/trial-1")  # no step's name: `resume` never takes it
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert resumed(place) == ("step-00000002", 2)
