@@ -37,7 +37,7 @@ PRELOAD = [
     "easymp.accelerator", "easymp.training.prepare", "easymp.trackers.recording",
     "easymp.checkpoint.run_state", "easymp.checkpoint.preemption", "easymp.training.oom",
     "easymp.training.microstep", "easymp.training.nonfinite", "easymp.strategies.transforms", "easymp.strategies.transforms",
-    "easymp.checkpoint.loading", "easymp.checkpoint.saves", "easymp.strategies.ddp", "easymp.strategies.fsdp",
+    "easymp.checkpoint.load", "easymp.checkpoint.save", "easymp.strategies.ddp", "easymp.strategies.fsdp",
     "easymp.strategies.zero1", "tests.frozen",
 ]  # fmt: skip
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import easymp
 from easymp import Accelerator, load_weights
 from easymp.checkpoint.huggingface import Item, cut
-from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError, RefusedError, SettingError
 
 from .strategies.models import BATCH, MODELS, make

@@ -21,18 +21,17 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..logging import get_logger
-from .boxes import whole
+from .codec import pack
 from .huggingface import load
-from .local import LocalStorage
-from .manifest import MANIFEST, Manifest
+from .layout import whole
+from .load import Reading
+from .manifest import MANIFEST, Manifest, Piece, Stored
 from .model_state import OptimizerState
-from .names import canonical, without_wrappers
+from .read_plan import Want
 from .run_state import numbered
-from .slabs import Want
-from .snapshot import Reading
+from .source import canonical, without_wrappers
 from .storage import Tick, nothing
-from .stored import Piece, Stored
-from .trees import pack
+from .storage_local import LocalStorage
 
 logger = get_logger(__name__)
 

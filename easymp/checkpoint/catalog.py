@@ -14,20 +14,29 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, SettingError
-from . import claims
-from .boxes import slices, whole
-from .committed import inside, is_committed, open_manifest
-from .folders import checkpoint_of, current, lock_of, saves_of, step_of, writing
+from . import lock
+from .codec import TAG
+from .folders import (
+    Opened,
+    checkpoint_of,
+    current,
+    inside,
+    is_committed,
+    open_checkpoint,
+    open_manifest,
+    open_storage,
+    saves_of,
+    step_of,
+    writing,
+)
+from .layout import slices, whole
 from .lineage import committed, drop, newest, survey, take_away
+from .lock import lock_of
 from .manifest import BLOCK, COMMIT, MANIFEST, FileRecord, Manifest, Stored
-from .opening import Opened, open_checkpoint
-from .passing import one_by_one, room
-from .planning import group
-from .preflight import expected, faults
 from .progress import expect
+from .read_plan import expected, faults, one_by_one, room
+from .snapshot import group
 from .storage import Storage, Tick, nothing
-from .storages import open_storage
-from .trees import TAG
 
 
 @dataclass(frozen=True)
@@ -582,7 +591,7 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
         gone = old.get(checkpoint, [])
         try:
             # Named in the claim, so that who comes after a kill knows what was left half done.
-            claim = storage.claim(checkpoint, claims.words(**({"folder": gone[-1]} if gone else {})))
+            claim = storage.claim(checkpoint, lock.words(**({"folder": gone[-1]} if gone else {})))
         except CheckpointError:
             busy.append(checkpoint)
             continue

@@ -12,14 +12,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
-from .committed import is_committed
+from ..errors import CheckpointError
+from .codec import LONGEST, loads
+from .header import Slot, length
+from .header import decode as decode_header
+from .lock import TEMPORARY
+from .manifest import COMMIT, MANIFEST, FileRecord, Manifest, decode, seal
 from .storage import Storage
+from .storage_local import LocalStorage
+from .storage_remote import RemoteStorage
 
-TEMPORARY = ".tmp-"
 LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,})(\.line-[0-9a-f]+(-\d+)?)?")
 _AGAIN = re.compile(r"(.+)\.save-(\d+)")
@@ -75,10 +85,6 @@ def temporary(checkpoint: str) -> str:
     return f"{TEMPORARY}{checkpoint}-{secrets.token_hex(4)}"
 
 
-def lock_of(checkpoint: str) -> str:
-    return f"{TEMPORARY}{checkpoint}.lock"
-
-
 def writing(name: str) -> str | None:
     """The checkpoint that the temporary folder or lock `name` belongs to; None for other names."""
     found = _TEMPORARY.fullmatch(name) or _LOCK.fullmatch(name)
@@ -95,3 +101,199 @@ def current(storage: Storage, checkpoint: str) -> str:
     if found in ([], [checkpoint]):
         return checkpoint
     return next((folder for folder in found if is_committed(storage, folder)), checkpoint)
+
+
+# -- Whether a folder is a checkpoint, and what its manifest says: COMMIT, written last, holds the manifest's hash.
+
+
+SEAL = 65  # bytes of COMMIT: a SHA-256 in hexadecimal and the end of its line
+
+
+def open_manifest(storage: Storage, folder: str) -> Manifest:
+    """The manifest of the checkpoint in `folder` of `storage` ("" for `storage` itself), once it is known to be the committed one.
+
+    Raises:
+        CheckpointError: `folder` is no checkpoint, was not committed, was changed since, or is of a newer format.
+        OSError: it cannot be read.
+    """
+    place, manifest, commit = inside(storage.place, folder), inside(folder, MANIFEST), inside(folder, COMMIT)
+    sealed, described = storage.size(commit) is not None, storage.size(manifest) is not None
+    if not (sealed or described):
+        raise CheckpointError(
+            f"{place}: no checkpoint: neither {MANIFEST} nor {COMMIT} is there; pass the folder of one step"
+        )
+    if not sealed:
+        raise CheckpointError(
+            f"{place}: not committed: {COMMIT} is missing, so the save did not end; load an earlier checkpoint"
+        )
+    if not described:
+        raise CheckpointError(
+            f"{place}: {MANIFEST} is missing though {COMMIT} is there: load another checkpoint"
+        )
+    text = storage.get(manifest, LONGEST)
+    if storage.get(commit, SEAL) != seal(text):
+        raise CheckpointError(
+            f"{place}: {MANIFEST} is not the one that {COMMIT} seals: one of them was changed; load another checkpoint"
+        )
+    return decode(text, inside(storage.place, manifest))
+
+
+def write_manifest(storage: Storage, folder: str, manifest: Manifest) -> None:
+    """The last two files of `folder`, whose others are there: with the second one it is a checkpoint.
+
+    Raises:
+        CheckpointError: the manifest says what cannot be.
+        OSError: it cannot be written.
+    """
+    text = manifest.encode()
+    for name, content in ((MANIFEST, text), (COMMIT, seal(text))):
+        storage.put(inside(folder, name), [content], len(content))
+        storage.sync(folder)  # before the next
+
+
+def is_committed(storage: Storage, folder: str) -> bool:
+    """Whether `folder` holds a manifest and the COMMIT that seals it; what the manifest says is not looked at.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    manifest, commit = inside(folder, MANIFEST), inside(folder, COMMIT)
+    if storage.size(commit) != SEAL:
+        return False
+    size = storage.size(manifest)
+    if size is None or size > LONGEST:
+        return False
+    try:
+        return storage.get(commit, SEAL) == seal(storage.get(manifest, LONGEST))
+    except FileNotFoundError:  # another process removes this checkpoint right now
+        return False
+
+
+def inside(folder: str, name: str) -> str:
+    """`name` in `folder`; "" on either side is no folder more."""
+    return f"{folder.rstrip('/')}/{name}" if folder and name else folder or name
+
+
+# -- A storage by what a user types: a path, or a URL.
+
+
+def open_storage(place: str | os.PathLike[str]) -> Storage:
+    """The folder `place`: a path or ``file://`` URL on this machine, any other URL by fsspec. Nothing is read or made.
+
+    Raises:
+        CheckpointError: a URL of a kind that nobody here knows, or a ``file://`` URL of another machine.
+    """
+    path = os.fspath(place)
+    kind, mark, rest = path.partition("://")
+    if not mark or "/" in kind:
+        return LocalStorage(path)
+    if kind not in ("file", "local"):
+        return RemoteStorage(path)
+    rest = rest.removeprefix("localhost")
+    if not rest.startswith("/"):
+        raise CheckpointError(
+            f"{path} names a machine, not a folder: write {kind}:///{rest}, or the path alone"
+        )
+    return LocalStorage(rest)
+
+
+def parted(place: str | os.PathLike[str]) -> tuple[str, str]:
+    """The folder above a file or folder, and its name there; where a link leads, if it leads to a folder."""
+    said = os.fspath(place)
+    kind, mark, rest = said.partition("://")
+    if not mark:
+        path = os.path.abspath(said)
+        return os.path.split(os.path.realpath(path) if os.path.isdir(path) else path)
+    folder, _, name = rest.rstrip("/").rpartition("/")
+    return f"{kind}://{folder}", name
+
+
+# -- A safetensors file that may be somebody else's: where it is, and what its header says.
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file with tensors; `checksums` of each BLOCK, or None where nobody wrote any down."""
+
+    storage: Storage
+    name: str
+    size: int
+    checksums: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.storage.place.rstrip('/')}/{self.name}"
+
+
+def found_at(place: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """The folder that a file lies in, and its name there."""
+    folder, name = parted(place)
+    return open_storage(folder), name
+
+
+def file_in(folder: Storage, name: str) -> SourceFile:
+    """A file that somebody else wrote; links are followed, for a cache of downloads is made of them."""
+    if isinstance(folder, LocalStorage):
+        real = Path(folder.place, name).resolve()
+        folder, name = LocalStorage(real.parent), real.name
+    size = folder.size(name)
+    if size is None:
+        raise CheckpointError(f"{folder.place}/{name}: there is no such file")
+    return SourceFile(folder, name, size)
+
+
+def read_header(file: SourceFile) -> tuple[dict[str, Slot], dict[str, str]]:
+    """The tensors of a safetensors file, and its metadata.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    base = length(file.storage.head(file.name, 8), file.size, str(file))
+    text = file.storage.head(file.name, base)
+    slots = decode_header(text, file.size, str(file))
+    return slots, loads(text[8:base], str(file)).get("__metadata__") or {}
+
+
+# -- From what a user says, a folder or a URL, to the checkpoint that is there.
+
+
+class Opened(NamedTuple):
+    """A committed checkpoint: `folder` of `storage`, and what its manifest says."""
+
+    storage: Storage
+    folder: str
+    manifest: Manifest
+
+    @property
+    def place(self) -> str:
+        return inside(self.storage.place, self.folder)
+
+    @property
+    def files(self) -> dict[str, SourceFile]:
+        """For `streaming.stream`."""
+        return self._at(self.manifest.files)
+
+    @property
+    def extra(self) -> dict[str, SourceFile]:
+        """Those that hooks wrote."""
+        return self._at(self.manifest.extra)
+
+    def _at(self, files: dict[str, FileRecord]) -> dict[str, SourceFile]:
+        return {
+            name: SourceFile(self.storage, inside(self.folder, name), file.size, file.checksums)
+            for name, file in files.items()
+        }
+
+
+def open_checkpoint(place: str | os.PathLike[str]) -> Opened:
+    """The committed checkpoint at `place`: of several saves of one name, the one that counts.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    root, name = parted(place)
+    try:
+        storage = open_storage(root)
+        folder = current(storage, name)
+        return Opened(storage, folder, open_manifest(storage, folder))
+    except OSError as error:
+        raise CheckpointError(f"{os.fspath(place)}: cannot be read ({error})") from error

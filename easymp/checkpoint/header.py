@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from .strict import dumps, loads
+from .codec import dumps, loads
 
 PAGE = 4096
 LONGEST = 100_000_000  # bytes of a header that the safetensors library still reads

@@ -13,18 +13,15 @@ from typing import Any
 
 from ..distributed import World
 from ..errors import CheckpointError
-from . import claims
-from .agreeing import first, trouble
-from .commits import check_name
-from .committed import inside, open_manifest
-from .folders import current, lock_of, temporary, writing
+from . import lock
+from .commit import check_name
+from .folders import Opened, SourceFile, current, inside, open_manifest, temporary, writing
 from .lineage import take_away
-from .local import LocalStorage
-from .manifest import BLOCK, FileRecord
-from .opening import Opened
+from .lock import lock_of
+from .manifest import BLOCK, FileRecord, check_extra
+from .snapshot import first, trouble
 from .storage import Part, Storage, Tick, nothing
-from .tensor_files import SourceFile
-from .wellformed import check_extra
+from .storage_local import LocalStorage
 
 PREFIX = "easymp-"  # of folders among the system's temporary files
 
@@ -66,7 +63,7 @@ class HookFolder:
     def _claimed(self, owner: str) -> str:
         """Rank 0: a folder for those of all ranks, which nobody takes for left over while this process lives."""
         there = self._there
-        self._open.callback(there.claim(owner, claims.words()).release)
+        self._open.callback(there.claim(owner, lock.words()).release)
         for name in there.list():
             if writing(name) == owner and name != lock_of(owner):
                 take_away(there, name)

@@ -19,20 +19,15 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, RefusedError
-from .boxes import Shape, whole
-from .buffers import as_bytes
-from .committed import inside
-from .gathering import on_host
+from .blocks import as_bytes
+from .codec import dumps, loads, pack, unpack
+from .folders import file_in, found_at, inside, read_header
 from .header import encode, nbytes
+from .layout import Shape, on_host, whole
 from .manifest import COMMIT, MANIFEST, Piece, Stored
-from .matching import memory
-from .slabs import Want
-from .sources import INDEX, SINGLE
+from .read_plan import Want, stream
+from .source import INDEX, SINGLE, memory
 from .storage import Part, Storage, Tick, nothing
-from .streaming import stream
-from .strict import dumps, loads
-from .tensor_files import file_in, found_at, read_header
-from .trees import pack, unpack
 
 SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 TEMPORARY = re.compile(r"\.model.*\.safetensors\.tmp")

@@ -15,9 +15,21 @@ from datetime import UTC, datetime, timedelta
 
 from ..errors import CheckpointError
 from ..logging import get_logger
-from . import claims
-from .committed import SEAL, inside, is_committed, open_manifest
-from .folders import LATEST, aside, checkpoint_of, current, save_of, saves_of, step_of, temporary
+from . import lock
+from .folders import (
+    LATEST,
+    SEAL,
+    aside,
+    checkpoint_of,
+    current,
+    inside,
+    is_committed,
+    open_manifest,
+    save_of,
+    saves_of,
+    step_of,
+    temporary,
+)
 from .manifest import COMMIT, MANIFEST, Lineage, Manifest, head
 from .storage import Storage
 
@@ -218,9 +230,6 @@ def damage(storage: Storage, folder: str) -> str:
 # -- How checkpoints go: what counts stops counting before its first file goes, and only once a newer one is on disk.
 
 
-logger = get_logger(__name__)
-
-
 def retain(storage: Storage, it: Saved, limit: int | None) -> None:
     """After `it` is committed: the hint `latest`, and only `limit` of the others on its line stay, those that were saved last.
 
@@ -282,7 +291,7 @@ def _retire(storage: Storage, folder: str) -> None:
     checkpoint = checkpoint_of(folder)
     try:
         claim = storage.claim(
-            checkpoint, claims.words(folder=folder)
+            checkpoint, lock.words(folder=folder)
         )  # so that who comes after knows what was left half done
     except CheckpointError:
         return  # somebody writes it just now

@@ -13,20 +13,18 @@ import torch
 
 from ..errors import CheckpointError, SettingError, nearest
 from ..settings import read_bytes
-from .boxes import whole
-from .buffers import as_bytes
-from .commits import begin
-from .committed import inside, write_manifest
+from .blocks import as_bytes
+from .commit import begin
+from .folders import Opened, inside, open_checkpoint, open_storage, parted, write_manifest
 from .hooks import copied
 from .huggingface import Item, cut, index_of, order, write_model
+from .layout import whole
 from .manifest import FileRecord, Stored
-from .opening import Opened, open_checkpoint
-from .passing import one_by_one, room
-from .planning import Brought, Division, FilePlan, divide, group
 from .progress import expect
-from .sources import INDEX
+from .read_plan import one_by_one, room
+from .snapshot import Brought, Division, FilePlan, divide, group
+from .source import INDEX
 from .storage import Part, Tick, nothing
-from .storages import open_storage, parted
 
 SHARD_SIZE = "5GB"
 MODEL = "model"

@@ -14,13 +14,11 @@ from ..errors import CheckpointError, StepError
 from ..optim import PreparedOptimizer
 from ..optim.torch_step import IMPLEMENTATION
 from ..precision.mixed import LOW
-from .boxes import Box
-from .fitting import check_like, is_known, names_apart, once, several
-from .manifest import Stored
-from .names import canonical
-from .places import Place, place_of
-from .snapshot import FullName, Reading, Snapshot, Trial
-from .wellformed import check_number
+from .layout import Box, Place, place_of
+from .load import FullName, Reading, Trial, check_like, is_known, names_apart, once, several
+from .manifest import Stored, check_number
+from .snapshot import Snapshot
+from .source import canonical
 
 
 def nothing() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 from ..errors import CheckpointError
 from ..optim import PreparedScheduler
 from ..precision import Scaler
-from .fitting import check_like, is_known
+from .load import Reading, Trial, check_like, is_known
 from .model_state import nothing
-from .snapshot import Reading, Snapshot, Trial
+from .snapshot import Snapshot
 
 
 class ObjectState:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ..training.state import Run
     from . import run_state
     from .accelerate_import import Translated
-    from .loading import Loaded
-    from .saves import Saves
+    from .load import Loaded
+    from .save import Saves
     from .snapshot import Kept
 
 modules_at_first_use(globals(), "run_state")
@@ -369,7 +369,7 @@ class Checkpointing(Registering):
             self._before_load(storage, name) as models,
             checkpoint.of_ranks(world, "loading", "loaded", place) as tick,
         ):
-            loaded = checkpoint.load(world, storage, name, list(self._kept(models)), strict, tick)
+            loaded = checkpoint.load_checkpoint(world, storage, name, list(self._kept(models)), strict, tick)
         self._saver().line.loaded(storage, name, loaded.manifest)
         return loaded
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from .boxes import Box, overlap, whole
-from .fitting import once
-from .manifest import Manifest, Stored
-from .places import place_of
-from .planning import Brought
-from .preflight import preflight
-from .progress import expect
-from .sources import SourceFile
-from .storage import Storage, Tick, nothing
-from .streaming import Want, blocks_of, stream
-from .trees import pack, unpack
+from ..distributed import World
+from ..errors import CheckpointError, EasympError, WorldError
+from .barrier import STOPPED
+from .blocks import as_bytes
+from .codec import pack
+from .header import encode
+from .layout import Box, Shape, fault, place_of, whole
+from .manifest import Piece, Stored
+from .storage import Part
 
 
 class Snapshot:
@@ -70,185 +67,6 @@ class Snapshot:
                 )
 
 
-class FullName(str):
-    """A tensor's full name, in place of its values."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A change that may fail, as it runs a user's code, and how to undo it.
-
-    Attributes:
-        what: is changed, in words.
-    """
-
-    what: str
-    change: Callable[[], None]
-    undo: Callable[[], None]
-
-
-class Reading:
-    """A committed checkpoint, as one rank reads it. Tensors asked for are empty until `run`, which reads and verifies them all.
-
-    What shall be in live tensors is verified by `run`, too. Where files may be read again, it is read again then, into the live tensors
-    themselves, and verified again: the state lies in memory once, and no new memory has to be cleared for it. Elsewhere a copy waits.
-
-    Args:
-        again: whether files may be read twice; see `Storage.held`.
-
-    Attributes:
-        rank: this process's.
-        strict: whether what is missing or left over is an error.
-        skipped: what was passed over, in words, where `strict` is off.
-        trials: made before anything that cannot fail, and undone on all ranks where one of them fails on one.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        folder: str,
-        manifest: Manifest,
-        rank: int = 0,
-        strict: bool = True,
-        again: bool = False,
-    ) -> None:
-        self.manifest, self.rank, self.strict = manifest, rank, strict
-        self.skipped: list[str] = []
-        self.trials: list[Trial] = []
-        self._storage, self._folder, self._again = storage, folder, again
-        self._files: dict[str, SourceFile] = {}
-        self._tick: Tick = nothing
-        self._wanted: list[Want] = []
-        self._live: list[Want] = []
-        self._asked: set[str] = set()
-        self._masters: dict[str, str] | None = None
-
-    def __contains__(self, name: str) -> bool:
-        self._asked.add(name)
-        return name in self.manifest.states
-
-    def named(self, name: str, own: bool = False) -> str:
-        """What `name` is kept under; with `own`, by the rank of the same number, counted round where fewer ranks wrote."""
-        return f"ranks/{self.rank % self.manifest.world_size:05d}/{name}" if own else name
-
-    def state(
-        self,
-        name: str,
-        own: bool = False,
-        tensor: Callable[[str], Any] | None = None,
-        within: Sequence[str] = (),
-    ) -> Any:
-        """The tree kept under `name`, its tensors as `tensor` makes them of their full names (whole ones, on the CPU).
-
-        Args:
-            own: what this rank alone keeps.
-            within: keys that lead to a part of the tree, which is made instead.
-        """
-        name = f"ranks/{self.rank:05d}/{name}" if own else name
-        if name not in self:
-            raise CheckpointError(f"the checkpoint has no {name}")
-        tree = self.manifest.states[name]
-        for key in within:
-            tree = tree[key]
-        return unpack(tree, tensor or self.whole)
-
-    def left(self) -> list[str]:
-        """Names of what is in the checkpoint and nobody asked for, beside what is a rank's own; without the parts of each."""
-
-        def known(name: str) -> bool:
-            words = name.split("/")
-            above = ["/".join(words[:n]) for n in range(1, len(words))]
-            return name in self._asked or any(n in self._asked or n in self.manifest.states for n in above)
-
-        return sorted(
-            name for name in self.manifest.states if not name.startswith("ranks/") and not known(name)
-        )
-
-    def stored(self, name: str) -> Stored:
-        """What there is of a tensor, by its full name or another one that it has."""
-        return self.manifest.tensors[self.manifest.aliases.get(name, name)]
-
-    def master(self, name: str) -> str | None:
-        """The fp32 master that an optimizer kept of a parameter: both by their full names."""
-        if self._masters is None:
-            kept = [state for state in self.manifest.states if state.endswith("/masters")]
-            self._masters = {
-                k: v for state in kept for k, v in unpack(self.manifest.states[state], str).items()
-            }
-        return self._masters.get(self.manifest.aliases.get(name, name))
-
-    def whole(self, name: str) -> Tensor:
-        return self.part(name, whole(self.stored(name).shape))
-
-    def part(self, name: str, box: Box) -> Tensor:
-        """A new CPU tensor of the shape of `box`, filled by `run`."""
-        tensor = torch.empty(box.shape, dtype=self.stored(name).dtype)
-        self.fill(name, box, tensor)
-        return tensor
-
-    def fill(self, name: str, box: Box, tensor: Tensor) -> None:
-        """Have `run` fill `tensor`, which has the shape of `box` and is nothing live."""
-        self._wanted.append(Want(self.stored(name), box, tensor))
-
-    def overwriting(self, parts: Iterable[tuple[str, Box, Tensor]]) -> Callable[[], None]:
-        """What fills these live tensors, of the shapes of their boxes, after `run`. It fails where a file can no longer be read."""
-        wants = [Want(self.stored(name), *once(box, live)) for name, box, live in parts]
-        if self._again:
-            self._live += wants
-            return lambda: self._refill(wants)
-        copies = [replace(w, into=torch.empty(w.box.shape, dtype=w.stored.dtype)) for w in wants]
-        self._wanted += copies
-
-        def put() -> None:
-            with torch.no_grad():
-                for want, copy in zip(wants, copies):
-                    want.into.copy_(copy.into)
-
-        return put
-
-    def complain(self, words: str) -> None:
-        """Something does not fit: an error, or noted where that is allowed."""
-        if self.strict:
-            raise CheckpointError(f"{words}; strict=False loads what fits")
-        self.skipped.append(words)
-
-    def run(self, tick: Tick = nothing) -> None:
-        """Fill all that was asked for, and verify what live tensors shall take.
-
-        Raises:
-            CheckpointError: bytes that are missing, or not what was written.
-        """
-        needed = {
-            p.file for w in [*self._wanted, *self._live] for p in w.stored.pieces if overlap(p.box, w.box)
-        }
-        preflight(self._storage, self._folder, self.manifest, sorted(needed))
-        self._tick = tick
-        self._files = {
-            name: SourceFile(self._storage, f"{self._folder}/{name}", record.size, record.checksums)
-            for name, record in self.manifest.files.items()
-        }
-        expect(tick, sum(want.into.nbytes for want in [*self._wanted, *self._live, *self._live]))
-        stream(self._files, self._wanted, tick)
-        known = blocks_of(self._wanted)
-        for name, numbers in blocks_of(self._live).items():
-            if left := sorted(numbers - known.get(name, set())):
-                file = self._files[name]
-                self._storage.verify(file.name, file.size, file.checksums or (), tick, left)
-        self._wanted.clear()
-        self._live.clear()
-
-    def _refill(self, wants: Sequence[Want]) -> None:
-        try:
-            stream(self._files, wants, self._tick)
-        finally:
-            for want in wants:
-                torch.autograd.graph.increment_version(
-                    want.into
-                )  # memory was written to past autograd; fp32 masters look here
-
-
 class Kept(Protocol):
     """One live thing that a checkpoint keeps."""
 
@@ -256,7 +74,7 @@ class Kept(Protocol):
         """Add its state to a checkpoint in the making."""
         ...
 
-    def take(self, source: Reading) -> Callable[[], None]:
+    def take(self, source: Any) -> Callable[[], None]:
         """Ask for its state, and check it as far as it is known; what is returned puts it in place, once all is read.
 
         Nothing live changes before that is called, and it fails only where `Reading.overwriting` does.
@@ -265,3 +83,235 @@ class Kept(Protocol):
             CheckpointError: the state does not fit.
         """
         ...
+
+
+# -- Who writes what: every rank's boxes, each written once, in files whose every byte is known before the first is written.
+
+
+class Brought(NamedTuple):
+    """A box of a tensor that a rank has.
+
+    `differs`: other ranks' values of it may be others, and the first rank's count: buffers, such as the statistics of a BatchNorm.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    box: Box
+    differs: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.box.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file that one rank writes: `header`, then the bytes of `contents` in their order."""
+
+    name: str
+    rank: int
+    header: bytes
+    contents: tuple[tuple[str, Box], ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class Division:
+    """All files, and where each tensor lies in them."""
+
+    files: tuple[FilePlan, ...]
+    tensors: dict[str, Stored]
+
+
+def group(name: str) -> str:
+    """Which file a tensor goes to: the first word of its full name."""
+    return name.partition("/")[0]
+
+
+def key(name: str, box: Box, shape: Shape) -> str:
+    """A tensor's name inside of its file: pieces carry their box."""
+    inside = name.partition("/")[2]
+    return inside if box == whole(shape) else f"{inside}{box}"
+
+
+def divide(brought: Sequence[Sequence[Brought]]) -> Division:
+    """The plan for what each rank brought.
+
+    What several ranks have is written by the one with the least to write, largest first; or by the first of them, where they may differ.
+
+    Raises:
+        CheckpointError: ranks that disagree on a tensor, or have only parts of it.
+    """
+    kinds: dict[str, tuple[torch.dtype, Shape]] = {}
+    holders: dict[tuple[str, Box], list[int]] = {}
+    led: set[str] = set()
+    for rank, items in enumerate(brought):
+        for name, dtype, shape, box, differs in items:
+            if differs:
+                led.add(name)
+            known = kinds.setdefault(name, (dtype, shape))
+            if known != (dtype, shape):
+                raise CheckpointError(
+                    f"{name}: {known[0]} of shape {known[1]} on one rank, {dtype} of shape {shape} on rank {rank}: all ranks must save the "
+                    "same run"
+                )
+            holders.setdefault((name, box), []).append(rank)
+    boxes: dict[str, list[Box]] = {}
+    for name, box in holders:
+        boxes.setdefault(name, []).append(box)
+    for name, (_, shape) in kinds.items():
+        if wrong := fault(shape, boxes[name]):
+            raise CheckpointError(f"{name}: what the ranks have of it is not the whole: {wrong}")
+    load = [0] * len(brought)
+    writer: dict[tuple[str, Box], int] = {}
+    order = sorted(holders, key=lambda at: -at[1].count * kinds[at[0]][0].itemsize)
+    for at in order:
+        rank = holders[at][0] if at[0] in led else min(holders[at], key=lambda r: load[r])
+        writer[at] = rank
+        load[rank] += at[1].count * kinds[at[0]][0].itemsize
+    contents: dict[tuple[str, int], list[tuple[str, Box]]] = {}
+    for at in holders:
+        if (
+            prod(kinds[at[0]][1]) == 0 or at[1].count
+        ):  # an empty box of a tensor that is not empty needs no place
+            contents.setdefault((group(at[0]), writer[at]), []).append(at)
+    files: list[FilePlan] = []
+    pieces: dict[str, list[Piece]] = {name: [] for name in kinds}
+    for word in dict.fromkeys(g for g, _ in contents):
+        ranks = sorted(rank for g, rank in contents if g == word)
+        for number, rank in enumerate(ranks, 1):
+            # Wide types first: each tensor then begins where its type may, and can be copied there as what it is.
+            inside = tuple(sorted(contents[word, rank], key=lambda at: -kinds[at[0]][0].itemsize))
+            name = f"{word}-{number:05d}-of-{len(ranks):05d}.safetensors"
+            header, slots = encode(
+                [(key(n, box, kinds[n][1]), kinds[n][0], box.shape) for n, box in inside], {"format": "pt"}
+            )
+            for (n, box), slot in zip(inside, slots):
+                pieces[n].append(Piece(box, name, slot.begin))
+            files.append(FilePlan(name, rank, header, inside, slots[-1].end))
+    tensors = {name: Stored(dtype, shape, tuple(pieces[name])) for name, (dtype, shape) in kinds.items()}
+    return Division(tuple(files), tensors)
+
+
+# -- What all ranks bring to a save, and who of them writes what: agreed on while all of them are at one place.
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """
+    Attributes:
+        brought, given: this rank's part of the plan, and its other names of tensors.
+        aliases: all ranks'.
+        division: who writes what.
+    """
+
+    brought: Sequence[Brought]
+    given: Mapping[str, str]
+    aliases: Mapping[str, str]
+    division: Division
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What this rank has to write of: live tensors, and Python state that is a copy."""
+
+    tensors: Mapping[tuple[str, Box], Tensor]
+    states: Mapping[str, Any]
+
+
+def agree(world: World, kept: Sequence[Kept], last: Agreement | None) -> tuple[Parts, Agreement]:
+    """Ask `kept` on each rank for its state, and divide the work, all ranks together.
+
+    Where every rank brings the same tensors as the `last` time, what was agreed then is used again: the lists of all ranks can be long.
+
+    Raises:
+        CheckpointError: on every rank: one could not say its state, or the parts do not make a whole.
+    """
+    snapshot = Snapshot(world.rank)
+    said = trouble(lambda: [k.bring(snapshot) for k in kept])
+    same = last is not None and last.brought == snapshot.brought and last.given == snapshot.aliases
+    try:
+        together = world.gather_objects((said, same))
+        if wrong := first([said for said, _ in together]):
+            raise CheckpointError(f"the checkpoint was not begun: {wrong}")
+        if last is None or not all(same for _, same in together):
+            everyones = world.gather_objects((snapshot.brought, snapshot.aliases))
+            aliases = {name: of for _, given in everyones for name, of in given.items()}
+            last = Agreement(
+                snapshot.brought, snapshot.aliases, aliases, divide([brought for brought, _ in everyones])
+            )
+    except WorldError as error:
+        raise CheckpointError(f"the ranks could not agree on a checkpoint: {error}") from error
+    return Parts(snapshot.parts, snapshot.states), last
+
+
+def merged(one: Any, other: Any, name: str) -> Any:
+    """Two ranks' states of one thing: mappings add up, all else must agree.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    if one == other:
+        return one
+    if isinstance(one, dict) and isinstance(other, dict):
+        both = dict(one)
+        for word, value in other.items():
+            both[word] = merged(one[word], value, f"{name}/{word}") if word in one else value
+        return both
+    raise CheckpointError(
+        f"{name}: the ranks have different values, {one!r} and {other!r}, of what should be one"
+    )
+
+
+def trouble(act: Callable[[], Any]) -> str:
+    """What went wrong in `act`, in words; "" where nothing did. All errors, also those of a user's own objects: the others must hear."""
+    try:
+        act()
+    except (OSError, EasympError) as error:
+        return str(error) or type(error).__name__
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def first(said: Sequence[str]) -> str:
+    """What the ranks `said` went wrong, each thing once, with the rank that said it; "" where all is well."""
+    causes = [words for words in said if words and words != STOPPED] or said
+    ranks = {words: rank for rank, words in reversed(list(enumerate(said))) if words and words in causes}
+    named = sorted((rank, words) for words, rank in ranks.items())
+    return "; ".join(f"rank {rank}: {words}" if len(said) > 1 else words for rank, words in named)
+
+
+# -- The bytes of a rank's file, from where its tensors are.
+
+
+CHUNK = 2**22  # bytes copied at a time of what has no plain bytes here: on a device, or with gaps
+
+
+def contents(plan: FilePlan, parts: Mapping[tuple[str, Box], Tensor]) -> Iterator[Part]:
+    """Header and tensors; no copy of those that lie in memory as they will in the file, and others are copied as their turn comes."""
+    yield plan.header
+    for at in plan.contents:
+        for tensor in _pieces(parts[at].detach()):
+            yield as_bytes(tensor.cpu().resolve_conj().resolve_neg().contiguous())
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its memory is its value, row-major, on the CPU."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """`tensor` in parts that follow one another row-major: itself if it has plain bytes, else none of more than CHUNK bytes."""
+    if not tensor.numel():
+        return
+    if is_plain(tensor) or tensor.numel() * tensor.itemsize <= CHUNK:
+        yield tensor
+        return
+    row = tensor[0].numel() * tensor.itemsize
+    if row > CHUNK:
+        for part in tensor:
+            yield from _pieces(part)
+    else:
+        yield from tensor.split(CHUNK // row)

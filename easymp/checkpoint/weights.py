@@ -7,7 +7,7 @@ and with the same answer, so loading is no collective: one rank alone may load, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,24 +19,31 @@ from ..distributed import read_ranks
 from ..errors import CheckpointError, SettingError, nearest
 from ..logging import get_logger
 from ..settings import read_bytes
-from ..strategies.meta_init import left_to_others
+from ..strategies.meta_init import left_to_others, swap_in
 from .accelerate_import import read_state_dict
-from .allocating import allocate, check_buffers
-from .boxes import whole
+from .codec import loads
+from .folders import open_storage, parted
 from .huggingface import Item, cut, order, write_model
+from .layout import place_of, whole
 from .manifest import Stored
-from .matching import SHOWN, Live, Skipped, dtype_fault, hint, live_tensors, match, name_of, renamed_in
 from .merging import MODEL, SHARD_SIZE
-from .names import without_wrappers
-from .passing import one_by_one, room
-from .places import place_of
 from .progress import Progress, expect
-from .slabs import Want
-from .sources import Source, open_source
+from .read_plan import Want, one_by_one, room, stream
+from .source import (
+    SHOWN,
+    Live,
+    Skipped,
+    Source,
+    dtype_fault,
+    hint,
+    live_tensors,
+    match,
+    name_of,
+    open_source,
+    renamed_in,
+    without_wrappers,
+)
 from .storage import Tick, nothing
-from .storages import open_storage, parted
-from .streaming import stream
-from .strict import loads
 
 logger = get_logger(__name__)
 
@@ -360,3 +367,46 @@ def _files(path: Path) -> list[Path]:
             f"{index}: no index of weights: it has no weight_map from names to files beside it"
         )
     return [index.parent / file for file in dict.fromkeys(table.values())]
+
+
+# -- Memory for what a model has on the meta device and files have values for.
+
+
+def check_buffers(model: nn.Module) -> None:
+    """No buffer is on the meta device that no file can hold.
+
+    Raises:
+        CheckpointError: one is.
+    """
+    stored = {id(t) for t in model.state_dict(keep_vars=True).values()}
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and id(buffer) not in stored:
+            raise CheckpointError(
+                f"buffer {name!r} is on the meta device, and no file holds it (persistent=False): build its module off meta, or prepare "
+                "the model first, which gives it values, and then load"
+            )
+
+
+def allocate(
+    model: nn.Module, chosen: Collection[int], device: torch.device, dtype: torch.dtype | None
+) -> None:
+    """Give the tensors with ids in `chosen`, which are on the meta device, memory on `device`. They stay the objects they are.
+
+    Args:
+        dtype: of floating-point ones, in place of their own.
+    """
+
+    def fresh(tensor: Tensor) -> Tensor:
+        if id(tensor) not in chosen or not tensor.is_meta:
+            return tensor
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        made: Tensor = torch.empty_like(tensor, device=device, dtype=kind, requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, tensor.requires_grad)
+        vars(made).update(vars(tensor))  # what the user said of it
+        return made
+
+    for module in model.modules():
+        own = [t for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
+        if any(id(t) in chosen for t in own):
+            swap_in(module, fresh)

@@ -1,6 +1,6 @@
 """A model of what a power failure leaves on a disk.
 
-Operations are recorded on their way through `calls.do`. A write, or a change of names in a folder, is on the disk for certain once that
+Operations are recorded on their way through `blocks.do`. A write, or a change of names in a folder, is on the disk for certain once that
 file, or that folder, was fsynced afterwards; until then it may be there or not, each by itself and in any order. So after each operation
 there are many disks that a machine may find when it starts again. Changes of names are atomic (a swap happened or did not), which
 every file system with a journal keeps. What was written of a file that was not fsynced may be there in part: what is missing is zeros,
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from easymp.checkpoint import calls
+from easymp.checkpoint import blocks
 
 MANY = 5  # unsynced changes up to which every subset is tried
 SAMPLES = 24  # subsets that are tried of more
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 
 class Recorder:
-    """In the place of `calls.do`: keeps what changes anything, with its data."""
+    """In the place of `blocks.do`: keeps what changes anything, with its data."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -44,7 +44,7 @@ class Recorder:
             self.steps.append(Step(operation, path, (data[:value], arguments[2])))
         elif operation == "exchange" and not value:
             pass
-        elif operation in calls.CHANGES and not path.endswith(".lock"):
+        elif operation in blocks.CHANGES and not path.endswith(".lock"):
             self.steps.append(Step(operation, path, arguments))
         return value
 

@@ -21,8 +21,8 @@ from typing import Any
 import safetensors
 import torch
 
-from easymp.checkpoint import boxes, header, manifest, readers, strict, trees, unpacking, wellformed
-from easymp.checkpoint.boxes import Box, whole
+from easymp.checkpoint import codec, header, layout, manifest
+from easymp.checkpoint.layout import Box, whole
 from easymp.errors import CheckpointError
 
 LONGEST = 4096  # bytes of an input
@@ -70,21 +70,21 @@ def read_manifest(content: bytes) -> bool:
 
 def read_strict(content: bytes) -> bool:
     try:
-        value = strict.loads(content, "x")
+        value = codec.loads(content, "x")
     except CheckpointError:
         return False
-    assert strict.loads(strict.dumps(value), "x") == value
+    assert codec.loads(codec.dumps(value), "x") == value
     return True
 
 
 def read_trees(content: bytes) -> bool:
     tensor = torch.zeros(2)
     try:
-        value = trees.unpack(strict.loads(content, "x"), lambda name: tensor)
-        packed = trees.pack(value, "x", {})
+        value = codec.unpack(codec.loads(content, "x"), lambda name: tensor)
+        packed = codec.pack(value, "x", {})
     except CheckpointError:
         return False
-    trees.names(strict.loads(strict.dumps(packed), "x"))
+    codec.names(codec.loads(codec.dumps(packed), "x"))
     return True
 
 
@@ -125,7 +125,7 @@ def seeds(target: str) -> list[bytes]:
         "w": torch.zeros(2),
     }
     tensors: dict[str, torch.Tensor] = {}
-    packed = trees.pack(state, "state", tensors)
+    packed = codec.pack(state, "state", tensors)
     packed["array"] = {"$": "array", "name": "state/w"}
     packed["scalar"] = {"$": "scalar", "dtype": "float32", "value": 0.5}
     rows = (Box((0, 0), (1, 3)), Box((1, 0), (1, 3)))
@@ -149,9 +149,9 @@ def seeds(target: str) -> list[bytes]:
             (slots[-1].end - len(head)).to_bytes(2, "little") + head[8:].rstrip(),
         ],
         "manifest": [made.encode(), hooked.encode()],
-        "strict": [strict.dumps(packed), b'[1e5,-0.0,"\\ud83d\\ude00\\n",{"a":{}}]'],
+        "strict": [codec.dumps(packed), b'[1e5,-0.0,"\\ud83d\\ude00\\n",{"a":{}}]'],
         "trees": [
-            strict.dumps(part)
+            codec.dumps(part)
             for part in (packed, *packed["kinds"], *packed["torch"], packed["array"], packed["scalar"])
         ],
     }
@@ -201,7 +201,7 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 def functions() -> list[FunctionType]:
     """All of ours that read."""
     found = []
-    for module in (boxes, header, manifest, readers, strict, trees, unpacking, wellformed):
+    for module in (codec, header, layout, manifest):
         classes = [
             c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__
         ]

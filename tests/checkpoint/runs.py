@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from easymp import Accelerator, DataLoaderConfiguration
-from easymp.checkpoint.local import LocalStorage
-from easymp.checkpoint.remote import RemoteStorage
+from easymp.checkpoint.storage_local import LocalStorage
+from easymp.checkpoint.storage_remote import RemoteStorage
 
 SAMPLES, EPOCHS = 40, 3
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easymp.checkpoint import boxes
-from easymp.checkpoint.boxes import SPLIT, Box, fault, overlap, runs, slices, whole
+from easymp.checkpoint import layout
+from easymp.checkpoint.layout import SPLIT, Box, fault, overlap, runs, slices, whole
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -126,7 +126,7 @@ def test_words(name: str) -> None:
 
 
 def test_more_corners_than_memory_has_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boxes, "CORNERS", 15)
+    monkeypatch.setattr(layout, "CORNERS", 15)
     quarters = [Box(at, (1, 1)) for at in itertools.product(range(2), repeat=2)]
     assert (
         fault((2, 2), quarters)

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from easymp.checkpoint.buffers import aligned, as_bytes
+from easymp.checkpoint.blocks import aligned, as_bytes
 from easymp.checkpoint.header import NAMES
 from easymp.errors import CheckpointError
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from easymp.checkpoint import claims, list_checkpoints
-from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint import list_checkpoints, lock
 from easymp.checkpoint.manifest import COMMIT, MANIFEST, seal
+from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError
 
 OF_ONE, OF_TWO = "step-00000002", "step-00000003"
@@ -78,7 +78,7 @@ def test_what_a_save_left_is_told_apart(root: Path) -> None:
     assert (left.name, left.committed) == (".tmp-step-00000002-01234567", False)
     assert left.why.startswith("left over from a save that did not end (not committed")
     assert good.name == OF_TWO
-    claim = LocalStorage(root).claim(OF_ONE, claims.words())
+    claim = LocalStorage(root).claim(OF_ONE, lock.words())
     left, good = list_checkpoints(root)
     claim.release()
     assert left.why.startswith("being written, or left over from a save that did not end")

@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from easymp.checkpoint import diff, inspect, list_checkpoints, merge, prune, strict, verify
+from easymp.checkpoint import codec, diff, inspect, list_checkpoints, merge, prune, verify
 from easymp.errors import CheckpointError
 
 OF_ONE, OF_TWO = "step-00000002", "step-00000003"
@@ -73,7 +73,7 @@ def test_what_a_dead_writer_left_goes_and_what_nobody_claims_stays(bucket: str) 
     for step in (OF_ONE, "step-00000009"):
         memory.pipe_file(f"/bucket/runs/{step}/{MODEL}", b"half")
     memory.rm(f"/bucket/runs/{OF_ONE}/COMMIT")
-    dead = strict.dumps({"host": socket.gethostname(), "pid": 2**31 - 1, "folder": "step-00000009"})
+    dead = codec.dumps({"host": socket.gethostname(), "pid": 2**31 - 1, "folder": "step-00000009"})
     memory.pipe_file("/bucket/runs/.tmp-step-00000009.lock", dead)
     found = prune(bucket, keep=1)
     assert (found.removed, found.left_over, found.busy) == ((), ("step-00000009",), ())

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from easymp.checkpoint.checksums import crc32
+from easymp.checkpoint.blocks import crc32
 
 MODULES = ["isal.isal_zlib", "zlib_ng.zlib_ng"]
 

@@ -12,19 +12,17 @@ import threading
 
 import pytest
 
-from easymp.checkpoint import claims, locks, markers
-from easymp.checkpoint.claims import words
-from easymp.checkpoint.folders import lock_of
-from easymp.checkpoint.local import LocalStorage
-from easymp.checkpoint.markers import Marker
+from easymp.checkpoint import lock
+from easymp.checkpoint.lock import Marker, lock_of, words
+from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError
 
 HOLD = """
 import sys
-from easymp.checkpoint.claims import words
-from easymp.checkpoint.folders import lock_of
-from easymp.checkpoint.local import LocalStorage
-from easymp.checkpoint.markers import Marker
+from easymp.checkpoint.lock import words
+from easymp.checkpoint.lock import lock_of
+from easymp.checkpoint.storage_local import LocalStorage
+from easymp.checkpoint.lock import Marker
 storage = LocalStorage(sys.argv[1])
 said = words(folder="mine")
 claim = storage.claim("best", said) if sys.argv[2] == "lock" else Marker(storage, lock_of("best"), "best", said)
@@ -57,8 +55,8 @@ def holder(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(markers, "BEAT", 0.05)
-    monkeypatch.setattr(markers, "PATIENCE", 30.0)  # who lives is seen to do so, however busy the machine
+    monkeypatch.setattr(lock, "BEAT", 0.05)
+    monkeypatch.setattr(lock, "PATIENCE", 30.0)  # who lives is seen to do so, however busy the machine
 
 
 def take(storage, kind):
@@ -117,13 +115,13 @@ def test_another_process_with_the_number_of_a_dead_one_is_not_its_owner(tmp_path
     storage = LocalStorage(tmp_path)
     dead = {**json.loads(words(folder="mine")), "started": "1"}  # this process's number, long ago
     storage.replace(lock_of("best"), json.dumps(dead).encode())
-    assert markers.abandoned(storage, lock_of("best")) == (claims.started(os.getpid()) != "")
+    assert lock.abandoned(storage, lock_of("best")) == (lock.started(os.getpid()) != "")
     storage.replace(lock_of("best"), json.dumps({**dead, "space": "another container"}).encode())
-    assert not markers.abandoned(storage, lock_of("best"))
+    assert not lock.abandoned(storage, lock_of("best"))
 
 
 def test_a_marker_of_another_machine_is_dead_when_it_stops_changing(tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(markers, "PATIENCE", 0.4)
+    monkeypatch.setattr(lock, "PATIENCE", 0.4)
     storage = LocalStorage(tmp_path)
     storage.replace(lock_of("best"), b'{"host":"elsewhere","pid":1,"folder":"best.save-2"}')
     claim = take(storage, "marker")
@@ -166,7 +164,7 @@ def test_of_many_at_once_one_has_it(tmp_path):
 
 
 def test_without_locks_a_marker_is_used(tmp_path, monkeypatch, quick):
-    monkeypatch.setattr(locks, "fcntl", None)
+    monkeypatch.setattr(lock, "fcntl", None)
     claim = LocalStorage(tmp_path).claim("best", words())
     assert isinstance(claim, Marker)
     claim.release()

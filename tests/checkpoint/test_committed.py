@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from easymp.checkpoint.boxes import whole
-from easymp.checkpoint.committed import is_committed, open_manifest
-from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.folders import is_committed, open_manifest
+from easymp.checkpoint.layout import whole
 from easymp.checkpoint.manifest import COMMIT, MANIFEST, FileRecord, Manifest, Piece, Stored, seal
+from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError
 
 STEP = "step-00000007"

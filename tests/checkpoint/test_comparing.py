@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from easymp.checkpoint import catalog, diff, inspect, passing
+from easymp.checkpoint import catalog, diff, inspect, read_plan
 from easymp.checkpoint.header import NAMES
-from easymp.checkpoint.local import LocalStorage
-from easymp.checkpoint.saves import Saves
-from easymp.checkpoint.saving import Target
-from easymp.checkpoint.snapshot import Reading, Snapshot
+from easymp.checkpoint.load import Reading
+from easymp.checkpoint.save import Saves, Target
+from easymp.checkpoint.snapshot import Snapshot
+from easymp.checkpoint.storage_local import LocalStorage
 from easymp.distributed import Ranks, World
 from easymp.errors import CheckpointError
 
@@ -150,9 +150,9 @@ def test_tensors_pass_through_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
     one, other = write(tmp_path, "a", tensors), write(tmp_path, "b", changed)
     whole_ = diff(one, other)
     sizes: list[int] = []
-    stream = passing.stream
+    stream = read_plan.stream
     monkeypatch.setattr(
-        passing, "stream", lambda f, w: (sizes.append(sum(x.into.nbytes for x in w)), stream(f, w))
+        read_plan, "stream", lambda f, w: (sizes.append(sum(x.into.nbytes for x in w)), stream(f, w))
     )
     monkeypatch.setattr(catalog, "BLOCK", 16)
     monkeypatch.setattr(catalog, "room", lambda files: 40)

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from easymp.checkpoint import calls, folders, lineage, locks, writing
-from easymp.checkpoint.committed import is_committed, open_manifest
-from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint import blocks, folders, lineage, lock
+from easymp.checkpoint.folders import is_committed, open_manifest
+from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError
 
 from .disk import Disk, Recorder, Step, put
@@ -45,12 +45,12 @@ ALL = [
 
 @contextmanager
 def seam(do: Callable[..., Any]) -> Iterator[None]:
-    real = calls.do
-    calls.do = do
+    real = blocks.do
+    blocks.do = do
     try:
         yield
     finally:
-        calls.do = real
+        blocks.do = real
 
 
 def unsynced(operation: str, path: str, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -123,11 +123,11 @@ def clean(root: Path) -> bool:
 
 def dying(at: int, after: bool) -> Callable[..., Any]:
     """A seam that kills the process before or after that change."""
-    real, count = calls.do, 0
+    real, count = blocks.do, 0
 
     def do(operation: str, path: str, call: Callable[..., Any], *arguments: Any) -> Any:
         nonlocal count
-        turn = operation in calls.CHANGES
+        turn = operation in blocks.CHANGES
         count += turn
         if turn and count == at and not after:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -144,7 +144,7 @@ def killed(root: Path, at: int, after: bool, how: dict[str, Any]) -> bool:
     child = os.fork()
     if not child:
         try:
-            calls.do = dying(at, after)
+            blocks.do = dying(at, after)
             save(root, 2, **how)
         finally:
             os._exit(0)
@@ -195,7 +195,7 @@ def _two_writers(base: str) -> None:
     told, tell = os.pipe()
     child = os.fork()
     if not child:
-        real = calls.do
+        real = blocks.do
 
         def do(operation: str, *arguments: Any) -> Any:
             if operation == "fsync":
@@ -203,7 +203,7 @@ def _two_writers(base: str) -> None:
                 signal.pause()
             return real(operation, *arguments)
 
-        calls.do = do
+        blocks.do = do
         save(root, 2, step=1)
     os.read(told, 1)
     with pytest.raises(CheckpointError, match=rf"{FIRST} is being written by process {child} on "):
@@ -289,7 +289,7 @@ POWER = ["the first", *ALL]
 
 @pytest.mark.parametrize("kind", POWER)
 def test_power_fails_at_any_time(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(writing, "PIECE", 4096)  # several writes a file
+    monkeypatch.setattr(blocks, "PIECE", 4096)  # several writes a file
     disk, steps = recorded(tmp_path, kind)
     tried, wrong = violations(disk, steps, tmp_path, kind != "the first", anew=kind.startswith(ANEW))
     assert wrong == []
@@ -318,7 +318,7 @@ def _killed_then_power(base: Path, at: int) -> tuple[int, list[str]] | None:
         if count >= at:
             raise Killed
         value = recorder.do(operation, path, call, *arguments)
-        count += operation in calls.CHANGES
+        count += operation in blocks.CHANGES
         return value
 
     try:
@@ -326,8 +326,8 @@ def _killed_then_power(base: Path, at: int) -> tuple[int, list[str]] | None:
             save(root, 2, step=1)
         return None
     except Killed:
-        for path in list(locks._mine):
-            del locks._mine[path]
+        for path in list(lock._mine):
+            del lock._mine[path]
     with seam(recorder.do):
         save(root, 3, step=1)
     return violations(disk, recorder.steps, base, seeds=(1, 2, 3))
@@ -352,10 +352,10 @@ def test_power_fails_after_a_kill(tmp_path):
 
 
 def failing(at: int, number: int, seen: list[str]) -> Callable[..., Any]:
-    real = calls.do
+    real = blocks.do
 
     def do(operation: str, path: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        if operation in calls.CHANGES:
+        if operation in blocks.CHANGES:
             seen.append(operation)
             if len(seen) == at:
                 raise OSError(number, os.strerror(number), path)
@@ -415,7 +415,7 @@ def test_the_system_refuses_any_change(tmp_path, number, kind):
 
 @pytest.mark.parametrize("most", [1, 1000, 4097])
 def test_writes_may_be_short(tmp_path, most):
-    real = calls.do
+    real = blocks.do
 
     def do(operation: str, path: str, call: Callable[..., Any], *arguments: Any) -> Any:
         if operation == "write":
@@ -515,7 +515,7 @@ def test_a_flipped_bit_in_every_byte(one, tmp_path):
 
 
 def _shared(root: str) -> None:
-    from easymp.checkpoint.saves import Saves
+    from easymp.checkpoint.save import Saves
 
     ranks = world()
     saves = Saves(ranks)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from easymp.checkpoint import folders
-from easymp.checkpoint.local import LocalStorage
 from easymp.checkpoint.manifest import COMMIT, MANIFEST, seal
+from easymp.checkpoint.storage_local import LocalStorage
 
 
 @pytest.fixture

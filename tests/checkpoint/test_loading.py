@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from easymp import Accelerator
-from easymp.checkpoint.loading import load
-from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.load import load_checkpoint as load
 from easymp.checkpoint.manifest import COMMIT, MANIFEST, seal
 from easymp.checkpoint.storage import Tick, nothing
+from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError
 
 

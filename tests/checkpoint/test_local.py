@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from easymp.checkpoint import calls, writing
-from easymp.checkpoint.buffers import aligned, as_bytes
-from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint import blocks
+from easymp.checkpoint.blocks import aligned, as_bytes
 from easymp.checkpoint.manifest import BLOCK, COMMIT
+from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError
 
 from .test_storage import content, crcs
@@ -25,13 +25,13 @@ Do = Callable[..., Any]
 
 def through(monkeypatch: pytest.MonkeyPatch, hook: Callable[..., Any]) -> None:
     """`hook(do, operation, path, call, *arguments)` instead of every call."""
-    do = calls.do
-    monkeypatch.setattr(calls, "do", lambda *call: hook(do, *call))
+    do = blocks.do
+    monkeypatch.setattr(blocks, "do", lambda *call: hook(do, *call))
 
 
 @pytest.fixture(autouse=True)
 def _no_trial_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "past_is_quicker", {})
+    monkeypatch.setattr(blocks, "past_is_quicker", {})
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -116,11 +116,11 @@ def test_without_o_direct_files_go_through_the_page_cache(
         return found
 
     through(monkeypatch, refuse)
-    monkeypatch.setattr(writing, "TRIAL", BLOCK)
+    monkeypatch.setattr(blocks, "TRIAL", BLOCK)
     data = content(3 * BLOCK + 1)
     assert LocalStorage(tmp_path).put("file", [data], len(data)) == crcs(data)
     assert (tmp_path / "file").read_bytes() == data
-    assert writing.past_is_quicker == {device: False}
+    assert blocks.past_is_quicker == {device: False}
 
 
 @pytest.mark.parametrize("slow", ["past", "through"])
@@ -139,16 +139,16 @@ def test_the_quicker_way_is_found_and_remembered(
         return found
 
     through(monkeypatch, count)
-    monkeypatch.setattr(writing, "perf_counter", lambda: float(len(ticks)))
-    monkeypatch.setattr(writing, "ROUND", 1)
-    monkeypatch.setattr(writing, "TRIAL", 5 * BLOCK)
+    monkeypatch.setattr(blocks, "perf_counter", lambda: float(len(ticks)))
+    monkeypatch.setattr(blocks, "ROUND", 1)
+    monkeypatch.setattr(blocks, "TRIAL", 5 * BLOCK)
     data = content(5 * BLOCK)
     storage = LocalStorage(tmp_path)
     assert storage.put("small", [data[: 2 * BLOCK]], 2 * BLOCK) == crcs(data[: 2 * BLOCK])
-    assert writing.past_is_quicker == {}
+    assert blocks.past_is_quicker == {}
     assert storage.put("file", [staged(data)], len(data)) == crcs(data)
     assert (tmp_path / "file").read_bytes() == data
-    assert writing.past_is_quicker == {os.stat(tmp_path).st_dev: slow == "through"}
+    assert blocks.past_is_quicker == {os.stat(tmp_path).st_dev: slow == "through"}
 
 
 @WAYS
@@ -275,7 +275,7 @@ def test_folders_above_are_made_and_are_on_disk(monkeypatch: pytest.MonkeyPatch,
     storage = LocalStorage(tmp_path / "a" / "b")
     storage.make("step")
     a, b = f"{tmp_path}/a", f"{tmp_path}/a/b"
-    assert [s for s in said if s[0] in calls.CHANGES] == [
+    assert [s for s in said if s[0] in blocks.CHANGES] == [
         ("mkdir", a), ("fsync directory", str(tmp_path)), ("mkdir", b), ("fsync directory", a), ("mkdir", f"{b}/step")
     ]  # fmt: skip
     with pytest.raises(FileExistsError):
@@ -324,7 +324,7 @@ def test_commit_is_gone_for_good_before_the_rest_goes(
         lambda do, name, path, *call: (said.append((name, Path(path).name)), do(name, path, *call))[1],
     )
     storage.remove("step")
-    assert [s for s in said if s[0] in calls.CHANGES] == [
+    assert [s for s in said if s[0] in blocks.CHANGES] == [
         ("unlink", COMMIT), ("fsync directory", "step"),
         ("unlink", "A"), ("unlink", "z"), ("rmdir", "inner"), ("unlink", "link"), ("rmdir", "step"),
     ]  # fmt: skip

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from easymp import Accelerator
-from easymp.checkpoint.committed import open_manifest
-from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.folders import open_manifest
+from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from easymp import Accelerator
-from easymp.checkpoint.boxes import Box, fault, whole
-from easymp.checkpoint.places import place_of, runs_held
+from easymp.checkpoint.layout import Box, fault, place_of, runs_held, whole
 from easymp.errors import CheckpointError
 
 from ..strategies.models import BATCH, MODELS, make

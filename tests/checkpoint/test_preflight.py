@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from easymp.checkpoint.boxes import Box, whole
 from easymp.checkpoint.header import encode
-from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.layout import Box, whole
 from easymp.checkpoint.manifest import FileRecord, Manifest, Piece, Stored
-from easymp.checkpoint.planning import key
-from easymp.checkpoint.preflight import preflight
+from easymp.checkpoint.read_plan import preflight
+from easymp.checkpoint.snapshot import key
+from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError
 
 STEP, FILE, INDEX = "step-1", "model-00001-of-00001.safetensors", "model.safetensors.index.json"

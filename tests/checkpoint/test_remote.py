@@ -14,9 +14,9 @@ from typing import Any
 import fsspec
 import pytest
 
-from easymp.checkpoint import calls
+from easymp.checkpoint import blocks
 from easymp.checkpoint.manifest import BLOCK
-from easymp.checkpoint.remote import RemoteStorage
+from easymp.checkpoint.storage_remote import RemoteStorage
 from easymp.errors import CheckpointError
 
 from .test_storage import content, crcs
@@ -48,7 +48,7 @@ def test_an_upload_that_is_broken_off_leaves_nothing(storage: RemoteStorage, siz
 def test_a_store_that_fails_is_an_error_with_the_url(
     storage: RemoteStorage, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    do = calls.do
+    do = blocks.do
 
     def fail(name: str, path: str, call: Callable[..., Any], *arguments: Any) -> Any:
         if name == operation:
@@ -56,7 +56,7 @@ def test_a_store_that_fails_is_an_error_with_the_url(
         return do(name, path, call, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(calls, "do", fail)
+        patch.setattr(blocks, "do", fail)
         with pytest.raises(OSError, match="RuntimeError: the token has expired") as caught:
             storage.put("file", [content(BLOCK + 1)], BLOCK + 1)
     assert (
@@ -97,9 +97,9 @@ def test_a_thread_saves_and_loads(storage: RemoteStorage) -> None:
 def test_a_file_that_came_short_is_refused(storage: RemoteStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     checksums = storage.put("file", [b"abcdef"], 6)
     assert checksums == crcs(b"abcdef")
-    do = calls.do
+    do = blocks.do
     shorten = lambda name, *call: [c[:-1] for c in do(name, *call)] if name == "read" else do(name, *call)  # noqa: E731
-    monkeypatch.setattr(calls, "do", shorten)
+    monkeypatch.setattr(blocks, "do", shorten)
     with pytest.raises(CheckpointError, match="file: 5 bytes came of 6 from byte 0"):
         storage.verify("file", 6, checksums)
 

@@ -13,7 +13,7 @@ import fsspec
 import pytest
 import torch
 
-from easymp.checkpoint.storages import open_storage
+from easymp.checkpoint.folders import open_storage
 
 from ..conftest import Ranks
 from .runs import Case, train

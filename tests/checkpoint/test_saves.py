@@ -12,14 +12,13 @@ from dataclasses import replace
 
 import pytest
 
-from easymp.checkpoint import calls, folders, meeting
-from easymp.checkpoint.committed import is_committed
+from easymp.checkpoint import barrier, blocks, folders
+from easymp.checkpoint.folders import is_committed
 from easymp.checkpoint.lineage import committed, newest
-from easymp.checkpoint.loading import load
-from easymp.checkpoint.local import LocalStorage
-from easymp.checkpoint.remote import RemoteStorage
-from easymp.checkpoint.saves import Saves
-from easymp.checkpoint.saving import Target
+from easymp.checkpoint.load import load_checkpoint as load
+from easymp.checkpoint.save import Saves, Target
+from easymp.checkpoint.storage_local import LocalStorage
+from easymp.checkpoint.storage_remote import RemoteStorage
 from easymp.errors import CheckpointError
 
 from .things import Fails, Rows, alone, loaded, save, target, values, world
@@ -125,7 +124,7 @@ def test_the_older_ones_stay_until_the_new_one_counts(tmp_path, monkeypatch):
 @contextmanager
 def broken(monkeypatch, operation, word):
     """That operation on a path with that word finds no space."""
-    real = calls.do
+    real = blocks.do
 
     def do(what, path, call, *arguments):
         if what == operation and word in path:
@@ -133,7 +132,7 @@ def broken(monkeypatch, operation, word):
         return real(what, path, call, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(calls, "do", do)
+        patch.setattr(blocks, "do", do)
         yield
 
 
@@ -173,14 +172,14 @@ def test_a_store_where_nothing_is_renamed(monkeypatch):
 @pytest.fixture
 def gate(monkeypatch):
     """Writing waits until it is set."""
-    real, opened = calls.do, threading.Event()
+    real, opened = blocks.do, threading.Event()
 
     def do(what, path, call, *arguments):
         if what == "create":
             assert opened.wait(30)
         return real(what, path, call, *arguments)
 
-    monkeypatch.setattr(calls, "do", do)
+    monkeypatch.setattr(blocks, "do", do)
     yield opened
     opened.set()
 
@@ -229,15 +228,15 @@ def test_a_run_that_fails_ends_by_its_own_error(tmp_path, monkeypatch):
 
 ENDS = """
 import sys, time
-from easymp.checkpoint import calls
+from easymp.checkpoint import blocks
 from tests.checkpoint.things import Rows, target, world
-from easymp.checkpoint.saves import Saves
-from easymp.checkpoint.saving import Target
-real = calls.do
+from easymp.checkpoint.save import Saves
+from easymp.checkpoint.save import Target
+real = blocks.do
 def slow(what, path, call, *arguments):
     time.sleep(0.02)
     return real(what, path, call, *arguments)
-calls.do = slow
+blocks.do = slow
 saves = Saves(world())
 saves.save(target(sys.argv[1], 1), [Rows(0, 1, 1)], asynchronous=True)
 if sys.argv[2] == "error":
@@ -263,7 +262,7 @@ def test_the_end_of_the_process_waits(tmp_path, end):
 
 def _each_way(root):
     ranks = world()
-    before, meeting.CHUNK = meeting.CHUNK, 50  # what ranks tell each other, in several pieces
+    before, barrier.CHUNK = barrier.CHUNK, 50  # what ranks tell each other, in several pieces
     saves, rows, told = Saves(ranks), Rows(ranks.rank, ranks.size, 0), []
     gather = ranks.gather_objects
     ranks.gather_objects = lambda item: told.append(len(repr(item))) or gather(item)
@@ -280,7 +279,7 @@ def _each_way(root):
         assert loaded(root, f"step-{seed:08d}", ranks) == there.values()
     saves.close()
     ranks.close()
-    meeting.CHUNK = before
+    barrier.CHUNK = before
     return told
 
 
@@ -296,7 +295,7 @@ def _one_fails(root, where, asynchronous):
     ranks = world(timeout=20)
     saves, rows = Saves(ranks), Rows(ranks.rank, ranks.size, 1)
     saves.save(target(root, 1), [rows])
-    real = calls.do
+    real = blocks.do
 
     def do(what, path, call, *arguments):
         if ranks.rank == where[1] and what == where[0] and ".tmp-" in path and not path.endswith(".lock"):
@@ -304,7 +303,7 @@ def _one_fails(root, where, asynchronous):
         return real(what, path, call, *arguments)
 
     rows = Rows(ranks.rank, ranks.size, 2)
-    calls.do = do
+    blocks.do = do
     said = ""
     try:
         saves.save(target(root, 1), [Fails(where[1])] if where[0] == "bring" else [rows], asynchronous)
@@ -312,7 +311,7 @@ def _one_fails(root, where, asynchronous):
     except CheckpointError as error:
         said = str(error)
     finally:
-        calls.do = real
+        blocks.do = real
     left = listed(root)
     kept = loaded(root, STEP, ranks) == values(1, ranks.rank, ranks.size)
     saves.save(target(root, 1), [rows], asynchronous)
@@ -360,21 +359,21 @@ def _dies(root, when, asynchronous):
     ranks.timeout = 3  # for this, not for coming here
     saves = Saves(ranks)
     saves.save(target(root, 1), [Rows(ranks.rank, ranks.size, 1)])
-    real = calls.do
+    real = blocks.do
 
     def do(what, path, call, *arguments):
         if what == when and ".tmp-" in path and ranks.rank == ranks.size - 1:
             os.kill(os.getpid(), 9)
         return real(what, path, call, *arguments)
 
-    calls.do = do
+    blocks.do = do
     try:
         saves.save(target(root, 2), [Rows(ranks.rank, ranks.size, 2)], asynchronous)
         saves.wait()
     except CheckpointError as error:
         return str(error)
     finally:
-        calls.do = real
+        blocks.do = real
         saves.close()
         ranks.close()
     return "saved"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from easymp.checkpoint import spread as module
-from easymp.checkpoint.spread import WORKERS, spread
+from easymp.checkpoint import blocks as module
+from easymp.checkpoint.blocks import WORKERS, spread
 
 
 @pytest.mark.parametrize("count", [0, 1, WORKERS, 50])

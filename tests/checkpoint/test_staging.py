@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from easymp.checkpoint import contents as of_contents
-from easymp.checkpoint import staging
-from easymp.checkpoint.boxes import whole
-from easymp.checkpoint.contents import contents
-from easymp.checkpoint.planning import Brought, divide
-from easymp.checkpoint.staging import PAGE, Image
+from easymp.checkpoint import save
+from easymp.checkpoint import snapshot as of_contents
+from easymp.checkpoint.layout import whole
+from easymp.checkpoint.save import PAGE, Image
+from easymp.checkpoint.snapshot import Brought, contents, divide
 
 TENSORS = {
     "bools": torch.tensor([True, False, True]),
@@ -30,8 +29,8 @@ TENSORS = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(of_contents, "CHUNK", 64)
-    monkeypatch.setattr(staging, "SMALL", 1000)
-    monkeypatch.setattr(staging, "CHUNK", 50_000)
+    monkeypatch.setattr(save, "SMALL", 1000)
+    monkeypatch.setattr(save, "CHUNK", 50_000)
 
 
 def planned(device="cpu"):

@@ -10,11 +10,11 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from easymp.checkpoint.buffers import aligned, as_bytes
-from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.blocks import aligned, as_bytes
 from easymp.checkpoint.manifest import BLOCK, COMMIT
-from easymp.checkpoint.remote import RemoteStorage
 from easymp.checkpoint.storage import Storage
+from easymp.checkpoint.storage_local import LocalStorage
+from easymp.checkpoint.storage_remote import RemoteStorage
 from easymp.errors import CheckpointError
 
 MEGABYTE = random.Random(0).randbytes(2**20 - 1)  # no period that fits a page

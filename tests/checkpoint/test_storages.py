@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from easymp.checkpoint.local import LocalStorage
-from easymp.checkpoint.remote import RemoteStorage
-from easymp.checkpoint.storages import open_storage
+from easymp.checkpoint.folders import open_storage
+from easymp.checkpoint.storage_local import LocalStorage
+from easymp.checkpoint.storage_remote import RemoteStorage
 from easymp.errors import CheckpointError
 
 

@@ -13,13 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easymp.checkpoint import slabs, streaming
-from easymp.checkpoint.boxes import Box, whole
-from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint import read_plan
+from easymp.checkpoint.folders import SourceFile
+from easymp.checkpoint.layout import Box, whole
 from easymp.checkpoint.manifest import Piece, Stored
-from easymp.checkpoint.slabs import Want
-from easymp.checkpoint.streaming import stream
-from easymp.checkpoint.tensor_files import SourceFile
+from easymp.checkpoint.read_plan import Want, stream
+from easymp.checkpoint.storage_local import LocalStorage
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.uint8, torch.bool, torch.complex64]
 
@@ -87,8 +86,7 @@ def test_every_element_arrives(tmp_path: Path, case: Any) -> None:
     stored = Stored(dtype, shape, tuple(pieces))
     wants = [Want(stored, box, part(target, box)) for box in boxes(wanted_cuts)]
     with pytest.MonkeyPatch.context() as patched:
-        for module in (slabs, streaming):
-            patched.setattr(module, "STAGE", room)
+        patched.setattr(read_plan, "STAGE", room)
         stream(files, wants)
     assert torch.equal(target, whole_tensor.to(into))
     if live is not None and shape:

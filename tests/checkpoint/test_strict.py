@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easymp.checkpoint import strict
-from easymp.checkpoint.strict import dumps, loads
+from easymp.checkpoint import codec
+from easymp.checkpoint.codec import dumps, loads
 from easymp.errors import CheckpointError
 
 text = st.text(st.characters(codec="utf-8"))
@@ -71,7 +71,7 @@ def test_refused(name: str) -> None:
 
 
 def test_too_long_is_refused_before_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strict, "LONGEST", 10)
+    monkeypatch.setattr(codec, "LONGEST", 10)
     assert loads(b"[1,2,3,45]", "x") == [1, 2, 3, 45]
     with pytest.raises(CheckpointError, match="11 bytes, and 10 are the most"):
         loads(b"[1,2,3,456]", "x")
@@ -83,7 +83,7 @@ def test_brackets_and_quotes_in_strings_are_no_depth() -> None:
 
 
 def test_the_deepest_that_is_read() -> None:
-    text = b"[" * strict.DEPTH + b"]" * strict.DEPTH
+    text = b"[" * codec.DEPTH + b"]" * codec.DEPTH
     assert dumps(loads(text, "x")) == text
 
 

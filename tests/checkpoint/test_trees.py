@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from easymp.checkpoint.strict import dumps, loads
-from easymp.checkpoint.trees import LEVELS, names, pack, unpack
+from easymp.checkpoint.codec import LEVELS, dumps, loads, names, pack, unpack
 from easymp.errors import CheckpointError
 from easymp.optim.optimizer import PreparedScheduler
 

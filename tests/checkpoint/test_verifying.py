@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from easymp.checkpoint import verify
-from easymp.checkpoint.boxes import whole
 from easymp.checkpoint.catalog import Damage
 from easymp.checkpoint.header import decode, encode
-from easymp.checkpoint.local import LocalStorage
+from easymp.checkpoint.layout import whole
 from easymp.checkpoint.manifest import BLOCK, COMMIT, MANIFEST, FileRecord, Manifest, Piece, Stored, seal
+from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError
 
 from .samples import flip

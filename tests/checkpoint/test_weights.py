@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from easymp import Accelerator
-from easymp.checkpoint.local import LocalStorage
-from easymp.checkpoint.places import place_of
+from easymp.checkpoint.layout import place_of
+from easymp.checkpoint.storage_local import LocalStorage
 from easymp.checkpoint.weights import Skipped, load_weights
 from easymp.errors import CheckpointError, SettingError
 
@@ -338,7 +338,7 @@ def test_rows_with_gaps_and_buffers_larger_than_the_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory formats other than the file's go through a buffer, some rows at a time."""
-    monkeypatch.setattr("easymp.checkpoint.slabs.STAGE", 256)
+    monkeypatch.setattr("easymp.checkpoint.read_plan.STAGE", 256)
     state = {"weight": torch.rand(6, 5, 3, 3), "bias": torch.rand(6)}
     model = nn.Conv2d(5, 6, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     load_weights(model, in_one_file(tmp_path, state))

@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 
-from easymp.checkpoint.boxes import Box
-from easymp.checkpoint.committed import open_manifest
+from easymp.checkpoint.folders import open_manifest
 from easymp.checkpoint.hooks import NONE, Extra, HookFolder, folder_to_read
+from easymp.checkpoint.layout import Box
 from easymp.checkpoint.lineage import newest
-from easymp.checkpoint.loading import load
-from easymp.checkpoint.local import LocalStorage
-from easymp.checkpoint.planning import Brought
-from easymp.checkpoint.saves import Saves
-from easymp.checkpoint.saving import Target
-from easymp.checkpoint.snapshot import Reading, Snapshot
+from easymp.checkpoint.load import Reading
+from easymp.checkpoint.load import load_checkpoint as load
+from easymp.checkpoint.save import Saves, Target
+from easymp.checkpoint.snapshot import Brought, Snapshot
+from easymp.checkpoint.storage_local import LocalStorage
 from easymp.distributed import Ranks, World, read_ranks
 from easymp.errors import CheckpointError
 

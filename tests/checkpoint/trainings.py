@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from easymp import Accelerator, GradScalerKwargs
-from easymp.checkpoint.buffers import as_bytes
+from easymp.checkpoint.blocks import as_bytes
 
 from ..strategies.models import BATCH, MODELS, whole
 from ..strategies.ways import WAYS

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ...accelerator import Accelerator
-from ...checkpoint.opening import open_checkpoint
-from ...checkpoint.unpacking import unpack
+from ...checkpoint.codec import unpack
+from ...checkpoint.folders import open_checkpoint
 from ...checkpoint.weights import load_weights
 from ...distributed import read_ranks
 from ...errors import EasympWarning, RefusedError, SettingError, StepError

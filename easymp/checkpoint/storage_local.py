@@ -18,16 +18,11 @@ from contextlib import contextmanager
 from functools import partial
 
 from ..errors import CheckpointError
-from . import calls
-from .checksums import check_size
-from .cutting import rest
-from .folders import lock_of
-from .locks import NO_LOCKS, Lock
+from . import blocks
+from .blocks import Reader, Writer, check_size, rest
+from .lock import NO_LOCKS, Lock, Marker, lock_of
 from .manifest import COMMIT
-from .markers import Marker
-from .reading import Reader
 from .storage import Claim, Part, Tick, components, nothing
-from .writing import Writer
 
 HERE = -100  # AT_FDCWD
 HELD = 256  # files that are kept open; a process may often have 1024
@@ -72,13 +67,13 @@ class LocalStorage:
             memory = bytearray(min(count, found))
             _fill(path, descriptor, [memoryview(memory)], 0)
         finally:
-            calls.do("close", path, os.close, descriptor)
+            blocks.do("close", path, os.close, descriptor)
         return bytes(memory)
 
     def size(self, name: str) -> int | None:
         path, link = self._find(name)
         try:
-            found = calls.do("stat", path, os.lstat, path)
+            found = blocks.do("stat", path, os.lstat, path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) and not link else None
@@ -111,7 +106,7 @@ class LocalStorage:
         finally:
             self._held = None
             for path, (descriptor, _) in held.items():
-                calls.do("close", path, os.close, descriptor)
+                blocks.do("close", path, os.close, descriptor)
 
     def _read(
         self,
@@ -139,12 +134,12 @@ class LocalStorage:
                 reader.fetch(wanted, tick)
         finally:
             if descriptor >= 0 and path not in (self._held or {}):
-                calls.do("close", path, os.close, descriptor)
+                blocks.do("close", path, os.close, descriptor)
 
     def _open(self, path: str) -> tuple[int, int]:
         """A descriptor and the size of a regular file."""
         try:
-            descriptor = calls.do("open", path, os.open, path, FILE)
+            descriptor = blocks.do("open", path, os.open, path, FILE)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -153,7 +148,7 @@ class LocalStorage:
             ) from None
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            calls.do("close", path, os.close, descriptor)
+            blocks.do("close", path, os.close, descriptor)
             raise CheckpointError(f"{path}: no regular file: put the file itself there")
         return descriptor, found.st_size
 
@@ -164,18 +159,18 @@ class LocalStorage:
         if link or (folder and os.path.islink(path)):
             return []
         try:
-            return sorted(calls.do("list", path, os.listdir, path))
+            return sorted(blocks.do("list", path, os.listdir, path))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def modified(self, name: str) -> float:
         path = self._path(name)
-        return calls.do("stat", path, os.lstat, path).st_mtime
+        return blocks.do("stat", path, os.lstat, path).st_mtime
 
     def make(self, folder: str) -> None:
         path = self._path(folder)
         _make_above(path)
-        calls.do("mkdir", path, os.mkdir, path)
+        blocks.do("mkdir", path, os.mkdir, path)
 
     def claim(self, checkpoint: str, said: bytes) -> Claim:
         path = self._path(lock_of(checkpoint))
@@ -192,7 +187,7 @@ class LocalStorage:
 
     def rename(self, old: str, new: str) -> None:
         paths = self._path(old), self._path(new)
-        calls.do("rename", paths[0], _rename, *paths)
+        blocks.do("rename", paths[0], _rename, *paths)
 
     def move(self, old: str, new: str) -> None:
         self.rename(old, new)
@@ -200,11 +195,11 @@ class LocalStorage:
 
     def supplant(self, old: str, new: str) -> None:
         paths = self._path(old), self._path(new)
-        calls.do("replace", paths[0], os.replace, *paths)
+        blocks.do("replace", paths[0], os.replace, *paths)
 
     def exchange(self, one: str, other: str) -> bool:
         paths = self._path(one), self._path(other)
-        return calls.do("exchange", paths[0], _renameat2, *paths, EXCHANGE)
+        return blocks.do("exchange", paths[0], _renameat2, *paths, EXCHANGE)
 
     def replace(self, name: str, content: bytes) -> None:
         folder, _, last = name.rpartition("/")
@@ -219,7 +214,7 @@ class LocalStorage:
         paths = self._path(fresh), self._path(name)
         try:
             self.put(fresh, [content], len(content))
-            calls.do("replace", paths[1], os.replace, *paths)
+            blocks.do("replace", paths[1], os.replace, *paths)
         except OSError:
             self.remove(fresh)
             raise
@@ -230,10 +225,10 @@ class LocalStorage:
         if folder.strip("/") == "":
             raise CheckpointError(f"{path}: the folder of all checkpoints is not removed")
         try:
-            if stat.S_ISDIR(calls.do("stat", path, os.lstat, path).st_mode):
+            if stat.S_ISDIR(blocks.do("stat", path, os.lstat, path).st_mode):
                 commit = f"{path}/{COMMIT}"
                 try:
-                    calls.do("unlink", commit, os.unlink, commit)
+                    blocks.do("unlink", commit, os.unlink, commit)
                     _sync(path)  # or a power failure could keep COMMIT, and not what it stands for
                 except FileNotFoundError:
                     pass
@@ -263,7 +258,7 @@ class LocalStorage:
 
 def _fill(path: str, descriptor: int, views: list[memoryview], at: int) -> None:
     while views := [view for view in views if view]:
-        count = calls.do("read", path, os.preadv, descriptor, views, at)
+        count = blocks.do("read", path, os.preadv, descriptor, views, at)
         if not count:
             raise CheckpointError(
                 f"{path}: ends at byte {at} while it is read: someone else changes it; load another checkpoint"
@@ -281,29 +276,29 @@ def _make_above(path: str) -> None:
         above = os.path.dirname(above)
     for above in reversed(missing):
         try:
-            calls.do("mkdir", above, os.mkdir, above)
+            blocks.do("mkdir", above, os.mkdir, above)
         except FileExistsError:
             pass  # another rank was quicker
         _sync(os.path.dirname(above) or ".")
 
 
 def _sync(path: str) -> None:
-    descriptor = calls.do("open", path, os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = blocks.do("open", path, os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        calls.do("fsync directory", path, os.fsync, descriptor)
+        blocks.do("fsync directory", path, os.fsync, descriptor)
     finally:
-        calls.do("close", path, os.close, descriptor)
+        blocks.do("close", path, os.close, descriptor)
 
 
 def _remove(path: str) -> None:
     """A file, a link itself, or a folder with all that is in it."""
     try:
-        if not stat.S_ISDIR(calls.do("stat", path, os.lstat, path).st_mode):
-            calls.do("unlink", path, os.unlink, path)
+        if not stat.S_ISDIR(blocks.do("stat", path, os.lstat, path).st_mode):
+            blocks.do("unlink", path, os.unlink, path)
             return
-        for name in sorted(calls.do("list", path, os.listdir, path)):
+        for name in sorted(blocks.do("list", path, os.listdir, path)):
             _remove(f"{path}/{name}")
-        calls.do("rmdir", path, os.rmdir, path)
+        blocks.do("rmdir", path, os.rmdir, path)
     except FileNotFoundError:
         pass  # another rank was quicker
 

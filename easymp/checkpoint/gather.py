@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..distributed import World
 from ..errors import CheckpointError
-from .boxes import Box, Shape, fault, whole
-from .places import place_of
+from .barrier import Meeting, Store
+from .huggingface import Item
+from .layout import Box, Shape, fault, on_host, place_of, whole
 
 
 @dataclass(frozen=True)
@@ -21,19 +22,6 @@ class Spread:
     dtype: torch.dtype
     shape: Shape
     holders: tuple[tuple[Box, int], ...]
-
-
-def on_host(tensor: Tensor, name: str) -> Tensor:
-    """A tensor that is whole here, on the CPU and contiguous: itself, where it is that already.
-
-    Raises:
-        CheckpointError: it is on the meta device.
-    """
-    if tensor.is_meta:
-        raise CheckpointError(
-            f"{name} is on the meta device and has no values: prepare the model, or load_weights into it"
-        )
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 class Gathering:
@@ -92,3 +80,61 @@ class Gathering:
                 part = parts[box] if holder == 0 else self._world.receive(box.shape, spread.dtype, holder)
                 complete[tuple(slice(o, o + n) for o, n in zip(*box))] = part
         return complete
+
+
+# -- Whole tensors to rank 0 at its own pace: between two of them it may be at its disk for longer than a collective waits.
+
+
+EACH = 2**28  # bytes from one word to the next
+
+
+def hand_over(
+    world: World,
+    gathering: Gathering,
+    shards: Sequence[Sequence[Item]],
+    write: Callable[[Callable[[str], Tensor | None]], str],
+) -> str:
+    """Rank 0 calls `write` with what brings it the tensors of `shards`, in their order; all ranks go along, and return what it said.
+
+    Where `write` gives up half-way, the other tensors are handed over all the same, and dropped.
+
+    Raises:
+        CheckpointError: rank 0 shows no life any more.
+        WorldError: another rank is gone.
+    """
+    turns = {name: f"turn/{number}" for number, name in enumerate(_first_of_each(shards))}
+    waiting = iter([item.name for shard in shards for item in shard])
+    with Meeting(Store(world), 0) as meeting:
+
+        def bring(name: str) -> Tensor | None:
+            if name in turns and world.rank == 0:
+                meeting.announce(turns[name], b"")
+            elif name in turns:
+                meeting.announced(turns[name])
+            return gathering.bring(name)
+
+        if world.rank == 0:
+            said = write(lambda name: bring(next(waiting)))
+        for name in waiting:
+            bring(name)
+        if world.rank:
+            said = meeting.announced("end").decode()
+            meeting.give("done", b"")
+        else:
+            meeting.announce("end", said.encode())
+            meeting.gather("done", b"")
+            meeting.forget(turns.values())
+    return said
+
+
+def _first_of_each(shards: Sequence[Sequence[Item]]) -> list[str]:
+    """The first tensor of each file, and of what follows `EACH` bytes of it."""
+    names = []
+    for shard in shards:
+        held = EACH
+        for item in shard:
+            if held >= EACH:
+                names.append(item.name)
+                held = 0
+            held += item.bytes
+    return names

@@ -20,13 +20,10 @@ from typing import Any, TypeVar
 from ..base.isolation import keep_apart
 from ..base.rng import apart
 from ..errors import CheckpointError
-from . import calls
-from .checksums import blocks, check, check_size, crc32
-from .cutting import cut
-from .folders import lock_of
+from . import blocks
+from .blocks import Runs, block_count, by_block, check, check_size, crc32, cut
+from .lock import Marker, lock_of
 from .manifest import BLOCK, COMMIT
-from .markers import Marker
-from .reading import Runs, by_block
 from .storage import Claim, Part, Tick, components, nothing
 
 T = TypeVar("T")
@@ -91,7 +88,7 @@ class RemoteStorage:
         return checksums
 
     def _write(self, path: str, parts: Iterable[Part], size: int, tick: Tick = nothing) -> tuple[int, ...]:
-        checksums, total = [0] * blocks(size), 0
+        checksums, total = [0] * block_count(size), 0
         crc = crc32()
         whole = size <= BLOCK and not self._folders
         file: Any = BytesIO() if whole else self._open(path, size)
@@ -181,7 +178,7 @@ class RemoteStorage:
     ) -> None:
         path = self._path(name)
         check_size(self._url(path), self.size(name), size, checksums)
-        chosen = range(blocks(size)) if numbers is None else numbers
+        chosen = range(block_count(size)) if numbers is None else numbers
         self._read(path, size, checksums, ((number, []) for number in chosen), tick)
 
     def held(self) -> AbstractContextManager[bool]:
@@ -313,7 +310,7 @@ class RemoteStorage:
 
     def _do(self, operation: str, path: str, call: Callable[..., T], *arguments: Any) -> T:
         try:
-            return calls.do(operation, self._url(path), call, *arguments)
+            return blocks.do(operation, self._url(path), call, *arguments)
         except CheckpointError:
             raise
         except OSError as error:

@@ -1,0 +1,365 @@
+"""Where weights come from: one safetensors file, a Hugging Face folder, or a checkpoint of ours, all described in the same words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.dtensor import local
+from ..errors import CheckpointError, nearest
+from ..logging import get_logger
+from .codec import loads
+from .folders import SourceFile, current, file_in, found_at, open_checkpoint, open_storage, read_header
+from .header import PARTS, filed
+from .layout import whole
+from .manifest import COMMIT, MANIFEST, Piece, Stored
+from .storage import Storage
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LARGEST_INDEX = 2**28  # bytes
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights, described and not read.
+
+    Attributes:
+        place: where, as the user said it.
+        tensors: by name, as their writer spelled it.
+        aliases: names of tensors that are other names of these.
+        files: by the name that the pieces of `tensors` have for them.
+    """
+
+    place: str
+    tensors: Mapping[str, Stored]
+    aliases: Mapping[str, str]
+    files: Mapping[str, SourceFile]
+
+    def find(self, name: str) -> Stored | None:
+        """The tensor of that name, its own or another one that it has."""
+        return self.tensors.get(self.aliases.get(name, name))
+
+
+def open_source(place: str | os.PathLike[str], which: str = "model") -> Source:
+    """What there is at `place`: a ``.safetensors`` file, an ``.index.json``, or a folder with either of them or of ours.
+
+    In a folder that holds both, the single file counts, as for Hugging Face's libraries.
+
+    Args:
+        which: whose weights, of a checkpoint of ours.
+
+    Raises:
+        CheckpointError: nothing of that kind is there, or it is damaged.
+    """
+    said = os.fspath(place)
+    try:
+        if said.endswith(".json"):
+            return _indexed(said, *found_at(said))
+        if said.endswith(".safetensors") or ("://" not in said and os.path.isfile(said)):
+            return _single(said, *found_at(said))
+        folder = open_storage(said)
+        there = set(folder.list())
+        if there & {MANIFEST, COMMIT} or (not there and _lies_beside(said)):
+            return _committed(said, which)
+        if SINGLE in there:
+            return _single(said, folder, SINGLE)
+        if INDEX in there:
+            return _indexed(said, folder, INDEX)
+    except OSError as error:
+        raise CheckpointError(f"{said}: cannot be read ({error})") from error
+    raise CheckpointError(f"{said}: {_what_else(there)}")
+
+
+def _lies_beside(place: str) -> bool:
+    """Whether it is a checkpoint whose newest save has a name of its own."""
+    storage, name = found_at(place)
+    return current(storage, name) != name
+
+
+def _what_else(there: set[str]) -> str:
+    steps = sorted(name for name in there if name.startswith("step-"))
+    if steps:
+        return f"a folder of checkpoints: pass that of one of them, such as {steps[-1]}"
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in there):
+        return (
+            "no safetensors, but files of torch.save, which can run code when they are read: convert them with safetensors.torch; folders "
+            "of Accelerate's save_state are read by easymp.checkpoint.read_accelerate"
+        )
+    single = [name for name in sorted(there) if name.endswith(".safetensors")]
+    if single:
+        return f"neither {SINGLE} nor {INDEX} is there: pass a file, such as {single[0]}"
+    found = f"it holds {', '.join(sorted(there)[:5])}" if there else "it is empty or missing"
+    return f"no weights: neither {SINGLE}, nor {INDEX}, nor a checkpoint ({MANIFEST}), {found}"
+
+
+def _single(place: str, folder: Storage, name: str) -> Source:
+    file = file_in(folder, name)
+    tensors, aliases = _described(file, name)
+    return Source(place, tensors, aliases, {name: file})
+
+
+def _described(file: SourceFile, known_as: str) -> tuple[dict[str, Stored], dict[str, str]]:
+    slots, metadata = read_header(file)
+    tensors = {
+        name: Stored(slot.dtype, slot.shape, (Piece(whole(slot.shape), known_as, slot.begin),))
+        for name, slot in slots.items()
+    }
+    # What is written once for several names says so in the metadata: other name → the one that is there.
+    return tensors, {
+        name: of
+        for name, of in metadata.items()
+        if name != "format" and of in tensors and name not in tensors
+    }
+
+
+def _indexed(place: str, folder: Storage, name: str) -> Source:
+    index = file_in(folder, name)
+    where = f"{folder.place.rstrip('/')}/{name}"
+    said = loads(index.storage.get(index.name, LARGEST_INDEX), where)
+    table = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+        raise CheckpointError(f"{where}: no index of weights: it has no weight_map from names to files")
+    tensors: dict[str, Stored] = {}
+    aliases: dict[str, str] = {}
+    files: dict[str, SourceFile] = {}
+    for shard in dict.fromkeys(table.values()):
+        if "/" in shard or "\\" in shard or shard in ("", ".", ".."):
+            raise CheckpointError(
+                f"{where}: the weights shall be in {shard!r}, which is not a file beside the index"
+            )
+        files[shard] = file_in(folder, shard)
+        inside, noted = _described(files[shard], shard)
+        absent = [
+            name for name, file in table.items() if file == shard and name not in inside and name not in noted
+        ]
+        if absent:
+            raise CheckpointError(
+                f"{where}: {absent[0]} shall be in {shard}, which has no such tensor: the folder is damaged"
+            )
+        tensors.update((name, stored) for name, stored in inside.items() if table.get(name) == shard)
+        aliases.update(noted)
+    return Source(
+        place,
+        tensors,
+        {name: of for name, of in aliases.items() if of in tensors and name not in tensors},
+        files,
+    )
+
+
+def _committed(place: str, which: str) -> Source:
+    found = open_checkpoint(place)
+    tensors, others = found.manifest.tensors, found.manifest.aliases
+    known = dict.fromkeys(name.partition("/")[0] for name in tensors if name.startswith("model"))
+    if which not in known:
+        raise CheckpointError(
+            f"{place} has no weights of {which!r}{nearest(which, known) or '.'} It has: {', '.join(known) or 'no model'}"
+        )
+    prefix = f"{which}/"
+    mine = {name.removeprefix(prefix): stored for name, stored in tensors.items() if name.startswith(prefix)}
+    aliases = {
+        name.removeprefix(prefix): of.removeprefix(prefix)
+        for name, of in others.items()
+        if name.startswith(prefix)
+    }
+    used = {piece.file for stored in mine.values() for piece in stored.pieces}
+    return Source(place, mine, aliases, {name: file for name, file in found.files.items() if name in used})
+
+
+# -- What of some files goes where in a live model: by names, shapes and dtypes, before a byte of a tensor is read.
+
+
+logger = get_logger(__name__)
+
+SHOWN = 8  # names in a message
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """What `load_weights` passed over, which only ``strict=False`` lets it do.
+
+    Attributes:
+        missing: the model's names for which nothing was found; they keep what they had.
+        unexpected: the files' names that the model does not have.
+        misshapen: names whose shapes differ, with both; they keep what they had.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    misshapen: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.misshapen)
+
+    def __str__(self) -> str:
+        said = [
+            f"{word}: {', '.join(names[:SHOWN])}"
+            + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+            for word, names in (
+                ("missing", self.missing),
+                ("unexpected", self.unexpected),
+                ("of another shape", self.misshapen),
+            )
+            if names
+        ]
+        return "; ".join(said)
+
+
+@dataclass(eq=False)
+class Live:
+    """A tensor of the model, under all of its names."""
+
+    tensor: Tensor
+    names: list[str] = field(default_factory=list)
+    stored: Stored | None = None
+    twins: list[str] = field(
+        default_factory=list
+    )  # names in the files for what is one tensor here, beyond the first
+
+
+def name_of(model: nn.Module) -> str:
+    return type(model).__name__.removeprefix("Prepared")
+
+
+def live_tensors(model: nn.Module) -> dict[str, Live]:
+    """The model's tensors by canonical name; names of one tensor share an entry.
+
+    Raises:
+        CheckpointError: something in its `state_dict` that cannot be written to.
+    """
+    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        model = model.module
+    own = {id(t) for t in [*model.parameters(), *model.buffers()]}
+    by_memory: dict[Any, Live] = {}
+    live: dict[str, Live] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or id(value) not in own:
+            raise CheckpointError(
+                f"{name!r} in the state_dict of this {name_of(model)} is no parameter or buffer (a {type(value).__name__}, which "
+                "get_extra_state or a hook makes): load it with load_state_dict, which goes through the module's own code"
+            )
+        if nn.parameter.is_lazy(value):
+            raise CheckpointError(
+                f"{name!r} of this {name_of(model)} has no shape yet: call the model once, and then load"
+            )
+        one = by_memory.setdefault(memory(value), Live(value))
+        one.names.append(canonical(name))
+        live[canonical(name)] = one
+    return live
+
+
+def memory(tensor: Tensor) -> Any:
+    """Something equal for tensors that are the same memory, seen alike."""
+    here = None if tensor.is_meta else local(tensor.detach())
+    if here is None or not here.numel() or here.layout != torch.strided:
+        return id(tensor)
+    return here.device, here.data_ptr(), here.dtype, tuple(here.shape), here.stride()
+
+
+def renamed_in(source: Source, live: Collection[str]) -> dict[str, str]:
+    """The model's name of each name in the files that has one; the files' own of the others.
+
+    Raises:
+        CheckpointError: two names in the files are one in the model.
+    """
+    names: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for name in source.tensors:
+        plain = name if name in live else without_wrappers(name)
+        names[name] = plain = plain if plain in live else name
+        if plain in taken:
+            raise CheckpointError(
+                f"{source.place} has both {taken[plain]!r} and {name!r}, which are one name: take one of them out"
+            )
+        taken[plain] = name
+    changed = [name for name, plain in names.items() if name != plain]
+    if changed:
+        logger.info(
+            "%s: names of wrappers are left out: %r is %r", source.place, changed[0], names[changed[0]]
+        )
+    return names
+
+
+def match(source: Source, renamed: Mapping[str, str], live: Mapping[str, Live]) -> Skipped:
+    """Find what goes where; what does not is returned."""
+    found = {plain: source.tensors[name] for name, plain in renamed.items()}
+    for name, of in source.aliases.items():
+        found.setdefault(name if name in live else without_wrappers(name), source.tensors[of])
+    missing, misshapen = [], []
+    for one in {id(one): one for one in live.values()}.values():
+        there = [name for name in one.names if name in found]
+        if not there:
+            missing.append(one.names[0])
+            continue
+        found[there[0]] = as_complex(found[there[0]], one.tensor)
+        if found[there[0]].shape != tuple(one.tensor.shape):
+            misshapen.append(
+                f"{there[0]} ({list(found[there[0]].shape)} in the files, {list(one.tensor.shape)} in the model)"
+            )
+        else:
+            one.stored = found[there[0]]
+            one.twins = [name for name in there[1:] if found[name] is not one.stored]
+    unexpected = [name for name, plain in renamed.items() if plain not in live]
+    return Skipped(tuple(missing), tuple(unexpected), tuple(misshapen))
+
+
+def as_complex(stored: Stored, live: Tensor) -> Stored:
+    """`stored`, or for complex numbers that safetensors has no type for, what it keeps as their real and imaginary parts."""
+    parts = filed(live.dtype, live.shape)
+    if live.dtype in PARTS and (stored.dtype, stored.shape) == parts:
+        (piece,) = stored.pieces
+        return Stored(live.dtype, tuple(live.shape), (Piece(whole(live.shape), piece.file, piece.begin),))
+    return stored
+
+
+def hint(skipped: Skipped) -> str:
+    for name in skipped.missing[:SHOWN]:
+        if near := nearest(name, skipped.unexpected[:1000]):
+            return f" (for {name!r}{near})"
+    return ""
+
+
+def dtype_fault(one: Live, wanted: torch.dtype | str | None) -> str | None:
+    assert one.stored is not None
+    live, there = one.tensor.dtype, one.stored.dtype
+    converts = there.is_floating_point and live.is_floating_point
+    if isinstance(wanted, torch.dtype) and converts:
+        if live == wanted or one.tensor.is_meta:
+            return None
+        return f"it is {live} in the model, and dtype={wanted} was asked for: convert the model first, or pass dtype='live'"
+    if live == there or (wanted == "live" and converts):
+        return None
+    remedy = (
+        "pass dtype='live' to convert the values, or convert the model first"
+        if converts
+        else "convert the model or the file"
+    )
+    return f"{there} in the files, and {live} in the model: {remedy}"
+
+
+# -- Names of tensors, whatever wrapped the module that holds them.
+
+
+INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, and torch's checkpoint_wrapper
+WRAPPERS = (*INSIDE, "_fsdp_wrapped_module.")  # also torch's first FSDP
+OUTER = "module."  # DistributedDataParallel and DataParallel, around the whole
+
+
+def canonical(name: str) -> str:
+    """A live name without what torch's wrappers of submodules put in. ``module.`` stays: it may be the user's own."""
+    for word in INSIDE:
+        name = name.replace(word, "")
+    return name
+
+
+def without_wrappers(name: str) -> str:
+    """A name in a file that somebody wrote, as the plain module has it."""
+    for word in WRAPPERS:
+        name = name.replace(word, "")
+    while name.startswith(OUTER):
+        name = name.removeprefix(OUTER)
+    return name
