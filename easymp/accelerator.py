@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from . import distributed, hardware, launcher, optim, profiling, trackers
+from .base import env
 from .base.accumulation import StepClock
 from .base.dtensor import local
 from .base.lazy import modules_at_first_use
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from .settings import Settings
     from .strategies import transforms
     from .strategies.transforms import CompileOptions
-    from .trackers import recording
     from .training import checks, microstep, oom, prepare, state
     from .training import nonfinite as guards
     from .training.state import AcceleratorState, GradientState
@@ -64,7 +64,6 @@ modules_at_first_use(
     oom="training.oom",
     microstep="training.microstep",
     prepare="training.prepare",
-    recording="trackers.recording",
     records="options",
     state="training.state",
     guards="training.nonfinite",
@@ -309,8 +308,9 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             switch(self._precision.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
             if asked.seed is not None:
                 set_seed(asked.seed)
-            recorder = recording.begin(self._run)
-            if recorder is not None:
+            folder = env.read(setting.RECORD)
+            if folder:
+                recorder = trackers.Recorder(folder, self._run)
                 self._logbook.attached[recorder.name] = recorder
                 self._undo.callback(recorder.finish)
             leave = atexit.register(lambda: (it := me()) and it.close())

@@ -195,7 +195,7 @@ OVERRIDE = (
 )  # settings that win over arguments, too: "mixed_precision=bf16 strategy=fsdp"
 RECORD = (
     env.PREFIX + "RECORD"
-)  # a folder in which the run writes down what it does; see `easymp.trackers.recording`
+)  # a folder in which the run writes down what it does; see `easymp.trackers.recorder`
 NO_SETTINGS = {
     VARIABLE,
     env.PREFIX + "LOG_LEVEL",

@@ -34,7 +34,7 @@ PRELOAD = [
     "pytest", "hypothesis", "numpy", "psutil", "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim",
     "torch.utils.data", "torch.distributed.algorithms.join", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "easymp.accelerator", "easymp.training.prepare", "easymp.trackers.recording",
+    "easymp.accelerator", "easymp.training.prepare", "easymp.trackers.logbook",
     "easymp.checkpoint.run_state", "easymp.checkpoint.preemption", "easymp.training.oom",
     "easymp.training.microstep", "easymp.training.nonfinite", "easymp.strategies.transforms", "easymp.strategies.transforms",
     "easymp.checkpoint.load", "easymp.checkpoint.save", "easymp.strategies.ddp", "easymp.strategies.fsdp",

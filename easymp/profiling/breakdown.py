@@ -1,40 +1,63 @@
-"""Where the time of recorded steps went: each moment of them belongs to one phase.
+"""The time of recorded steps by phase, each moment in one phase, and the table and sentences that show it.
 
-Where the host computes, a moment belongs to the phase that the main thread is in; to communication if a collective is under way and no
-operation runs, outside of the loader: that is what communication costs, waiting for slower ranks included. What of a collective runs
-beside operations costs nothing, and is counted apart.
+Where the host computes, a moment belongs to the phase of the main thread; to communication if a collective is under way and no
+operation runs, outside of the loader: this is the cost of communication, with waiting for slower ranks. A collective that runs beside
+operations costs nothing, and is counted apart.
 
 Where a device computes, a moment belongs to the phase whose kernel runs (the phase in which the host launched it); else to
 communication if a collective's kernel runs; else to the phase whose copy runs; else the device is idle, and the moment belongs to the
-phase that the host is in.
+phase of the host.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from .intervals import Stretch, common, length, union, without
-from .phases import COMMUNICATION, DATA, OTHER, Mark, timeline
-from .recording import Allocation, Kernel, Recording
+from ..base.units import size
+from .events import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+    PHASES,
+    Allocation,
+    Interval,
+    Kernel,
+    Mark,
+    Recording,
+    common,
+    length,
+    union,
+    without,
+)
 
 PAUSE = 100_000  # ns between two operations that are the host's own way from one to the next, and not waiting
+ROWS = 8  # ranks with a line of their own
+
+# Shares of a step from which on a cause of waiting has a sentence.
+WAITS, COMMUNICATES, IDLES, STEPS, SCRIPT = 0.1, 0.15, 0.25, 0.25, 0.25
+APART = 0.1  # of a step, by which ranks differ
+UNLIKE = 2  # times the shortest step
 
 
 @dataclass
 class Breakdown:
-    """What steps of one rank took.
+    """Time and memory of one rank's steps.
 
     Attributes:
-        rank: whose.
-        device: what computed.
+        rank: the rank.
+        device: the device that computed.
         steps: how long each took, in ns.
         time: of all steps together, by phase, in ns.
-        idle: of that, what the device was idle; empty where the host computes.
+        idle: the device's idle part of it; empty where the host computes.
         hidden: ns in which a collective was under way behind computation.
-        peak: bytes, at most, by phase; empty where memory was not recorded. Of a device all that was allocated, of the host what was
-            beyond the beginning of the recording.
+        peak: the most bytes, by phase; empty where memory was not recorded. For a device all that was allocated, for the host the bytes
+            beyond those at the beginning of the recording.
     """
 
     rank: int
@@ -49,14 +72,18 @@ class Breakdown:
     def total(self) -> int:
         return sum(self.time.values())
 
+    def a_step(self, ns: int) -> float:
+        """`ns` of all steps, a step."""
+        return ns / max(1, len(self.steps))
+
     @property
     def step(self) -> float:
         """ns a step."""
-        return self.total / max(1, len(self.steps))
+        return self.a_step(self.total)
 
     def each(self, phase: str) -> float:
         """ns of a phase a step."""
-        return self.time.get(phase, 0) / max(1, len(self.steps))
+        return self.a_step(self.time.get(phase, 0))
 
     def share(self, phase: str) -> float:
         return self.time.get(phase, 0) / self.total if self.total else 0.0
@@ -67,7 +94,7 @@ class Breakdown:
         return self.step - self.each(COMMUNICATION)
 
     def add(self, recording: Recording, base: int = 0) -> None:
-        """Count another cycle in.
+        """Add another cycle.
 
         Args:
             base: bytes that were allocated when it began.
@@ -83,29 +110,80 @@ class Breakdown:
             self.peak[phase] = max(self.peak.get(phase, 0), most)
 
 
-Parts = dict[str, list[Stretch]]
+# -- moments to phases -------------------------------------------------------------------------------------------------
 
 
-def _by_phase(parts: Sequence[Mark]) -> Parts:
-    found: Parts = {}
+def timeline(marks: Iterable[Mark], begin: int, end: int) -> list[Mark]:
+    """`begin` to `end` without a gap, each part in one phase.
+
+    Of nested marks, as when an optimizer calls a closure, the inner one counts. Time without a mark is the script's own; between a
+    model's call and the backward that follows it, it is the loss.
+    """
+    parts = []
+    at = begin
+    for mark in _innermost(marks):
+        if mark.end > max(at, mark.begin) and mark.begin < end:
+            parts += [Mark(at, mark.begin, OTHER)] if mark.begin > at else []
+            parts.append(Mark(max(mark.begin, at), min(mark.end, end), mark.phase))
+            at = parts[-1].end
+    return list(_losses([*parts, *([Mark(at, end, OTHER)] if at < end else [])]))
+
+
+def _innermost(marks: Iterable[Mark]) -> Iterator[Mark]:
+    """Marks of one thread, which begin and end like brackets, as parts that do not overlap."""
+    stack: list[Mark] = []
+    at = 0
+    for mark in sorted(marks, key=lambda m: (m.begin, -m.end)):
+        while stack and stack[-1].end <= mark.begin:
+            done = stack.pop()
+            yield Mark(at, done.end, done.phase)
+            at = done.end
+        if stack:
+            yield Mark(at, mark.begin, stack[-1].phase)
+        stack.append(mark)
+        at = mark.begin
+    while stack:
+        done = stack.pop()
+        yield Mark(at, done.end, done.phase)
+        at = done.end
+
+
+def _losses(parts: list[Mark]) -> Iterator[Mark]:
+    """Turn the script's own time between a forward and the backward after it into the loss."""
+    ahead: list[bool] = []  # for each part from the last on, whether a backward follows
+    following = False
+    for part in reversed(parts):
+        ahead.append(following)
+        if part.phase in (BACKWARD, DATA):
+            following = part.phase == BACKWARD
+    forward = False
+    for part, before_backward in zip(parts, reversed(ahead)):
+        if part.phase in (FORWARD, BACKWARD, DATA):
+            forward = part.phase == FORWARD
+        yield part._replace(phase=LOSS) if part.phase == OTHER and forward and before_backward else part
+
+
+def _by_phase(parts: Iterable[Mark]) -> dict[str, list[Interval]]:
+    found: dict[str, list[Interval]] = {}
     for begin, end, phase in parts:
         found.setdefault(phase, []).append((begin, end))
     return found
 
 
 def _on_host(recording: Recording, parts: Sequence[Mark]) -> tuple[dict[str, int], dict[str, int], int]:
+    """Time by phase, idle time by phase (none), and hidden time."""
     phases = _by_phase(parts)
-    window = [(recording.begin, recording.end)]
-    flights = common(recording.flights, window)
+    flights = common(recording.flights, [(recording.begin, recording.end)])
     working = union(recording.working, PAUSE)
     waiting = without(without(flights, working), phases.get(DATA, []))
-    time = {phase: length(without(stretches, waiting)) for phase, stretches in phases.items()}
+    time = {phase: length(without(held, waiting)) for phase, held in phases.items()}
     if waiting:
         time[COMMUNICATION] = time.get(COMMUNICATION, 0) + length(waiting)
     return time, {}, length(common(flights, working))
 
 
 def _on_device(recording: Recording, parts: Sequence[Mark]) -> tuple[dict[str, int], dict[str, int], int]:
+    """Time by phase, idle time by phase, and hidden time."""
     window = [(recording.begin, recording.end)]
     begins = [part.begin for part in parts]
 
@@ -114,35 +192,32 @@ def _on_device(recording: Recording, parts: Sequence[Mark]) -> tuple[dict[str, i
             return OTHER
         return parts[bisect_right(begins, kernel.launched) - 1].phase
 
-    kinds = {
-        kind: [k for k in recording.kernels if k.kind == kind] for kind in ("work", "collective", "copy")
-    }
-    work = common(union((k.begin, k.end) for k in kinds["work"]), window)
-    collectives = common(union((k.begin, k.end) for k in kinds["collective"]), window)
-    waiting = without(collectives, work)
+    def run(kind: str) -> list[Interval]:
+        return common(union((k.begin, k.end) for k in recording.kernels if k.kind == kind), window)
+
+    collectives = run("collective")
+    waiting = without(collectives, run("work"))
     time = {COMMUNICATION: length(waiting)} if waiting else {}
     taken = waiting
-    for kernels in (kinds["work"], kinds["copy"]):
-        launched: Parts = {}
+    for kind in ("work", "copy"):
+        launched: list[Mark] = []
         until = 0
-        for kernel in kernels:  # of two at a time, the one that began first
-            if kernel.end > until:
-                launched.setdefault(phase_of(kernel), []).append((max(kernel.begin, until), kernel.end))
+        for kernel in recording.kernels:  # of two at a time, the one that began first
+            if kernel.kind == kind and kernel.end > until:
+                launched.append(Mark(max(kernel.begin, until), kernel.end, phase_of(kernel)))
                 until = kernel.end
-        for phase, stretches in launched.items():
-            time[phase] = time.get(phase, 0) + length(without(common(stretches, window), taken))
-        taken = union([*taken, *common(union((k.begin, k.end) for k in kernels), window)])
+        for phase, held in _by_phase(launched).items():
+            time[phase] = time.get(phase, 0) + length(without(common(held, window), taken))
+        taken = union([*taken, *run(kind)])
     free = without(window, taken)
-    idle = {
-        phase: ns for phase, stretches in _by_phase(parts).items() if (ns := length(common(stretches, free)))
-    }
+    idle = {phase: ns for phase, held in _by_phase(parts).items() if (ns := length(common(held, free)))}
     for phase, ns in idle.items():
         time[phase] = time.get(phase, 0) + ns
     return time, idle, length(collectives) - length(waiting)
 
 
 def peaks(parts: Sequence[Mark], allocations: Sequence[Allocation], base: int) -> dict[str, int]:
-    """The most bytes that there were in each phase; empty without allocations."""
+    """The most bytes in each phase; empty without allocations."""
     most: dict[str, int] = {}
     if not allocations:
         return most
@@ -157,3 +232,126 @@ def peaks(parts: Sequence[Mark], allocations: Sequence[Allocation], base: int) -
             most[phase] = max(most[phase], there)
             i += 1
     return most
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def table(own: Breakdown) -> str:
+    """One rank's phases: ms a step, share, the device's idle part, and the most memory."""
+    head = ["phase", "ms a step", "share", f"{own.device} idle", "peak memory"]
+    shown = [True, True, True, bool(own.idle), bool(own.peak)]
+    rows = [head]
+    for phase in PHASES:
+        if own.time.get(phase, 0) or own.peak.get(phase, 0):
+            idle, peak = _ms(own.a_step(own.idle.get(phase, 0))), own.peak.get(phase)
+            rows.append([phase, _ms(own.each(phase)), percent(own.share(phase)), idle])
+            rows[-1].append("" if peak is None else size(peak))
+    idle, peak = _ms(own.a_step(sum(own.idle.values()))), size(max(own.peak.values(), default=0))
+    rows.append(["a step", _ms(own.step), "100 %", idle, peak])
+    return columns([[cell for cell, there in zip(row, shown) if there] for row in rows])
+
+
+def of_ranks(ranks: Sequence[Breakdown]) -> str:
+    """A line a rank; of many ranks the slowest, and the fastest."""
+    rows = [["rank", "ms a step", "own work", "communication", "data wait"]]
+    shown = list(ranks)
+    if len(ranks) > ROWS:
+        by_work = sorted(ranks, key=lambda r: -r.own)
+        shown = sorted([*by_work[: ROWS - 1], by_work[-1]], key=lambda r: r.rank)
+    for r in shown:
+        rows.append([str(r.rank), *map(_ms, (r.step, r.own, r.each(COMMUNICATION), r.each(DATA)))])
+    if len(shown) < len(ranks):
+        rows.append([f"and {len(ranks) - len(shown)} more", "", "", "", ""])
+    return columns(rows)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    first, *widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = (
+        [row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], widths))] for row in rows
+    )
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def sentences(own: Breakdown, ranks: Sequence[Breakdown] = (), workers: int | None = None) -> list[str]:
+    """A sentence for each cause of waiting that stands out; its figure is in the table.
+
+    Args:
+        ranks: all that took part.
+        workers: num_workers of the loaders; None: none was read.
+    """
+    if not own.total:
+        return []
+    biggest = max(own.time, key=own.time.__getitem__)
+    said = [f"{percent(own.share(biggest))} of the step is {_named(biggest)}."]
+    if own.share(DATA) >= WAITS:
+        cure = (
+            f"more workers (num_workers={workers} now) or less work a sample would help"
+            if workers
+            else "num_workers=2 or more reads ahead while the step computes"
+        )
+        said.append(f"The loader makes the step wait {ms(own.each(DATA))}: {cure}.")
+    if own.share(COMMUNICATION) >= COMMUNICATES:
+        behind = own.a_step(own.hidden)
+        more = f"; {ms(behind)} more of it pass behind computation" if behind >= 0.01 * own.step else ""
+        said.append(
+            f"Communication, with waiting for other ranks, holds the step up for {ms(own.each(COMMUNICATION))}{more}: with larger "
+            "batches a rank, or accumulation, fewer steps pay for it."
+        )
+    idle = sum(own.idle.values())
+    if idle >= IDLES * own.total:
+        phase = max(own.idle, key=own.idle.__getitem__)
+        said.append(
+            f"{own.device} is idle for {ms(own.a_step(idle))} of the step, the most in {_named(phase)}: the host does not "
+            "keep it busy; larger batches or compile=True give it more to do at a time."
+        )
+    if own.share(OPTIMIZER) >= STEPS:
+        said.append(
+            f"The optimizer takes {ms(own.each(OPTIMIZER))}, whatever the batch: larger batches or accumulation step less often."
+        )
+    if own.share(OTHER) >= SCRIPT:
+        said.append(f"{ms(own.each(OTHER))} of the step are the script's own work, such as logging.")
+    longest, shortest = max(own.steps), min(own.steps)
+    if shortest * UNLIKE < longest:
+        said.append(f"The steps are not alike: the longest took {ms(longest)}, the shortest {ms(shortest)}.")
+    return [*said, *straggler(ranks)]
+
+
+def straggler(ranks: Sequence[Breakdown]) -> list[str]:
+    """A sentence on the rank that the others wait for, if there is one."""
+    if len(ranks) < 2:
+        return []
+    slow, fast = max(ranks, key=lambda r: r.own), min(ranks, key=lambda r: r.own)
+    if slow.own - fast.own < APART * slow.step:
+        return []
+    why = " (its loader)" if slow.each(DATA) - fast.each(DATA) > (slow.own - fast.own) / 2 else ""
+    work = f"{ms(slow.own)} of work of its own a step, rank {fast.rank} only {ms(fast.own)}"
+    return [f"Rank {slow.rank} is the slowest{why}: {work}: the others wait for it."]
+
+
+def how_long(steps: Sequence[int]) -> str:
+    """``"3 steps of 91.2, 92.0 and 90.8 ms"``."""
+    unit, ns = ("µs", 1e3) if max(steps) < 1e6 else ("ms", 1e6)
+    each = [f"{step / ns:.1f}" for step in steps]
+    if len(each) == 1:
+        return f"1 step of {each[0]} {unit}"
+    if len(each) > 5:
+        return f"{len(each)} steps of {min(each, key=float)} to {max(each, key=float)} {unit}"
+    return f"{len(each)} steps of {', '.join(each[:-1])} and {each[-1]} {unit}"
+
+
+def ms(ns: float) -> str:
+    return f"{ns / 1e6:.1f} ms" if ns >= 1e5 else f"{ns / 1e3:.0f} µs"
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:.2f}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _named(phase: str) -> str:
+    return "the script's own" if phase == OTHER else phase

@@ -1,43 +1,50 @@
-"""torch.profiler around a run: what `Accelerator.profile` gives."""
+"""`Accelerator.profile`: torch.profiler around a run, with the phases of its steps."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
+import os
+import shutil
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from ..base import env
 from ..base.accumulation import StepClock
+from ..base.dtensor import local
 from ..base.units import size
 from ..distributed import World
-from ..errors import RefusedError, StepError
+from ..errors import RefusedError, SettingError, StepError
 from ..logging import get_logger
 from ..options import ProfileKwargs, activity_word
-from . import table, traces
+from . import breakdown
 from .breakdown import Breakdown
-from .exchange import Exchange
-from .footprint import footprint
-from .marking import Marks, Target, Waits
-from .recording import STEP, read
+from .events import STEP, Marks, Target, Waits, read
 
 logger = get_logger(__name__)
 
-# Where nobody said what to record: the first step is recorded, for it may be the only one; if the third is complete, it and the two
-# after it are the recording, after one that warms up.
+# Without ProfileKwargs the first step is recorded, because it may be the only one. If the third is complete, the third to fifth take
+# its place, after one that warms up.
 TRIAL = 0
 WARMUP, FIRST, LAST = 1, 2, 4
 QUIET = "99"  # kineto's level of messages; by default it writes two lines a recording
+PATIENCE = (
+    10.0  # seconds that the first rank waits for the others, which end the same steps at about the same time
+)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled.
+    """The run to profile.
 
     Attributes:
         prepared: models, optimizers and loaders.
@@ -53,10 +60,10 @@ class Subject:
 
 
 class Profile(torch.profiler.profile):
-    """A torch.profiler.profile that knows the phases of a training step, writes its traces, and says in words where the time went.
+    """A torch.profiler.profile that knows the phases of a training step, writes its traces, and shows in words where the time went.
 
-    Steps are counted by themselves: one begins when the outermost prepared loader is asked for its next batch, under accumulation at the
-    beginning of a window. From the first `step` on that the script calls itself, only these count.
+    Steps are counted automatically: one begins when the outermost prepared loader is asked for its next batch, under accumulation at
+    the beginning of a window. From the first `step` that the script calls itself, only its calls count.
 
     Args:
         how: what to record, and when; None: memory too, and the third to fifth step; the first one if there are not as many; the whole
@@ -64,14 +71,14 @@ class Profile(torch.profiler.profile):
 
     Attributes:
         traces: the files that this rank has written: Chrome's format, for Perfetto and chrome://tracing.
-        breakdown: where the time of this rank's recorded steps went; once the block is over.
+        breakdown: the time of this rank's recorded steps by phase; once the block is over.
         ranks: that of all ranks that took part, on the first of them; on the others, their own.
     """
 
     def __init__(self, subject: Subject, how: ProfileKwargs | None = None) -> None:
         self._subject, self._free = subject, how is None
         how = how or ProfileKwargs(profile_memory=True)
-        self._folder = how.output_trace_dir
+        self._output = how.output_trace_dir
         super().__init__(
             activities=_activities(how),
             schedule=_three_steps if self._free else _schedule(how.schedule_option),
@@ -84,20 +91,19 @@ class Profile(torch.profiler.profile):
         )
         self.record_steps = True  # without a schedule, too
         self._over_after = LAST if self._free else _last_step(how.schedule_option)
-        self._by_hand = False
-        self._going = self._failed = False
+        self._by_hand = self._going = self._failed = False
         self._complete: list[str] = []  # steps of this cycle
         self._trial: tuple[Any, list[str], int] | None = (
-            None  # the recording of the first step, until there is a better one
+            None  # the first step's recording, until a better one
         )
         self._written: Path | None = None  # this cycle's trace
         self._taken: tuple[Any, Path | None] | None = None  # the last cycle that was recorded, and its trace
-        self._base = 0  # bytes on the device when it began, where torch tells
+        self._base = 0  # bytes on the device when the cycle began, where torch tells
         self._absolute = False  # whether peaks are of all that was allocated
-        self._whole = False  # whether no step was complete, so that all there is counts as one
+        self._whole = False  # whether no step was complete, so that all events count as one
         self._marks = Marks(subject.targets)
         self._exchange = Exchange(subject.world)
-        self._state: dict[str, int] = {}
+        self._held: dict[str, int] = {}
         self._workers: int | None = None
         self.traces: list[Path] = []
         self.breakdown = Breakdown(subject.world.rank, str(subject.world.device))
@@ -106,7 +112,7 @@ class Profile(torch.profiler.profile):
     # -- the block ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin; what ``with`` does.
+        """Begin, as ``with`` does.
 
         Raises:
             StepError: a profile of this run is open already.
@@ -114,7 +120,7 @@ class Profile(torch.profiler.profile):
         """
         if self._subject.clock.timing is not None:
             raise StepError("a profile of this run is open already: close it before the next one")
-        self._place = traces.ready_folder(self._folder, self._subject.project)
+        self._folder = trace_folder(self._output, self._subject.project)
         self._exchange.begin()
         self._going = True
         try:
@@ -126,12 +132,12 @@ class Profile(torch.profiler.profile):
             raise
 
     def step(self) -> None:
-        """The next step begins. From now on steps are those that the script calls."""
+        """Begin the next step. From now on only the script's calls count."""
         self._by_hand = True
         self._advance()
 
     def stop(self) -> None:
-        """End; what ``with`` does. The ranks that took part show each other what they found."""
+        """End, as ``with`` does. The ranks that took part exchange their results."""
         if not self._going:
             return
         try:
@@ -139,11 +145,11 @@ class Profile(torch.profiler.profile):
             if self._trial is not None and not self.breakdown.steps:
                 self.profiler, self._complete, self._base = self._trial
                 self._take()
-            if self._taken is not None:  # where a cycle that has only warmed up is in its place
+            if self._taken is not None:  # a later cycle may have warmed up only
                 self.profiler, self._written = self._taken
         finally:
             self._leave()
-        self._state = footprint(self._subject.prepared)
+        self._held = footprint(self._subject.prepared)
         self._workers = max((loader.num_workers for loader in self._subject.prepared.loaders), default=None)
         self.ranks = [self.breakdown] if self._failed else self._exchange.end(self.breakdown)
         logger.info("%s", self.summary())
@@ -165,31 +171,25 @@ class Profile(torch.profiler.profile):
         if self.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE):
             self._complete.append(f"{STEP}{self.step_num}")
         super().step()
-        if (
-            self.step_num > self._over_after
-        ):  # nothing more is recorded: the rest of the block shall cost nothing
+        if self.step_num > self._over_after:  # all is recorded: the rest of the block shall cost nothing
             self._subject.clock.timing = None
             self._marks.close()
         else:
             self._marks.open()
 
-    # -- a cycle ------------------------------------------------------------------------------------------------------
+    # -- a cycle, called by torch.profiler.profile --------------------------------------------------------------------
 
     def prepare_trace(self) -> None:
         self._written = None
         self._complete = []
         if self._free:
-            self.profiler = (
-                None  # another one is made; torch warns that this one is lost, which is kept as the trial
-            )
+            self.profiler = None  # torch would warn that the trial, which is kept here, is lost
         with env.override(KINETO_LOG_LEVEL=env.read("KINETO_LOG_LEVEL", QUIET)):
             super().prepare_trace()
 
     def start_trace(self) -> None:
-        if (
-            self.use_device == "cuda" and torch.cuda.is_initialized()
-        ):  # else this process computes on the CPU, and shall go on so
-            torch.cuda.synchronize()  # what was launched before belongs to no step
+        if self.use_device == "cuda" and torch.cuda.is_initialized():  # a run on the CPU shall not wake a GPU
+            torch.cuda.synchronize()  # kernels launched before belong to no step
             self._base = torch.cuda.memory_allocated()
         super().start_trace()
 
@@ -201,13 +201,13 @@ class Profile(torch.profiler.profile):
         super()._trace_ready()
 
     def _take(self) -> None:
-        """Write the trace of this cycle, and count it into the table."""
+        """Write the trace of this cycle, and add it to the breakdown."""
         rank = self._subject.world.rank
         try:
-            self._written = traces.write(self._place, rank, super().export_chrome_trace)
+            self._written = write_trace(self._folder, rank, super().export_chrome_trace)
             self.traces.append(self._written)
         except (OSError, RuntimeError) as error:
-            logger.warning("rank %d: no trace in %s: %s", rank, self._place, error, main_process_only=False)
+            logger.warning("rank %d: no trace in %s: %s", rank, self._folder, error, main_process_only=False)
         self._taken, self._trial = (self.profiler, self._written), None
         assert self.profiler is not None
         recorded: Any = self.profiler.kineto_results
@@ -220,47 +220,47 @@ class Profile(torch.profiler.profile):
             self.breakdown.add(recording, self._base if recording.kernels else 0)
 
     def export_chrome_trace(self, path: str, *args: Any, **kwargs: Any) -> None:
-        """As torch's; of a cycle whose trace is written already, a copy, for torch writes each once only."""
+        """As torch's; of a trace that is written already, a copy, because torch writes each once only."""
         if self._written is None or args or kwargs:
             super().export_chrome_trace(path, *args, **kwargs)
-        else:
-            traces.copy(self._written, path)
+            return
+        with (
+            open(self._written, "rb") as old,
+            (gzip.open if path.endswith(".gz") else open)(path, "wb") as new,
+        ):
+            shutil.copyfileobj(old, new)
 
     # -- in words -----------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """A table of where the time (and memory, where it was recorded) of the recorded steps went, and what stands out in words.
+        """A table of the time (and memory, where it was recorded) of the recorded steps by phase, and what stands out in words.
 
         On the first of the ranks that took part, with the others' figures; ``accelerator.print(prof.summary())`` shows it there.
         """
-        own = self.breakdown
+        own, world = self.breakdown, self._subject.world
         if not own.steps:
             return "profile: nothing was recorded; the block was over before its schedule's active steps"
         whole = ": all that was recorded, for no step in it was complete" if self._whole else ""
-        who = f"rank {own.rank} of {self._subject.world.size}" if self._subject.world.size > 1 else own.device
-        lines = [
-            f"profile of {who}, {table.how_long(own.steps)}{whole}",
-            table.table(own),
-            *self._about_memory(),
-        ]
+        who = f"rank {own.rank} of {world.size}" if world.size > 1 else own.device
+        lines = [f"profile of {who}, {breakdown.how_long(own.steps)}{whole}", breakdown.table(own)]
+        if own.peak:
+            place = (
+                f"allocated on {own.device}"
+                if self._absolute
+                else "beyond what there was when recording began"
+            )
+            held = ", ".join(f"{name} {size(number)}" for name, number in self._held.items())
+            lines += [f"memory: {place}", *([f"there at the end: {held}"] if held else [])]
         if len(self.ranks) > 1:
-            lines += ["", table.of_ranks(self.ranks)]
-        said = table.sentences(own, self.ranks, self._workers)
+            lines += ["", breakdown.of_ranks(self.ranks)]
+        said = breakdown.sentences(own, self.ranks, self._workers)
         if self._exchange.late:
             said.append(f"Of rank {', '.join(map(str, self._exchange.late))} nothing was heard in time.")
         lines += ["", *(textwrap.fill(sentence, 80) for sentence in said)]
         return "\n".join([*lines, *(f"trace: {trace}" for trace in self.traces[-1:])])
 
-    def _about_memory(self) -> list[str]:
-        if not self.breakdown.peak:
-            return []
-        what = (
-            f"allocated on {self.breakdown.device}"
-            if self._absolute
-            else "beyond what there was when recording began"
-        )
-        held = ", ".join(f"{name} {size(number)}" for name, number in self._state.items())
-        return [f"memory: {what}", *([f"there at the end: {held}"] if held else [])]
+
+# -- what to record ----------------------------------------------------------------------------------------------------
 
 
 def _three_steps(step: int) -> ProfilerAction:
@@ -276,7 +276,7 @@ def _schedule(given: Mapping[str, int] | None) -> Callable[[int], ProfilerAction
 
 
 def _last_step(given: Mapping[str, int] | None) -> float:
-    """After which nothing is recorded any more."""
+    """The step after which nothing is recorded any more."""
     if given is None or not given.get("repeat", 0):
         return math.inf
     cycle = given.get("wait", 0) + given.get("warmup", 0) + given["active"]
@@ -284,22 +284,142 @@ def _last_step(given: Mapping[str, int] | None) -> float:
 
 
 def _activities(how: ProfileKwargs) -> list[ProfilerActivity] | None:
-    """As torch knows them; those that are not here are left out, with a line in the log.
+    """torch's activities; those that this machine lacks are left out, with a line in the log.
 
     Raises:
-        RefusedError: none of them is here.
+        RefusedError: this machine has none of them.
     """
     if how.activities is None:
         return None
     here = {activity.name.lower(): activity for activity in torch.profiler.supported_activities()}
     words = list(dict.fromkeys(activity_word(given) for given in how.activities))
-    there = [here[word] for word in words if word in here]
-    if not there:
+    missing = [word for word in words if word not in here]
+    if missing == words:
         raise RefusedError(
             f"none of the activities {', '.join(words)} can be recorded here: there are {', '.join(sorted(here))}"
         )
-    if len(there) < len(words):
-        logger.info(
-            "not recorded, for there is none here: %s", ", ".join(word for word in words if word not in here)
+    if missing:
+        logger.info("not recorded, for this machine has none: %s", ", ".join(missing))
+    return [here[word] for word in words if word in here]
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+def trace_folder(given: str | os.PathLike[str] | None, project: str | None) -> Path:
+    """The folder for traces, made and found to be writable.
+
+    Raises:
+        SettingError: it is a URL, or cannot be written to.
+    """
+    if given is None and project is not None and "://" in project:
+        raise SettingError(
+            f"traces are local files, and project_dir={project!r} is a URL: name a folder with ProfileKwargs(output_trace_dir=...)"
         )
-    return there
+    folder = Path(given) if given is not None else Path(project or os.curdir, "profile")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".new-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise SettingError(
+            f"traces cannot be written to {folder}: {error.strerror or error}. Name another folder with ProfileKwargs(output_trace_dir=...)"
+        ) from error
+    return folder
+
+
+def write_trace(folder: Path, rank: int, export: Callable[[str], object]) -> Path:
+    """Write the rank's next trace, ``rank0-001.json``, ``rank0-002.json`` …: whole under its name or not at all."""
+    number = 1
+    while (path := folder / f"rank{rank}-{number:03d}.json").exists():
+        number += 1
+    new = folder / f".new-{os.getpid()}-{path.name}"
+    try:
+        export(str(new))
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+    return path
+
+
+# -- other ranks, and memory -------------------------------------------------------------------------------------------
+
+
+class Exchange:
+    """Ranks that profile the same steps exchange their results through the store; without a collective, since any may profile alone.
+
+    Each tells the store when it begins and what it found in the end, and the first of those that began waits a while for the others.
+    The n-th profile of one rank corresponds to the n-th of the others.
+
+    Attributes:
+        late: ranks that began and did not end in time.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._store: Any = None
+        self.late: list[int] = []
+
+    def begin(self) -> None:
+        if self._world.size > 1:
+            self._store = self._world.store()
+            self._key = f"profile/{self._store.add(f'profiles/{self._world.rank}', 1)}"
+            self._store.set(f"{self._key}/begun/{self._world.rank}", "")
+
+    def end(self, own: Breakdown) -> list[Breakdown]:
+        """The results of all ranks, in order, on the first of them; on others, their own."""
+        if self._store is None:
+            return [own]
+        store, self._store = self._store, None
+        try:
+            return self._shared(store, own)
+        except RuntimeError:  # the world was left inside the block, or rank 0 and its store are gone
+            return [own]
+
+    def _shared(self, store: Any, own: Breakdown) -> list[Breakdown]:
+        store.set(f"{self._key}/done/{own.rank}", json.dumps(asdict(own)))
+        begun = [r for r in range(self._world.size) if store.check([f"{self._key}/begun/{r}"])]
+        if begun[0] != own.rank:
+            return [own]
+        deadline, pause = time.monotonic() + min(PATIENCE, self._world.timeout), 0.001
+        self.late = begun
+        while True:
+            self.late = [r for r in self.late if not store.check([f"{self._key}/done/{r}"])]
+            if not self.late or time.monotonic() >= deadline:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        done = [r for r in begun if r not in self.late]
+        return [
+            own if r == own.rank else Breakdown(**json.loads(store.get(f"{self._key}/done/{r}")))
+            for r in done
+        ]
+
+
+def footprint(prepared: Any) -> dict[str, int]:
+    """Bytes on this rank of weights (with buffers), fp32 masters, gradients and optimizer states; those of 0 are left out."""
+    models = [model.route.original for model in prepared.models]
+    weights = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    known = {id(t) for t in weights}
+    stepped = [p for o in prepared.optimizers for group in o.param_groups for p in group["params"]]
+    states = [state for o in prepared.optimizers for state in o.state.values() if isinstance(state, dict)]
+    tensors = {
+        "weights": weights,
+        "masters": [p for p in stepped if id(p) not in known],  # stepped in place of a model's parameters
+        "gradients": [p.grad for model in models for p in model.parameters() if p.grad is not None],
+        "optimizer": [value for state in states for value in state.values() if isinstance(value, Tensor)],
+    }
+    return {name: total for name, held in tensors.items() if (total := _bytes(held))}
+
+
+@torch.no_grad()
+def _bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the tensors' storages on this rank, each counted once."""
+    here = [part for tensor in tensors if not (part := local(tensor)).is_meta]
+    storages = {
+        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
+        for part in here
+        if part.layout is torch.strided
+    }
+    return sum(storages.values())

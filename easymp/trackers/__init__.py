@@ -1,28 +1,116 @@
-"""Where the values that a run logs are kept: a file of JSON lines, TensorBoard, Weights & Biases, MLflow, or one's own.
+"""Trackers of logged values: a file of JSON lines, TensorBoard, Weights & Biases, MLflow, or the script's own.
 
-Names are loaded at first use: a run that logs nothing waits for none of this, and one that logs only for what it asked for.
+Adding a tracker: a module here with a class of `start(run, config, position)`, `write(rows)`, `position()` and `finish()`,
+a line in `TRACKERS`, and an extra for the package that it needs. Modules are imported when a run logs to them.
 """
 
 from __future__ import annotations
 
-from ..base.lazy import at_first_use
+import importlib.util
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, NamedTuple
 
-# Each tracker by name: its module and class. Adding one is its own file, a line here, and an extra of the package that it needs.
+from ..base.lazy import at_first_use, imported
+from ..errors import SettingError, nearest
+
+
+class Entry(NamedTuple):
+    """One tracker that `log_with` can name; it lives in the module of that name.
+
+    Attributes:
+        kind: its class there.
+        package: the package that it needs, brought by the extra of the tracker's name.
+        takes_options: whether its `log` takes more than values and a step.
+    """
+
+    kind: str
+    package: str | None = None
+    takes_options: bool = False
+
+
 TRACKERS = {
-    "jsonl": ("jsonl", "JsonLines"),
-    "tensorboard": ("tensorboard", "TensorBoard"),
-    "wandb": ("wandb", "WandB"),
-    "mlflow": ("mlflow", "MLflow"),
+    "jsonl": Entry("JsonLines"),
+    "tensorboard": Entry("TensorBoard", "tensorboard", takes_options=True),
+    "wandb": Entry("WandB", "wandb", takes_options=True),
+    "mlflow": Entry("MLflow", "mlflow"),
 }
-OPTIONS = ("tensorboard", "wandb")  # those whose `log` takes more than values and a step
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-_HOMES = {"own": ("GeneralTracker", "on_main_process")}
-_INNER = {
-    "logbook": ("Logbook",),
-    "choosing": ("choose", "words_of"),
-    "silent": ("SILENT",),
-    "rows": ("Row", "checked_step", "checked_values"),
-}
+ALL, NONE = "all", "none"
+__all__, __getattr__, __dir__ = at_first_use(
+    __name__,
+    globals(),
+    {"own": ("GeneralTracker", "on_main_process")},
+    {
+        "logbook": ("Logbook",),
+        "own": ("SILENT",),
+        "recorder": ("Recorder",),
+        "rows": ("Row", "checked_step", "checked_values"),
+    },
+)
+__all__ += ["TRACKERS"]  # the list that __dir__ gives
 
-__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES, _INNER)
-__all__ += ["TRACKERS"]  # the very list that __dir__ gives
+
+def words_of(log_with: Any) -> tuple[str | None, dict[str, Any]]:
+    """Split `log_with` into the setting's text and the script's own trackers by lower-case name.
+
+    Raises:
+        SettingError: an item is no tracker, or two have one name.
+    """
+    if log_with is None:
+        return None, {}
+    own: dict[str, Any] = {}
+    words: list[str] = []
+    for item in log_with if isinstance(log_with, (list, tuple, set)) else [log_with]:
+        word = item.value if isinstance(item, Enum) else item
+        if not isinstance(word, str):
+            word = imported(".own", __name__).check_own(item)
+            if word.lower() in own:
+                raise SettingError(f"log_with has two trackers called {word!r}: give each a name of its own")
+            own[word.lower()] = item
+        words.append(word)
+    return ",".join(words) or NONE, own
+
+
+def choose(words: str, where: str, own: Mapping[str, Any]) -> list[str]:
+    """The names in `words`, each once, in order.
+
+    Args:
+        where: the source of the setting, for the message.
+        own: the script's trackers by lower-case name.
+
+    Raises:
+        SettingError: an unknown name, or a package that is not installed.
+    """
+    names: list[str] = []
+    for name in (word.strip().lower() for word in words.split(",") if word.strip()):
+        names += (
+            [n for n in TRACKERS if _missing(n) is None] if name == ALL else [name] if name != NONE else []
+        )
+    said = where if where.startswith("log_with=") else f"log_with={words!r} ({where})"
+    for name in names:
+        if name in own:
+            continue
+        if name not in TRACKERS:
+            known = [*TRACKERS, *own, ALL, NONE]
+            raise SettingError(
+                f"{said}: {name!r} is no tracker{nearest(name, known) or '.'} Known: {', '.join(known)}; or pass an "
+                "object of your own with name, start(run, config), log(values, step) and finish()"
+            )
+        if (package := _missing(name)) is not None:
+            raise SettingError(
+                f"{said}: {name} needs the package {package}, which is not installed: pip install 'easymp[{name}]'"
+            )
+    return list(dict.fromkeys(names))
+
+
+def _missing(name: str) -> str | None:
+    """The package that the tracker needs, if it is not installed."""
+    package = TRACKERS[name].package
+    if package is None:
+        return None
+    try:
+        found = importlib.util.find_spec(package)
+    except ValueError:  # a module without a spec, put there by a test or a tool
+        return None
+    # A plain folder of that name (wandb makes one in the working directory) has no origin and is no package.
+    return package if found is None or found.origin is None else None

@@ -1,10 +1,10 @@
-"""Rows as JSON lines in a file of the project's folder: ``log.jsonl``, a row an object, and beside it ``log.json`` with what the run is.
+"""Rows as JSON lines in the project's folder: ``log.jsonl``, an object a row, and beside it ``log.json``, which describes the run.
 
 A row has ``_step``, ``_time`` (seconds since 1970) and the values by name. JSON has no NaN and no infinities: they are the words "NaN",
-"Infinity" and "-Infinity", of which float(), pandas.read_json and JavaScript's Number make numbers again.
+"Infinity" and "-Infinity", which float(), pandas.read_json and JavaScript's Number read as numbers.
 
-A run that goes on from a checkpoint goes on in its file, from the row at which the checkpoint was taken: rows after it, which will be
-logged again, move to ``log.jsonl.cut``. Another run in the same folder begins ``log-2.jsonl``; no file is written over.
+A resumed run continues its file from the row at which the checkpoint was taken: later rows, which will be logged again, move to
+``log.jsonl.cut``. Another run in the same folder begins ``log-2.jsonl``; no file is overwritten.
 """
 
 from __future__ import annotations
@@ -13,25 +13,28 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from ..errors import SettingError
 from ..logging import get_logger
-from .config import as_json
-from .folders import fresh_file
-from .rows import Row
+from .rows import Row, as_json
 
 logger = get_logger(__name__)
+T = TypeVar("T")
 
 
 class JsonLines:
     """The file.
 
     Args:
-        folder: where it lies.
-        options: none.
+        folder: its folder.
+        options: none are taken.
+
+    Attributes:
+        path: the file, from `start` on.
     """
 
     name = "jsonl"
@@ -41,23 +44,24 @@ class JsonLines:
             raise SettingError(
                 f"init_kwargs={{'jsonl': {dict(options)!r}}}: it takes no options. Leave them out"
             )
-        self._folder = folder
+        self._folder, self.path = folder, folder
         self._file: BinaryIO | None = None
-        self._id = ""
-        self._size = 0
-        self.path: Path = folder  # the file, from `start` on
+        self._id, self._size = "", 0
 
     @property
     def tracker(self) -> Path:
         return self.path
 
-    # -- the run ------------------------------------------------------------------------------------------------------
-
     def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
-        starts = self._go_on(position) if position is not None else None
+        starts = self._continue(position) if position is not None else None
         if starts is None:
             self._leave()
-            self.path, self._file = fresh_file(self._folder / run, ".jsonl")
+
+            def create(path: Path) -> tuple[Path, BinaryIO]:
+                path = path.with_name(f"{path.name}.jsonl")
+                return path, open(path, "xb", buffering=0)
+
+            self.path, self._file = first_free(self._folder / run, create)
             self._id, self._size, starts = uuid.uuid4().hex, 0, []
         starts.append({"time": time.time(), "config": config})
         about = _about(self.path)
@@ -68,14 +72,15 @@ class JsonLines:
         fresh.replace(about)
         logger.info("rows are logged to %s", self.path)
 
-    def _go_on(self, position: Mapping[str, Any]) -> list[Any] | None:
-        """Opens the file of the run that the checkpoint is of, and cuts it; what its starts were. None where it is not here."""
+    def _continue(self, position: Mapping[str, Any]) -> list[Any] | None:
+        """Open and cut the file of the resumed run and return its starts; None where it is not here."""
         path, why = self._folder / position["file"], ""
+        about, file = {}, None
         try:
             about = json.loads(_about(path).read_text(encoding="utf-8"))
             file = open(path, "r+b", buffering=0)  # noqa: SIM115
         except (OSError, ValueError) as error:
-            about, file, why = {}, None, f" ({error})"
+            why = f" ({error})"
         if file is None or about.get("id") != position["id"]:
             if file is not None:
                 file.close()
@@ -89,7 +94,7 @@ class JsonLines:
         return list(about["starts"])
 
     def _leave(self) -> None:
-        """Lets go of the file, and of all of it where a tracker was asked for before the run was resumed and it has no rows."""
+        """Close the file; delete it if it has no rows, because a tracker was asked for before the run was resumed."""
         was_open = self._file is not None
         self.finish()
         if was_open and not self._size:
@@ -104,23 +109,20 @@ class JsonLines:
             )
         self._size = min(size, there)
         file.seek(self._size)
-        after = file.read()
-        if after:
+        if after := file.read():
             with open(path.with_name(path.name + ".cut"), "ab") as cut:
                 cut.write(after)
             file.truncate(self._size)
             file.seek(self._size)
 
     def position(self) -> dict[str, Any]:
-        """Where the file ends, with all on disk."""
+        """The end of the file, after a sync to disk."""
         assert self._file is not None
         os.fsync(self._file.fileno())
         return {"file": self.path.relative_to(self._folder).as_posix(), "id": self._id, "bytes": self._size}
 
-    # -- rows ---------------------------------------------------------------------------------------------------------
-
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """A row now, beside those of `acc.log`."""
+        """Write a row now, beside those of `acc.log`."""
         self.write([Row(0 if step is None else step, time.time(), dict(values))])
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -144,6 +146,17 @@ class JsonLines:
             self._file = None
 
 
+def first_free(first: Path, create: Callable[[Path], T]) -> T:
+    """`create` at `first`, else at ``first-2``, ``first-3`` …: the first that raises no FileExistsError."""
+    first.parent.mkdir(parents=True, exist_ok=True)
+    for place in chain([first], (first.with_name(f"{first.name}-{number}") for number in count(2))):
+        try:
+            return create(place)
+        except FileExistsError:
+            continue
+    raise AssertionError("count() has no end")
+
+
 def _about(path: Path) -> Path:
-    """The file that says what the run is, of its rows at `path`."""
+    """The file that describes the run whose rows are at `path`."""
     return path.with_name(path.name.removesuffix("l"))

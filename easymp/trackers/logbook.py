@@ -1,4 +1,4 @@
-"""What the main process does with logged rows: they wait for their numbers, then go to the trackers, about once a second."""
+"""The main process's logged rows: they wait for their numbers, then go to the trackers, about once a second."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from ..base.rng import apart
 from ..errors import EasympError, TrackerError, failing
 from ..logging import get_logger
 from . import TRACKERS
-from .config import plain
 from .own import adapted
-from .pending import Pending
-from .rows import Row
+from .rows import Pending, Row, plain
 
 logger = get_logger(__name__)
 EVERY = 1.0  # seconds that rows wait, while anything is logged or trained
@@ -27,17 +25,18 @@ MOST = 1000  # rows that wait
 class Logbook:
     """Rows and trackers of one run, on the main process.
 
-    Trackers start with the first rows that they get, or when one is asked for: a run that is resumed has loaded its checkpoint by
-    then, and they know that they go on.
+    Trackers start with the first rows that they get, or when one is asked for: by then a resumed run has loaded its checkpoint, so
+    they know their positions.
 
     Args:
-        names: of the trackers.
-        own: the script's, by names in small letters.
-        folder: where files go.
-        facts: what is logged with the script's own hyperparameters.
+        names: the trackers' names.
+        own: the script's trackers by lower-case name.
+        folder: the folder of their files.
+        facts: returns what is logged beside the script's hyperparameters.
 
     Attributes:
-        attached: trackers by name, beside those that the script asked for; they are started already, and stand in no checkpoint.
+        attached: further trackers by name, started already; they get rows and stand in no checkpoint.
+        waiting: whether rows, or the error of a tracker, wait to be handed over.
     """
 
     def __init__(
@@ -51,22 +50,22 @@ class Logbook:
         self.run, self._config, self._options = "log", {}, {}
         self._pending = Pending()
         self._trackers: dict[str, Any] | None = None  # from their start on
-        self._failure: EasympError | None = None  # why a tracker could not start, until it has been raised
+        self._failure: EasympError | None = None  # a tracker's failed start, until it is raised
         self.attached: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None
         self._since: float | None = None
         self._said: set[str] = set()
         self._lost: dict[str, int] = {}
         self._over = False
-        self.waiting = False  # whether rows are here that no tracker has got
+        self.waiting = False
 
     def describe(self, run: str, config: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
-        """The run's name, hyperparameters, and by a tracker's name what it takes more."""
+        """Set the run's name, its hyperparameters, and by a tracker's name further options."""
         self.run, self._config, self._options = run, config, options
 
     @property
     def trackers(self) -> dict[str, Any]:
-        """The trackers by name, started; of the script's own ones the objects themselves."""
+        """The started trackers by name; for the script's own ones its objects."""
         found = {
             name: tracker.given if name in self._own else tracker for name, tracker in self._started().items()
         }
@@ -83,7 +82,7 @@ class Logbook:
         self.poll()
 
     def poll(self) -> None:
-        """Hand over what is due and has arrived. Waits for no device."""
+        """Hand over the rows that are due and have arrived. Waits for no device."""
         assert self._since is not None
         now = time.monotonic()
         if now - self._since >= EVERY or len(self._pending) >= MOST:
@@ -93,19 +92,18 @@ class Logbook:
         self._complain()
 
     def settle(self) -> None:
-        """Hand over everything."""
+        """Hand over all rows."""
         self._pending.send()
         self._hand_over(self._pending.arrived(wait=True))
 
     def _hand_over(self, rows: list[Row]) -> None:
         self.waiting = bool(self._pending) or self._failure is not None
-        if not rows:
-            return
-        for name, tracker in (*self._started().items(), *self.attached.items()):
-            self._try(name, partial(tracker.write, rows), len(rows))
+        if rows:
+            for name, tracker in (*self._started().items(), *self.attached.items()):
+                self._try(name, partial(tracker.write, rows), len(rows))
 
     def _try(self, name: str, act: Callable[[], Any], rows: int = 0) -> Any:
-        """What `act` returns. What a tracker meets with is said and does not end the training."""
+        """What `act` returns. An error of a tracker is logged and does not end the training."""
         try:
             return act()
         except Exception as error:
@@ -113,9 +111,8 @@ class Logbook:
             words = f"tracker {name}: {type(error).__name__}: {error}"
             if words not in self._said:
                 self._said.add(words)
-                logger.error(
-                    "%s; the training goes on%s", words, f", {rows} rows are not kept there" if rows else ""
-                )
+                lost = f", {rows} rows are not kept there" if rows else ""
+                logger.error("%s; the training goes on%s", words, lost)
             return None
 
     # -- the run ------------------------------------------------------------------------------------------------------
@@ -125,14 +122,11 @@ class Logbook:
             self._trackers = {}
             for name in self._names:
                 try:
-                    self._trackers[name] = self._start(name, self._make(name))
-                except (
-                    EasympError
-                ) as error:  # it is not tried again; the others have their rows before this is raised
+                    self._trackers[name] = self._start(name, self._create(name))
+                except EasympError as error:  # raised once the other trackers have their rows
                     self._failure, self.waiting = error, True
-            atexit.register(
-                self.finish
-            )  # the last one: what trackers registered, such as wandb's own end, comes after it
+            # Registered last, so that it runs before what trackers registered, such as wandb's own end.
+            atexit.register(self.finish)
         return self._trackers
 
     def _complain(self) -> None:
@@ -140,12 +134,12 @@ class Logbook:
             failure, self._failure = self._failure, None
             raise failure
 
-    def _make(self, name: str) -> Any:
+    def _create(self, name: str) -> Any:
         options = self._options.get(name, {})
         if name in self._own:
             return adapted(name, self._own[name], options)
-        home, kind = TRACKERS[name]
-        return getattr(importlib.import_module(f".{home}", __package__), kind)(self._folder, options)
+        module = importlib.import_module(f".{name}", __package__)
+        return getattr(module, TRACKERS[name].kind)(self._folder, options)
 
     def _start(self, name: str, tracker: Any) -> Any:
         config = {**plain(self._config), "easymp": plain(self._facts())}
@@ -162,13 +156,13 @@ class Logbook:
 
     @property
     def _positions(self) -> Mapping[str, Any]:
-        """Where trackers stood at the checkpoint that was loaded, if it is one of a run of this name."""
+        """The trackers' positions at the loaded checkpoint, if it is one of a run of this name."""
         return (
             self._loaded["positions"] if self._loaded is not None and self._loaded["run"] == self.run else {}
         )
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Where each tracker stands, with all rows handed over; None where nothing was logged, in this run or those before."""
+        """The position of each tracker, with all rows handed over; None where nothing was logged, in this run or those before."""
         if not self.waiting and self._trackers is None:
             return self._loaded
         self.settle()
@@ -177,7 +171,7 @@ class Logbook:
         return {"run": self.run, "positions": {**self._positions, **there}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The run of a checkpoint goes on."""
+        """Continue the run of a checkpoint."""
         self._loaded = state
         if self._trackers is None:
             return
@@ -187,10 +181,10 @@ class Logbook:
                 self._try(name, partial(self._start, name, tracker))
 
     def finish(self) -> None:
-        """The run is over.
+        """End the run.
 
         Raises:
-            TrackerError, SettingError: one could not start, unless the run ends by another error.
+            TrackerError, SettingError: a tracker could not start, unless the run ends by another error.
         """
         if self._over:
             return
@@ -198,7 +192,7 @@ class Logbook:
         atexit.unregister(self.finish)
         try:
             self.settle()
-        except Exception as error:  # of a device; nothing else may be kept from its end by it
+        except Exception as error:  # of a device; the trackers shall finish all the same
             logger.error("the last rows are lost: %s: %s", type(error).__name__, error)
         for name, tracker in (*(self._trackers or {}).items(), *self.attached.items()):
             self._try(name, tracker.finish)

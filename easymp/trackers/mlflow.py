@@ -1,8 +1,7 @@
 """MLflow: a run in the experiment that the script names, at MLFLOW_TRACKING_URI, or in ``mlflow.db`` (SQLite) in the project's folder.
 
-It is the active run of MLflow's own functions, so that `mlflow.log_artifact` and its like go there. A run that goes on from a checkpoint
-goes on under the same id; values of steps that a metric has already stay as they are. Rows are sent about once a second, together, and the
-training waits for that request.
+It is the active run of MLflow's own functions, so that `mlflow.log_artifact` adds to it. A resumed run keeps its id, and values of steps
+that a metric has already stay as they are. Rows are sent about once a second, together, and the training waits for that request.
 """
 
 from __future__ import annotations
@@ -15,20 +14,21 @@ from ..base import env
 from ..base.isolation import keep_apart
 from ..errors import failing
 from ..logging import get_logger
-from .config import concise
-from .rows import Row
+from .rows import Row, concise
 
 logger = get_logger(__name__)
 URI = "MLFLOW_TRACKING_URI"
 AT_ONCE = 100  # parameters or tags in one request; MLflow takes no more
-METRICS_AT_ONCE = 1000
-LONGEST = 500  # characters of a parameter; what all versions of MLflow take
+METRICS_AT_ONCE = 1000  # metrics in one request
+LONGEST = 500  # characters of a parameter that all versions of MLflow take
 
 
 class MLflow:
-    """Args:
-    folder: where the data base lies, and files go, unless the environment names a place.
-    options: of `mlflow.start_run`; and `experiment_name`, else the run's.
+    """One run of MLflow.
+
+    Args:
+        folder: the folder of the data base and of artifacts, unless the environment names a server.
+        options: arguments of `mlflow.start_run`, and `experiment_name`, by default the run's name.
     """
 
     name = "mlflow"
@@ -38,7 +38,7 @@ class MLflow:
         self._before: dict[str, str | None] | None = None
         self.run: Any = None
         self._client: Any = None
-        self._known: dict[str, int] = {}  # by metric, the last step that it has from before
+        self._known: dict[str, int] = {}  # by metric, the last step that it had before this start
 
     @property
     def tracker(self) -> Any:
@@ -58,9 +58,7 @@ class MLflow:
             self._before = env.put({URI: f"sqlite:///{(self._folder / 'mlflow.db').absolute().as_posix()}"})
         self._client = mlflow.MlflowClient(env.read(URI))
         found = self._client.get_experiment_by_name(experiment)
-        keep_apart(
-            ("mlflow", "requests", "urllib3")
-        )  # a run's name is drawn, and how long to wait for a server
+        keep_apart(("mlflow", "requests", "urllib3"))  # run names and waiting times for a server are drawn
         place = (self._folder / "mlartifacts").absolute().as_uri() if local else None
         number = (
             found.experiment_id if found is not None else self._client.create_experiment(experiment, place)
@@ -74,13 +72,11 @@ class MLflow:
 
     def _last_steps(self) -> Iterator[tuple[str, int]]:
         for name in self._client.get_run(self.run.info.run_id).data.metrics:
-            yield (
-                name,
-                max(metric.step for metric in self._client.get_metric_history(self.run.info.run_id, name)),
-            )
+            history = self._client.get_metric_history(self.run.info.run_id, name)
+            yield name, max(metric.step for metric in history)
 
     def _describe(self, config: Mapping[str, Any]) -> None:
-        """Parameters, which MLflow never changes: a run that goes on adds those that are new."""
+        """Log parameters; MLflow never changes one, so a resumed run adds new ones only."""
         from mlflow.entities import Param
 
         there = self._client.get_run(self.run.info.run_id).data.params
@@ -94,12 +90,14 @@ class MLflow:
         changed = [key for key, value in said.items() if there.get(key, value) != value]
         if changed:
             logger.warning("MLflow keeps what these parameters of the run were first: %s", ", ".join(changed))
-        params = [Param(key, value) for key, value in said.items() if key not in there]
-        for begin in range(0, len(params), AT_ONCE):
-            self._client.log_batch(self.run.info.run_id, params=params[begin : begin + AT_ONCE])
+        self._send("params", [Param(key, value) for key, value in said.items() if key not in there], AT_ONCE)
+
+    def _send(self, kind: str, items: Sequence[Any], at_once: int) -> None:
+        for begin in range(0, len(items), at_once):
+            self._client.log_batch(self.run.info.run_id, **{kind: items[begin : begin + at_once]})
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Numbers as metrics, now; words as tags."""
+        """Log numbers as metrics, now, and words as tags."""
         import mlflow
 
         mlflow.log_metrics(
@@ -119,11 +117,8 @@ class MLflow:
                     tags[key] = RunTag(key, value)
                 elif key not in self._known or row.step > self._known[key]:
                     metrics.append(Metric(key, float(value), int(row.time * 1000), row.step))
-        for begin in range(0, len(metrics), METRICS_AT_ONCE):
-            self._client.log_batch(self.run.info.run_id, metrics=metrics[begin : begin + METRICS_AT_ONCE])
-        words = list(tags.values())
-        for begin in range(0, len(words), AT_ONCE):
-            self._client.log_batch(self.run.info.run_id, tags=words[begin : begin + AT_ONCE])
+        self._send("metrics", metrics, METRICS_AT_ONCE)
+        self._send("tags", list(tags.values()), AT_ONCE)
 
     def position(self) -> dict[str, Any]:
         return {"id": self.run.info.run_id}
@@ -142,5 +137,5 @@ class MLflow:
 
 
 def allowed(key: str) -> str:
-    """`key` with characters that MLflow takes in names."""
+    """`key` with ``_`` for each character that MLflow refuses in names."""
     return "".join(letter if letter.isalnum() or letter in "_-. :/" else "_" for letter in key)

@@ -1,39 +1,43 @@
-"""Trackers of a script's own: an object or class that keeps `easymp.protocols.Tracker`, or one written for Accelerate."""
+"""The script's own trackers: objects or classes that follow `easymp.protocols.Tracker` or Accelerate's GeneralTracker."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ..errors import SettingError
 from ..logging import is_main
-from .config import concise
-from .rows import Row
+from .rows import Row, concise
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Own:
-    """A `Tracker` of the script's; one with `position` and `resume`, too, hears where a run goes on (see `ResumableTracker`)."""
+    """Drives a tracker of the script; one with `position` and `resume` continues a resumed run (see `ResumableTracker`)."""
 
     def __init__(self, name: str, given: Any) -> None:
         self.name, self.given = name, given
         self._running = False
+        self._accelerates = callable(getattr(given, "store_init_configuration", None))
 
     def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         if position is not None:
             self.given.resume(position)
-        if not self._running:
-            self._begin(run, config)
-            self._running = True
-
-    def _begin(self, run: str, config: Mapping[str, Any]) -> None:
-        self.given.start(run, config)
+        if self._running:
+            return
+        if not self._accelerates:
+            self.given.start(run, config)
+        else:
+            if hasattr(self.given, "start"):
+                self.given.start()
+            self.given.store_init_configuration(concise(config))
+        self._running = True
 
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            self.given.log(row.values, row.step, **row.options.get(self.name, {}))
+            step = {"step": row.step} if self._accelerates else {}
+            self.given.log(row.values, *() if step else (row.step,), **step, **row.options.get(self.name, {}))
 
     def position(self) -> dict[str, Any] | None:
         return dict(self.given.position()) if callable(getattr(self.given, "resume", None)) else None
@@ -44,25 +48,11 @@ class Own:
             self.given.finish()
 
 
-class Accelerates(Own):
-    """One with the methods of Accelerate's GeneralTracker."""
-
-    def _begin(self, run: str, config: Mapping[str, Any]) -> None:
-        begin = getattr(self.given, "start", None)
-        if begin is not None:
-            begin()
-        self.given.store_init_configuration(concise(config))
-
-    def write(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self.given.log(row.values, step=row.step, **row.options.get(self.name, {}))
-
-
 def check_own(given: Any) -> str:
-    """The name of a script's tracker.
+    """The name of a tracker of the script.
 
     Raises:
-        SettingError: it is none.
+        SettingError: it lacks a name or a method.
     """
     name = getattr(given, "name", None)
     theirs = callable(getattr(given, "store_init_configuration", None))
@@ -79,44 +69,76 @@ def check_own(given: Any) -> str:
 
 
 def adapted(name: str, given: Any, options: Mapping[str, Any]) -> Own:
-    """What the logbook drives: `given`, or one made of it if it is a class, with `options`."""
+    """Wrap `given`; a class is instantiated with `options` first."""
     if isinstance(given, type):
         given = given(**options)
     elif options:
         raise SettingError(
             f"init_kwargs={{{name!r}: ...}}: this tracker is there already. Leave it out, or pass its class in log_with"
         )
-    return (Accelerates if callable(getattr(given, "store_init_configuration", None)) else Own)(name, given)
+    return Own(name, given)
 
 
 class GeneralTracker:
-    """What scripts for Accelerate derive their trackers from; `name`, `tracker`, and the methods that they need are theirs to say."""
+    """Base class for trackers written for Accelerate; subclasses set `name` and define the methods that they need."""
 
     name = ""
     requires_logging_directory = False
     main_process_only = True
 
     def __init__(self, _blank: bool = False) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def start(self) -> None:
-        """Begin."""
+        """Begin the run."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Hyperparameters: numbers, words and None by name."""
+        """Keep the hyperparameters: numbers, words and None by name."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
-        """One row."""
+        """Keep one row."""
 
     def finish(self) -> None:
-        """The run is over."""
+        """End the run."""
 
 
 def on_main_process(function: F) -> F:
-    """A method that does nothing and returns None but on process 0; trackers in `log_with` are only called there in any case."""
+    """Make a method do nothing and return None except on process 0, where trackers in `log_with` are called in any case."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if is_main() else None
 
     return run  # type: ignore[return-value]
+
+
+class Silent:
+    """Stands for a tracker on other ranks than the main one: every attribute, item and call gives itself again."""
+
+    def __getattr__(self, name: str) -> Silent:
+        if name.startswith("__"):  # the hooks of copy and pickle are not there
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Silent:
+        return self
+
+    def __getitem__(self, key: Any) -> Silent:
+        return self
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return False
+
+    def _ignore(self, *_: Any) -> None:
+        """Do nothing."""
+
+    __exit__ = __setitem__ = __setattr__ = _ignore
+
+
+SILENT = Silent()

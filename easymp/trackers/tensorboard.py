@@ -1,7 +1,7 @@
-"""TensorBoard's event files, in a folder of the project's that is called by the run.
+"""TensorBoard's event files, in a folder of the project with the run's name.
 
-A run that goes on from a checkpoint writes to the same folder, and `purge_step` tells TensorBoard to leave out what was logged for later
-steps than the checkpoint's; the files keep it. Another run of that name gets a folder of its own, ``log-2``.
+A resumed run writes to the same folder, and `purge_step` makes TensorBoard hide the values of steps after the checkpoint; the files
+keep them. Another run of that name gets its own folder, ``log-2``.
 """
 
 from __future__ import annotations
@@ -12,22 +12,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import as_json, concise
-from .folders import fresh_folder
-from .rows import Row
+from .jsonl import first_free
+from .rows import Row, as_json, concise
 
 
 class TensorBoard:
-    """Args:
-    folder: in which the run's lies.
-    options: of torch's SummaryWriter.
+    """The event files of one run.
+
+    Args:
+        folder: the parent of the run's folder.
+        options: arguments of torch's SummaryWriter.
+
+    Attributes:
+        logging_dir: the run's folder, from `start` on.
     """
 
     name = "tensorboard"
 
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         self._folder, self._options = folder, options
-        self.logging_dir = folder  # the run's, from `start` on
+        self.logging_dir = folder
         self.writer: Any = None
         self._last: int | None = None  # the largest step so far
 
@@ -48,14 +52,19 @@ class TensorBoard:
             purge = 0 if self._last is None else self._last + 1
             _await_next_second(self.logging_dir)
         else:
-            self.logging_dir, self._last = fresh_folder(self._folder / run), None
+
+            def create(path: Path) -> Path:
+                path.mkdir()
+                return path
+
+            self.logging_dir, self._last = first_free(self._folder / run, create), None
         self.writer = SummaryWriter(
             **{"log_dir": str(self.logging_dir), "purge_step": purge, **self._options}
         )
         self._describe(config, purge or 0)
 
     def _describe(self, config: Mapping[str, Any], step: int) -> None:
-        """Everything as a text, and the single values in the table of hyperparameters."""
+        """Write the whole config as a text, and its single values to the table of hyperparameters."""
         from torch.utils.tensorboard.summary import hparams
 
         self.writer.add_text("config", f"```json\n{as_json(config, indent=2)}\n```", step)
@@ -68,13 +77,13 @@ class TensorBoard:
         self.writer.flush()
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Numbers as scalars, words as texts."""
+        """Write numbers as scalars and words as texts."""
         for name, value in values.items():
             add = self.writer.add_text if isinstance(value, str) else self.writer.add_scalar
             add(name, value, global_step=step, **options)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Batches of pictures by name, as `SummaryWriter.add_images` takes them."""
+        """Write batches of pictures by name, as `SummaryWriter.add_images` takes them."""
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **options)
 
@@ -99,7 +108,7 @@ class TensorBoard:
 
 
 def _await_next_second(folder: Path) -> None:
-    """Until a new file there comes after all others: files are read by their names, which begin with the second, and then the process."""
+    """Wait until a new file sorts last: file names, which give the order of reading, begin with the second and the process id."""
     newest = max((path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")), default="")
     while newest == f"{int(time.time()):010d}":
         time.sleep(0.02)

@@ -1,7 +1,7 @@
-"""Weights & Biases: a run in the project that the script names; online, offline or off as its own settings say (WANDB_MODE).
+"""Weights & Biases: a run in the project that the script names; online, offline or off as WANDB_MODE says.
 
-A run that goes on from a checkpoint goes on under the same id. The service takes no step twice: those that it has got before the
-crash stay as they are. Offline each process has a folder of its own of that id, which `wandb sync` puts together.
+A resumed run keeps its id. The service takes no step twice: steps that it had before the crash stay as they are. Offline each process
+has its own folder of that id, and `wandb sync` joins them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ logger = get_logger(__name__)
 
 
 class WandB:
-    """Args:
-    folder: where wandb keeps its own.
-    options: of `wandb.init`.
+    """One run of wandb.
+
+    Args:
+        folder: the parent of wandb's own folder.
+        options: arguments of `wandb.init`.
     """
 
     name = "wandb"
@@ -29,7 +31,7 @@ class WandB:
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         self._folder, self._options = folder, options
         self.run: Any = None
-        self._known = 0  # steps that the service has from before, if any
+        self._known = 0  # steps that the service had before this start
 
     @property
     def tracker(self) -> Any:
@@ -38,10 +40,10 @@ class WandB:
     def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         import wandb
 
-        keep_apart(("wandb", "requests", "urllib3"))  # how long to wait for a server is drawn
+        keep_apart(("wandb", "requests", "urllib3"))  # waiting times for a server are drawn
         if self.run is not None:
             if position is not None and self.run.id == position["id"]:
-                return  # an earlier checkpoint of this very run
+                return  # an earlier checkpoint of this run
             self.finish()
         self._folder.mkdir(parents=True, exist_ok=True)
         given: dict[str, Any] = {"project": run, "dir": str(self._folder), "config": dict(config)}
@@ -58,11 +60,11 @@ class WandB:
             )
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """As `wandb.Run.log`: pictures and tables, too."""
+        """Log as `wandb.Run.log` does, pictures and tables too."""
         self.run.log(dict(values), step=step, **options)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Lists of pictures by name."""
+        """Log lists of pictures by name."""
         import wandb
 
         self.log(
@@ -80,7 +82,7 @@ class WandB:
         step: int | None = None,
         **options: Any,
     ) -> None:
-        """One `wandb.Table`."""
+        """Log one `wandb.Table`."""
         import wandb
 
         self.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step, **options)

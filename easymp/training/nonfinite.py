@@ -17,8 +17,7 @@ from ..distributed import World
 from ..errors import NonfiniteError
 from ..logging import get_logger
 from ..precision import Scaler
-from ..trackers.pending import Pending
-from ..trackers.rows import Row
+from ..trackers.rows import Pending, Row
 
 logger = get_logger(__name__)
 

@@ -116,7 +116,7 @@ class Tracking:
         step = trackers.checked_step(step)
         options = self._by_name(log_kwargs, "log_kwargs")
         for name in options:
-            if name in trackers.TRACKERS and name not in trackers.OPTIONS:
+            if name in trackers.TRACKERS and not trackers.TRACKERS[name].takes_options:
                 raise SettingError(f"log_kwargs: {name} takes nothing beside values and step. Leave it out")
         if self._run.world.rank == 0 and row and (self._tracker_names or self._logbook.attached):
             self._logbook.log(trackers.Row(step, time.time(), row, options, updates))

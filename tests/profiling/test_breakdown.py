@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from easymp.profiling.breakdown import Breakdown
-from easymp.profiling.phases import Mark, timeline
-from easymp.profiling.recording import read
+from easymp.profiling.breakdown import Breakdown, Mark, timeline
+from easymp.profiling.events import read
 
 from .events import BACKWARD, Event, gloo, kernel, mark, memory, step
 

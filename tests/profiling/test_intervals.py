@@ -7,19 +7,19 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easymp.profiling.intervals import Stretch, common, length, union, without
+from easymp.profiling.events import Interval, common, length, union, without
 
 STRETCHES = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda p: (p[0], p[0] + p[1])), max_size=8
 )
 
 
-def moments(stretches: list[Stretch]) -> set[int]:
+def moments(stretches: list[Interval]) -> set[int]:
     return {t for begin, end in stretches for t in range(begin, end)}
 
 
 @given(STRETCHES, STRETCHES)
-def test_as_sets_of_moments(a: list[Stretch], b: list[Stretch]) -> None:
+def test_as_sets_of_moments(a: list[Interval], b: list[Interval]) -> None:
     one, two = union(a), union(b)
     assert moments(one) == moments(a)
     assert length(one) == len(moments(a))

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from easymp import Accelerator, CompileOptions, ProfileKwargs
 from easymp.errors import RefusedError, SettingError, StepError
-from easymp.profiling.phases import PREFIX
+from easymp.profiling.events import PREFIX
 
 
 class Script:

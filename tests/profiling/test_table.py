@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from easymp.profiling import table
+from easymp.profiling import breakdown
 from easymp.profiling.breakdown import Breakdown
 
 MS = 1_000_000
@@ -24,7 +24,7 @@ def made(
 def test_the_table_adds_up_and_stands_in_columns() -> None:
     own = made(data_wait=10, forward=20, backward=60, other=10)
     own.peak = {"forward": 3 << 20, "backward": 5 << 20}
-    assert table.table(own).splitlines() == [
+    assert breakdown.table(own).splitlines() == [
         "phase      ms a step  share  peak memory",
         "data wait      10.00   10 %",
         "forward        20.00   20 %      3.0 MiB",
@@ -36,14 +36,14 @@ def test_the_table_adds_up_and_stands_in_columns() -> None:
 
 def test_an_idle_device_has_a_column() -> None:
     own = made(device="cuda:0", forward=40, backward=60, idle={"forward": 30})
-    assert table.table(own).splitlines() == [
+    assert breakdown.table(own).splitlines() == [
         "phase     ms a step  share  cuda:0 idle",
         "forward       40.00   40 %        30.00",
         "backward      60.00   60 %         0.00",
         "a step       100.00  100 %        30.00",
     ]
     assert any(
-        "cuda:0 is idle for 30.0 ms of the step, the most in forward" in s for s in table.sentences(own)
+        "cuda:0 is idle for 30.0 ms of the step, the most in forward" in s for s in breakdown.sentences(own)
     )
 
 
@@ -75,12 +75,12 @@ def test_an_idle_device_has_a_column() -> None:
         pytest.param(
             made(other=50, backward=40),
             0,
-            ["56 % of the step is the script's own", "50.0 ms of the step are none"],
+            ["56 % of the step is the script's own", "50.0 ms of the step are the script"],
         ),
     ],
 )
 def test_what_stands_out(own: Breakdown, workers: int, said: list[str]) -> None:
-    found = table.sentences(own, [own], workers)
+    found = breakdown.sentences(own, [own], workers)
     assert len(found) == len(said)
     assert all(words in sentence for words, sentence in zip(said, found))
 
@@ -88,13 +88,13 @@ def test_what_stands_out(own: Breakdown, workers: int, said: list[str]) -> None:
 def test_hidden_communication_is_told_apart() -> None:
     own = made(communication=20, backward=80)
     own.hidden = 2 * 9 * MS
-    assert "20.0 ms; 9.0 ms more of it pass behind computation" in table.sentences(own)[1]
+    assert "20.0 ms; 9.0 ms more of it pass behind computation" in breakdown.sentences(own)[1]
 
 
 def test_steps_that_are_not_alike() -> None:
     own = made(backward=60)
     own.steps = [20 * MS, 100 * MS]
-    assert "the longest took 100.0 ms, the shortest 20.0 ms" in table.sentences(own)[-1]
+    assert "the longest took 100.0 ms, the shortest 20.0 ms" in breakdown.sentences(own)[-1]
 
 
 @pytest.mark.parametrize(
@@ -109,21 +109,21 @@ def test_steps_that_are_not_alike() -> None:
     ],
 )
 def test_the_slowest_rank_is_named(slow: Breakdown, words: list[str]) -> None:
-    found = table.straggler([made(0, forward=50, communication=50), slow])
+    found = breakdown.straggler([made(0, forward=50, communication=50), slow])
     assert len(found) == len(words)
     assert all(w in s for w, s in zip(words, found))
 
 
 def test_ranks_in_lines() -> None:
-    assert table.of_ranks(
+    assert breakdown.of_ranks(
         [made(0, forward=50, communication=50), made(1, forward=80, data_wait=20)]
     ).splitlines() == [
         "rank  ms a step  own work  communication  data wait",
         "0        100.00     50.00          50.00       0.00",
         "1        100.00    100.00           0.00      20.00",
     ]
-    many = table.of_ranks([made(r, forward=100 + r) for r in range(64)]).splitlines()
-    assert len(many) == 1 + table.ROWS + 1
+    many = breakdown.of_ranks([made(r, forward=100 + r) for r in range(64)]).splitlines()
+    assert len(many) == 1 + breakdown.ROWS + 1
     assert many[1].startswith("0 ")  # the fastest
     assert many[-2].startswith("63 ")
     assert many[-1] == "and 56 more"
@@ -139,8 +139,8 @@ def test_ranks_in_lines() -> None:
     ],
 )
 def test_how_long(steps: Any, words: str) -> None:
-    assert table.how_long(steps) == words
+    assert breakdown.how_long(steps) == words
 
 
 def test_nothing_recorded_says_nothing() -> None:
-    assert table.sentences(Breakdown(0, "cpu")) == []
+    assert breakdown.sentences(Breakdown(0, "cpu")) == []

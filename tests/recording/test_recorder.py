@@ -12,7 +12,7 @@ import torch
 
 from easymp import Accelerator
 from easymp.comparing.records import read
-from easymp.trackers.recording import Recorder
+from easymp.trackers.recorder import Recorder
 
 from ..conftest import Ranks
 

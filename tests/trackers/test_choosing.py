@@ -9,8 +9,9 @@ import pytest
 
 from easymp import GeneralTracker, LoggerType
 from easymp.errors import SettingError
-from easymp.trackers import PACKAGES, TRACKERS
-from easymp.trackers.choosing import choose, words_of
+from easymp.trackers import TRACKERS, choose, words_of
+
+PACKAGES = {name: entry.package for name, entry in TRACKERS.items() if entry.package}
 
 
 class Mine(GeneralTracker):

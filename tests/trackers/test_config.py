@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from easymp import Accelerator
-from easymp.trackers.config import concise, flat, plain
+from easymp.trackers.rows import concise, flat, plain
 
 
 class Kind(Enum):

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from easymp import Accelerator
-from easymp.trackers import pending
-from easymp.trackers.pending import Pending
-from easymp.trackers.rows import Row
+from easymp.trackers import rows as pending
+from easymp.trackers.rows import Pending, Row
 
 
 class Stream:
