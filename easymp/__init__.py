@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from .launcher import launch as launch
     from .launcher.functions import debug_launcher as debug_launcher
     from .launcher.functions import notebook_launcher as notebook_launcher
-    from .local_sgd import LocalSGD as LocalSGD
     from .logging import get_logger as get_logger
     from .logging import tqdm as tqdm
     from .options import AutocastKwargs as AutocastKwargs
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
     from .strategies.data_parallel import DataParallelOptions as DataParallelOptions
     from .strategies.fsdp import FSDPOptions as FSDPOptions
     from .strategies.hsdp import HSDPOptions as HSDPOptions
+    from .strategies.local_sgd import LocalSGD as LocalSGD
     from .strategies.local_sgd import LocalSGDOptions as LocalSGDOptions
     from .strategies.pipeline import PipelineOptions as PipelineOptions
     from .strategies.tensor_parallel import TensorParallelOptions as TensorParallelOptions
@@ -84,103 +84,58 @@ if TYPE_CHECKING:
     from .training.state import PartialState as PartialState
     from .training.wrapper import forward_method as forward_method
 
+# The module of each public name, the same as the imports above; tests/test_public.py compares the two.
 _HOMES = {
-    "accelerator": ("Accelerator",),
-    "checkpoint.huggingface": ("load",),
-    "checkpoint.weights": ("load_weights",),
-    "data": ("PreparedLoader", "skip_first_batches"),
-    "data.images": ("NormalizeImages",),
-    "errors": (
-        *(
-            "BatchError",
-            "CheckpointError",
-            "EasympError",
-            "EasympWarning",
-            "KernelError",
-            "NonfiniteError",
-            "PrepareError",
-            "RefusedError",
-            "SettingError",
-            "StepError",
-            "TrackerError",
-            "WorldError",
-        ),
-    ),
-    "hardware": ("Hardware", "detect"),
-    "launcher": ("launch",),
-    "launcher.functions": ("debug_launcher", "notebook_launcher"),
-    "logging": ("get_logger", "tqdm"),
-    "training.oom": ("find_executable_batch_size", "release_memory"),
-    "training.collectives": (
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "pad_across_processes",
-        "reduce",
-    ),
-    "training.wrapper": ("forward_method",),
-    "plan": ("Plan", "make_plan"),
-    "distributed.processes": ("DistributedType", "PrecisionType"),
-    "protocols": ("Choice", "Source", "Tracker"),
-    "options": (
-        *("AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradScalerKwargs"),
-        *("DDPCommunicationHookType", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LoggerType"),
-        *("ProfileKwargs", "ProjectConfiguration"),
-    ),
-    "base.rng": ("set_seed",),
-    "settings": ("Settings", "resolve"),
-    "local_sgd": ("LocalSGD",),
-    "strategies.data_parallel": ("DataParallelOptions",),
-    "strategies.local_sgd": ("LocalSGDOptions",),
-    "training.state": ("AcceleratorState", "GradientState", "PartialState"),
-    "strategies.batchnorm": ("SyncBatchNorm", "convert_sync_batchnorm"),
-    "strategies.pipeline": ("PipelineOptions",),
-    "strategies.tensor_parallel": ("TensorParallelOptions",),
-    "strategies.transforms": ("CompileOptions",),
-    "strategies.fsdp": ("FSDPOptions",),
-    "strategies.hsdp": ("HSDPOptions",),
-    "trackers.own": ("GeneralTracker",),
-    "base.pytree": ("concatenate", "find_batch_size", "recursively_apply", "send_to_device"),
+    "accelerator": "Accelerator",
+    "base.pytree": "concatenate find_batch_size recursively_apply send_to_device",
+    "base.rng": "set_seed",
+    "checkpoint.huggingface": "load",
+    "checkpoint.weights": "load_weights",
+    "data": "PreparedLoader skip_first_batches",
+    "data.images": "NormalizeImages",
+    "distributed.processes": "DistributedType PrecisionType",
+    "errors": "BatchError CheckpointError EasympError EasympWarning KernelError NonfiniteError "
+    "PrepareError RefusedError SettingError StepError TrackerError WorldError",
+    "hardware": "Hardware detect",
+    "launcher": "launch",
+    "launcher.functions": "debug_launcher notebook_launcher",
+    "logging": "get_logger tqdm",
+    "options": "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs "
+    "GradientAccumulationPlugin InitProcessGroupKwargs LoggerType ProfileKwargs ProjectConfiguration",
+    "plan": "Plan make_plan",
+    "protocols": "Choice Source Tracker",
+    "settings": "Settings resolve",
+    "strategies.batchnorm": "SyncBatchNorm convert_sync_batchnorm",
+    "strategies.data_parallel": "DataParallelOptions",
+    "strategies.fsdp": "FSDPOptions",
+    "strategies.hsdp": "HSDPOptions",
+    "strategies.local_sgd": "LocalSGD LocalSGDOptions",
+    "strategies.pipeline": "PipelineOptions",
+    "strategies.tensor_parallel": "TensorParallelOptions",
+    "strategies.transforms": "CompileOptions",
+    "trackers.own": "GeneralTracker",
+    "training.collectives": "broadcast broadcast_object_list gather "
+    "gather_object pad_across_processes reduce",
+    "training.oom": "find_executable_batch_size release_memory",
+    "training.state": "AcceleratorState GradientState PartialState",
+    "training.wrapper": "forward_method",
 }
 
-# Names of Accelerate that are no part of this face; scripts ask for them here when only their import line has changed.
+# Names of Accelerate that easymp itself does not have. Scripts that change only their import line ask for them here.
 _ACCELERATES = (
-    *(
-        "AORecipeKwargs",
-        "DeepSpeedPlugin",
-        "DummyOptim",
-        "DummyScheduler",
-        "DynamoBackend",
-        "FP8RecipeKwargs",
-        "MegatronLMPlugin",
-    ),
-    *(
-        "FullyShardedDataParallelPlugin",
-        "ParallelismConfig",
-        "TERecipeKwargs",
-        "TorchDynamoPlugin",
-        "TorchTensorParallelPlugin",
-    ),
-    *(
-        "cpu_offload",
-        "disk_offload",
-        "dispatch_model",
-        "infer_auto_device_map",
-        "init_empty_weights",
-        "init_on_device",
-    ),
-    *(
-        "load_checkpoint_and_dispatch",
-        "load_checkpoint_in_model",
-        "synchronize_rng_states",
-        "wait_for_everyone",
-    ),
-    *("extract_model_from_parallel", "is_torch_version", "patch_environment"),
-)
-_ELSEWHERE = dict.fromkeys(
-    _ACCELERATES, "scripts for Accelerate find it, or what to write instead, in easymp.compat.accelerate"
+    "AORecipeKwargs DeepSpeedPlugin DummyOptim DummyScheduler DynamoBackend FP8RecipeKwargs MegatronLMPlugin "
+    "FullyShardedDataParallelPlugin ParallelismConfig TERecipeKwargs TorchDynamoPlugin TorchTensorParallelPlugin "
+    "cpu_offload disk_offload dispatch_model infer_auto_device_map init_empty_weights init_on_device "
+    "load_checkpoint_and_dispatch load_checkpoint_in_model synchronize_rng_states wait_for_everyone "
+    "extract_model_from_parallel is_torch_version patch_environment"
 )
 
-__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES, elsewhere=_ELSEWHERE)
-__all__ += ["__version__"]  # the very list that __dir__ gives
+__all__, __getattr__, __dir__ = at_first_use(
+    __name__,
+    globals(),
+    {module: names.split() for module, names in _HOMES.items()},
+    elsewhere=dict.fromkeys(
+        _ACCELERATES.split(), "easymp.compat.accelerate has it, or says what replaces it"
+    ),
+)
+__all__ += ["__version__"]  # the list that __dir__ returns

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Never
 
 import torch
@@ -27,11 +28,12 @@ from .base.rng import set_seed
 from .base.torch_flags import switch
 from .checkpoint.export import Weights
 from .checkpoint.resume import Resuming
-from .errors import RefusedError, SettingError, StepError, failing
+from .errors import RefusedError, SettingError, StepError, failing, nearest
 from .logging import get_logger
+from .registry import reported
+from .training import wrapper
 from .training.collectives import Collectives
 from .training.tracking import Tracking
-from .training.wrapper import unwrap
 
 if TYPE_CHECKING:
     from . import data, precision, strategies
@@ -52,17 +54,15 @@ if TYPE_CHECKING:
     from .settings import Settings
     from .strategies import transforms
     from .strategies.transforms import CompileOptions
-    from .training import checks, microstep, oom, prepare, state
     from .training import nonfinite as guards
+    from .training import oom, prepare, state
     from .training.state import AcceleratorState, GradientState
 
 # What an Accelerator needs when it is made or runs, and the import of this class does not.
 modules_at_first_use(
     globals(),
     *("data", "precision", "strategies"),
-    checks="training.checks",
     oom="training.oom",
-    microstep="training.microstep",
     prepare="training.prepare",
     records="options",
     state="training.state",
@@ -72,6 +72,23 @@ modules_at_first_use(
     transforms="strategies.transforms",
 )
 logger = get_logger(__name__)
+
+
+# Keywords of the peer that have another place here, or none yet.
+ELSEWHERE = {
+    "rng_types": "there is nothing to synchronise: data order is f(seed, epoch) on every rank. Leave it out",
+    "dynamo_plugin": "pass compile=CompileOptions(...)",
+    **{
+        name: f"pass dataloader_config=DataLoaderConfiguration({name}=...)"
+        for name in ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+    },
+    "deepspeed_plugin": "pass strategy='zero1' (ZeRO-1) or 'fsdp' (ZeRO-2 and 3), and strategy_options",
+    "deepspeed_plugins": "pass strategy='zero1' (ZeRO-1) or 'fsdp' (ZeRO-2 and 3), and strategy_options",
+    "fsdp_plugin": "pass strategy='fsdp' and strategy_options=FSDPOptions(...)",
+    "torch_tp_plugin": "pass strategy='tensor_parallel' and strategy_options=TensorParallelOptions(...)",
+    "megatron_lm_plugin": "pass strategy='tensor_parallel' or 'pipeline', and strategy_options",
+    "parallelism_config": "pass strategy='hsdp' or 'tensor_parallel', and strategy_options",
+}
 
 
 class Accelerator(Collectives, Resuming, Weights, Tracking):
@@ -175,12 +192,12 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         settings: Settings | None = None,
         **others: Never,
     ) -> None:
-        checks.refuse_unknown(others)
+        _refuse_unknown(others)
         recompute = transforms.read_which(
             False if activation_checkpointing is None else activation_checkpointing
         )
         compiled = transforms.read_compile(False if compile is None else compile, dynamo_backend)
-        handlers = checks.by_kind(kwargs_handlers)
+        handlers = records.by_kind(kwargs_handlers)
         project = project_config or records.ProjectConfiguration()
         if project_dir is not None and project.project_dir not in (None, os.fspath(project_dir)):
             raise SettingError(
@@ -295,7 +312,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
                 precision=lambda: dtypes.name,
             )
             self._profiling: ProfileKwargs | None = handlers.get(records.ProfileKwargs)
-            self._foreign: microstep.ForeignSteps | None = None
+            self._foreign: wrapper.ForeignSteps | None = None
             self._alone = False  # inside no_sync
             self._unprepared: data.Unprepared | None = (
                 None  # until a backward pass has shown where the data comes from
@@ -360,7 +377,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
     @property
     def mixed_precision(self) -> str:
         """The precision's name: "no" for fp32, else as `mixed_precision` of the constructor; "auto" until the first step has been timed."""
-        return "no" if self._precision.name == "fp32" else self._precision.name
+        return reported(self._precision.name)
 
     @property
     def scaler(self) -> precision.Scaler:
@@ -521,7 +538,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             or not loss.requires_grad
             or (loss.ndim and loss.numel() != 1 and "gradient" not in kwargs)
         ):
-            raise StepError(checks.loss_trouble(loss))
+            raise StepError(wrapper.loss_trouble(loss))
         self._nonfinite.loss(loss)
         if num_items is not None:
             if not self._scaler.agree and self._world.size > 1:
@@ -569,7 +586,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             loss.backward(**kwargs)
         except RuntimeError as error:
             self._world.blame(error, "backward")
-            checks.explain_second_backward(error)
+            wrapper.explain_second_backward(error)
             raise
         for replica, gradients in zip(replicas, before):
             replica.check_averaged(gradients)
@@ -595,7 +612,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         """
         if self._foreign is None and self._clock.accumulation != 1:
             prepared = self._prepared
-            foreign = microstep.ForeignSteps(
+            foreign = wrapper.ForeignSteps(
                 self._clock, prepared.owner, prepared.stepped_by, prepared.optimizers
             )
             self._foreign = self._undo.enter_context(foreign)
@@ -604,7 +621,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             if self._sync_each_batch or self._world.size == 1
             else [r.module for r in self._prepared.routes(models)]
         )
-        return microstep.MicroStep(
+        return wrapper.MicroStep(
             self._clock,
             self._prepared.strategy,
             modules,
@@ -846,7 +863,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             raise RefusedError(
                 "keep_fp32_wrapper=True: the fp32 conversion lives outside the module, there is none to keep. Leave it out"
             )
-        return unwrap(model, keep_torch_compile)
+        return wrapper.unwrap(model, keep_torch_compile)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -899,3 +916,15 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _refuse_unknown(others: dict[str, Any]) -> None:
+    """A sentence for keywords that Accelerator() does not take; those of the peer that are left at None are no request."""
+    for name, value in others.items():
+        if name in ELSEWHERE:
+            if value is not None:
+                raise RefusedError(f"Accelerator({name}={value!r}) is not honoured: {ELSEWHERE[name]}")
+        else:
+            raise SettingError(
+                f"Accelerator() has no argument {name!r}{nearest(name, signature(Accelerator).parameters)}"
+            )

@@ -455,3 +455,16 @@ HANDLERS: tuple[type[Any], ...] = (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
+
+
+def by_kind(handlers: Sequence[Any] | None) -> dict[type, Any]:
+    """kwargs_handlers by their type, at most one of each."""
+    found: dict[type, Any] = {}
+    for handler in handlers or ():
+        if type(handler) not in HANDLERS:
+            known = ", ".join(kind.__name__ for kind in HANDLERS)
+            raise SettingError(f"kwargs_handlers holds a {type(handler).__name__}; it takes {known}")
+        if type(handler) in found:
+            raise SettingError(f"kwargs_handlers holds two {type(handler).__name__}: pass one")
+        found[type(handler)] = handler
+    return found

@@ -86,3 +86,8 @@ PRECISIONS: Registry[type[Precision]] = Registry(
     }
 )
 ALIASES = {"no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+
+
+def reported(precision: str) -> str:
+    """A precision by the name that Accelerate's scripts compare with: "no" for "fp32", any other by its own."""
+    return "no" if precision == "fp32" else precision

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .base import env
+from .base.units import read_bytes
 from .errors import SettingError, nearest
 from .protocols import Source
 from .registry import ALIASES, PRECISIONS, STRATEGIES
@@ -93,11 +94,6 @@ def read(path: Path | str | None = None) -> ProjectFile:
 
 
 Size = int  # bytes; said as a number or in words: 16e9, "16GiB", "500 MB"
-UNITS = {
-    f"{letter}{i}b".lower(): base**n
-    for n, letter in enumerate(("", *"kmgt"))
-    for i, base in (("", 1000), ("i", 1024))
-}
 
 
 def setting(
@@ -168,24 +164,6 @@ def _word(choices: tuple[str, ...], value: Any, where: str) -> str:
     if value.lower() not in words:
         raise SettingError(f"{where}{value!r} is not one of {', '.join(choices)}{nearest(value, choices)}")
     return words[value.lower()]
-
-
-def read_bytes(value: Any, where: str) -> int:
-    """A size as a number or in words; `where` begins the message of the error that says it is none."""
-    found = (
-        None
-        if isinstance(value, bool)
-        else re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", str(value).lower())
-    )
-    try:
-        number = int(float(found[1]) * UNITS[found[2] or "b"]) if found else 0
-    except (KeyError, ValueError, OverflowError):
-        number = 0
-    if number < 1:
-        raise SettingError(
-            f"{where}{value!r} is no size: use a number of bytes, or one with a unit, such as 16GiB or 16GB"
-        )
-    return number
 
 
 # -- The settings

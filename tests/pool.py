@@ -36,7 +36,7 @@ PRELOAD = [
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "easymp.accelerator", "easymp.training.prepare", "easymp.trackers.logbook",
     "easymp.checkpoint.run_state", "easymp.checkpoint.preemption", "easymp.training.oom",
-    "easymp.training.microstep", "easymp.training.nonfinite", "easymp.strategies.transforms", "easymp.strategies.transforms",
+    "easymp.training.nonfinite", "easymp.strategies.transforms", "easymp.strategies.transforms",
     "easymp.checkpoint.load", "easymp.checkpoint.save", "easymp.strategies.ddp", "easymp.strategies.fsdp",
     "easymp.strategies.zero1", "tests.frozen",
 ]  # fmt: skip

@@ -1,123 +1,139 @@
-"""What the house promises of its own text: no branch on a strategy or precision outside its room, own imports at the top."""
+"""Layers, cycles and size of the package, and what its files may not do."""
 
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import easymp
-from easymp.precision import ALIASES, PRECISIONS
-from easymp.strategies import STRATEGIES
+import pytest
 
-HOUSE = Path(easymp.__file__).parent
+import easymp
+from easymp.registry import ALIASES, PRECISIONS, STRATEGIES
+
+PACKAGE = Path(easymp.__file__).parent
+LAYERS, ROOT_MODULES, FILES, LINES, IN_CYCLES = 15, 11, 430, 56_500, 9  # ceilings
 NAMES = {*PRECISIONS, *ALIASES, *STRATEGIES}
-# hardware's words are units of a card, not decisions.
-ROOMS = ("precision/", "strategies/", "hardware/")
-# plan holds the tables of the decision; settings lists the allowed words.
-TABLES = {"plan.py", "settings.py"}
-# The peer's word for fp32 is "no": a name it asks us to report, not a decision.
-REPORTED = {"accelerator.py", "state.py", "processes.py"}
+# A strategy or precision knows its own name, hardware has units called bf16, and the plan, the settings and the list decide by names.
+KNOW_NAMES = ("strategies/", "precision/", "hardware/", "plan.py", "settings.py", "registry.py")
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+@cache
+def sources() -> dict[str, str]:
+    """The text of each file, by its path below the package."""
+    return {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")}
 
 
 @cache
 def trees() -> list[tuple[str, ast.Module]]:
-    return [
-        (path.relative_to(HOUSE).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
-        for path in sorted(HOUSE.rglob("*.py"))
-    ]
+    return [(name, ast.parse(text)) for name, text in sources().items()]
 
 
-def words(node: ast.AST) -> set[str]:
-    return {
-        n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-    } & NAMES
+def test_the_size_of_the_package() -> None:
+    assert len([name for name in sources() if "/" not in name]) <= ROOT_MODULES
+    assert len(sources()) <= FILES
+    assert sum(len(text.splitlines()) for text in sources().values()) <= LINES
+
+
+def test_imports_run_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    linter = pytest.importorskip("importlinter.cli")
+    contract = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ][0]
+    assert len(contract["layers"]) <= LAYERS
+    monkeypatch.chdir(PACKAGE.parent)
+    assert linter.lint_imports(no_cache=True) == 0
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports under TYPE_CHECKING count."""
+    grimp = pytest.importorskip("grimp")
+    graph = grimp.build_graph("easymp", cache_dir=None)
+    imports: dict[str, set[str]] = {m: graph.find_modules_directly_imported_by(m) for m in graph.modules}
+    while True:
+        imported = set().union(*imports.values())
+        rest = {
+            m: found & imports.keys()
+            for m, found in imports.items()
+            if m in imported and found & imports.keys()
+        }
+        if rest == imports:
+            break
+        imports = rest
+    assert len(imports) <= IN_CYCLES, imports
 
 
 def comparisons(tree: ast.Module) -> Iterator[tuple[int, set[str]]]:
     """Lines that compare something with the name of a strategy or precision, or match on it."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Compare):
-            found = set().union(*(words(side) for side in (node.left, *node.comparators)))
-        elif isinstance(node, ast.MatchValue):
-            found = words(node)
-        else:
-            continue
-        if found:
-            yield node.lineno, found
+        if isinstance(node, (ast.Compare, ast.MatchValue)):
+            words = {
+                n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            }
+            if words & NAMES:
+                yield node.lineno, words & NAMES
 
 
-def test_nobody_compares_with_the_name_of_a_strategy_or_precision() -> None:
-    found = []
-    for name, tree in trees():
-        if name.startswith(ROOMS) or name in TABLES:
-            continue
-        for line, compared in comparisons(tree):
-            if not (name in REPORTED and compared == {"fp32"}):
-                found.append(f"{name}:{line} {compared}")
-    assert not found
+def environment_uses(tree: ast.AST) -> Iterator[tuple[int, set[str]]]:
+    """Lines that name os.environ and its like."""
+    for node in ast.walk(tree):
+        names = {node.attr} if isinstance(node, ast.Attribute) else set()
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = {alias.name for alias in node.names}
+        if names & ENVIRONMENT:
+            yield node.lineno, names & ENVIRONMENT
 
 
-def test_the_check_finds_what_it_looks_for() -> None:
-    for text in (
-        "x == 'ddp'",
-        "x in ('bf16', 'fp16')",
-        "match x:\n    case 'single': pass",
-        "f(x) != 'half'",
-    ):
-        assert list(comparisons(ast.parse(text))), text
+def late_imports(tree: ast.Module) -> Iterator[tuple[int, set[str]]]:
+    """Imports of easymp's own modules inside of functions: a cycle that is hidden."""
+    for function in (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))):
+        for node in ast.walk(function):
+            if isinstance(node, ast.ImportFrom) and (node.level or str(node.module).startswith("easymp")):
+                yield node.lineno, {str(node.module)}
+            if isinstance(node, ast.Import) and any(a.name.startswith("easymp") for a in node.names):
+                yield node.lineno, {a.name for a in node.names}
 
 
-def test_our_own_modules_are_imported_at_the_top() -> None:
-    """A late import of our own module is a cycle admitting itself; but a worker's entry may wait with torch."""
-    late = []
-    for name, tree in trees():
-        if name.startswith("launcher/"):
-            continue
-        for function in (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))):
-            for node in ast.walk(function):
-                own = isinstance(node, ast.ImportFrom) and (
-                    node.level or (node.module or "").startswith("easymp")
-                )
-                own = own or (
-                    isinstance(node, ast.Import) and any(a.name.startswith("easymp") for a in node.names)
-                )
-                if own:
-                    late.append(f"{name}:{node.lineno}")
-    assert not late
+def loads_code(tree: ast.Module) -> Iterator[tuple[int, set[str]]]:
+    """What can run code that a file holds."""
+    for node in ast.walk(tree):
+        names: set[str] = set()
+        if isinstance(node, (ast.Attribute, ast.Name)):
+            names = {ast.unparse(node)} & {"torch.save", "torch.load", "eval"}
+        elif isinstance(node, ast.Import):
+            names = {a.name for a in node.names} & {"pickle", "shelve", "marshal", "dill", "cloudpickle"}
+        elif isinstance(node, ast.ImportFrom):
+            names = {str(node.module)} & {"pickle", "shelve", "marshal", "dill", "cloudpickle"}
+        if names:
+            yield getattr(node, "lineno", 0), names
 
 
-def test_every_file_says_what_it_is() -> None:
-    silent = [name for name, tree in trees() if tree.body and not ast.get_docstring(tree)]
-    assert not silent
+@pytest.mark.parametrize(
+    ("found", "allowed", "examples"),
+    [
+        (
+            comparisons,
+            KNOW_NAMES,
+            ["x == 'ddp'", "x in ('bf16', 'fp16')", "match x:\n    case 'single': pass"],
+        ),
+        (environment_uses, ("base/env.py",), ["import os\nos.environ['X']", "from os import environ"]),
+        (
+            late_imports,
+            ("launcher/",),
+            ["def f():\n    from . import plan", "def f():\n    import easymp.plan"],
+        ),
+        (loads_code, ("checkpoint/accelerate",), ["import pickle", "torch.load('x')", "eval('x')"]),
+    ],
+)
+def test_where_it_is_done(found: object, allowed: tuple[str, ...], examples: list[str]) -> None:
+    assert callable(found)
+    for text in examples:
+        assert list(found(ast.parse(text))), text
+    assert not [(n, *f) for n, tree in trees() if not n.startswith(allowed) for f in found(tree)]
 
 
-def test_the_facade_fits() -> None:
-    sizes = sorted(len(path.read_text(encoding="utf-8").splitlines()) for path in HOUSE.rglob("*.py"))
-    assert sizes[len(sizes) // 2] < 100
-    assert len((HOUSE / "accelerator.py").read_text(encoding="utf-8").splitlines()) < 1000
-
-
-def test_one_file_only_reads_what_can_run_code() -> None:
-    """By its word, in code and prose alike, so that a search finds that file and nothing else; and by what would do it unnamed."""
-    guarded = "checkpoint/accelerate_folder.py"
-    said = {
-        path.relative_to(HOUSE).as_posix()
-        for path in HOUSE.rglob("*.py")
-        if "pickle" in path.read_text(encoding="utf-8")
-    }
-    assert said == {guarded}
-    found = set()
-    for name, tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.save", "torch.load"):
-                found.add(name)
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                modules = (
-                    {a.name for a in node.names} if isinstance(node, ast.Import) else {node.module or ""}
-                )
-                found |= {name} if modules & {"shelve", "marshal", "dill", "cloudpickle"} else set()
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "eval":
-                found.add(name)
-    assert found == {guarded}
+def test_every_file_says_what_it_holds() -> None:
+    assert not [name for name, tree in trees() if tree.body and not ast.get_docstring(tree)]

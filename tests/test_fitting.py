@@ -25,7 +25,7 @@ class Heard(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.said: list[tuple[str, str]] = []
-        self.logger = logging.getLogger("easymp.training.auto_strategy")
+        self.logger = logging.getLogger("easymp.training.memory")
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said.append((record.levelname, record.getMessage()))

@@ -15,8 +15,7 @@ from easymp.errors import BatchError, PrepareError, SettingError
 from easymp.precision import PRECISIONS
 from easymp.strategies import STRATEGIES
 from easymp.strategies.transforms import find_recomputed, recompute
-from easymp.training.activations import bytes_saved
-from easymp.training.memory import Memory, estimate, table
+from easymp.training.memory import Memory, bytes_saved, estimate, table
 
 from .conftest import Ranks
 from .strategies import models

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from easymp.base.dtensor import local
-from easymp.base.rebinding import follow, names_of, rebind
+from easymp.base.dtensor import follow, local, names_of, rebind
 from easymp.errors import PrepareError
 
 

@@ -1,8 +1,15 @@
-"""Numbers of bytes in words."""
+"""Numbers of bytes, to words and from words."""
 
 from __future__ import annotations
 
-UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
+import re
+from typing import Any
+
+from ..errors import SettingError
+
+PREFIXES = enumerate(("", "k", "m", "g", "t"))
+UNITS = {f"{p}{i}b": base**n for n, p in PREFIXES for i, base in (("", 1000), ("i", 1024))}
+SPELLED = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 
 def size(number: float) -> str:
@@ -12,5 +19,24 @@ def size(number: float) -> str:
 
 
 def unit(number: float) -> tuple[str, int]:
-    """The largest unit of which `number` bytes are at least one, and its bytes."""
-    return next((pair for pair in UNITS if number >= pair[1]), UNITS[-1])
+    """The largest unit that fits into `number` bytes, with its bytes."""
+    return next((pair for pair in SPELLED if number >= pair[1]), SPELLED[-1])
+
+
+def read_bytes(value: Any, where: str) -> int:
+    """Bytes of a number or of text such as ``"16GiB"``.
+
+    Raises:
+        SettingError: it is no size; the message begins with `where`.
+    """
+    text = "" if isinstance(value, bool) else str(value).lower()
+    found = re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", text)
+    try:
+        number = int(float(found[1]) * UNITS[found[2] or "b"]) if found else 0
+    except (KeyError, ValueError, OverflowError):
+        number = 0
+    if number < 1:
+        raise SettingError(
+            f"{where}{value!r} is no size: use a number of bytes, or a unit, as in 16GiB or 16GB"
+        )
+    return number

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from .. import checkpoint
 from ..base.lazy import modules_at_first_use
+from ..base.units import read_bytes
 from ..errors import CheckpointError, RefusedError
-from ..settings import read_bytes
 from ..training.wrapper import unwrap as unwrapped
 
 if TYPE_CHECKING:

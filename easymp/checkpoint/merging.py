@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
+from ..base.units import read_bytes
 from ..errors import CheckpointError, SettingError, nearest
-from ..settings import read_bytes
 from .blocks import as_bytes
 from .commit import begin
 from .folders import Opened, inside, open_checkpoint, open_storage, parted, write_manifest

@@ -17,7 +17,6 @@ from io import BytesIO
 from itertools import islice
 from typing import Any, TypeVar
 
-from ..base.isolation import keep_apart
 from ..base.rng import apart
 from ..errors import CheckpointError
 from . import blocks
@@ -29,7 +28,6 @@ from .storage import Claim, Part, Tick, components, nothing
 T = TypeVar("T")
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "cos", "memory"}
 """Protocols where a folder is no more than how names begin, and one call stores a small file at once."""
-CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "google", "requests", "urllib3")
 """Packages through which those of fsspec reach a store, and that draw how long to wait before they try again."""
 MOST_PARTS = 9_000  # of one upload; S3 takes 10,000
 PIECE = 2**20
@@ -67,7 +65,6 @@ class RemoteStorage:
             raise CheckpointError(
                 f"{place}: {error}. Install the package that fsspec needs for it (pip install 'easymp[s3]' for s3://)"
             ) from None
-        keep_apart((type(self._fs).__module__.partition(".")[0], *CLIENTS))
         kinds = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self._folders = not kinds & OBJECT_STORES
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.units import read_bytes
 from ..distributed import read_ranks
 from ..errors import CheckpointError, SettingError, nearest
 from ..logging import get_logger
-from ..settings import read_bytes
 from ..strategies.meta_init import left_to_others, swap_in
 from .accelerate_import import read_state_dict
 from .codec import loads

@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from .. import hardware
 from ..base.relaxed_json import loads
-from ..base.units import size, unit
+from ..base.units import read_bytes, size, unit
 from ..errors import SettingError, nearest
 from ..registry import ALIASES, PRECISIONS, STRATEGIES
-from ..settings import read_bytes
 from . import estimating
 from .estimating import DEFAULT_STRATEGIES
 from .terminal import GREEN, RED, paint, table, wrap

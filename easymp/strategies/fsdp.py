@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..base.rebinding import names_of, rebind
+from ..base.dtensor import names_of, rebind
 from ..distributed import World
 from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
 from ..optim.partition import check_sums

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..base.dtensor import follow
 from ..base.pytree import concatenate, leaves, map_leaves, slice_tensors
-from ..base.rebinding import follow
 from ..distributed import World, odd_one_out
 from ..errors import BatchError, PrepareError, RefusedError, SettingError, StepError, WorldError
 from ..optim.torch_step import multiply, values

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..base.dtensor import local
-from ..base.rebinding import names_of, rebind
+from ..base.dtensor import local, names_of, rebind
 from ..distributed import World
 from ..errors import BatchError, PrepareError, RefusedError, SettingError, StepError, nearest
 from ..optim.partition import check_sums

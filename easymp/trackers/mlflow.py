@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ..base import env
-from ..base.isolation import keep_apart
 from ..errors import failing
 from ..logging import get_logger
 from .rows import Row, concise
@@ -58,7 +57,6 @@ class MLflow:
             self._before = env.put({URI: f"sqlite:///{(self._folder / 'mlflow.db').absolute().as_posix()}"})
         self._client = mlflow.MlflowClient(env.read(URI))
         found = self._client.get_experiment_by_name(experiment)
-        keep_apart(("mlflow", "requests", "urllib3"))  # run names and waiting times for a server are drawn
         place = (self._folder / "mlartifacts").absolute().as_uri() if local else None
         number = (
             found.experiment_id if found is not None else self._client.create_experiment(experiment, place)

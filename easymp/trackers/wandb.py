@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..base.isolation import keep_apart
 from ..errors import failing
 from ..logging import get_logger
 from .rows import Row
@@ -40,7 +39,6 @@ class WandB:
     def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         import wandb
 
-        keep_apart(("wandb", "requests", "urllib3"))  # waiting times for a server are drawn
         if self.run is not None:
             if position is not None and self.run.id == position["id"]:
                 return  # an earlier checkpoint of this run

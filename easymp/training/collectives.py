@@ -15,9 +15,9 @@ from ..errors import ALIKE, BatchError, SettingError, WorldError
 
 if TYPE_CHECKING:
     from ..distributed import World
-    from . import checks, state
+    from . import state
 
-modules_at_first_use(globals(), "checks", "state")
+modules_at_first_use(globals(), "state")
 
 LENGTHS = (
     f"{ALIKE}: pad_across_processes() makes tensors equally long, and gather_for_metrics() takes those of the current batch "
@@ -229,7 +229,7 @@ class Collectives(Processes):
                     lambda t: t[:short] if t.ndim and t.shape[0] == usual else t, input_data
                 )
             for leaf in [input_data] if objects else leaves(input_data):
-                checks.check_batch(leaf, loader.local_size, objects)
+                _check_batch(leaf, loader.local_size, objects)
         except BatchError as trouble:
             error = str(trouble)
         if error or objects:
@@ -285,3 +285,29 @@ class Collectives(Processes):
         self._world.compare("check_trigger")
         raised, self._trigger = self._world.any(self._trigger), False
         return raised
+
+
+def _check_batch(leaf: Any, size: int | None, objects: bool = False) -> None:
+    """Dimension 0 of what is gathered for metrics must be the batch, or repeated samples could not be told apart."""
+    length = (
+        (leaf.shape[0] if leaf.ndim else None)
+        if isinstance(leaf, Tensor)
+        else len(leaf)
+        if hasattr(leaf, "__len__")
+        else None
+    )
+    if length is None:
+        raise BatchError(
+            "gather_for_metrics() got a scalar: repeated samples cannot be taken out of it. Gather one value a sample, or use "
+            "mean(value, weight)"
+        )
+    if size is not None and length != size:
+        shape = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{length} items"
+        cure = (
+            "pass one item for each sample, or use gather_object()"
+            if objects
+            else "dimension 0 must be the batch. Reshape to one row a sample, or use gather()"
+        )
+        raise BatchError(
+            f"gather_for_metrics() got {shape}, but this rank's batch has {size} samples: {cure}"
+        )

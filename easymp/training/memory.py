@@ -15,6 +15,7 @@ the peak of what is counted.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,14 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from .. import optim
+from ..base.pytree import map_leaves
 from ..base.units import size, unit
-from ..errors import SettingError, nearest
+from ..errors import BatchError, SettingError, nearest
+from ..logging import get_logger
+from ..plan import AUTO, candidates, room
 from ..precision import ALIASES, PRECISIONS
 from ..precision.mixed import LOW
-from ..protocols import Choice, Layout, Precision, Source
+from ..protocols import Choice, Layout, Precision, Source, Strategy
 from ..strategies import STRATEGIES, read_options
 from ..strategies.transforms import find_recomputed, read_which, recompute
-from .activations import bytes_saved
+from .state import Run
 
 # Tensors of a parameter's own size that an optimizer keeps for it, by the options of its group; the names are of torch's classes.
 STATES: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
@@ -200,7 +204,7 @@ def estimate(
             optimizer whose class is not in `STATES`, two are taken.
         options: of the strategy: its record or a dict of its fields.
         sample: one rank's micro-batch: positional arguments in a tuple, keyword arguments in a dict, or one tensor. With it, activations
-            are counted as in `easymp.training.activations.bytes_saved`; what a loss outside of the model saves is not among them. They
+            are counted as in `easymp.training.memory.bytes_saved`; what a loss outside of the model saves is not among them. They
             are those of the whole model: where a strategy splits layers or stages over ranks, a rank keeps fewer.
         activations: their bytes, where they are known already.
         averages: moving averages of the weights are kept (``Accelerator(ema_decay=...)``), in fp32, among the states.
@@ -433,3 +437,215 @@ def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
             f"{size(need.total - most)} too much: training may run out of memory, so use more processes or a smaller model"
         )
     return Choice(name, "; ".join(said), Source.DETECTED)
+
+
+# -- Activations, counted on fake tensors, which have shapes and no memory.
+
+
+def bytes_saved(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    compute: torch.dtype | None = None,
+    stored: torch.dtype | None = None,
+    change: Callable[[nn.Module], object] = lambda model: None,
+) -> int:
+    """Bytes of the distinct storages that autograd saves in ``model(*args, **kwargs)``, parameters and buffers not counted.
+
+    What the kernels of a CPU save counts; a GPU's may save something else (fused attention, recurrent layers). Parts under
+    activation checkpointing count with the inputs that they save. `model` and its random streams are left alone, and it may be on the meta
+    device.
+
+    Args:
+        compute: autocast's type, or None for no autocast. Its copies of weights are not counted.
+        stored: what floating-point parameters, buffers and inputs are converted to before; None leaves them as they are.
+        change: called with the copy of `model` whose forward is followed.
+
+    Raises:
+        BatchError: the forward cannot be followed by shapes alone.
+    """
+    # Imported here: few runs need it.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    def twin(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        dtype = stored if stored is not None and leaf.is_floating_point() else leaf.dtype
+        fake = torch.empty_strided(leaf.size(), leaf.stride(), dtype=dtype, device="cpu")
+        if isinstance(leaf, nn.Parameter):
+            return nn.Parameter(fake, leaf.requires_grad)
+        return fake.requires_grad_(leaf.requires_grad)
+
+    held: list[Tensor] = []  # kept alive, so that no two storages have one address
+    weights: set[int] = set()
+    saved: dict[int, int] = {}
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and _place(args[0]) in weights:
+                held.append(out)
+                weights.add(_place(out))
+            return out
+
+    def pack(tensor: Tensor) -> Tensor:
+        held.append(tensor)
+        saved[_place(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            memo = {id(t): twin(t) for t in [*model.parameters(), *model.buffers()]}
+            weights.update(_place(t) for t in memo.values())
+            shapes = copy.deepcopy(model, dict(memo))
+            change(shapes)
+            args, kwargs = map_leaves(twin, tuple(args)), map_leaves(twin, dict(kwargs))
+            with (
+                torch.enable_grad(),
+                Casts(),
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+                torch.autocast("cpu", compute or torch.bfloat16, compute is not None),
+            ):
+                shapes(*args, **kwargs)
+    except Exception as error:
+        why = (str(error).splitlines() or [""])[0]
+        raise BatchError(
+            f"the forward of {type(model).__name__} cannot be followed by shapes alone ({type(error).__name__}: {why}): check that the "
+            "sample is what it takes, or leave the sample out"
+        ) from error
+    return sum(size for place, size in saved.items() if place not in weights)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+# -- Strategy "auto": decided by the memory that the first models need, before they are wrapped.
+
+
+logger = get_logger(__name__)
+
+
+class Fitting:
+    """What a run's models need, beside what a rank has.
+
+    Args:
+        free: whether another strategy may be taken; False where options of the planned one were given.
+    """
+
+    def __init__(self, run: Run, precision: Precision, free: bool) -> None:
+        self._run, self._precision, self._free = run, precision, free
+        self._planned = run.plan.strategy
+        self._needs: Memory | None = None  # of all models so far
+
+    def choose(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy
+    ) -> Strategy:
+        """The strategy for `models`, none of which is wrapped: another than `strategy` only where these are the first.
+
+        All ranks call it with alike models; for the first ones that takes a collective.
+        """
+        plan, world = self._run.plan, self._run.world
+        if plan.settings.strategy != AUTO or not models:
+            return strategy
+        if self._needs is not None:
+            self._needs += self._need(strategy.name, models, optimizers)
+            if not fits(self._needs, room(plan)):
+                short = by_memory({strategy.name: self._needs}, room(plan)).reason
+                logger.warning(
+                    "strategy %s stays, for models are wrapped already; with this one %s",
+                    strategy.name,
+                    short,
+                )
+            return strategy
+        names = candidates(plan) if self._free else iter([strategy.name])
+        first = next(names)
+        seen = world.gather_objects((room(plan), self._need(first, models, optimizers)))
+        available, needs = min(have for have, _ in seen), {first: seen[0][1]}  # the same figures on all ranks
+        choice = self._planned
+        if not fits(needs[first], available):
+            needs.update({name: self._need(name, models, optimizers) for name in names})
+            choice = by_memory(needs, available)
+            if not self._free:
+                choice = replace(
+                    choice, reason=f"{choice.reason}; options of {choice.value} were given, so it stays"
+                )
+            tell = logger.info if fits(needs[choice.value], available) else logger.warning
+            tell("strategy %s: %s", choice.value, choice.reason)
+        self._needs = needs[choice.value]
+        self._run.plan = plan.replace(strategy=choice)
+        if choice.value == strategy.name:
+            return strategy
+        kind = STRATEGIES[choice.value]
+        return kind(world, kind.Options())  # type: ignore[call-arg]
+
+    def reduce_early(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        strategy: Strategy,
+        say: bool,
+    ) -> None:
+        """Settle whether `strategy` reduces gradients at each micro-batch, where its options leave that open; a collective.
+
+        Args:
+            say: micro-batches are accumulated, and the plan tells how.
+        """
+        words = ""
+        if strategy.early is None and models:
+            need = self._need(strategy.name, models, optimizers, strategy.options)
+            whole = sum(p.numel() * FP32 for model in models for p in model.parameters() if p.requires_grad)
+            available = min(self._run.world.gather_objects(room(self._run.plan)))
+            strategy.early = not fits(replace(need, reducing=need.reducing + whole), available)
+            words = f": {size(whole)} of whole gradients {'do not fit' if strategy.early else 'fit'} beside {size(need.total)} a rank of "
+            words += f"{size(int(available * (1 - SPARE)))}"
+        plan = self._run.plan
+        if (
+            say
+            and models
+            and STRATEGIES[strategy.name].sharded
+            and "gradients" not in plan.accumulation.reason
+        ):
+            way = (
+                "gradients are reduced to shards at each"
+                if strategy.early
+                else "gradients stay whole and are reduced at the last"
+            )
+            choice = plan.accumulation
+            self._run.plan = plan.replace(
+                accumulation=replace(choice, reason=f"{choice.reason}; {way}{words}")
+            )
+
+    def forget(self) -> None:
+        """The models are let go of: the next ones are the first again."""
+        self._needs = None
+
+    def _need(
+        self,
+        name: str,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        options: Any = None,
+    ) -> Memory:
+        world, total = self._run.world, None
+        for model in models:
+            own = {id(p) for p in model.parameters()}
+            mine = [
+                o
+                for o in optimizers
+                if any(id(p) in own for group in o.param_groups for p in group["params"])
+            ]
+            one = estimate(
+                model,
+                strategy=name,
+                precision=self._precision,
+                world=world.size,
+                per_node=world.local_size,
+                optimizer=mine or "adamw",  # prepared later: taken for the usual one
+                options=options,
+                averages=self._run.plan.settings.ema_decay is not None,
+            )
+            total = one if total is None else total + one
+        assert total is not None, "there are models"
+        return total

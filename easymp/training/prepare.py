@@ -17,9 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from .. import cuda, optim
-from ..base.lazy import modules_at_first_use
+from ..base.dtensor import follow
 from ..base.pytree import send_to_device
-from ..base.rebinding import follow
 from ..base.rng import diverge
 from ..data import PreparedLoader, SkippedLoader, prepare_loader
 from ..distributed import first_difference, odd_one_out
@@ -33,8 +32,8 @@ from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise, on_meta
 from ..strategies.transforms import CompileOptions, Compiling, Which, find_recomputed, recompute
-from .auto_strategy import Fitting
-from .checks import ADDED, describe, describe_record
+from .memory import Fitting
+from .replicas import ADDED, Replicas, describe, describe_record
 from .state import Run
 from .wrapper import Route, forward_methods, make_view
 
@@ -42,9 +41,6 @@ if TYPE_CHECKING:
     from ..optim import Masters
     from ..optim.engine import Engine
     from ..optim.optimizer import PreparedOptimizer, PreparedScheduler
-    from . import replicas as checking
-
-modules_at_first_use(globals(), checking="replicas")  # one process has no use for it
 
 logger = get_logger(__name__)
 
@@ -126,10 +122,10 @@ class Preparation:
         self._raised: dict[int, torch.dtype] = {}  # id of a parameter → the dtype that it came in
         self._told: list[str] = []  # of the weights, in the plan
         self.converted: list[tuple[nn.Module, type]] = []
-        self.replicas: checking.Replicas | None = None
+        self.replicas: Replicas | None = None
         every = run.plan.settings.replica_check
         if every and run.world.size > 1:
-            self.replicas = checking.Replicas(run.world, every, self.models, self.optimizers, self.owner)
+            self.replicas = Replicas(run.world, every, self.models, self.optimizers, self.owner)
             run.clock.stepped.append(self.replicas.stepped)
         self._whose: list[
             tuple[PreparedOptimizer, str | None]

@@ -7,23 +7,27 @@ differ do they exchange the checksums of the single parameters.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base.dtensor import local
 from ..distributed import World, first_difference, odd_one_out
-from ..errors import WorldError
+from ..errors import PrepareError, WorldError
+from ..optim.torch_step import IMPLEMENTATION
 from ..strategies.single import copies
-from .checks import ADDED, describe_options
 
 if TYPE_CHECKING:
     from ..optim.optimizer import PreparedOptimizer
 
+ADDED = "add it to the model before prepare(), or call free_memory() and prepare model and optimizer anew"
 FIRST = 3  # updates that are compared one by one
 CHUNK = 2**20  # elements that are summed at a time
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -276,3 +280,63 @@ def _ranks(ranks: list[int]) -> str:
 
 def _several(names: list[str]) -> str:
     return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else names[0]
+
+
+# -- What ranks compare when objects are prepared.
+
+
+def describe(item: Any) -> Iterator[str]:
+    """What is prepared, a line a fact that must be the same on all ranks."""
+    kind = type(item).__name__
+    yield kind
+    if isinstance(item, nn.Module):
+        for name, p in item.named_parameters():
+            if isinstance(p, nn.UninitializedParameter):
+                raise PrepareError(
+                    f"parameter {name!r} of this {kind} has no shape yet: call the model once on a batch before prepare(), so that its "
+                    "lazy layers are made"
+                )
+            yield f"{kind}.{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+    elif isinstance(item, torch.optim.Optimizer):
+        for g, group in enumerate(item.param_groups):
+            yield f"{kind} group {g} with {len(group['params'])} parameters"
+        yield from describe_options(item)
+    elif hasattr(item, "dataset") and hasattr(item.dataset, "__len__"):
+        yield f"{kind} of {len(item.dataset)} samples, batch size {item.batch_size}"
+        yield f"{kind} with a {type(getattr(item, 'sampler', None)).__name__} and drop_last={getattr(item, 'drop_last', None)}"
+    elif type(item).__module__ == "torch.optim.lr_scheduler":
+        yield from (f"{kind} {name}={_said(value)}" for name, value in vars(item).items() if name[0] != "_")
+
+
+def describe_options(optimizer: torch.optim.Optimizer, wait: bool = True) -> Iterator[str]:
+    """The options of each param group, a line each; but how the step runs (fused, foreach), which changes what it computes by rounding.
+
+    Args:
+        wait: for numbers on a device, which are left out otherwise.
+    """
+    kind = type(getattr(optimizer, "given", optimizer)).__name__
+    for g, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name not in ("params", "param_names", *IMPLEMENTATION):
+                yield f"{kind} group {g} {name}={_said(value, wait)}"
+
+
+def describe_record(record: Any) -> Iterator[str]:
+    """The fields of a dataclass, a line each."""
+    for f in dataclasses.fields(record):
+        yield f"{type(record).__name__} {f.name}={_said(getattr(record, f.name))}"
+
+
+def _said(value: Any, wait: bool = True) -> str:
+    """`value` as text that is the same on every rank where the value is: of what is no plain value, the type."""
+    if isinstance(value, Tensor):
+        known = value.numel() == 1 and (wait or value.device.type == "cpu")
+        return repr(value.item()) if known else f"tensor {tuple(value.shape)}"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return f"[{', '.join(sorted(map(_said, value)) if isinstance(value, (set, frozenset)) else [_said(v, wait) for v in value])}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_said(k)}: {_said(v, wait)}' for k, v in value.items())}}}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__name__}({', '.join(describe_record(value))})"
+    plain = value is None or isinstance(value, (bool, int, float, complex, str, Enum, torch.dtype, timedelta))
+    return repr(value) if plain else getattr(value, "__qualname__", type(value).__qualname__)

@@ -18,6 +18,7 @@ from ..distributed.processes import Processes
 from ..errors import RefusedError, StepError
 from ..options import InitProcessGroupKwargs
 from ..plan import Plan, make_plan
+from ..registry import reported
 from ..settings import resolve
 from ..strategies import STRATEGIES
 
@@ -120,8 +121,7 @@ class AcceleratorState(Processes):
 
     @property
     def mixed_precision(self) -> str:
-        name = self.plan.precision.value
-        return "no" if name == "fp32" else name
+        return reported(self.plan.precision.value)
 
     @property
     def deepspeed_plugin(self) -> None:

@@ -16,7 +16,6 @@ from easymp import Accelerator, PreparedLoader
 from easymp.errors import PrepareError, RefusedError, SettingError
 from easymp.optim import PreparedOptimizer, PreparedScheduler
 from easymp.settings import NAMES
-from easymp.training.checks import KEYWORDS
 from easymp.training.state import is_open
 
 from .models import data, make
@@ -199,7 +198,6 @@ def test_one_after_another() -> None:
 def test_every_setting_is_an_argument_too() -> None:
     taken = inspect.signature(Accelerator).parameters
     assert set(NAMES) <= set(taken)
-    assert set(KEYWORDS) == set(taken) - {"others"}
 
 
 def test_the_state_prints_who_this_process_is(acc: Accelerator) -> None:

@@ -6,7 +6,6 @@ import errno
 import random
 import sys
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -126,48 +125,6 @@ def test_a_folder_that_is_there_is_not_made_again(storage: RemoteStorage) -> Non
     assert storage.modified("step") >= storage.modified("step/file") - 1
     with pytest.raises(FileNotFoundError):
         storage.modified("other")
-
-
-class Hesitant(BaseHTTPRequestHandler):
-    """S3 that says twice that it is busy, and then that the bucket is empty."""
-
-    asked = 0
-
-    def do_GET(self) -> None:
-        type(self).asked += 1
-        answer = b"" if self.asked <= 2 else b"<ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>"
-        self.send_response(200 if answer else 503)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *words: Any) -> None:
-        pass
-
-
-def test_a_store_that_is_busy_changes_no_random_number_of_the_training(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Clients wait for a random time before they try again: a run whose store failed once would go on as another run."""
-    pytest.importorskip("s3fs", reason="an optional package is not installed: s3fs (the extra 's3')")
-    Hesitant.asked = 0
-    server = HTTPServer(("127.0.0.1", 0), Hesitant)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    apart = {"connector_args": {"force_close": True, "keepalive_timeout": None}}
-    options = {
-        "endpoint_url": f"http://127.0.0.1:{server.server_port}",
-        "key": "k",
-        "secret": "s",
-        "config_kwargs": apart,
-    }
-    monkeypatch.setitem(fsspec.config.conf, "s3", options)
-    before = random.getstate()
-    try:
-        assert RemoteStorage("s3://bucket/run").list() == []
-    finally:
-        server.shutdown(), server.server_close(), thread.join()
-    assert Hesitant.asked > 2 and random.getstate() == before
 
 
 def test_an_import_that_draws_changes_no_random_number_of_the_training(

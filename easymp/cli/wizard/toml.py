@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from ...settings import LAUNCH, LAUNCHING, NAMES, UNITS
+from ...base.units import UNITS
+from ...settings import LAUNCH, LAUNCHING, NAMES
 from .case import KNOWN
 
 WIDTH = 78

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...data import skip_first_batches
 from ...launcher.functions import debug_launcher, notebook_launcher
-from ...local_sgd import LocalSGD
+from ...strategies.local_sgd import LocalSGD
 from ...training.oom import find_executable_batch_size
 from . import (
     data_loader,

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ...local_sgd import LocalSGD
+from ...strategies.local_sgd import LocalSGD
 
 __all__ = ["LocalSGD"]
