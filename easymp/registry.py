@@ -67,9 +67,9 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
 PRECISIONS: Registry[type[Precision]] = Registry(
     {
         "fp32": ("precision.fp32:FP32", "exact"),
-        "tf32": ("precision.tf32:TF32", "fp32 whose products keep 10 bits of mantissa"),
-        "bf16": ("precision.bf16:BF16", "half the bits with fp32's range: no loss scale"),
-        "fp16": ("precision.fp16:FP16", "half the bits with more digits and less range: the loss is scaled"),
+        "tf32": ("precision.fp32:TF32", "fp32 whose products keep 10 bits of mantissa"),
+        "bf16": ("precision.mixed:BF16", "half the bits with fp32's range: no loss scale"),
+        "fp16": ("precision.mixed:FP16", "half the bits with more digits and less range: the loss is scaled"),
         "fp8": ("precision.fp8:FP8", "a quarter of the bits in Linear layers, the rest as bf16"),
         "bf16-true": (
             "precision.levels:BF16True",

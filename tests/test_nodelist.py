@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from easymp.distributed.node_list import hosts
+from easymp.distributed.ranks import hosts
 from easymp.errors import WorldError
 
 

@@ -9,7 +9,7 @@ import torch
 
 from easymp.base import env
 from easymp.distributed import Ranks, World, read_ranks
-from easymp.distributed.slurm import Task, read_task
+from easymp.distributed.ranks import Task, read_task
 from easymp.errors import EasympWarning, WorldError
 
 # Rank 5 of 8, on the second of two nodes.

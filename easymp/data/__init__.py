@@ -5,9 +5,7 @@
 `unprepared` says that a loader was left out.
 """
 
-from .loader import PreparedLoader
-from .prepare import prepare_loader
-from .skip import SkippedLoader, skip_first_batches
-from .unprepared import Unprepared
+from .loader import PreparedLoader, SkippedLoader, skip_first_batches
+from .prepare import Unprepared, prepare_loader
 
 __all__ = ["PreparedLoader", "SkippedLoader", "Unprepared", "prepare_loader", "skip_first_batches"]

@@ -17,10 +17,22 @@ from torch.utils.data import DataLoader
 from ..base.rng import mix, seed_host
 from ..distributed.process_group import World
 from ..errors import BatchError
-from .drawing import Seeded, aside
-from .order import agree, draw, generators, length, own_seed, size_of
-from .shard import Cut, Share, flagged, halves, parts, rounds, shares
-from .source import Note, rebuild
+from .order import (
+    Cut,
+    Share,
+    agree,
+    draw,
+    flagged,
+    generators,
+    halves,
+    length,
+    own_seed,
+    parts,
+    rounds,
+    shares,
+    size_of,
+)
+from .source import Note, Seeded, aside, rebuild
 
 AHEAD = 32  # batches of indices worked out at once, where the order is known beforehand
 

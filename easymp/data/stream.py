@@ -17,10 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ..base import pytree
 from ..base.rng import mix
 from ..errors import BatchError
-from .drawing import aside, every
-from .order import size_of
-from .shard import Cut, flagged, rounds
-from .source import Note, rebuild
+from .order import Cut, flagged, rounds, size_of
+from .source import Note, aside, every, rebuild
 
 
 class Piece(NamedTuple):

@@ -1,23 +1,45 @@
-"""The processor, and how much of it this process may use."""
+"""The processor, and the part of it that this process may use: instructions, affinity, control group limits, NUMA nodes."""
 
 from __future__ import annotations
 
 import platform
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import torch
 
-from . import cgroup, instructions
 from .facts import CPU
-from .procfs import apple, line, text
 
 ROOT = Path("/")
 ARCHITECTURES = {"amd64": "x86_64"}  # Windows' word
 
+_X86 = ("avx2", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
+_ARM = ("i8mm", "sve", "sve2", "sme")
+# Our names of the instructions, by those of torch.cpu.get_capabilities() and of /proc/cpuinfo.
+_SAME = {name: name for name in (*_X86, *_ARM)} | {"bf16": "neon_bf16"}
+CAPABILITIES = _SAME | {
+    "avx512_f": "avx512",
+    "neon": "neon",
+    "sve_bf16": "sve_bf16",
+    "fp16_arith": "neon_fp16",
+}
+FLAGS = _SAME | {"avx512f": "avx512", "asimd": "neon", "svebf16": "sve_bf16", "asimdhp": "neon_fp16"}
+APPLE = {
+    "AdvSIMD": "neon",
+    "FEAT_BF16": "neon_bf16",
+    "FEAT_FP16": "neon_fp16",
+    "FEAT_I8MM": "i8mm",
+    "FEAT_SME": "sme",
+}
+
+
+OLDER = ("avx2", "avx512", "avx512_bf16", "amx_fp16")  # torch before 2.13 has a check for each
+
 
 def probe(root: Path = ROOT) -> CPU:
-    """The facts of this machine; `root` is where ``proc`` and ``sys`` lie."""
+    """The facts of this machine; `root` is the folder with ``proc`` and ``sys``."""
     machine = platform.machine().lower()
     architecture = ARCHITECTURES.get(machine, machine)
     logical = psutil.cpu_count() or 1
@@ -26,15 +48,40 @@ def probe(root: Path = ROOT) -> CPU:
         name=name(root) or architecture,
         architecture=architecture,
         cores=psutil.cpu_count(logical=False) or logical,
-        threads=threads(_affinity() or logical, cgroup.cpu_quota(root)),
+        threads=threads(_affinity() or logical, cpu_quota(root)),
         numa_nodes=numa_nodes(root),
-        memory=min(total, cgroup.memory_limit(root) or total),
-        features=instructions.features(root),
+        memory=min(total, memory_limit(root) or total),
+        features=features(root),
     )
 
 
+def name(root: Path = ROOT) -> str:
+    """The processor's name as its maker writes it, or ``""``."""
+    # 64-bit Arm has no "model name" on Linux; cpuinfo (in torch 2.13) makes a name of the part number.
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    model = _field(text(root / "proc/cpuinfo"), "model name")
+    return (
+        model
+        or sysctl("machdep.cpu.brand_string")
+        or str(known.get("cpu_name") or "")
+        or platform.processor()
+    )
+
+
+def features(root: Path = ROOT) -> frozenset[str]:
+    """The instructions that matter for training: from torch 2.13 on as torch tells, before as the system tells."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        found = torch.cpu.get_capabilities()
+        return frozenset(ours for theirs, ours in CAPABILITIES.items() if found.get(theirs) is True)
+    cpuinfo = text(root / "proc/cpuinfo")  # x86 has a line "flags", Arm has "Features"
+    flags = f"{_field(cpuinfo, 'flags')} {_field(cpuinfo, 'Features')}".split()
+    older = [name for name in OLDER if getattr(torch.cpu, f"_is_{name}_supported", bool)()]
+    apple = [ours for key, ours in APPLE.items() if sysctl(f"hw.optional.arm.{key}") == "1"]
+    return frozenset([FLAGS[flag] for flag in flags if flag in FLAGS] + older + apple)
+
+
 def threads(allowed: int, quota: float | None) -> int:
-    """How many threads can really run at once, at least one.
+    """Number of threads that can run at once, at least one.
 
     A quota of 1.5 processors means one thread: the second would be stopped half of the time, and every parallel loop waits
     for its last thread.
@@ -43,26 +90,82 @@ def threads(allowed: int, quota: float | None) -> int:
 
 
 def numa_nodes(root: Path = ROOT) -> int:
-    """Nodes that have processors; nodes of memory alone (CXL, HBM) compute nothing."""
+    """Number of NUMA nodes that have processors."""
     lists = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
     return max(1, sum(bool(text(path)) for path in lists))
 
 
-def name(root: Path = ROOT) -> str:
-    """The processor's name as its maker writes it, or ``""``."""
-    # 64-bit Arm has no "model name" on Linux; what cpuinfo (in torch 2.13) makes of the part number is the next best.
-    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return (
-        line(text(root / "proc/cpuinfo"), "model name")
-        or apple("machdep.cpu.brand_string")
-        or str(known.get("cpu_name") or "")
-        or platform.processor()
-    )
+def memory_limit(root: Path = ROOT) -> int | None:
+    """Bytes that the control groups allow, or None without a limit."""
+    limits = [number(group / "memory.max") for group in _groups(root)]
+    limits.append(
+        number(root / "sys/fs/cgroup/memory/memory.limit_in_bytes")
+    )  # version 1, as a container sees it
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Processors' worth of time that the control groups allow, such as 1.5, or None without a quota."""
+    first = root / "sys/fs/cgroup/cpu"
+    pairs = [text(group / "cpu.max").split() for group in _groups(root)]
+    pairs.append([text(first / "cpu.cfs_quota_us"), text(first / "cpu.cfs_period_us")])
+    quotas = [
+        int(pair[0]) / int(pair[1]) for pair in pairs if len(pair) == 2 and all(n.isdigit() for n in pair)
+    ]
+    return min(quotas, default=None)
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """The folders of this process's control group (version 2) and its ancestors: each limit holds for all below it.
+
+    In a container the path may be the host's. Where it does not exist, the mount is the container's own group.
+    """
+    mount = root / "sys/fs/cgroup"
+    lines = text(root / "proc/self/cgroup").splitlines()
+    path = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
+    group = mount / path if ".." not in path.split("/") and (mount / path).is_dir() else mount
+    yield group
+    while group != mount:
+        group = group.parent
+        yield group
 
 
 def _affinity() -> int | None:
-    """How many processors the scheduler may put this process on; None where there is no such thing (macOS)."""
+    """Processors that the scheduler may put this process on; None where there is no such thing (macOS)."""
     try:
         return len(psutil.Process().cpu_affinity())
     except (AttributeError, psutil.Error, OSError):
         return None
+
+
+def text(path: Path) -> str:
+    """The file's text without surrounding blanks, or ``""`` where it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def number(path: Path) -> int | None:
+    """The file's number; None for anything else, such as "max" or -1, and for no file."""
+    found = text(path)
+    return int(found) if found.isdigit() else None
+
+
+def _field(content: str, key: str) -> str:
+    """The value of the first line ``key : value``, or ``""``."""
+    for line in content.splitlines():
+        before, colon, after = line.partition(":")
+        if colon and before.strip() == key:
+            return after.strip()
+    return ""
+
+
+def sysctl(key: str) -> str:
+    """A value of sysctl on macOS; ``""`` elsewhere and for unknown keys."""
+    if platform.system() != "Darwin":
+        return ""
+    try:
+        return subprocess.run(["sysctl", "-n", key], capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -6,6 +6,7 @@ Sizes are bytes. A record can be written by hand, so every machine can be decide
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -71,3 +72,12 @@ class Hardware:
     def kind(self) -> str:
         """torch's device type of the accelerators here, or ``"cpu"``."""
         return self.devices[0].kind if self.devices else "cpu"
+
+
+class Found(NamedTuple):
+    """The devices a probe saw, or the sentence that says why it saw none."""
+
+    vendor: str  # as in Hardware.vendor
+    devices: tuple[Device, ...] = ()
+    links: str = ""  # as in Hardware.links
+    missing: tuple[str, ...] = ()  # as in Hardware.looked_for

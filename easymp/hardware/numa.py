@@ -1,20 +1,74 @@
-"""NUMA nodes: the cores of each that this process may use, and the node that each GPU hangs on."""
+"""NUMA nodes: the cores that each rank of a launch gets, so that its memory lies where it computes.
+
+A rank with an NVIDIA GPU gets the cores of the node that its GPU hangs on. Ranks on CPUs are spread evenly, or not at all: a rank
+with fewer cores than the others would hold them all up. torch's own binding (torch.numa) needs numactl and a GPU for each rank.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from ..base import env
-from . import nvml
-from .procfs import number, text
+import torch
+
+from . import nvidia
+from .cpu import number, text
 
 ROOT = Path("/")
+Cores = frozenset[int]
 
 
-def cores(root: Path = ROOT, usable: frozenset[int] | None = None) -> dict[int, frozenset[int]]:
-    """Usable cores by node, of nodes that have some; empty where the system does not say. `usable`: None for this process's own mask,
-    which cpusets of control groups are part of."""
+def plan(processes: int, threads: int, gpus: bool = True) -> tuple[list[Cores], int]:
+    """Cores of each rank (empty: ranks use all of them), and the number of threads that each computes on.
+
+    Args:
+        threads: that this process may use.
+        gpus: whether ranks compute on the accelerators here.
+    """
+    fair = max(1, threads // processes)
+    if processes < 2 or not hasattr(os, "sched_setaffinity"):
+        return [], fair
+    chosen = choose(processes, nodes(), gpu_nodes() if gpus else [])
+    return chosen, min(fair, *_shares(chosen)) if chosen else fair
+
+
+def choose(processes: int, nodes: dict[int, Cores], gpus: Sequence[int | None]) -> list[Cores]:
+    """The cores of each rank, or nothing.
+
+    Args:
+        nodes: usable cores by NUMA node; nodes without any are left out.
+        gpus: the NUMA node of each accelerator, None where it is unknown; empty without accelerators.
+    """
+    if len(nodes) < 2:
+        return []
+    usable = sum(map(len, nodes.values()))
+    if gpus:
+        near = list(gpus[:processes])
+        if len(near) < processes or not all(node in nodes for node in near):
+            return []
+        chosen = [nodes[node] for node in near if node is not None]
+        return chosen if 2 * min(_shares(chosen)) >= usable // processes else []
+    numbers, count = sorted(nodes), len(nodes)
+    chosen = []
+    for rank in range(processes):
+        start = rank * count // processes
+        end = max(start + 1, (rank + 1) * count // processes)
+        chosen.append(frozenset().union(*(nodes[number] for number in numbers[start:end])))
+    return chosen if min(_shares(chosen)) >= usable // processes else []
+
+
+def _shares(chosen: list[Cores]) -> list[int]:
+    """Number of cores of each rank's own, at least 1, where several have the same ones."""
+    return [max(1, len(each) // chosen.count(each)) for each in chosen]
+
+
+def nodes(root: Path = ROOT, usable: Cores | None = None) -> dict[int, Cores]:
+    """Usable cores by node, of nodes that have some; empty where the system does not say.
+
+    Args:
+        usable: None for this process's own mask, which cpusets of control groups are part of.
+    """
     allowed = frozenset(os.sched_getaffinity(0)) if usable is None else usable
     found = {}
     for path in (root / "sys/devices/system/node").glob("node[0-9]*"):
@@ -24,7 +78,7 @@ def cores(root: Path = ROOT, usable: frozenset[int] | None = None) -> dict[int, 
     return found
 
 
-def parse(listed: str) -> frozenset[int]:
+def parse(listed: str) -> Cores:
     """Numbers of a list as the kernel writes it: ``"0-3,8"``."""
     found: set[int] = set()
     for part in filter(None, listed.split(",")):
@@ -33,17 +87,13 @@ def parse(listed: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def gpus(root: Path = ROOT) -> list[int | None]:
-    """The node of each visible accelerator, in torch's order; None where it is unknown, which it is for all but NVIDIA's with NVML."""
-    import torch
-
+def gpu_nodes(root: Path = ROOT) -> list[int | None]:
+    """The node of each visible accelerator, in torch's order; None where it is unknown, as for all but NVIDIA's with NVML."""
     count = max(torch.cuda.device_count(), torch.xpu.device_count())
-    if not count or torch.version.hip or not torch.cuda.device_count():
-        return [None] * count
-    seen = nvml.read(env.read("CUDA_VISIBLE_DEVICES"), env.read("CUDA_DEVICE_ORDER"))
+    seen = nvidia.read_nvml() if torch.cuda.device_count() and not torch.version.hip else None
     if seen is None or len(seen.cards) != count:
         return [None] * count
-    return [near(address, root) for address in nvml.addresses([card.uuid for card in seen.cards])]
+    return [near(card.address, root) for card in seen.cards]
 
 
 def near(address: str | None, root: Path = ROOT) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import settings
-from ..distributed import announced
+from ..distributed import ranks
 
 
 def default_processes() -> int:
@@ -11,7 +11,7 @@ def default_processes() -> int:
 
     Asks the driver's library, not the device. Several announced tasks on one machine are one for each process.
     """
-    found, _ = announced.read_node()
+    found, _ = ranks.read_node()
     if found is not None and found.processes > 1:
         return found.processes
     if settings.resolve().cpu or (found is not None and (found.local_size or 1) > 1):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..distributed import announced
+from ..distributed import ranks
 from ..errors import SettingError
 from . import agent, binding, slurm
 from .devices import default_processes
@@ -111,9 +111,9 @@ def launch(processes: int | None = None) -> None:
     Raises:
         SettingError: there is no script to run again (a notebook, ``python -c``, an interactive session).
     """
-    found, why = announced.read()
+    found, why = ranks.read()
     if (found is not None and found.processes == 1 and found.most is None) or (
-        found is None and why == announced.ONE
+        found is None and why == ranks.ONE
     ):
         return
     processes = checked(processes)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from ..base import env
-from ..distributed import announced
-from ..distributed.slurm import BATCH
+from ..distributed import ranks
+from ..distributed.ranks import BATCH
 from ..errors import SettingError
 from .failure import RESTART
 from .place import Place, place, read_nodes
@@ -63,7 +63,7 @@ def meet(
         WorldError: the announcing variables contradict each other.
     """
     least, most = read_nodes(nodes or "1")
-    found, why = announced.read_node()
+    found, why = ranks.read_node()
     if why == BATCH and nodes is None and (count := env.integer("SLURM_JOB_NUM_NODES", 1)) > 1:
         raise SettingError(
             f"Slurm's job has {count} nodes, and its batch script runs on the first one only: write srun before the command, which "

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import StepError
 from ..options import AutocastKwargs
-from .autocast import as_asked
+from .mixed import as_asked
 
 NOBODYS = "ipu"
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)

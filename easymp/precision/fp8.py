@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from ..errors import PrepareError
 from ..logging import get_logger
 from ..protocols import Facts, Refusal
-from .bf16 import BF16
+from .mixed import BF16
 
 logger = get_logger(__name__)
 

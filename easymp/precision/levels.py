@@ -25,11 +25,9 @@ from torch.nn.utils.rnn import PackedSequence
 from ..base.pytree import map_leaves
 from ..options import AutocastKwargs
 from ..protocols import Facts, Refusal
-from .autocast import as_asked
-from .bf16 import BF16
 from .cast_lists import Listed, ListedCasts
-from .fp16 import FP16
 from .fp32 import FP32
+from .mixed import BF16, FP16, as_asked
 
 
 class O0(FP32):

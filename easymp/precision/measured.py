@@ -22,8 +22,8 @@ from ..base.pytree import leaves, map_leaves
 from ..distributed import World
 from ..options import AutocastKwargs
 from ..protocols import Choice, Facts, Refusal, Source
-from .bf16 import BF16
 from .fp32 import FP32
+from .mixed import BF16
 
 BUDGET = 1.0  # seconds for the pairs
 PATIENCE = 5.0  # seconds for as many of them as a median takes on a busy machine; a step that is slower gets one pair

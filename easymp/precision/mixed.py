@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.hooks import RemovableHandle
 
+from ..base.pytree import map_leaves
+from ..errors import BatchError
 from ..options import AutocastKwargs
-from .autocast import autocast, under_autocast
+from ..protocols import Facts, Refusal
 from .fp32 import FP32
 
 LOW = (torch.float16, torch.bfloat16)
@@ -51,3 +56,175 @@ def raise_weights(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
             chosen.update(id(b) for b in module._buffers.values() if b is not None and b.dtype in LOW)
         module._apply(lambda t: t.float() if id(t) in chosen else t, recurse=False)
     return raised
+
+
+# -- A model under autocast, with the type of its outputs settled.
+
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+# Layers whose weights and biases autocast converts by itself.
+PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+
+
+class Autocast(nn.Module):
+    """Calls `module` under ``torch.autocast`` and casts floating-point outputs to ``options.output_dtype``.
+
+    Outputs in float64, which autocast leaves alone, are left alone here, too. Autocast lies inside this module's forward, so that
+    whatever wraps it (DDP, torch.compile) sees one function.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, compute: torch.dtype, options: AutocastKwargs
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.device_type = device.type
+        self.compute = compute
+        self.options = options
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device_type, self.compute, True, self.options.cache_enabled):
+            outputs = self.module(*args, **kwargs)
+        return as_asked(outputs, self.options.output_dtype)
+
+
+def as_asked(outputs: Any, dtype: torch.dtype | None) -> Any:
+    """A model's outputs with their floating-point tensors in `dtype`; None leaves them as computed.
+
+    Raises:
+        BatchError: a container that cannot be rebuilt.
+    """
+    if dtype is None:
+        return outputs
+    if type(outputs) is Tensor:
+        return _cast(outputs, dtype)
+    try:
+        return map_leaves(lambda leaf: _cast(leaf, dtype), outputs)
+    except BatchError as error:
+        raise BatchError(
+            f"the model's output cannot be given back in {dtype}: {error.__cause__}. Return plain tensors, tuples, lists or dicts from "
+            "forward(), or leave outputs as computed with AutocastKwargs(output_dtype=None)"
+        ) from error
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype != torch.float64 else leaf
+    return leaf._replace(data=_cast(leaf.data, dtype)) if isinstance(leaf, PackedSequence) else leaf
+
+
+def autocast(
+    device: torch.device, compute: torch.dtype, options: AutocastKwargs
+) -> AbstractContextManager[Any]:
+    """torch's autocast, or nothing where the caller turned it off."""
+    return (
+        torch.autocast(device.type, compute, True, options.cache_enabled)
+        if options.enabled
+        else nullcontext()
+    )
+
+
+class Upcast:
+    """Shows a module some of its parameters in fp32 while it computes.
+
+    Autocast converts the inputs of matrix products, and of some other functions on some devices. Every other function must be given
+    weights that go with fp32 inputs, as it is where parameters are stored in fp32: norms, above all.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._kept: list[dict[str, Any]] = []
+
+    def begin(self, module: nn.Module, *_: Any) -> None:
+        held = {name: module._parameters[name] for name in self._names}
+        self._kept.append(held)
+        for name, parameter in held.items():
+            if parameter is not None and parameter.dtype in (torch.bfloat16, torch.float16):
+                module._parameters[name] = parameter.float()  # type: ignore[assignment]
+
+    def end(self, module: nn.Module, *_: Any) -> None:
+        module._parameters.update(self._kept.pop())
+
+
+def as_if_fp32(model: nn.Module) -> list[RemovableHandle]:
+    """Let `model`, whose parameters will be gathered in half precision, compute under autocast as one with fp32 parameters does.
+
+    Norms, and other modules outside of matrix products, see their vectors in fp32; embeddings return fp32. Hooks do it, which torch's
+    hooks that gather parameters enclose, whatever comes first.
+    """
+    handles: list[RemovableHandle] = []
+    for module in model.modules():
+        if isinstance(module, EMBEDDINGS):
+            handles.append(
+                module.register_forward_hook(
+                    lambda _, __, output: as_asked(output, torch.float32), prepend=True
+                )
+            )
+        every = isinstance(
+            module, (nn.LayerNorm, nn.RMSNorm, nn.Bilinear)
+        )  # of whose weights some have several dimensions
+        vectors = [name for name, p in module._parameters.items() if p is not None and (p.ndim < 2 or every)]
+        if vectors and not isinstance(module, PRODUCTS):
+            upcast = Upcast(vectors)
+            handles.append(module.register_forward_pre_hook(upcast.begin))
+            handles.append(module.register_forward_hook(upcast.end, prepend=True, always_call=True))
+    return handles
+
+
+@contextmanager
+def upcast_again(module: nn.Module) -> Iterator[None]:
+    """Inside, `module`, which is computed again without its hooks, sees its parameters as it did before."""
+    found = [
+        bound
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(bound := getattr(hook, "__self__", None), Upcast)
+    ]
+    for upcast in found:
+        upcast.begin(module)
+    try:
+        yield
+    finally:
+        for upcast in found:
+            upcast.end(module)
+
+
+def under_autocast(
+    module: nn.Module, device: torch.device, compute: torch.dtype, options: AutocastKwargs
+) -> nn.Module:
+    """`module` under autocast, or `module` itself where the caller turned autocast off."""
+    return Autocast(module, device, compute, options) if options.enabled else module
+
+
+# -- bf16: fp32 parameters, products in bfloat16 under autocast. fp32's range, so no loss scale is needed.
+
+
+class BF16(Mixed):
+    name: ClassVar[str] = "bf16"
+    compute: ClassVar[torch.dtype] = torch.bfloat16
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None:
+        without = [d for d in facts.hardware.devices if not d.bf16] if facts.device != "cpu" else []
+        if without:
+            arch = without[0].architecture or "this device"
+            return Refusal(
+                f"{without[0].name} ({arch}) has no bf16 units; torch would emulate them",
+                "use fp16, fp32 or auto",
+            )
+        return None  # the CPU runs bf16 with or without instructions for it, and the plan says which
+
+
+# -- fp16: fp32 parameters, products in float16 under autocast, and a loss scale, since gradients below 6e-8 would vanish.
+
+
+class FP16(Mixed):
+    name: ClassVar[str] = "fp16"
+    compute: ClassVar[torch.dtype] = torch.float16
+    scaled: ClassVar[bool] = True
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None:
+        gtx16 = [d for d in facts.hardware.devices if "GTX 16" in d.name] if facts.device == "cuda" else []
+        if gtx16:
+            return Refusal(f"{gtx16[0].name} has no Tensor Cores and its fp16 gives NaN", "use fp32 or auto")
+        return None

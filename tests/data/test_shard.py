@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easymp.data.shard import Cut, Share, flagged, halves, parts, rounds, shares
+from easymp.data.order import Cut, Share, flagged, halves, parts, rounds, shares
 
 cuts = st.builds(
     Cut, batch=st.integers(1, 5), ranks=st.integers(1, 5), even=st.booleans(), drop_last=st.booleans()

@@ -1,14 +1,37 @@
+"""The processor: instructions, and the limits of control groups, on trees laid out as kernels and container runtimes lay them out."""
+
 import platform
 import types
 
 import psutil
 import pytest
-import torch
 
-from easymp.hardware import cpu, instructions, procfs
+from easymp.hardware import CPU, cpu
 
+GIB = 2**30
+NONE = 9223372036854771712  # version 1's way of saying none
 X86 = "processor\t: 0\nmodel name\t: AMD EPYC 9654 96-Core Processor\nflags\t\t: fpu sse2 {flags}\n\nprocessor\t: 1\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: fp asimd evtstrm {flags}\nCPU implementer\t: 0x41\n"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Writes files below a root: ``tree({"proc/self/cgroup": "0::/"})`` returns the root."""
+
+    def write(files):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+        return tmp_path
+
+    return write
+
+
+def v2(path, files):
+    return {"proc/self/cgroup": f"0::{path}"} | {
+        f"sys/fs/cgroup/{name}": text for name, text in files.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -21,8 +44,9 @@ ARM = "processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: fp asimd evtstrm {flags}
         (ARM, "asimdhp bf16 i8mm sve svebf16", {"neon", "neon_fp16", "neon_bf16", "i8mm", "sve", "sve_bf16"}),
     ],
 )
-def test_features_from_the_kernels_list(text, flags, expected):
-    assert instructions.from_cpuinfo(text.format(flags=flags)) == expected
+def test_features_from_the_kernels_list(tree, monkeypatch, text, flags, expected):
+    monkeypatch.setattr(cpu.torch, "cpu", types.SimpleNamespace())  # before torch 2.13
+    assert cpu.features(tree({"proc/cpuinfo": text.format(flags=flags)})) == expected
 
 
 @pytest.mark.parametrize(
@@ -36,54 +60,32 @@ def test_features_from_the_kernels_list(text, flags, expected):
         ({"architecture": "x86_64", "cpu_name": "avx2"}, False, False),
     ],
 )
-def test_features_from_torch(capabilities, bf16, fp16):
-    found = instructions.from_capabilities(capabilities)
-    processor = cpu.CPU("name", "any", 1, 1, 1, 1, found)
+def test_features_from_torch(monkeypatch, capabilities, bf16, fp16):
+    monkeypatch.setattr(cpu.torch, "cpu", types.SimpleNamespace(get_capabilities=lambda: capabilities))
+    processor = CPU("name", "any", 1, 1, 1, 1, cpu.features())
     assert (processor.bf16, processor.fp16) == (bf16, fp16)
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc/cpuinfo")
 def test_all_sources_agree_here(monkeypatch):
-    root = cpu.ROOT
-    by_torch = instructions.features(root)
-    older = types.SimpleNamespace(
-        **{n: getattr(torch.cpu, n) for n in vars(torch.cpu) if n.startswith("_is_")}
-    )
-    monkeypatch.setattr(instructions.torch, "cpu", older)
-    assert instructions.features(root) == by_torch
-    assert instructions._from_older_torch() <= by_torch
+    by_torch = cpu.features()
+    checks = {name: check for name, check in vars(cpu.torch.cpu).items() if name.startswith("_is_")}
+    monkeypatch.setattr(cpu.torch, "cpu", types.SimpleNamespace(**checks))
+    assert cpu.features() == by_torch
 
 
 def test_apple_silicon_under_an_older_torch(monkeypatch, tmp_path):
-    monkeypatch.setattr(instructions.torch, "cpu", types.SimpleNamespace())
-    answers = {
-        "hw.optional.arm.FEAT_BF16": "1",
-        "hw.optional.arm.AdvSIMD": "1",
-        "hw.optional.arm.FEAT_SME": "0",
-    }
-    monkeypatch.setattr(instructions, "apple", lambda key: answers.get(key, ""))
-    assert instructions.features(tmp_path) == {"neon", "neon_bf16"}
-
-
-def test_sysctl_is_asked_on_a_mac_only(monkeypatch):
-    asked = []
-
-    def run(command, **_):
-        asked.append(command)
-        return types.SimpleNamespace(stdout="Apple M3 Max\n")
-
-    monkeypatch.setattr(procfs.subprocess, "run", run)
-    monkeypatch.setattr(platform, "system", lambda: "Linux")
-    assert procfs.apple("machdep.cpu.brand_string") == ""
+    monkeypatch.setattr(cpu.torch, "cpu", types.SimpleNamespace())
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    assert procfs.apple("machdep.cpu.brand_string") == "Apple M3 Max"
-    assert asked == [["sysctl", "-n", "machdep.cpu.brand_string"]]
+    monkeypatch.setattr(
+        cpu.subprocess, "run", lambda command, **_: types.SimpleNamespace(stdout=command[2][-2] + "\n")
+    )
+    monkeypatch.setattr(cpu, "APPLE", {"FEAT_BF1_": "neon_bf16", "FEAT_SME0_": "sme"})
+    assert cpu.features(tmp_path) == {"neon_bf16"}
 
 
-def test_the_name_is_the_makers(tmp_path):
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text(X86.format(flags=""))
-    assert cpu.name(tmp_path) == "AMD EPYC 9654 96-Core Processor"
+def test_the_name_is_the_makers(tree):
+    assert cpu.name(tree({"proc/cpuinfo": X86.format(flags="")})) == "AMD EPYC 9654 96-Core Processor"
 
 
 def test_windows_word_for_the_architecture(monkeypatch):
@@ -109,3 +111,75 @@ def test_affinity_counts():
         assert cpu.probe().threads == 1
     finally:
         process.cpu_affinity(before)
+
+
+@pytest.mark.parametrize(
+    ("files", "memory", "quota"),
+    [
+        ({"proc/cpuinfo": ""}, None, None),
+        (v2("/", {"memory.max": 4 * GIB, "cpu.max": "150000 100000"}), 4 * GIB, 1.5),
+        (
+            v2("/a/b", {"a/memory.max": "max", "a/b/memory.max": "max", "a/b/cpu.max": "max 100000"}),
+            None,
+            None,
+        ),
+        # the host's path in a container: the mount is the group
+        (v2("/docker/abc", {"memory.max": 2 * GIB}), 2 * GIB, None),
+        (v2("/../../docker/abc", {"memory.max": 2 * GIB}), 2 * GIB, None),
+        # version 1 in a container
+        (
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": 3 * GIB,
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": 350000,
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000,
+            },
+            3 * GIB,
+            3.5,
+        ),
+        (
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": NONE,
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": -1,
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000,
+            },
+            NONE,
+            None,
+        ),
+    ],
+)
+def test_limits(tree, files, memory, quota):
+    root = tree(files)
+    assert (cpu.memory_limit(root), cpu.cpu_quota(root)) == (memory, quota)
+
+
+def test_an_ancestors_limit_counts(tree):
+    files = {
+        "slurm/memory.max": 8 * GIB,
+        "slurm/job/memory.max": "max",
+        "slurm/job/step/memory.max": 16 * GIB,
+        "slurm/cpu.max": "200000 100000",
+        "slurm/job/step/cpu.max": "800000 100000",
+        "other/memory.max": GIB,
+    }
+    root = tree(v2("/slurm/job/step", files))
+    assert (cpu.memory_limit(root), cpu.cpu_quota(root)) == (8 * GIB, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "quota", "threads"), [(8, None, 8), (8, 4.0, 4), (8, 1.5, 1), (8, 0.25, 1), (2, 16.0, 2)]
+)
+def test_threads_that_can_really_run(allowed, quota, threads):
+    assert cpu.threads(allowed, quota) == threads
+
+
+def test_the_processors_memory_and_threads_obey_the_group(tree):
+    bound = cpu.probe(tree(v2("/", {"memory.max": 2**20, "cpu.max": "100000 100000"})))
+    assert (bound.memory, bound.threads) == (2**20, 1)
+    assert bound.cores == cpu.probe().cores
+
+
+def test_numa_nodes_with_processors_count(tree):
+    nodes = "sys/devices/system/node"
+    lists = {"node0/cpulist": "0-3", "node1/cpulist": "4-7", "node2/cpulist": "", "online": "0-2"}
+    assert cpu.numa_nodes(tree({f"{nodes}/{name}": text for name, text in lists.items()})) == 2
+    assert cpu.numa_nodes(tree({}) / "proc") == 1

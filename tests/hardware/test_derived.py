@@ -4,8 +4,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from easymp.hardware import cuda, mps, rocm, xpu
-from easymp.hardware.architectures import WITHOUT_TENSOR_CORES, build_for, built_for
+from easymp.hardware import accelerators, nvidia
+from easymp.hardware.nvidia import WITHOUT_TENSOR_CORES, build_for, built_for
 
 from .machines import MACHINES
 
@@ -19,30 +19,35 @@ OF = {
 @pytest.mark.parametrize("machine", OF["nvidia"])
 def test_nvidia_cards_are_derived_as_recorded(machine):
     for card in MACHINES[machine].devices:
-        assert cuda.facts_for(card.name, card.capability, card.memory, card.index) == card
+        assert nvidia.facts_for(card.name, card.capability, card.memory, card.index) == card
 
 
 @pytest.mark.parametrize("machine", OF["amd"])
 def test_amd_cards_are_derived_as_recorded(machine):
     for card in MACHINES[machine].devices:
         assert (
-            rocm.facts_for(card.name, f"{card.architecture}:sramecc+:xnack-", card.memory, card.index) == card
+            accelerators.amd_facts(card.name, f"{card.architecture}:sramecc+:xnack-", card.memory, card.index)
+            == card
         )
 
 
 def test_the_intel_card_is_derived_as_recorded():
     card = MACHINES["Intel XPU"].devices[0]
-    assert xpu.facts_for(card.name, card.memory, bf16=True, fp16=True, matrix=True, tf32=True) == card
+    assert (
+        accelerators.intel_facts(card.name, card.memory, bf16=True, fp16=True, matrix=True, tf32=True) == card
+    )
 
 
 def test_an_intel_gpu_without_matrix_units_has_no_tensor_cores():
-    card = xpu.facts_for("Intel(R) Iris(R) Xe Graphics", 2**33, bf16=False, fp16=True, matrix=False)
+    card = accelerators.intel_facts(
+        "Intel(R) Iris(R) Xe Graphics", 2**33, bf16=False, fp16=True, matrix=False
+    )
     assert (card.tensor_cores, card.bf16, card.fp16) == (frozenset(), False, True)
 
 
 def test_the_apple_gpu_is_derived_as_recorded():
     card = MACHINES["M-series Mac"].devices[0]
-    assert mps.facts_for("Apple M3 Max", card.memory) == card
+    assert accelerators.apple_facts("Apple M3 Max", card.memory) == card
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,7 @@ def test_the_apple_gpu_is_derived_as_recorded():
     [("Apple M1", False), ("Apple M2 Ultra", False), ("Apple M10", True), ("Apple", False)],
 )
 def test_metal_emulates_bf16_before_the_m3(chip, native):
-    assert mps.facts_for(chip, 1).bf16 is native
+    assert accelerators.apple_facts(chip, 1).bf16 is native
 
 
 @pytest.mark.parametrize(
@@ -72,12 +77,12 @@ def test_metal_emulates_bf16_before_the_m3(chip, native):
 )
 def test_turing_with_and_without_tensor_cores(name, has):
     assert (WITHOUT_TENSOR_CORES.search(name) is None) is has
-    assert cuda.facts_for(name, (7, 5), 2**33).fp16 is has
+    assert nvidia.facts_for(name, (7, 5), 2**33).fp16 is has
 
 
 @pytest.mark.parametrize("capability", [(10, 3), (11, 0), (12, 1), (13, 0)])
 def test_newer_cards_have_at_least_what_blackwell_has(capability):
-    assert cuda.facts_for("new", capability, 1).tensor_cores == MACHINES["B200"].devices[0].tensor_cores
+    assert nvidia.facts_for("new", capability, 1).tensor_cores == MACHINES["B200"].devices[0].tensor_cores
 
 
 @pytest.mark.parametrize(
@@ -93,7 +98,7 @@ def test_newer_cards_have_at_least_what_blackwell_has(capability):
     ],
 )
 def test_amd_architectures(architecture, cores):
-    assert rocm.facts_for("card", architecture, 1).tensor_cores == cores
+    assert accelerators.amd_facts("card", architecture, 1).tensor_cores == cores
 
 
 @pytest.mark.parametrize(
@@ -121,7 +126,7 @@ def test_amd_architectures(architecture, cores):
 )
 def test_which_compiled_code_runs_where(capability, built, runs):
     assert built_for(capability, built) is runs
-    assert cuda.facts_for("card", capability, 1, arch_list=built).built_for is runs
+    assert nvidia.facts_for("card", capability, 1, arch_list=built).built_for is runs
 
 
 @pytest.mark.parametrize(
@@ -133,8 +138,8 @@ def test_the_right_build_is_named(capability, words):
 
 
 def test_amd_code_runs_on_its_own_architecture_alone():
-    assert rocm.facts_for("card", "gfx942:xnack-", 1, arch_list=["gfx90a", "gfx942"]).built_for
-    assert not rocm.facts_for("card", "gfx950", 1, arch_list=["gfx90a", "gfx942"]).built_for
+    assert accelerators.amd_facts("card", "gfx942:xnack-", 1, arch_list=["gfx90a", "gfx942"]).built_for
+    assert not accelerators.amd_facts("card", "gfx950", 1, arch_list=["gfx90a", "gfx942"]).built_for
 
 
 @pytest.mark.parametrize("machine", list(MACHINES.values()), ids=list(MACHINES))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import types
 from pathlib import Path
 
 import pytest
 
-from easymp.hardware import numa, nvml
-from easymp.launcher import binding
+from easymp.hardware import numa, nvidia
 
 
 @pytest.fixture
@@ -32,10 +31,10 @@ def machine(tmp_path):
 def test_cores_of_nodes_are_those_that_this_process_may_use(machine):
     root = machine({0: "0-3,8-11", 1: "4-7,12-15", 2: ""})  # the third has memory only
     everything = frozenset(range(16))
-    assert numa.cores(root, everything) == {0: {0, 1, 2, 3, 8, 9, 10, 11}, 1: {4, 5, 6, 7, 12, 13, 14, 15}}
-    assert numa.cores(root, frozenset({1, 2, 5})) == {0: {1, 2}, 1: {5}}
-    assert numa.cores(root, frozenset({1, 2})) == {0: {1, 2}}  # taskset, or a cpuset of a control group
-    assert numa.cores(root / "nowhere", everything) == {}
+    assert numa.nodes(root, everything) == {0: {0, 1, 2, 3, 8, 9, 10, 11}, 1: {4, 5, 6, 7, 12, 13, 14, 15}}
+    assert numa.nodes(root, frozenset({1, 2, 5})) == {0: {1, 2}, 1: {5}}
+    assert numa.nodes(root, frozenset({1, 2})) == {0: {1, 2}}  # taskset, or a cpuset of a control group
+    assert numa.nodes(root / "nowhere", everything) == {}
 
 
 def test_the_node_of_a_card(machine):
@@ -48,19 +47,14 @@ def test_the_node_of_a_card(machine):
 
 def test_cards_in_torchs_order(machine, monkeypatch):
     root = machine({}, {"0000:3b:00.0": "1", "0000:17:00.0": "0"})
-    cards = [type("Card", (), {"uuid": uuid}) for uuid in ("GPU-b", "GPU-a")]
+    cards = [types.SimpleNamespace(address=f"00000000:{bus}:00.0") for bus in ("3B", "17")]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr(nvml, "read", lambda text, order: type("Seen", (), {"cards": cards}))
-    monkeypatch.setattr(
-        nvml,
-        "addresses",
-        lambda uuids: [{"GPU-a": "00000000:17:00.0", "GPU-b": "00000000:3B:00.0"}[uuid] for uuid in uuids],
-    )
-    assert numa.gpus(root) == [1, 0]
-    monkeypatch.setattr(nvml, "read", lambda text, order: None)
-    assert numa.gpus(root) == [None, None]
+    monkeypatch.setattr(nvidia, "read_nvml", lambda: types.SimpleNamespace(cards=cards))
+    assert numa.gpu_nodes(root) == [1, 0]
+    monkeypatch.setattr(nvidia, "read_nvml", lambda: None)
+    assert numa.gpu_nodes(root) == [None, None]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert numa.gpus(root) == []
+    assert numa.gpu_nodes(root) == []
 
 
 A, B, C, D = (frozenset(range(start, start + 4)) for start in (0, 4, 8, 12))
@@ -91,27 +85,12 @@ A, B, C, D = (frozenset(range(start, start + 4)) for start in (0, 4, 8, 12))
     ],
 )
 def test_which_rank_gets_which_cores(processes, nodes, gpus, chosen):
-    assert binding.choose(processes, nodes, gpus) == chosen
+    assert numa.choose(processes, nodes, gpus) == chosen
 
 
 def test_threads_follow_the_cores(monkeypatch):
-    monkeypatch.setattr(numa, "cores", lambda: {0: A, 1: B})
-    monkeypatch.setattr(numa, "gpus", lambda: [1, 1])
-    fair = type("Found", (), {"cpu": type("CPU", (), {"threads": 8})})
-    monkeypatch.setattr("easymp.hardware.detect", lambda use_accelerators: fair)
-    assert binding.plan(2) == ("f0;f0", 2)
-    assert binding.plan(2, numa=False) == ("", 4)
-    assert binding.plan(1) == ("", 8)  # one process may have the machine
-    monkeypatch.setenv("EASYMP_CPU", "1")
-    assert binding.plan(2) == ("f;f0", 4)
-
-
-def test_a_rank_takes_its_own_mask(monkeypatch):
-    taken = []
-    monkeypatch.setattr(
-        os, "sched_setaffinity", lambda process, cores: taken.append((process, cores)), raising=False
-    )
-    binding.bind("", 0)
-    binding.bind("f0f;f0", 1)
-    binding.bind("f0f;f0", 0)
-    assert taken == [(0, {4, 5, 6, 7}), (0, {0, 1, 2, 3, 8, 9, 10, 11})]
+    monkeypatch.setattr(numa, "nodes", lambda: {0: A, 1: B})
+    monkeypatch.setattr(numa, "gpu_nodes", lambda: [1, 1])
+    assert numa.plan(2, 8) == ([B, B], 2)
+    assert numa.plan(2, 8, gpus=False) == ([A, B], 4)
+    assert numa.plan(1, 8) == ([], 8)  # one process may have the machine

@@ -15,10 +15,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from easymp.errors import BatchError
 from easymp.options import AutocastKwargs
 from easymp.precision import ALIASES, PRECISIONS
-from easymp.precision.bf16 import BF16
-from easymp.precision.fp16 import FP16
-from easymp.precision.fp32 import FP32
-from easymp.precision.tf32 import TF32
+from easymp.precision.fp32 import FP32, TF32
+from easymp.precision.mixed import BF16, FP16
 from easymp.protocols import Precision
 
 CPU = torch.device("cpu")

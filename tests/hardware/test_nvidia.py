@@ -1,4 +1,4 @@
-"""The NVIDIA probe over a driver that is not there."""
+"""The NVIDIA probe over a driver that is not there, and CUDA_VISIBLE_DEVICES as CUDA reads it."""
 
 import warnings
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from easymp.base import env
-from easymp.hardware import cuda
+from easymp.hardware import nvidia
+from easymp.hardware.nvidia import Card, visible
 
 from .fakes import FakeCard, install, properties, pynvml
 from .machines import MACHINES
@@ -25,7 +26,7 @@ def test_nvml_answers_and_torch_is_not_asked(monkeypatch):
     recorded = MACHINES["H100"].devices[0]
     fake = pynvml([FakeCard(recorded.name, (9, 0), recorded.memory + 551 * 2**20, reserved=551 * 2**20)])
     install(monkeypatch, fake)
-    found = cuda.probe()
+    found = nvidia.probe()
     assert found == ("nvidia", (recorded,), "", ())
     assert fake.open == 0  # shut down again
     assert not torch.cuda.is_initialized()
@@ -33,7 +34,7 @@ def test_nvml_answers_and_torch_is_not_asked(monkeypatch):
 
 def test_an_older_driver_has_no_second_memory_call(monkeypatch):
     install(monkeypatch, pynvml([FakeCard(memory=GIB, reserved=None)]))
-    assert cuda.probe().devices[0].memory == GIB
+    assert nvidia.probe().devices[0].memory == GIB
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_an_older_driver_has_no_second_memory_call(monkeypatch):
 )
 def test_links_between_two(monkeypatch, p2p, links):
     install(monkeypatch, pynvml(PAIR, p2p=p2p))
-    assert cuda.probe().links == links
+    assert nvidia.probe().links == links
 
 
 def test_the_weakest_pair_names_the_links(monkeypatch):
@@ -56,12 +57,12 @@ def test_the_weakest_pair_names_the_links(monkeypatch):
         monkeypatch,
         pynvml(cards, p2p=lambda a, b, what: 0 if what == 0 or {a.uuid, b.uuid} in bridged else 5),
     )
-    assert cuda.probe().links == "PCIe P2P"
+    assert nvidia.probe().links == "PCIe P2P"
 
 
 def test_links_that_nvml_cannot_tell(monkeypatch):
     install(monkeypatch, pynvml(PAIR, fails={"nvmlDeviceGetP2PStatus"}))
-    assert cuda.probe().links == "PCIe"
+    assert nvidia.probe().links == "PCIe"
 
 
 @pytest.mark.parametrize(("text", "names"), [("1", ["b"]), ("GPU-bbbb,GPU-aaaa", ["b", "a"]), ("0", ["a"])])
@@ -69,7 +70,7 @@ def test_visible_devices_are_honoured_and_counted_anew(monkeypatch, text, names)
     cards = [FakeCard("a", uuid="GPU-aaaa"), FakeCard("b", uuid="GPU-bbbb")]
     install(monkeypatch, pynvml(cards))
     with env.override(CUDA_VISIBLE_DEVICES=text, CUDA_DEVICE_ORDER="PCI_BUS_ID"):
-        devices = cuda.probe().devices
+        devices = nvidia.probe().devices
     assert [device.name for device in devices] == names
     assert [device.index for device in devices] == list(range(len(names)))
 
@@ -77,12 +78,12 @@ def test_visible_devices_are_honoured_and_counted_anew(monkeypatch, text, names)
 def test_all_hidden(monkeypatch):
     install(monkeypatch, pynvml(PAIR))
     with env.override(CUDA_VISIBLE_DEVICES=""):
-        assert cuda.probe().missing == ("no NVIDIA GPU: CUDA_VISIBLE_DEVICES='' shows none of the 2 here",)
+        assert nvidia.probe().missing == ("no NVIDIA GPU: CUDA_VISIBLE_DEVICES='' shows none of the 2 here",)
 
 
 def test_a_driver_without_cards(monkeypatch):
     install(monkeypatch, pynvml([]))
-    assert cuda.probe().missing == ("no NVIDIA GPU: the driver lists none",)
+    assert nvidia.probe().missing == ("no NVIDIA GPU: the driver lists none",)
 
 
 def test_a_mig_instance(monkeypatch):
@@ -91,25 +92,25 @@ def test_a_mig_instance(monkeypatch):
         monkeypatch,
         pynvml([FakeCard(mig=True, instances=[part], uuid="GPU-1"), FakeCard(mig=False, uuid="GPU-2")]),
     )
-    (device,) = cuda.probe().devices
+    (device,) = nvidia.probe().devices
     assert (device.name, device.memory, device.capability, device.index) == (part.name, 10 * GIB, (8, 0), 0)
 
 
 def test_a_driver_too_old_for_this_torch(monkeypatch):
     install(monkeypatch, pynvml(PAIR, cuda=12040))
-    found = cuda.probe()
+    found = nvidia.probe()
     assert not found.devices
     assert "runs CUDA 12.4" in found.missing[0] and "install torch built for CUDA 12" in found.missing[0]
 
 
 def test_a_driver_of_an_older_minor_version_will_do(monkeypatch):
     install(monkeypatch, pynvml(PAIR, cuda=12020), cuda="12.6")
-    assert len(cuda.probe().devices) == 2
+    assert len(nvidia.probe().devices) == 2
 
 
 def test_a_card_this_torch_has_no_code_for(monkeypatch):
     install(monkeypatch, pynvml([FakeCard("NVIDIA GeForce GTX 1080", (6, 1))]))
-    found = cuda.probe()
+    found = nvidia.probe()
     assert not found.devices[0].built_for
     assert len(found.missing) == 1 and "sm_61" in found.missing[0] and "cu126" in found.missing[0]
 
@@ -127,7 +128,7 @@ def test_torch_is_asked_where_nvml_is_silent(monkeypatch, fails, peers, links):
     fake = None if fails is None else pynvml(PAIR, fails=fails)
     install(monkeypatch, fake)
     by_torch(monkeypatch, PAIR, peers)
-    found = cuda.probe()
+    found = nvidia.probe()
     assert [device.architecture for device in found.devices] == ["sm_80", "sm_80"]
     assert found.links == links
     assert fake is None or fake.open == 0
@@ -138,16 +139,16 @@ def test_torch_is_asked_where_a_pynvml_is_too_old(monkeypatch):
     del fake.nvmlSystemGetCudaDriverVersion_v2
     install(monkeypatch, fake)
     by_torch(monkeypatch, PAIR)
-    assert len(cuda.probe().devices) == 2
+    assert len(nvidia.probe().devices) == 2
 
 
 def test_only_cuda_knows_the_order_of_unlike_cards(monkeypatch):
     cards = [FakeCard("T4", (7, 5), uuid="GPU-slow"), FakeCard("A100", (8, 0), uuid="GPU-fast")]
     install(monkeypatch, pynvml(cards))
     by_torch(monkeypatch, cards[::-1])
-    assert [device.name for device in cuda.probe().devices] == ["A100", "T4"]
+    assert [device.name for device in nvidia.probe().devices] == ["A100", "T4"]
     with env.override(CUDA_DEVICE_ORDER="PCI_BUS_ID"):
-        assert [device.name for device in cuda.probe().devices] == ["T4", "A100"]
+        assert [device.name for device in nvidia.probe().devices] == ["T4", "A100"]
 
 
 def test_torchs_own_reason_is_quoted(monkeypatch):
@@ -160,22 +161,79 @@ def test_torchs_own_reason_is_quoted(monkeypatch):
         )
 
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
-    assert cuda.probe().missing == (
+    assert nvidia.probe().missing == (
         "no NVIDIA GPU: CUDA initialization: Found no NVIDIA driver on your system",
     )
     with env.override(CUDA_VISIBLE_DEVICES="3"):
-        assert "(CUDA_VISIBLE_DEVICES='3')" in cuda.probe().missing[0]
+        assert "(CUDA_VISIBLE_DEVICES='3')" in nvidia.probe().missing[0]
 
 
 def test_no_reason_at_all(monkeypatch):
     install(monkeypatch, None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cuda.probe().missing == ("no NVIDIA GPU: the driver shows none or is not there",)
+    assert nvidia.probe().missing == ("no NVIDIA GPU: the driver shows none or is not there",)
 
 
 def test_a_torch_without_cuda_beside_a_driver(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "is built without CUDA" in cuda.probe(tmp_path).missing[0]
+    assert "is built without CUDA" in nvidia.probe(tmp_path).missing[0]
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").touch()
-    assert "install the CUDA build of torch" in cuda.probe(tmp_path).missing[0]
+    assert "install the CUDA build of torch" in nvidia.probe(tmp_path).missing[0]
+
+
+# -- which cards are visible ---------------------------------------------------------------------------------------------
+
+CARDS = tuple(Card(i, f"GPU-{x}{x}{x}{x}-{i}", f"card {i}", (8, 0), 1) for i, x in enumerate("abc"))
+INSTANCES = tuple(Card(f"1.{i}", f"MIG-{i}{i}{i}{i}", "slice", (8, 0), 1) for i in range(2))
+DIVIDED = Card(1, "GPU-dddd-1", "card 1", (8, 0), 8, None, True, INSTANCES)
+
+
+@pytest.mark.parametrize(
+    ("text", "indices"),
+    [
+        (None, [0, 1, 2]),
+        ("0,1,2", [0, 1, 2]),
+        ("2,0", [2, 0]),
+        ("1", [1]),
+        (" 1 , 2 ", [1, 2]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("0,-1,2", [0]),
+        ("0,7,1", [0]),
+        ("1,1", []),
+        ("1gpu,2ampere", [1, 2]),
+        ("GPU-bbbb-1", [1]),
+        ("GPU-cccc,GPU-aaaa", [2, 0]),
+        ("GPU-", []),  # fits all of them
+        ("GPU-zzzz", []),
+        ("GPU-bbbb,GPU-bbbb-1", []),
+    ],
+)
+def test_whole_cards(text, indices):
+    with env.override(CUDA_VISIBLE_DEVICES=text):
+        assert [card.handle for card in visible(CARDS)] == indices
+
+
+@pytest.mark.parametrize(
+    ("text", "handles"),
+    [
+        (None, ["1.0"]),  # one instance, and no whole card beside it
+        ("0", [0]),
+        ("1", ["1.0"]),
+        ("0,1", ["1.0"]),
+        ("MIG-1111", ["1.1"]),
+        ("MIG-0000,MIG-1111", ["1.0"]),
+        ("GPU-dddd-1", ["1.0"]),
+        ("MIG-9999", []),
+    ],
+)
+def test_divided_cards(text, handles):
+    with env.override(CUDA_VISIBLE_DEVICES=text):
+        assert [card.handle for card in visible((CARDS[0], DIVIDED))] == handles
+
+
+def test_a_card_to_be_divided_that_has_no_instance_is_not_there():
+    empty = Card(0, "GPU-eeee", "card", (9, 0), 1, None, True)
+    assert visible((empty, CARDS[1])) == (CARDS[1],)

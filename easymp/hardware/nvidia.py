@@ -1,0 +1,314 @@
+"""NVIDIA cards: the derivation of facts from a name and a compute capability, and the probe.
+
+The probe asks NVML, the driver's own management library, by the optional package ``nvidia-ml-py``: CUDA stays uninitialised, and
+the process may still fork. Without it the probe asks torch, which initialises CUDA in this process.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..base import env
+from .facts import Device, Found
+
+ROOT = Path("/")
+INSTALL = "pytorch.org/get-started/locally"
+
+# From this capability on, Tensor Cores take these input types. CUDA C++ Programming Guide, "Compute Capabilities", table
+# "Tensor Core Input Data Types Supported per Compute Capability", and the PTX ISA (mma, tcgen05.mma with block scaling).
+# On 12.x (GeForce and workstation Blackwell) the units for the block-scaled types are there, but not every kernel that
+# torch has for 10.x: probe a product before relying on them.
+TENSOR_CORES = (
+    ((7, 0), {"fp16"}),
+    ((8, 0), {"bf16", "tf32"}),
+    ((8, 9), {"fp8"}),
+    ((10, 0), {"mxfp8", "nvfp4"}),
+)
+
+# Chips TU116 and TU117: capability 7.5 without Tensor Cores. GTX 16 series, MX 450 and 550, T and Quadro T series, and the
+# mining card CMP 30HX (TechPowerUp GPU database). "Tesla T4" is a TU104 and has them.
+WITHOUT_TENSOR_CORES = re.compile(
+    r"GTX 16\d\d|\bMX[45]50\b|\b(T400|T500|T550|T600|T1000|T1200|T2000)\b|\bCMP 30HX\b"
+)
+
+# Chips in boards (Jetson, Drive) whose machine code the desktop and server chips of the same major version do not share,
+# as torch's own check has it (DEVICE_REQUIREMENT in torch/cuda/__init__.py).
+INTEGRATED = {(5, 3), (6, 2), (7, 2), (8, 7), (10, 1)}
+
+# Numbers of nvml.h, because pynvml's name for the first is by mistake a tuple.
+P2P_READ, P2P_NVLINK, P2P_OK, MIG_ENABLED = 0, 2, 0, 1
+
+
+# -- what a card can do ------------------------------------------------------------------------------------------------
+
+
+def facts_for(
+    name: str, capability: tuple[int, int], memory: int, index: int = 0, arch_list: Sequence[str] = ()
+) -> Device:
+    """What a card of this `capability` can do, with a torch built for `arch_list` (torch.cuda.get_arch_list(); empty:
+    unknown, taken as right). `memory` in bytes.
+
+    bf16 is True for units that compute in it, not for the emulation that torch.cuda.is_bf16_supported() counts by default.
+    fp16 is True with Tensor Cores: without them autocast casts for no gain (also on compute capability 6.0, whose plain fp16
+    rate is double), and the GTX 16 cards give NaN in convolutions.
+    """
+    without = capability == (7, 5) and WITHOUT_TENSOR_CORES.search(name)
+    cores = frozenset(
+        kind for since, kinds in TENSOR_CORES if capability >= since and not without for kind in kinds
+    )
+    return Device(
+        kind="cuda",
+        index=index,
+        name=name,
+        memory=memory,
+        capability=capability,
+        architecture=f"sm_{capability[0]}{capability[1]}",
+        tensor_cores=cores,
+        bf16="bf16" in cores,
+        fp16="fp16" in cores,
+        built_for=built_for(capability, arch_list),
+    )
+
+
+def built_for(capability: tuple[int, int], arch_list: Iterable[str]) -> bool:
+    """Whether code compiled for `arch_list`, as ``["sm_80", "sm_90a", "compute_120"]``, runs on `capability`.
+
+    Machine code (``sm_``) runs on the same major version and the same or a later minor one; with the suffix "a" on that one
+    alone. PTX (``compute_``) is compiled at load for the same or any later capability. (NVCC documentation, "GPU
+    Compilation".) An empty list is unknown, and taken as right.
+    """
+    names = [re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch) for arch in arch_list]
+    codes = [(n[1], (int(n[2]), int(n[3])), n[4]) for n in names if n]
+    return not codes or any(_runs(capability, *code) for code in codes)
+
+
+def _runs(capability: tuple[int, int], form: str, code: tuple[int, int], suffix: str) -> bool:
+    if suffix == "a" or (form == "sm" and INTEGRATED & {capability, code}):
+        return capability == code
+    return code <= capability and (capability[0] == code[0] or (form == "compute" and not suffix))
+
+
+def build_for(capability: tuple[int, int]) -> str:
+    """Words for the build of torch that has code for this card (PYTORCH_RELEASES_CODE_CC in torch/cuda/__init__.py)."""
+    if capability in INTEGRATED:
+        return "NVIDIA's own build of torch for this board"
+    if capability < (5, 0):
+        return "torch from source: no build of today has this architecture"
+    if capability < (7, 5):
+        return "torch built for CUDA 12.6 (cu126), the last with this architecture"
+    return "torch built for CUDA 13.0 (cu130)" if capability >= (10, 0) else "a newer torch built for CUDA"
+
+
+# -- which cards are here ----------------------------------------------------------------------------------------------
+
+
+def probe(root: Path = ROOT) -> Found:
+    """The visible cards, or why there is none; `root` is the folder with ``proc``."""
+    if torch.version.cuda is None:
+        if (root / "proc/driver/nvidia/version").exists():
+            return _none(
+                f"NVIDIA driver present, but torch {torch.__version__} has no CUDA: install the CUDA build of torch ({INSTALL})"
+            )
+        return _none(f"no NVIDIA GPU: this torch {torch.__version__} is built without CUDA")
+    text = env.read("CUDA_VISIBLE_DEVICES")
+    seen = read_nvml()
+    return _by_torch(text) if seen is None else _by_nvml(seen, text)
+
+
+def _by_nvml(seen: Seen, text: str | None) -> Found:
+    if not seen.cards:
+        hidden = seen.total and text is not None
+        here = f"CUDA_VISIBLE_DEVICES={text!r} shows none of the {seen.total} here"
+        return _none(f"no NVIDIA GPU: {here if hidden else 'the driver lists none'}")
+    # Within one major version any driver runs any minor one (CUDA Compatibility, "Minor Version Compatibility").
+    if seen.cuda[0] < int(torch.version.cuda.split(".")[0]):
+        return _none(
+            f"NVIDIA driver {seen.driver} runs CUDA {seen.cuda[0]}.{seen.cuda[1]}, but torch {torch.__version__} needs CUDA "
+            f"{torch.version.cuda}: update the driver, or install torch built for CUDA {seen.cuda[0]} ({INSTALL})"
+        )
+    return _found([(card.name, card.capability, card.memory) for card in seen.cards], seen.links)
+
+
+def _by_torch(text: str | None) -> Found:
+    with warnings.catch_warnings(record=True) as said:  # torch says why there is no device in a warning
+        warnings.simplefilter("always")
+        there = torch.cuda.is_available()
+    if not there:
+        shown = f" (CUDA_VISIBLE_DEVICES={text!r})" if text is not None else ""
+        why = str(said[0].message).split("(Triggered")[0].strip().rstrip(".") if said else ""
+        return _none(f"no NVIDIA GPU{shown}: {why or 'the driver shows none or is not there'}")
+    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    facts = [(card.name, (card.major, card.minor), card.total_memory) for card in cards]
+    return _found(facts, links_by_torch(len(cards)))
+
+
+def _found(facts: Sequence[tuple[str, tuple[int, int], int]], links: str) -> Found:
+    # torch.cuda.get_arch_list() before 2.9 asks is_available() first, which wakes the driver; the flags do not.
+    flags = getattr(torch._C, "_cuda_getArchFlags", None)
+    built = (flags() or "").split() if flags else torch.cuda.get_arch_list()
+    devices = tuple(facts_for(*fact, i, built) for i, fact in enumerate(facts))
+    strangers = sorted({(d.capability, d.architecture, d.name) for d in devices if not d.built_for})
+    missing = tuple(
+        f"no code for {name} ({arch}) in this torch {torch.__version__}, built for {' '.join(built)}: "
+        f"install {build_for(capability)}"
+        for capability, arch, name in strangers
+    )
+    return Found("nvidia", devices, links, missing)
+
+
+def _none(why: str) -> Found:
+    return Found("nvidia", missing=(why,))
+
+
+def links_by_torch(count: int) -> str:
+    """``"P2P"`` where each card can read each other's memory, else ``"PCIe"``; ``""`` for one card."""
+    pairs = list(combinations(range(count), 2))
+    return (
+        ""
+        if not pairs
+        else "P2P"
+        if all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+        else "PCIe"
+    )
+
+
+# -- NVML --------------------------------------------------------------------------------------------------------------
+
+
+class Card(NamedTuple):
+    """A card, or an instance of one that is divided (Multi-Instance GPU)."""
+
+    handle: Any  # NVML's
+    uuid: str  # "GPU-…" or "MIG-…"
+    name: str
+    capability: tuple[int, int]
+    memory: int
+    address: str | None = None  # on the PCI bus, "00000000:3B:00.0"
+    divided: bool = False
+    instances: tuple[Card, ...] = ()
+
+
+class Seen(NamedTuple):
+    """What NVML says."""
+
+    cards: tuple[Card, ...]  # visible ones
+    total: int  # cards in the machine
+    cuda: tuple[int, int]  # newest CUDA that the driver can run
+    driver: str
+    links: str
+
+
+def read_nvml() -> Seen | None:
+    """The cards that CUDA will show, or None where NVML cannot tell (no package, no driver, a Jetson).
+
+    NVML counts in the order of the PCI bus, CUDA by default from the fastest card on, by a rule of its own: on a machine with
+    cards of different models an index means the same to both only under ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, and otherwise the
+    answer is None.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        cards = tuple(_card(pynvml, handle) for handle in handles)
+        by_uuid = (env.read("CUDA_VISIBLE_DEVICES") or "").startswith(("GPU-", "MIG-"))
+        unlike = len({card.name for card in cards}) > 1
+        if unlike and not by_uuid and env.read("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+            return None
+        left = visible(cards)
+        version = pynvml.nvmlSystemGetCudaDriverVersion_v2()  # 12040 is 12.4
+        driver = _string(pynvml.nvmlSystemGetDriverVersion())
+        return Seen(left, len(cards), (version // 1000, version % 1000 // 10), driver, _links(pynvml, left))
+    except (pynvml.NVMLError, AttributeError):  # a card that answers to nothing; a pynvml too old for a call
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def visible(cards: tuple[Card, ...]) -> tuple[Card, ...]:
+    """The cards that ``CUDA_VISIBLE_DEVICES`` leaves, in CUDA's order; `cards` are all of them, in the order that indices mean.
+
+    torch reads the variable. The first entry that names nothing ends the list, and a repeated one empties it. A process sees a
+    single MIG instance, and then no whole card (MIG User Guide, "Device Enumeration").
+    """
+    entries = torch.cuda._parse_visible_devices()
+    everything = [*cards, *(instance for card in cards for instance in card.instances)]
+    chosen: list[Card] = []
+    for entry in entries:
+        if isinstance(entry, int):
+            matches = list(cards[entry : entry + 1])
+        else:
+            matches = [card for card in everything if card.uuid.startswith(entry.strip())]
+        if len(matches) != 1:
+            break
+        if matches[0] in chosen:
+            return ()
+        chosen += matches
+    seen = [
+        card.instances[0] if card.divided else card for card in chosen if card.instances or not card.divided
+    ]
+    instance = next((card for card in seen if card.uuid.startswith("MIG-")), None)
+    return (instance,) if instance else tuple(seen)
+
+
+def _card(nvml: Any, handle: Any) -> Card:
+    capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    try:
+        address = _string(nvml.nvmlDeviceGetPciInfo(handle).busId)
+    except (nvml.NVMLError, AttributeError):
+        address = None
+    card = _described(nvml, handle, capability, address)
+    try:
+        if nvml.nvmlDeviceGetMigMode(handle)[0] != MIG_ENABLED:
+            return card
+    except nvml.NVMLError:  # cards that cannot be divided
+        return card
+    found = []
+    for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
+        except nvml.NVMLError:  # an empty place
+            continue
+        found.append(_described(nvml, instance, capability, address))
+    return card._replace(divided=True, instances=tuple(found))
+
+
+def _described(nvml: Any, handle: Any, capability: tuple[int, int], address: str | None) -> Card:
+    uuid, name = _string(nvml.nvmlDeviceGetUUID(handle)), _string(nvml.nvmlDeviceGetName(handle))
+    try:  # CUDA shows NVML's total without what the driver reserves, which only the second version tells apart
+        info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+        memory = info.total - info.reserved
+    except (nvml.NVMLError, AttributeError, TypeError):
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
+    return Card(handle, uuid, name, capability, memory, address)
+
+
+def _links(nvml: Any, cards: tuple[Card, ...]) -> str:
+    """The weakest way between any two cards: a collective is as fast as its slowest pair."""
+    if len(cards) < 2:
+        return ""
+    pairs = [(a.handle, b.handle) for a, b in combinations(cards, 2)]
+    for name, what in (("NVLink", P2P_NVLINK), ("PCIe P2P", P2P_READ)):
+        try:
+            if all(nvml.nvmlDeviceGetP2PStatus(a, b, what) == P2P_OK for a, b in pairs):
+                return name
+        except nvml.NVMLError:
+            continue
+    return "PCIe"
+
+
+def _string(value: str | bytes) -> str:
+    """pynvml before version 11.5 returns bytes."""
+    return value.decode() if isinstance(value, bytes) else value
