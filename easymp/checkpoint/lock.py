@@ -21,7 +21,7 @@ LARGEST = 2**16  # bytes of words about an owner
 
 _held: dict[tuple[int, str], list[Any]] = {}
 """Claims of this process that its Accelerators share, and by how many, by process and place."""
-_guard = threading.RLock()  # `hold` claims inside it
+_guard = threading.Lock()
 
 
 def words(**more: str) -> bytes:

@@ -14,6 +14,6 @@ prints what was ignored, and the lines that do the same without it.
 
 from __future__ import annotations
 
-from .saying import explain
+from .layer import explain
 
 __all__ = ["explain"]

@@ -16,8 +16,7 @@ from torch import nn
 from easymp.compat import explain
 from easymp.compat.apex import amp
 from easymp.compat.apex.amp.casts import casts
-from easymp.compat.apex.amp.properties import LEVELS, properties
-from easymp.compat.apex.amp.state import state
+from easymp.compat.apex.amp.state import LEVELS, properties, state
 from easymp.errors import EasympError, RefusedError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

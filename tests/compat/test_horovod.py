@@ -11,9 +11,18 @@ import torch
 from torch import nn
 
 import easymp.compat.horovod as hvd
-from easymp.compat.horovod.adasum import adasum, pair
-from easymp.compat.horovod.engine import Engine, Pending
-from easymp.compat.horovod.requests import Order, Request, Table, agree, read_orders, read_requests, written
+from easymp.compat.horovod.engine import (
+    Engine,
+    Order,
+    Pending,
+    Request,
+    Table,
+    agree,
+    read_orders,
+    read_requests,
+    written,
+)
+from easymp.compat.horovod.execution import adasum, pair
 from easymp.distributed import Ranks, World
 
 Average, Sum, Min, Max, Product, Adasum = hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product, hvd.Adasum
@@ -312,7 +321,7 @@ def test_what_does_not_fit_is_an_error_on_all_ranks_and_the_others_go_on(ranks):
 
 def one_rank_is_missing(reported):
     with started() as (rank, _):
-        hvd.elastic.running.running().world.timeout = 1.0
+        hvd.elastic.engine.running().world.timeout = 1.0
         if rank == 0:
             with pytest.raises(
                 hvd.HorovodInternalError, match="lonely: not every rank asked for it within 1 s"
@@ -357,7 +366,7 @@ def test_a_rank_that_fails_is_heard_of_at_once(ranks, who):
 def forked():
     """A child that ends leaves nothing: it speaks over its parent's connections."""
     with started() as (_, size):
-        world = hvd.elastic.running.running().world
+        world = hvd.elastic.engine.running().world
         child = os.fork()
         if not child:
             hvd.shutdown()
@@ -766,7 +775,7 @@ def test_the_sampler_gives_what_is_left(monkeypatch):
     other.load_state_dict(sampler.state_dict())
     assert list(other) == [0, 1, 2, 6, 7, 8, 9]
     assert len(other) == 7
-    running = hvd.elastic.running
+    running = hvd.elastic.engine
     monkeypatch.setattr(running, "is_initialized", lambda: True)
     monkeypatch.setattr(running, "size", lambda: 3)
     parts = []

@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 
-from easymp.compat import explain, saying
+from easymp.compat import explain
+from easymp.compat import layer as saying
 from easymp.errors import EasympWarning
 
 

@@ -1,101 +1,94 @@
 """Accelerate's interface: ``from easymp.compat.accelerate import Accelerator``, and ``easymp.compat.accelerate.utils`` beside it.
 
-Its defaults and the order of its arguments, where easymp's own differ (see `Accelerator`), its modules, and its names that are
-somewhere else in easymp. Not here: inference of models that are larger than a device, quantization, DeepSpeed and Megatron as engines.
+The Accelerator has Accelerate's defaults and order of arguments, and the modules have its names. Inference of models that are larger
+than a device, quantization, and DeepSpeed and Megatron as engines are not part of it.
 """
 
 from __future__ import annotations
 
-from ...data import skip_first_batches
+from ...data import PreparedLoader, skip_first_batches
+from ...distributed.processes import DistributedType
 from ...launcher.functions import debug_launcher, notebook_launcher
+from ...optim import PreparedOptimizer
 from ...strategies.local_sgd import LocalSGD
-from ...training.oom import find_executable_batch_size
-from . import (
-    data_loader,
-    launchers,
-    local_sgd,
-    logging,
-    memory_utils,
-    optimizer,
-    scheduler,
-    state,
-    tracking,
-    utils,
-)
-from .accelerator import Accelerator
+from ...trackers import GeneralTracker, on_main_process
+from ...training.oom import find_executable_batch_size, release_memory
+from ...training.state import AcceleratorState, GradientState, PartialState, is_open
+from ..layer import submodules
+from . import logging, utils
+from .accelerator import AcceleratedScheduler, Accelerator
 from .layer import OFFLOADING, layer
-from .state import PartialState
-from .utils import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DDPCommunicationHookType,
-    DeepSpeedPlugin,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ParallelismConfig,
-    ProfileKwargs,
-    is_rich_available,
-)
 
-__version__ = "1.15.0"  # whose interface this is, for scripts that ask
+__version__ = "1.15.0"  # the interface that this layer follows, for scripts that ask
+
+OWN_TRACKER = (
+    "pass its word to Accelerator(log_with=…), and find it by accelerator.get_tracker(word, unwrap=True)"
+)
+MODULES = {
+    "data_loader": {
+        "DataLoaderDispatcher": PreparedLoader,
+        "DataLoaderShard": PreparedLoader,
+        "skip_first_batches": skip_first_batches,
+        "absent": dict.fromkeys(
+            ("BatchSamplerShard", "IterableDatasetShard", "prepare_data_loader"),
+            "use accelerator.prepare(loader)",
+        ),
+    },
+    "launchers": {"debug_launcher": debug_launcher, "notebook_launcher": notebook_launcher},
+    "local_sgd": {"LocalSGD": LocalSGD},
+    "memory_utils": {
+        "find_executable_batch_size": find_executable_batch_size,
+        "release_memory": release_memory,
+    },
+    "optimizer": {"AcceleratedOptimizer": PreparedOptimizer},
+    "scheduler": {"AcceleratedScheduler": AcceleratedScheduler},
+    "state": {
+        "AcceleratorState": AcceleratorState,
+        "DistributedType": DistributedType,
+        "GradientState": GradientState,
+        "PartialState": PartialState,
+        "is_initialized": is_open,
+    },
+    "tracking": {
+        "GeneralTracker": GeneralTracker,
+        "on_main_process": on_main_process,
+        "absent": dict.fromkeys(("MLflowTracker", "TensorBoardTracker", "WandBTracker"), OWN_TRACKER),
+    },
+}
+submodules(__name__, MODULES, layer, "accelerate")
+
+_UTILS = (
+    "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin DistributedDataParallelKwargs DistributedType "
+    "FullyShardedDataParallelPlugin GradScalerKwargs InitProcessGroupKwargs ParallelismConfig ProfileKwargs is_rich_available"
+)
+globals().update({name: getattr(utils, name) for name in _UTILS.split()})
 
 __all__ = [
     "Accelerator",
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "InitProcessGroupKwargs",
     "LocalSGD",
-    "ParallelismConfig",
     "PartialState",
-    "ProfileKwargs",
-    "data_loader",
     "debug_launcher",
     "find_executable_batch_size",
-    "is_rich_available",
-    "launchers",
-    "local_sgd",
     "logging",
-    "memory_utils",
     "notebook_launcher",
-    "optimizer",
-    "scheduler",
     "skip_first_batches",
-    "state",
-    "tracking",
     "utils",
 ]
+__all__ += [*MODULES, *_UTILS.split()]
 
 META = "build the model under `with torch.device('meta'):`; prepare gives it its values, easymp.load_weights those of a file"
-
+_OFFLOADING = (
+    "big_modeling cpu_offload cpu_offload_with_hook disk_offload dispatch_model hooks infer_auto_device_map "
+    "load_checkpoint_and_dispatch"
+)
 __getattr__ = layer.absent(
     "accelerate",
     {
         **dict.fromkeys(("init_empty_weights", "init_on_device"), META),
-        **dict.fromkeys(
-            (
-                "cpu_offload",
-                "cpu_offload_with_hook",
-                "disk_offload",
-                "dispatch_model",
-                "infer_auto_device_map",
-            ),
-            OFFLOADING,
-        ),
-        "load_checkpoint_and_dispatch": OFFLOADING,
+        **dict.fromkeys(_OFFLOADING.split(), OFFLOADING),
         "load_checkpoint_in_model": "use easymp.load_weights(model, folder)",
         "prepare_pippy": "use Accelerator(strategy='pipeline'), which trains",
-        "synchronize_rng_states": "easymp.set_seed(seed) seeds all ranks alike; the order of data is the same on them by itself",
-        "hooks": OFFLOADING,
-        "big_modeling": OFFLOADING,
+        "synchronize_rng_states": utils.ALIKE,
         "test_utils": "use easymp.debug_launcher, or `easymp test`",
     },
     lambda: __all__,

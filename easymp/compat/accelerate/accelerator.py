@@ -17,14 +17,36 @@ from ... import accelerator
 from ...distributed import read_ranks
 from ...distributed.processes import DistributedType
 from ...errors import SettingError
+from ...optim import PreparedScheduler
 from ...options import DataLoaderConfiguration, GradientAccumulationPlugin, LoggerType, ProjectConfiguration
 from ...protocols import Source
 from ...settings import resolve
 from .layer import layer
 from .plugins import FullyShardedDataParallelPlugin, TorchDynamoPlugin
-from .scheduler import AcceleratedScheduler
 
 NATIVE = 'acc = Accelerator(mixed_precision="no", scheduler_steps_per_process=True, log_with="none")'
+
+
+class AcceleratedScheduler(PreparedScheduler):
+    """Scheduler by Accelerate's rule: a call on a synchronizing micro-step steps once a process, unless the update was skipped.
+
+    easymp's own rule counts optimizer updates. This one counts calls, also before the first update and after several ones.
+    """
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the schedule; the step past `total_steps` of a schedule that has them is left out."""
+        if not self._with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        self.each_update = max(self.behind, default=0) == 1 and not args and not kwargs
+        self.behind = [0] * len(self.optimizers)
+        if not self.optimizers[0].synchronizes or any(
+            optimizer.step_was_skipped for optimizer in self.optimizers
+        ):
+            return
+        for _ in range(self._steps):
+            if not self._at_horizon():
+                self.scheduler.step(*args, **kwargs)
 
 
 class Accelerator(accelerator.Accelerator):

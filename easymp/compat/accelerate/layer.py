@@ -1,11 +1,11 @@
-"""The voice of this layer, and what stands for classes that scripts import and may never call."""
+"""Messages of the Accelerate layer, and stand-ins for classes that scripts import and may never call."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ...errors import RefusedError
-from ..saying import Layer
+from ..layer import Layer
 
 layer = Layer("Accelerate")
 

@@ -7,7 +7,7 @@ and `fp16_utils`. Not here: extensions that have grown beside them (contrib, tra
 from __future__ import annotations
 
 from . import amp, fp16_utils, normalization, optimizers, parallel
-from .saying import layer
+from .layer import layer
 
 __all__ = ["amp", "fp16_utils", "normalization", "optimizers", "parallel"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...precision.levels import cast, cast_model
-from .saying import layer
+from .layer import layer
 
 __all__ = [
     "BN_convert_float",

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .saying import layer
+from .layer import layer
 
 __all__ = [
     "FusedLayerNorm",

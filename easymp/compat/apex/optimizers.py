@@ -19,7 +19,7 @@ from ...optim.fused import FusedOptimizer, Options, TorchsOptimizer
 from ...optim.lamb import LAMB
 from ...optim.masters import LOW
 from ...optim.novograd import NovoGrad
-from .saying import ApexError, layer
+from .layer import ApexError, layer
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
 

@@ -12,16 +12,53 @@ from typing import Any
 
 import torch
 
+from ... import optim
 from ...distributed import read_ranks
 from ...errors import SettingError
 from ...version import __version__
-from . import checkpointing, comm, ops, runtime, utils, zero
+from ..layer import submodules
+from . import checkpointing, comm, utils, zero
 from .accelerator import get_accelerator
 from .comm import init_distributed
 from .config import read
 from .engine import DeepSpeedEngine
 from .layer import layer
-from .schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from .optimizers import DeepSpeedCPUAdam, FusedAdam
+from .schedules import SCHEDULES, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+PIPELINE = 'use Accelerator(strategy="pipeline")'
+submodules(
+    __name__,
+    {
+        "ops": {
+            "absent": {
+                "op_builder": "nothing is compiled beforehand; leave it out",
+                "sparse_attention": "use torch.nn.attention.flex_attention",
+                "transformer": "use torch.nn.TransformerEncoderLayer",
+            }
+        },
+        "ops.adagrad": {"DeepSpeedCPUAdagrad": optim.Adagrad},
+        "ops.adam": {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "FusedAdam": FusedAdam},
+        "ops.lamb": {"FusedLamb": optim.LAMB},
+        "ops.lion": {"DeepSpeedCPULion": optim.Lion, "FusedLion": optim.Lion},
+        "pipe": {"absent": dict.fromkeys(("LayerSpec", "PipelineModule", "TiedLayerSpec"), PIPELINE)},
+        "runtime": {
+            "absent": {
+                "config": "pass the dict or path to deepspeed.initialize(config=…)",
+                "engine": "deepspeed.DeepSpeedEngine is the engine",
+                "zero": "deepspeed.zero has Init and GatheredParameters",
+                "pipe": PIPELINE,
+            }
+        },
+        "runtime.lr_schedules": SCHEDULES,
+        "runtime.utils": {
+            "see_memory_usage": utils.see_memory_usage,
+            "absent": {"clip_grad_norm_": "use torch.nn.utils.clip_grad_norm_, or gradient_clipping"},
+        },
+    },
+    layer,
+    "deepspeed",
+)
 
 __all__ = [
     "DeepSpeedEngine",
@@ -120,7 +157,7 @@ __getattr__ = layer.absent(
     "deepspeed",
     {
         "init_inference": "inference is not part of easymp",
-        "PipelineModule": 'use Accelerator(strategy="pipeline")',
+        "PipelineModule": PIPELINE,
         "moe": "mixtures of experts are not part of easymp",
         "DeepSpeedConfig": "pass the dict or path to initialize(config=…); engine.config is what was read",
         "OnDevice": 'use `with torch.device("meta")`',

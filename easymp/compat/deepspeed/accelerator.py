@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...distributed import read_ranks
-from ..devices import device_of
+from ..layer import device_of
 
 
 class Device:

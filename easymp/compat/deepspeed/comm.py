@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ...distributed import World, locate, read_ranks
 from ...errors import RefusedError
-from ..devices import device_of
+from ..layer import device_of
 from .layer import layer
 
 _world: World | None = None

@@ -22,7 +22,7 @@ from ...errors import EasympWarning, RefusedError, SettingError, StepError
 from ...logging import get_logger
 from ...options import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
 from ...training.state import current_world
-from . import making
+from . import optimizers
 from .config import Config
 from .layer import NATIVE, layer
 from .timing import Flops, Watches
@@ -88,13 +88,13 @@ class DeepSpeedEngine(nn.Module):
             ),
         )
         if optimizer is None and config.optimizer is not None:
-            optimizer = making.optimizer(
+            optimizer = optimizers.optimizer(
                 *config.optimizer, parameters if parameters is not None else model.parameters()
             )
         elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(parameters if parameters is not None else model.parameters())
         if scheduler is None and config.scheduler is not None:
-            scheduler = making.scheduler(*config.scheduler)
+            scheduler = optimizers.scheduler(*config.scheduler)
         if scheduler is not None and not hasattr(scheduler, "step"):
             if optimizer is None:
                 raise SettingError(

@@ -1,8 +1,8 @@
-"""The layer's voice."""
+"""Messages of the DeepSpeed layer."""
 
 from __future__ import annotations
 
-from ..saying import Layer
+from ..layer import Layer
 
 layer = Layer("DeepSpeed")
 

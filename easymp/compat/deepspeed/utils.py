@@ -1,4 +1,4 @@
-"""``deepspeed.utils``: its log, and a loader without an end."""
+"""``deepspeed.utils``: its log, a loader without an end, and memory in the log."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from ...distributed import read_ranks
 from ...logging import get_logger
+from .accelerator import get_accelerator
 from .layer import layer
 
 logger = get_logger(__name__)
@@ -51,3 +52,11 @@ class RepeatingLoader:
         except StopIteration:
             self._batches = iter(self.loader)
             return next(self._batches)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log `message` and the device memory of this rank if `force` is True."""
+    if force:
+        device = get_accelerator()
+        used, most = (n / 2**30 for n in (device.memory_allocated(), device.max_memory_allocated()))
+        logger.info("%s: memory allocated %.2f GiB, at most %.2f GiB", message, used, most)

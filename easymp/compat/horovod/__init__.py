@@ -4,49 +4,15 @@ Processes are started by `easymp launch` (in place of horovodrun), torchrun or s
 orders; gradients travel while backward runs. Not here: process sets, MPI, the timeline, and sparse gradients that stay sparse.
 """
 
+# ruff: noqa: F401 (names of __all__)
 from __future__ import annotations
 
 import torch.distributed as dist
 
 from ...strategies.batchnorm import SyncBatchNorm
-from . import elastic
-from .compression import Compression
-from .engine import HorovodInternalError
-from .operations import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Op,
-    Product,
-    Sum,
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    join,
-    poll,
-    reducescatter,
-    reducescatter_async,
-    synchronize,
-)
-from .optimizer import DistributedOptimizer
-from .running import (
+from . import elastic, operations
+from .engine import (
+    HorovodInternalError,
     NotInitializedError,
     cross_rank,
     cross_size,
@@ -60,66 +26,41 @@ from .running import (
     shutdown,
     size,
 )
+from .operations import *  # noqa: F403
+from .optimizer import DistributedOptimizer
 from .states import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "NotInitializedError",
-    "Op",
-    "Product",
-    "Sum",
-    "SyncBatchNorm",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "cross_rank",
-    "cross_size",
-    "elastic",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "shutdown",
-    "size",
-    "synchronize",
+    *operations.__all__,
+    *[
+        "DistributedOptimizer",
+        "HorovodInternalError",
+        "NotInitializedError",
+        "SyncBatchNorm",
+        "allgather_object",
+        "broadcast_object",
+    ],
+    *[
+        "broadcast_optimizer_state",
+        "broadcast_parameters",
+        "cross_rank",
+        "cross_size",
+        "elastic",
+        "gloo_built",
+        "gloo_enabled",
+        "init",
+    ],
+    *[
+        "is_homogeneous",
+        "is_initialized",
+        "local_rank",
+        "local_size",
+        "mpi_built",
+        "mpi_enabled",
+        "mpi_threads_supported",
+        "nccl_built",
+    ],
+    *["rank", "shutdown", "size"],
 ]
 
 

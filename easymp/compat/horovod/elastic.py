@@ -23,7 +23,7 @@ from ...checkpoint import save_tree
 from ...checkpoint.huggingface import load
 from ...errors import SettingError
 from ...settings import resolve
-from . import running
+from . import engine
 from .engine import HorovodInternalError
 from .states import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
@@ -109,7 +109,7 @@ class TorchState(ObjectState):
 
     def commit(self) -> None:
         super().commit()
-        if self._file is not None and running.rank() == 0:
+        if self._file is not None and engine.rank() == 0:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             save_tree({"kept": self._saved, "values": self._values}, self._file)
 
@@ -188,7 +188,7 @@ class ElasticSampler(Sampler[int]):
 
     def reset(self) -> None:
         """Share the rest out among the ranks of now, all of which get as many: the first ones are repeated to fill up."""
-        rank, size = (running.rank(), running.size()) if running.is_initialized() else (0, 1)
+        rank, size = (engine.rank(), engine.size()) if engine.is_initialized() else (0, 1)
         left = [i for i in range(len(self.dataset)) if i not in self.processed_indices]
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(left)
@@ -222,8 +222,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             except HorovodInternalError as error:
                 failed = error
                 state.restore()
-                running.shutdown()
-                running.init()
+                engine.shutdown()
+                engine.init()
                 state.on_reset()
         raise failed
 

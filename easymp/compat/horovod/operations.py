@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 from ...errors import SettingError
-from .compression import Compression
-from .engine import Pending
-from .requests import Order, Request
-from .running import running
+from .engine import Order, Pending, Request, running
+
+__all__ = [
+    *"Adasum Average Compression Max Min Op Product Sum allgather allgather_async allreduce allreduce_".split(),
+    *"allreduce_async allreduce_async_ alltoall alltoall_async barrier broadcast broadcast_ broadcast_async".split(),
+    *"broadcast_async_ grouped_allgather grouped_allreduce grouped_allreduce_ grouped_allreduce_async".split(),
+    *"grouped_allreduce_async_ grouped_reducescatter join poll reducescatter reducescatter_async synchronize".split(),
+]
 
 
 class Op(Enum):
@@ -33,6 +37,39 @@ class Op(Enum):
 
 
 Average, Sum, Adasum, Min, Max, Product = Op
+
+
+class NoneCompressor:
+    """As they are."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """What travels, and what `decompress` needs to know."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor
+
+
+class FP16Compressor:
+    """Floating-point tensors as fp16, which holds 6e-8 to 65,504; back in their own type."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return (tensor.to(torch.float16), tensor.dtype) if tensor.dtype.is_floating_point else (tensor, None)
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor if ctx is None else tensor.to(ctx)
+
+
+class Compression:
+    """The choices: ``Compression.none``, ``Compression.fp16``; or a class with the same two functions."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
 
 _handles: dict[int, Pending] = {}
 _numbers = count(1)

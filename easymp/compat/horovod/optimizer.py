@@ -13,10 +13,18 @@ import torch
 from torch import Tensor
 
 from ...errors import RefusedError, SettingError, StepError
-from .compression import Compression
-from .engine import HorovodInternalError
-from .operations import Adasum, Average, Op, Sum, allreduce, allreduce_async_, forget, synchronize
-from .running import layer, running
+from .engine import HorovodInternalError, layer, running
+from .operations import (
+    Adasum,
+    Average,
+    Compression,
+    Op,
+    Sum,
+    allreduce,
+    allreduce_async_,
+    forget,
+    synchronize,
+)
 from .states import load_in_place
 
 

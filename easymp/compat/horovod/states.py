@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...errors import RefusedError
+from .engine import running
 from .operations import broadcast_async_, synchronize
-from .running import running
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Tensor]], root_rank: int) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from ...errors import SettingError
 from ...precision import LossScale, Scaler
-from ..saying import Layer
+from ..layer import Layer
 
 __all__ = ["GradScaler", "amp_definitely_not_available", "autocast", "custom_bwd", "custom_fwd"]
 

@@ -8,7 +8,7 @@ before `initialize` (``amp.init``), and closures with masters.
 
 from __future__ import annotations
 
-from ..saying import layer
+from ..layer import layer
 from .casts import (
     disable_casts,
     float_function,
@@ -18,9 +18,8 @@ from .casts import (
     register_half_function,
     register_promote_function,
 )
-from .initialising import initialize
-from .losses import scale_loss
-from .optimizers import master_params
+from .initialization import initialize
+from .optimizers import master_params, scale_loss
 from .state import load_state_dict, state_dict
 from .state import state as _amp_state  # noqa: F401 (by this name scripts print the scale: _amp_state.loss_scalers[0].loss_scale())
 

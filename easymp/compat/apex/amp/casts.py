@@ -12,7 +12,7 @@ import torch
 from ....options import AutocastKwargs
 from ....precision.cast_lists import Cast, ListedCasts, as_listed, cast_table
 from ....precision.levels import O1
-from ..saying import ApexError
+from ..layer import ApexError
 
 
 class Casts:

@@ -6,10 +6,21 @@ The script itself calls torch.distributed.init_process_group, and `easymp launch
 
 from __future__ import annotations
 
-from ..saying import layer
-from .batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
-from .larc import LARC
-from .reducing import DistributedDataParallel, Reducer
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ....errors import RefusedError
+from ....optim import larc
+from ....strategies import batchnorm
+from ....strategies.ddp import UNFINISHED, Journey, all_reduce
+from ..amp.optimizers import Stepping
+from ..layer import ApexError, layer
 
 __all__ = [
     "LARC",
@@ -28,3 +39,280 @@ __getattr__ = layer.absent(
     },
     lambda: __all__,
 )
+
+
+class LARC(larc.LARC):
+    """Another optimizer, whose learning rate for each parameter is limited by its norm and its gradient's; see `easymp.optim.LARC`.
+
+    Before `amp.initialize` or after it.
+
+    Args:
+        optimizer: any of torch's classes, or of `apex.optimizers` without norms of their own.
+        trust_coefficient: of the ratio of norms.
+        clip: False scales the learning rate by the ratio, whatever it is.
+        eps: beside the norms.
+    """
+
+    def _step_inside(self, found_inf: Tensor | None) -> None:
+        if isinstance(self.optim, Stepping):
+            self.optim.step()  # which knows of overflows and masters
+        else:
+            super()._step_inside(found_inf)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().step(*args, **kwargs)
+        if isinstance(self.optim, Stepping) and self.optim._amp.masters is not None:
+            self.optim._amp.masters.clear()  # gradients that were put back behind the step inside
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if isinstance(self.optim, Stepping):
+            self.optim.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
+
+
+class SyncBatchNorm(batchnorm.SyncBatchNorm):
+    """The library's SyncBatchNorm, with Apex's arguments.
+
+    Args:
+        process_group: whose samples count; None for all ranks.
+        channel_last: channels are the last dimension of inputs, not the second.
+        fuse_relu: ReLU of the output.
+        others: as torch.nn.BatchNorm2d's.
+    """
+
+    channel_last: bool = False
+    fuse_relu: bool = False
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, process_group=process_group
+        )
+        self.channel_last, self.fuse_relu = channel_last, fuse_relu
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        """Batch-norm of `input`, plus `z`, where given, before the ReLU."""
+        x = input.movedim(-1, 1) if self.channel_last else input
+        y = super().forward(x)
+        y = y.movedim(1, -1) if self.channel_last else y
+        y = y if z is None else y + z
+        return y.relu() if self.fuse_relu else y
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
+) -> nn.Module:
+    """`module`, in place, in which every BatchNorm1d, 2d and 3d, itself included, is a `SyncBatchNorm` with its weights and statistics.
+
+    Raises:
+        PrepareError: a batch-norm that cannot be one (`easymp.convert_sync_batchnorm` says which).
+    """
+    batchnorm.convert_sync_batchnorm(module, process_group)
+    for one in module.modules():
+        if isinstance(one, batchnorm.SyncBatchNorm):
+            norm: Any = one
+            norm.__class__ = SyncBatchNorm
+            norm.channel_last = channel_last
+    return module
+
+
+def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
+    """The group of this rank, of groups of `group_size` ranks that follow one another; None for 0: all ranks. All ranks must call it.
+
+    Raises:
+        ApexError: the number of ranks is no multiple.
+    """
+    if group_size == 0:
+        return None
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if group_size < 0 or size % group_size:
+        raise ApexError(
+            f"group_size={group_size} does not divide the {size} ranks: pass one of their divisors, or 0"
+        )
+    groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, size, group_size)]
+    return groups[rank // group_size]
+
+
+NATIVE = """
+acc = Accelerator(strategy="ddp")  # DistributedDataParallelKwargs(comm_hook="fp32") is allreduce_always_fp32
+model, optimizer, loader = acc.prepare(model, optimizer, loader)
+with acc.no_sync(model): ...  # disable_allreduce
+"""
+BYTES = 4  # of an element, as buckets are counted
+ALL = 2**20  # MB: one bucket
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's DistributedDataParallel, with Apex's options. Parameters take rank 0's values when it is made; buffers stay each rank's own.
+
+    Args:
+        module: on this rank's device.
+        message_size: elements that are reduced at a time, at least.
+        delay_allreduce: reduce everything at once after backward; parameters may then be without a gradient.
+        allreduce_always_fp32: half gradients travel in fp32.
+        gradient_average: False: gradients are sums over the ranks.
+        gradient_predivide_factor: f divides before the sum over n ranks, n / f after it.
+        device_ids, output_device, find_unused_parameters: as torch's, also where torch has device_ids, as the second argument.
+        allreduce_trigger_params, num_allreduce_streams, prof: without effect.
+
+    Raises:
+        RefusedError: options by which Apex hands out its buffers and communicators.
+        ApexError: options that Apex has given up.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int | Sequence[Any] = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: bool | None = None,
+        allreduce_trigger_params: Sequence[Tensor] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+        *,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        if not isinstance(message_size, int):
+            device_ids, message_size = message_size, 10_000_000
+        _refuse(
+            shared_param, gradient_average_split_factor, retain_allreduce_buffers, allreduce_communicators
+        )
+        if not gradient_predivide_factor > 0:
+            raise ApexError(
+                f"gradient_predivide_factor={gradient_predivide_factor!r} must be a number above 0"
+            )
+        if message_size < 1:
+            raise ApexError(f"message_size={message_size!r} must be at least 1 element")
+        told = {
+            "allreduce_trigger_params": (
+                allreduce_trigger_params,
+                "buckets are filled in the order in which gradients come",
+            ),
+            "num_allreduce_streams": (num_allreduce_streams != 1, "torch chooses the streams"),
+            "prof": (prof, "torch.profiler sees each collective"),
+        }
+        layer.ignore({name: why for name, (given, why) in told.items() if given})
+        layer.use("parallel.DistributedDataParallel", NATIVE)
+        with warnings.catch_warnings():
+            # torch 2.13 has another name, which means something else: buffers would take rank 0's values here, too.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            super().__init__(
+                module,
+                device_ids=device_ids,
+                output_device=output_device,
+                # Of Apex's programs some call the model twice before a backward: what is in the graph must stay as it is.
+                broadcast_buffers=False,
+                bucket_cap_mb=ALL if delay_allreduce else message_size * BYTES / 2**20,
+                find_unused_parameters=find_unused_parameters or delay_allreduce,
+            )
+        before = float(gradient_predivide_factor)
+        after = dist.get_world_size() / before if gradient_average else 1.0
+        # torch's reducer keeps it for good: it must not lead back to this module.
+        self._way = Way(Journey(torch.float32 if allreduce_always_fp32 else None, before, after))
+        self.register_comm_hook(self._way, _travel)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As the module's.
+
+        Raises:
+            ApexError: the last backward left a parameter without a gradient.
+        """
+        try:
+            return super().forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            if UNFINISHED not in str(error):
+                raise
+            raise ApexError(
+                "in the last backward a parameter got no gradient, and gradients are reduced when all of a bucket are there: pass "
+                f"delay_allreduce=True, or freeze it with requires_grad_(False). torch says: {error}"
+            ) from error
+
+    def disable_allreduce(self) -> None:
+        """From the next backward on, gradients stay this rank's, where they add up."""
+        self._way.alone = True
+
+    def enable_allreduce(self) -> None:
+        """From the next backward on, gradients are reduced, with what has added up."""
+        self._way.alone = False
+
+
+@dataclass
+class Way:
+    """How gradients travel, and whether they stay."""
+
+    journey: Journey
+    alone: bool = False
+
+
+def _refuse(shared: Any, split: Any, retain: Any, communicators: Any) -> None:
+    if shared is not None:
+        raise ApexError(
+            "shared_param is no longer an option, in Apex neither: if parameters are shared, pass delay_allreduce=True"
+        )
+    if split is not None:
+        raise ApexError(
+            "gradient_average_split_factor is no longer an option, in Apex neither: pass gradient_predivide_factor"
+        )
+    if retain or communicators:
+        raise RefusedError(
+            "retain_allreduce_buffers and allreduce_communicators are not here: buckets and communicators are torch's. Leave them out"
+        )
+
+
+# No annotations of torch's own: it compares those of a hook with its types.
+def _travel(way, bucket):  # type: ignore[no-untyped-def]
+    if not way.alone:
+        return all_reduce(way.journey, bucket)
+    stays: Any = torch.futures.Future()
+    stays.set_result(bucket.buffer())
+    return stays
+
+
+class Reducer:
+    """Averages gradients over the ranks when `reduce` is called; nothing happens by itself.
+
+    Args:
+        module_or_grads_list: a module, whose parameters take rank 0's values now, or gradients.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
+        self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
+        self.grads = [] if isinstance(module_or_grads_list, nn.Module) else list(module_or_grads_list)
+        if self.module is not None:
+            for parameter in self.module.parameters():
+                dist.broadcast(parameter.detach(), 0)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Gradients become their means over the ranks, in place. The ranks must have the same ones."""
+        grads = self.grads
+        if self.module is not None:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for grad in grads:
+            alike.setdefault((grad.device, grad.dtype), []).append(grad)
+        for some in alike.values():
+            flat = torch.cat([g.reshape(-1) for g in some])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            torch._foreach_copy_(
+                some, [part.view_as(g) for part, g in zip(flat.split([g.numel() for g in some]), some)]
+            )

@@ -1,7 +1,0 @@
-"""``deepspeed.ops.lamb``, by easymp.optim."""
-
-from __future__ import annotations
-
-from .... import optim
-
-FusedLamb = optim.LAMB

@@ -1,0 +1,131 @@
+"""Messages and module addresses that the layers share.
+
+A layer warns once about options without effect, records the native lines for what the script uses, and says what replaces absent names.
+`explain` prints the records on request, so that a migrated script runs without a flood of advice.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..distributed import Ranks
+from ..errors import EasympWarning, nearest
+from ..logging import get_logger
+
+logger = get_logger(__name__)
+
+
+class Layer:
+    """Messages of one layer.
+
+    Args:
+        name: the library that the layer stands for, such as ``"Apex"``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ignored: dict[str, str] = {}  # what → why it makes no difference, or what to do instead
+        self.native: dict[str, str] = {}  # what was used → lines of easymp that do the same
+        self._warned = False
+        LAYERS.append(self)
+
+    def ignore(self, words: Mapping[str, str]) -> None:
+        """These options, by name, are known and have no effect, for the reasons given. The first are a warning, later ones are logged."""
+        new = {what: why for what, why in words.items() if what not in self.ignored}
+        if not new:
+            return
+        self.ignored.update(new)
+        said = "; ".join(f"{what} ({why})" for what, why in new.items())
+        if self._warned:
+            logger.info("%s: without effect: %s", self.name, said)
+            return
+        self._warned = True
+        warnings.warn(
+            f"{self.name}: without effect here: {said}. easymp.compat.explain() says more",
+            EasympWarning,
+            stacklevel=3,
+        )
+
+    def use(self, what: str, lines: str) -> None:
+        """`what` was used, and `lines` are how a script for easymp itself does it."""
+        self.native[what] = lines
+
+    def absent(
+        self, module: str, instead: Mapping[str, str], known: Callable[[], list[str]]
+    ) -> Callable[[str], Any]:
+        """A module's ``__getattr__``: names of the original that are not here fail with their replacement.
+
+        With an ImportError, also where they are attributes: Python replaces the words of an AttributeError in ``from … import``.
+
+        Args:
+            module: the original's name, such as ``"apex.amp"``.
+            instead: replacements by name.
+            known: names that are here.
+        """
+
+        def missing(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            way = (
+                f": {instead[name]}"
+                if name in instead
+                else nearest(name, known()) or f". Here are {', '.join(known())}"
+            )
+            raise ImportError(f"{module}.{name} is not part of easymp.compat{way}")
+
+        return missing
+
+
+LAYERS: list[Layer] = []
+
+
+def explain() -> str:
+    """What the layers in use ignored, and the native lines that would do the same; printed, and returned."""
+    parts = []
+    for layer in LAYERS:
+        if not (layer.native or layer.ignored):
+            continue
+        lines = [f"# {layer.name} → easymp", "from easymp import Accelerator"]
+        for what, code in layer.native.items():
+            lines += ["", f"# {what}", code.strip()]
+        lines += [""] * bool(layer.ignored) + [
+            f"# without effect: {what} ({why})" for what, why in layer.ignored.items()
+        ]
+        parts.append("\n".join(lines))
+    text = "\n\n".join(parts) or "no layer of easymp.compat is in use"
+    print(text)  # noqa: T201 (what the function is for)
+    return text
+
+
+def submodules(package: str, table: Mapping[str, Mapping[str, Any]], layer: Layer, original: str) -> None:
+    """Register modules that hold names of `package` at the addresses by which scripts import them.
+
+    Args:
+        package: its ``__name__``.
+        table: address below `package` → what the module holds; the key ``"absent"`` has replacements by name, as for `Layer.absent`.
+        original: the name of the library's own package, for messages.
+    """
+    for address, names in table.items():
+        names = dict(names)
+        module = ModuleType(f"{package}.{address}", f"``{original}.{address}``.")
+        instead = names.pop("absent", {})
+        listed = sorted(names)
+        vars(module).update(names, __all__=listed, __path__=[])
+        vars(module)["__getattr__"] = layer.absent(f"{original}.{address}", instead, partial(list, listed))
+        parent, _, leaf = module.__name__.rpartition(".")
+        sys.modules[module.__name__] = module
+        setattr(sys.modules[parent], leaf, module)
+
+
+def device_of(ranks: Ranks) -> torch.device:
+    """The GPU of this rank, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
