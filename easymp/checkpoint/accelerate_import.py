@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..logging import get_logger
+from .blocks import Tick, no_tick
 from .codec import pack
 from .huggingface import load
 from .layout import whole
@@ -30,7 +31,6 @@ from .model_state import OptimizerState
 from .read_plan import Want
 from .run_state import numbered
 from .source import canonical, without_wrappers
-from .storage import Tick, nothing
 from .storage_local import LocalStorage
 
 logger = get_logger(__name__)
@@ -285,7 +285,7 @@ class Translated(Reading):
         manifest = Manifest(step, max(len(found.rng), 1), "", "Accelerate", {}, tensors, {}, states, aliases)
         super().__init__(LocalStorage(folder), "", manifest, rank, strict, again=True)
 
-    def run(self, tick: Tick = nothing) -> None:
+    def run(self, tick: Tick = no_tick) -> None:
         self._refill(self._wanted)
         self._wanted.clear()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, SettingError
-from . import lock
+from .blocks import Tick, no_tick
 from .codec import TAG
 from .folders import (
     Opened,
@@ -36,7 +36,7 @@ from .manifest import BLOCK, COMMIT, MANIFEST, FileRecord, Manifest, Stored
 from .progress import expect
 from .read_plan import expected, faults, one_by_one, room
 from .snapshot import group
-from .storage import Storage, Tick, nothing
+from .storage import Storage
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class Damage:
     tensors: tuple[str, ...] = ()
 
 
-def verify(folder: str | os.PathLike[str], tick: Tick = nothing) -> list[Damage]:
+def verify(folder: str | os.PathLike[str], tick: Tick = no_tick) -> list[Damage]:
     """All that is wrong with the committed checkpoint in `folder` (or at that URL); empty where it is as it was written.
 
     Args:
@@ -410,7 +410,7 @@ class Difference:
         return not (self.missing or self.added or self.kinds or self.values or self.states)
 
 
-def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick = nothing) -> Difference:
+def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick = no_tick) -> Difference:
     """What differs between the committed checkpoints `one` and `other`, folders or URLs, however their tensors are cut.
 
     Memory does not grow with the tensors: 64 MiB of each is held at a time, more where there are more than four files.
@@ -591,7 +591,7 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
         gone = old.get(checkpoint, [])
         try:
             # Named in the claim, so that who comes after a kill knows what was left half done.
-            claim = storage.claim(checkpoint, lock.words(**({"folder": gone[-1]} if gone else {})))
+            claim = storage.claim(checkpoint, gone[-1] if gone else "")
         except CheckpointError:
             busy.append(checkpoint)
             continue

@@ -1,6 +1,12 @@
-"""JSON that is what it seems: no key twice, no NaN, no depth without end, no numbers that take forever.
+"""Python state as JSON; reading it runs no code.
 
-What is read here may have been written by anyone. Everything that would cost more than its length is refused before it is parsed.
+`dumps` and `loads` are strict JSON: no key twice, no NaN, bounded depth and length. The text may come from anyone, so whatever costs more
+than its length is refused before it is parsed.
+
+`pack` and `unpack` tag the values that plain JSON lacks as ``{"$": kind, …}``, and replace tensors by their names in files. Kept: the
+builtin containers, OrderedDict, Counter, defaultdict of a builtin; numbers of any size, bytes, torch's Size, dtype and device, NumPy's
+scalars and arrays (as tensors). Not kept: whether two places hold the same object, attributes of a container, `requires_grad`. NumPy is
+not imported for any of it.
 """
 
 from __future__ import annotations
@@ -8,7 +14,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict
@@ -23,40 +28,49 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 
-LONGEST = 2**28  # bytes of a document: it is held and parsed in memory, by every rank
+LONGEST = 2**28  # bytes of a document; every rank holds and parses it in memory
 MARKS = 20_000_000  # commas, brackets and quotes in a document; one takes up to 72 bytes once parsed
-DEPTH = 200  # lists and objects in one another; Python's own parser recurses, and so do those who walk what it returns
+DEPTH = (
+    200  # nested lists and objects; Python's parser recurses, and so do the functions that walk its result
+)
 DIGITS = 20  # of an integer: those of 64 bits
 NUMBER = 40  # characters of a float; repr needs 24
+LEVELS = 50  # nested containers of a state; each takes at most three levels of JSON
+WORD = 2**63  # integers from -WORD to 2 * WORD are JSON numbers
+COLLISIONS = (
+    1000  # equal hashes in a set or dict; time grows with their square, and an attacker can choose them
+)
 
-_NO_BONES = bytes(set(range(256)) - set(b'"[]{}'))
+_NOT_BRACKETS = bytes(set(range(256)) - set(b'"[]{}'))
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes, 1 and -1
+
+# -- strict JSON ------------------------------------------------------------------------------------------------------
 
 
 def dumps(value: Any) -> bytes:
-    """`value`, which is made of JSON's own types, as text that `loads` takes.
+    """`value`, made of JSON's own types, as text that `loads` takes.
 
     Raises:
         CheckpointError: it is made of others.
     """
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
-        _measure(text)
+        _check_cost(text)
         return text
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"this cannot be stored as JSON ({error}): pass plain values, and not too many"
+            f"this can't be stored as JSON ({error}): pass plain values, and fewer"
         ) from None
 
 
 def loads(text: bytes, what: str) -> Any:
-    """The value that `text` says.
+    """The value of a JSON text; `what` names the file in messages.
 
     Raises:
-        CheckpointError: it is no JSON, or of a kind that nobody writes; `what` names the file.
+        CheckpointError: it is no JSON, or of a kind that easymp never writes.
     """
     try:
-        _measure(text)
+        _check_cost(text)
         value = json.loads(
             text.decode(),
             object_pairs_hook=_object,
@@ -64,13 +78,11 @@ def loads(text: bytes, what: str) -> Any:
             parse_float=_float,
             parse_constant=_constant,
         )
-        if re.search(
-            rb"\\u[dD][89a-fA-F]", text
-        ):  # half of a surrogate pair is no text: it cannot be written or printed again
+        if re.search(rb"\\u[dD][89a-fA-F]", text):  # half of a surrogate pair can't be written again
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeError as error:
         raise CheckpointError(
-            f"{what}: its text is not UTF-8 ({error.reason}): damaged, or another kind of file"
+            f"{what}: not UTF-8 ({error.reason}): damaged, or another kind of file"
         ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
@@ -79,13 +91,13 @@ def loads(text: bytes, what: str) -> Any:
     return value
 
 
-def _measure(text: bytes) -> None:
+def _check_cost(text: bytes) -> None:
     if len(text) > LONGEST:
         raise ValueError(f"{len(text)} bytes, and {LONGEST} are the most")
     if sum(map(text.count, (b",", b"[", b"{", b'"'))) > MARKS:
         raise ValueError(f"more than {MARKS} commas, brackets and quotes")
-    bones = re.sub(rb"\\.", b"", text, flags=re.DOTALL) if b"\\" in text else text
-    brackets = b"".join(bones.translate(None, _NO_BONES).split(b'"')[::2])  # those outside of strings
+    bare = re.sub(rb"\\.", b"", text, flags=re.DOTALL) if b"\\" in text else text
+    brackets = b"".join(bare.translate(None, _NOT_BRACKETS).split(b'"')[::2])  # those outside of strings
     if max(accumulate(memoryview(brackets.translate(_STEPS)).cast("b")), default=0) > DEPTH:
         raise ValueError(f"nested more than {DEPTH} deep")
 
@@ -93,8 +105,7 @@ def _measure(text: bytes) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {twice[:80]!r} stands twice")
     return found
 
@@ -115,30 +126,19 @@ def _constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-# -- The kinds of values that a tag stands for in a packed state, by their names.
-
+# -- kinds ------------------------------------------------------------------------------------------------------------
 
 TAG = "$"
 SEQUENCES: dict[type, str] = {
-    tuple: "tuple",
-    set: "set",
-    frozenset: "frozenset",
-    torch.Size: "size",
-    range: "range",
-    slice: "slice",
-}
+    tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size", range: "range", slice: "slice",
+}  # fmt: skip
 MAPPINGS: dict[type, str] = {
-    dict: "dict",
-    OrderedDict: "ordered",
-    Counter: "counter",
-    defaultdict: "defaultdict",
-}
-FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, list, dict, set, tuple)} | {
-    "none": None
-}
+    dict: "dict", OrderedDict: "ordered", Counter: "counter", defaultdict: "defaultdict",
+}  # fmt: skip
+FACTORIES: dict[str, Any] = {f.__name__: f for f in (int, float, bool, str, list, dict, set, tuple)}
+FACTORIES["none"] = None
 TORCH_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-# What NumPy and torch both have; the names are the same.
-NUMPY_DTYPES = {
+NUMPY_DTYPES = {  # what NumPy and torch both have, under the same names
     name: TORCH_DTYPES[name]
     for name in (
         *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -147,10 +147,148 @@ NUMPY_DTYPES = {
 }
 
 
-# -- Why a value of a user's state can't be stored, and what can in its place.
+def _base64(content: bytes | bytearray) -> str:
+    return base64.b64encode(content).decode()
 
 
-REMEDIES = {
+WORDS: dict[type, Callable[[Any], str]] = {  # values that are stored as one string
+    int: hex,
+    float: repr,
+    str: lambda text: _base64(text.encode("utf-8", "surrogatepass")),
+    bytes: _base64,
+    bytearray: _base64,
+    torch.dtype: lambda dtype: str(dtype).removeprefix("torch."),
+    torch.device: str,
+}
+
+# -- pack -------------------------------------------------------------------------------------------------------------
+
+
+def pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` in JSON's types; its tensors are put into `tensors` under their paths, which begin with `path`.
+
+    Raises:
+        CheckpointError: something that has no such form; the path says where.
+    """
+    try:
+        return _Packer(tensors).pack(value, path)
+    except RecursionError:
+        raise CheckpointError(f"{path}: packed too deep in the call stack: save from further out") from None
+
+
+class _Packer:
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._open: list[int] = []  # ids of the containers that hold what is being packed
+
+    def pack(self, value: Any, path: str, hashed: bool = False) -> Any:
+        """`hashed`: in a set, or as a key of a dict."""
+        kind = type(value)
+        if (
+            value is None
+            or kind is bool
+            or (kind is int and -WORD <= value < 2 * WORD)
+            or (kind is float and math.isfinite(value))
+            or (kind is str and _encodable(value))
+        ):
+            return value
+        if kind in WORDS:
+            return {TAG: kind.__name__, "value": WORDS[kind](value)}
+        if kind is complex:
+            return {TAG: "complex", "items": [self.pack(part, path) for part in (value.real, value.imag)]}
+        if not hashed and isinstance(value, Tensor):
+            return {TAG: "tensor", "name": self._keep(_checked(value, path), path)}
+        if kind is list or kind in SEQUENCES or kind in MAPPINGS:
+            return self._container(value, path, hashed)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.generic) and value.dtype.name in NUMPY_DTYPES:
+            return {TAG: "scalar", "dtype": value.dtype.name, "value": self.pack(value.item(), path)}
+        if numpy is not None and kind is numpy.ndarray and not hashed and value.dtype.name in NUMPY_DTYPES:
+            # A copy in native byte order; torch shares the memory of no array that is read-only or runs backwards.
+            array = value.astype(value.dtype.newbyteorder("="), order="C")
+            return {TAG: "array", "name": self._keep(torch.from_numpy(array), path)}
+        raise CheckpointError(f"{path}: {_refusal(value, hashed)}")
+
+    def _container(self, value: Any, path: str, hashed: bool) -> Any:
+        if id(value) in self._open:
+            raise CheckpointError(f"{path}: contains itself: store the parts of it that do not")
+        if len(self._open) == LEVELS:
+            raise CheckpointError(
+                f"{path}: more than {LEVELS} containers in one another: store a flatter one"
+            )
+        self._open.append(id(value))
+        try:
+            if type(value) in MAPPINGS:
+                return self._mapping(value, path)
+            if type(value) in (range, slice):
+                value = type(value), (value.start, value.stop, value.step)
+            elif isinstance(value, (set, frozenset)):  # a fixed order: equal states have equal bytes
+                value, hashed = (type(value), sorted(value, key=repr)), True
+            else:
+                value = type(value), value
+            kind, items = value
+            packed = [self.pack(item, f"{path}/{i}", hashed) for i, item in enumerate(items)]
+        finally:
+            self._open.pop()
+        return packed if kind is list else {TAG: SEQUENCES[kind], "items": packed}
+
+    def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
+        kind = MAPPINGS[type(value)]
+        if kind == "dict" and TAG not in value and all(type(key) is str and _encodable(key) for key in value):
+            return {key: self.pack(item, f"{path}/{key}") for key, item in value.items()}
+        packed: dict[str, Any] = {TAG: kind}
+        if isinstance(value, defaultdict):
+            factory = value.default_factory
+            name = next((name for name, known in FACTORIES.items() if known is factory), None)
+            if name is None:
+                raise CheckpointError(
+                    f"{path}: a defaultdict of {_named(factory)} can't be stored: store dict(…) of it"
+                )
+            packed["of"] = name
+        packed["items"] = [
+            [self.pack(key, f"{path}/key {i}", hashed=True), self.pack(item, f"{path}/{_step(key, i)}")]
+            for i, (key, item) in enumerate(value.items())
+        ]
+        return packed
+
+    def _keep(self, tensor: Tensor, path: str) -> str:
+        while path in self._tensors:  # {"a/b": …, "a": {"b": …}}, or {"0": …, 0: …}
+            path += "'"
+        self._tensors[path] = tensor
+        return path
+
+
+def _checked(value: Tensor, path: str) -> Tensor:
+    plain: tuple[type, ...] = (Tensor, nn.Parameter, nn.Buffer)
+    if type(value) not in plain:
+        distributed = sys.modules.get(
+            "torch.distributed.tensor"
+        )  # long to import, and no DTensor exists before
+        if distributed is None or type(value) is not distributed.DTensor:
+            raise CheckpointError(
+                f"{path}: a {_named(type(value))} would come back as a plain tensor: store .as_subclass(torch.Tensor) of it"
+            )
+    if value.layout != torch.strided:
+        raise CheckpointError(f"{path}: a tensor of layout {value.layout} can't be stored: store .to_dense()")
+    return value
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+        return True
+    except UnicodeEncodeError:  # half of a surrogate pair, as in names of files that are no text
+        return False
+
+
+def _step(key: Any, number: int) -> str:
+    """The part of a path that says which item of a dict."""
+    if type(key) is str:
+        return key.encode(errors="backslashreplace").decode()
+    return str(key) if key is None or (isinstance(key, int) and -WORD <= key < WORD) else f"item {number}"
+
+
+REMEDIES = {  # by class, in this order: a value that can be stored in its place
     "enum.Enum": "its .value",
     "datetime.date": "its isoformat()",
     "datetime.time": "its isoformat()",
@@ -159,155 +297,49 @@ REMEDIES = {
     "decimal.Decimal": "str(…) of it",
     "fractions.Fraction": "its as_integer_ratio()",
     "random.Random": "its getstate()",
-}
+    "torch._C.Generator": "its get_state()",
+    "numpy.random._generator.Generator": "its bit_generator.state",
+    "numpy.random.mtrand.RandomState": "its get_state()",
+    "numpy.ndarray": "its tolist(), or an array of numbers",
+    "numpy.generic": "its tolist(), or an array of numbers",
+    **{f"builtins.{name}": f"{name}(…) of it" for name in ["tuple", "dict", "str", "int", "float", "bytes", "list", "set", "frozenset"]},
+}  # fmt: skip
 
 
-def refusal(value: Any, hashed: bool) -> str:
-    """Why it can't be stored, and what can."""
+def _refusal(value: Any, hashed: bool) -> str:
+    """Why a value can't be stored, and what can."""
     kind = type(value)
-    what = f"a {named(kind)} can't be stored"
+    what = f"a {_named(kind)} can't be stored"
     if hashed and isinstance(value, Tensor):
         return f"{what} in a set, or as a key of a dict: use a list, or another key"
     if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType)):
         return f"a function ({value.__name__.strip('<>')}) can't be stored: leave it out, and set it again after loading"
     if isinstance(value, type):
-        return f"a class ({named(value)}) can't be stored: store its name, and look it up yourself"
-    if isinstance(value, torch.Generator):
-        return f"{what}: store its get_state()"
-    if kind.__module__.partition(".")[0] == "numpy":
-        if kind.__name__ in ("Generator", "RandomState"):
-            return f"{what}: store " + (
-                "its bit_generator.state" if kind.__name__ == "Generator" else "its get_state()"
-            )
-        return f"a NumPy {kind.__name__} of {getattr(value, 'dtype', 'unknown type')} can't be stored: store its tolist(), or a number type"
-    if isinstance(value, os.PathLike):  # by name it is another class in Python 3.13
-        return f"{what}: store str(…) of it"
-    for base, remedy in REMEDIES.items():
-        if any(f"{c.__module__}.{c.__qualname__}" == base for c in kind.__mro__):
-            return f"{what}: store {remedy}"
-    if isinstance(value, tuple):
-        return f"{what} (its class would be lost): store tuple(…) of it"
-    if isinstance(value, Mapping):
-        return f"{what} (its class would be lost): store dict(…) of it"
-    for base in (str, int, float, bytes, list, set, frozenset):
-        if isinstance(value, base):
-            return f"{what} (its class would be lost): store {base.__name__}(…) of it"
-    if callable(getattr(value, "state_dict", None)):
-        return f"{what}: store its state_dict()"
-    return f"{what}: store numbers, words, tensors, and lists or dicts of them"
+        return f"a class ({_named(value)}) can't be stored: store its name, and look it up yourself"
+    bases = {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
+    remedy = next((remedy for base, remedy in REMEDIES.items() if base in bases), None)
+    if remedy is None:
+        if hasattr(value, "__fspath__"):
+            remedy = "str(…) of it"
+        elif isinstance(value, Mapping):
+            remedy = "dict(…) of it"
+        elif callable(getattr(value, "state_dict", None)):
+            remedy = "its state_dict()"
+        else:
+            remedy = "numbers, words, tensors, and lists or dicts of them"
+    elif kind.__module__.partition(".")[0] == "numpy" and hasattr(value, "dtype"):
+        what = f"a NumPy {kind.__name__} of {value.dtype} can't be stored"
+    return f"{what}: store {remedy}"
 
 
-def named(kind: Any) -> str:
+def _named(kind: Any) -> str:
     """A class as a reader would write it."""
     name = getattr(kind, "__qualname__", repr(kind)).replace("<locals>.", "")
-    return (
-        name
-        if getattr(kind, "__module__", "builtins") in ("builtins", "__main__")
-        else f"{kind.__module__}.{name}"
-    )
+    module = getattr(kind, "__module__", "builtins")
+    return name if module in ("builtins", "__main__") else f"{module}.{name}"
 
 
-# -- How each kind of tagged value is read back from a state: by a function of its fields, which have the types that stand beside it.
-
-
-COLLISIONS = 1000  # equal hashes in a set or dict; time grows with their square, and whoever writes the file can choose them
-
-
-def _distinct(items: list[Any]) -> list[Any]:
-    _expect(max(Counter(map(hash, items)).values(), default=0) <= COLLISIONS)
-    return items
-
-
-def _expect(right: bool) -> None:
-    if not right:
-        raise ValueError("no such value is written")
-
-
-def _set(make: Callable[[list[Any]], Any], items: list[Any]) -> Any:
-    made = make(_distinct(items))
-    _expect(len(made) == len(items))
-    return made
-
-
-def _dict(make: Callable[[Any], Any], items: list[tuple[Any, Any]]) -> Any:
-    _distinct([key for key, _ in items])
-    made = dict(items)
-    _expect(len(made) == len(items))
-    return made if make is dict else make(made)
-
-
-def _from_hex(value: str) -> int:
-    number = int(value, 16)
-    _expect(hex(number) == value)
-    return number
-
-
-def _complex(items: list[Any]) -> complex:
-    real, imaginary = items
-    _expect(type(real) is float and type(imaginary) is float)
-    return complex(real, imaginary)
-
-
-def _integers(make: Callable[[list[int]], Any], items: list[Any]) -> Any:
-    _expect(all(type(item) is int and abs(item) < 2**63 for item in items))
-    return make(items)
-
-
-def _range(items: list[int]) -> range:
-    start, stop, step = items
-    return range(start, stop, step)
-
-
-def _slice(items: list[Any]) -> slice:
-    start, stop, step = items
-    return slice(start, stop, step)
-
-
-def _array(name: Any) -> Any:
-    return name.numpy() if isinstance(name, Tensor) else name
-
-
-def _scalar(dtype: str, value: Any) -> Any:
-    _expect(type(value) in (bool, int, float, complex))
-    found = torch.tensor(value, dtype=NUMPY_DTYPES[dtype], device="cpu").numpy()[()]
-    _expect(type(found.item()) is type(value) and (found.item() == value or value != value))
-    return found
-
-
-def _bytes(value: str) -> bytes:
-    return base64.b64decode(value, validate=True)
-
-
-Reader = tuple[dict[str, type], Callable[..., Any]]
-READERS: dict[str, Reader] = {
-    "tensor": ({"name": str}, lambda name: name),
-    "array": ({"name": str}, _array),
-    "scalar": ({"dtype": str, "value": object}, _scalar),
-    "str": ({"value": str}, lambda value: _bytes(value).decode("utf-8", "surrogatepass")),
-    "int": ({"value": str}, _from_hex),
-    "float": ({"value": str}, lambda value: {word: float(word) for word in ("nan", "inf", "-inf")}[value]),
-    "complex": ({"items": list}, _complex),
-    "bytes": ({"value": str}, _bytes),
-    "bytearray": ({"value": str}, lambda value: bytearray(_bytes(value))),
-    "dtype": ({"value": str}, lambda value: TORCH_DTYPES[value]),
-    "device": ({"value": str}, torch.device),
-    "tuple": ({"items": list}, tuple),
-    "set": ({"items": list}, partial(_set, set)),
-    "frozenset": ({"items": list}, partial(_set, frozenset)),
-    "size": ({"items": list}, partial(_integers, torch.Size)),
-    "range": ({"items": list}, partial(_integers, _range)),
-    "slice": ({"items": list}, _slice),
-    "dict": ({"items": list}, partial(_dict, dict)),
-    "ordered": ({"items": list}, partial(_dict, OrderedDict)),
-    "counter": ({"items": list}, partial(_dict, Counter)),
-    "defaultdict": (
-        {"of": str, "items": list},
-        lambda of, items: _dict(partial(defaultdict, FACTORIES[of]), items),
-    ),
-}
-
-
-# -- Back from tagged JSON to Python state: the other half of `trees`.
+# -- unpack -----------------------------------------------------------------------------------------------------------
 
 
 def unpack(value: Any, tensor: Callable[[str], Any]) -> Any:
@@ -323,7 +355,7 @@ def unpack(value: Any, tensor: Callable[[str], Any]) -> Any:
         return _unpack(value, tensor, 0)
     except RecursionError:
         raise CheckpointError(
-            "a state is unpacked where too many functions had called one another: load from further out"
+            "a state is unpacked where too many functions have called one another: load from further out"
         ) from None
 
 
@@ -344,183 +376,113 @@ def _unpack(value: Any, tensor: Callable[[str], Any], depth: int) -> Any:
     if TAG not in value:
         return {key: _unpack(item, tensor, depth + 1) for key, item in value.items()}
     kind = value[TAG]
-    fields, read = READERS.get(kind, (None, None)) if isinstance(kind, str) else (None, None)
-    if fields is None or read is None:
+    if not isinstance(kind, str) or kind not in READERS:
         raise CheckpointError(
             f"a state has a value of kind {kind!r:.80}, which this easymp does not know: update it"
         )
+    fields, read = READERS[kind]
     given = {name: item for name, item in value.items() if name != TAG}
-    if given.keys() != fields.keys() or not all(
-        isinstance(item, fields[name]) for name, item in given.items()
-    ):
-        raise CheckpointError(f"a {kind} in a state is not as it was stored: {value!r:.80}")
+    wrong = f"a {kind} in a state is not as it was stored: {value!r:.80}"
+    if given.keys() != fields.keys() or not all(isinstance(given[name], of) for name, of in fields.items()):
+        raise CheckpointError(wrong)
     if kind in MAPPINGS.values():
         given["items"] = [_pair(item, tensor, depth + 2) for item in given["items"]]
     elif "items" in given:
-        inner = _nowhere if kind in ("set", "frozenset") else tensor
+        inner = _no_tensor if kind in ("set", "frozenset") else tensor
         given["items"] = [_unpack(item, inner, depth + 2) for item in given["items"]]
     elif "name" in given:
         given["name"] = tensor(given["name"])
     elif kind == "scalar":
-        given["value"] = _unpack(given["value"], _nowhere, depth + 1)
+        given["value"] = _unpack(given["value"], _no_tensor, depth + 1)
     try:
         return read(*(given[name] for name in fields))
     except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
-        raise CheckpointError(
-            f"a {kind} in a state is not as it was stored: {value!r:.80} ({error!s:.200})"
-        ) from None
+        raise CheckpointError(f"{wrong} ({error!s:.200})") from None
 
 
 def _pair(item: Any, tensor: Callable[[str], Any], depth: int) -> tuple[Any, Any]:
     if not isinstance(item, list) or len(item) != 2:
         raise CheckpointError(f"a dict in a state has {item!r:.80} where a key and its value should be")
-    return _unpack(item[0], _nowhere, depth + 1), _unpack(item[1], tensor, depth + 1)
+    return _unpack(item[0], _no_tensor, depth + 1), _unpack(item[1], tensor, depth + 1)
 
 
-def _nowhere(name: str) -> Any:
+def _no_tensor(name: str) -> Any:
     raise CheckpointError(f"the tensor {name!r:.80} of a state is where none can be: in a set, or a key")
 
 
-# -- Python state as JSON, which runs no code when it is read: what plain JSON lacks is tagged, tensors go to files and leave their name.
+def _expect(right: bool) -> None:
+    if not right:
+        raise ValueError("easymp writes no such value")
 
 
-LEVELS = 50  # containers in one another; each takes at most three levels of JSON, and `strict` reads 200
-WORD = 2**63  # integers from -WORD to 2 * WORD are numbers of JSON
+def _collection(make: Callable[[Any], Any], items: list[Any]) -> Any:
+    """A set or dict of distinct items."""
+    keys = items if make in (set, frozenset) else [key for key, _ in items]
+    _expect(max(Counter(map(hash, keys)).values(), default=0) <= COLLISIONS)
+    made = make(items if make is not Counter else dict(items))
+    _expect(len(made) == len(items))
+    return made
 
 
-def pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` in JSON's types; its tensors are put into `tensors` under their paths, which begin with `path`.
-
-    Raises:
-        CheckpointError: something that has no such form; the path says where.
-    """
-    try:
-        return _Packing(tensors).pack(value, path)
-    except RecursionError:
-        raise CheckpointError(
-            f"{path}: packed where too many functions had called one another: save from further out"
-        ) from None
+def _hex(value: str) -> int:
+    number = int(value, 16)
+    _expect(hex(number) == value)
+    return number
 
 
-class _Packing:
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._open: list[int] = []  # ids of the containers that hold what is being packed
-
-    def pack(self, value: Any, path: str, hashed: bool = False) -> Any:
-        """`hashed`: in a set, or as a key of a dict."""
-        kind = type(value)
-        if value is None or kind is bool or (kind is int and -WORD <= value < 2 * WORD):
-            return value
-        if kind is str:
-            return (
-                value
-                if _encodable(value)
-                else {TAG: "str", "value": _base64(value.encode("utf-8", "surrogatepass"))}
-            )
-        if kind is int:
-            return {TAG: "int", "value": hex(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {TAG: "float", "value": repr(value)}
-        if kind is complex:
-            return {TAG: "complex", "items": [self.pack(part, path) for part in (value.real, value.imag)]}
-        if kind in (bytes, bytearray):
-            return {TAG: kind.__name__, "value": _base64(value)}
-        if kind in (torch.dtype, torch.device):
-            return {TAG: kind.__name__, "value": str(value).removeprefix("torch.")}
-        if not hashed and isinstance(value, Tensor):
-            return {TAG: "tensor", "name": self._keep(_sound(value, path), path)}
-        if kind is list or kind in SEQUENCES or kind in MAPPINGS:
-            return self._container(value, path, hashed)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.generic) and value.dtype.name in NUMPY_DTYPES:
-            return {TAG: "scalar", "dtype": value.dtype.name, "value": self.pack(value.item(), path)}
-        if numpy is not None and kind is numpy.ndarray and not hashed and value.dtype.name in NUMPY_DTYPES:
-            # A copy in native byte order; torch shares the memory of no array that is read-only or runs backwards.
-            array = value.astype(value.dtype.newbyteorder("="), order="C")
-            return {TAG: "array", "name": self._keep(torch.from_numpy(array), path)}
-        raise CheckpointError(f"{path}: {refusal(value, hashed)}")
-
-    def _container(self, value: Any, path: str, hashed: bool) -> Any:
-        if id(value) in self._open:
-            raise CheckpointError(f"{path}: contains itself: store the parts of it that do not")
-        if len(self._open) == LEVELS:
-            raise CheckpointError(
-                f"{path}: more than {LEVELS} containers in one another: store a flatter one"
-            )
-        self._open.append(id(value))
-        try:
-            if type(value) in MAPPINGS:
-                return self._mapping(value, path)
-            if type(value) in (range, slice):
-                items: Any = (value.start, value.stop, value.step)
-            else:  # sets have no order of their own, and a checkpoint of the same state should have the same bytes
-                items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-            hashed = hashed or isinstance(value, (set, frozenset))
-            packed = [self.pack(item, f"{path}/{i}", hashed) for i, item in enumerate(items)]
-        finally:
-            self._open.pop()
-        return packed if type(value) is list else {TAG: SEQUENCES[type(value)], "items": packed}
-
-    def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
-        kind = MAPPINGS[type(value)]
-        if kind == "dict" and TAG not in value and all(type(key) is str and _encodable(key) for key in value):
-            return {key: self.pack(item, f"{path}/{key}") for key, item in value.items()}
-        packed: dict[str, Any] = {TAG: kind}
-        if isinstance(value, defaultdict):
-            name = next(
-                (name for name, factory in FACTORIES.items() if factory is value.default_factory), None
-            )
-            if name is None:
-                raise CheckpointError(
-                    f"{path}: a defaultdict of {named(value.default_factory)} can't be stored: store dict(…) of it"
-                )
-            packed["of"] = name
-        packed["items"] = [
-            [self.pack(key, f"{path}/key {i}", hashed=True), self.pack(item, f"{path}/{_step(key, i)}")]
-            for i, (key, item) in enumerate(value.items())
-        ]
-        return packed
-
-    def _keep(self, tensor: Tensor, path: str) -> str:
-        while path in self._tensors:  # {"a/b": …, "a": {"b": …}}, or {"0": …, 0: …}
-            path += "'"
-        self._tensors[path] = tensor
-        return path
+def _complex(items: list[Any]) -> complex:
+    real, imaginary = items
+    _expect(type(real) is float and type(imaginary) is float)
+    return complex(real, imaginary)
 
 
-def _sound(value: Tensor, path: str) -> Tensor:
-    spread = sys.modules.get("torch.distributed.tensor")  # long to import, and no DTensor is here before
-    plain = (
-        (Tensor, nn.Parameter, nn.Buffer)
-        if spread is None
-        else (Tensor, nn.Parameter, nn.Buffer, spread.DTensor)
-    )
-    if type(value) not in plain:
-        raise CheckpointError(
-            f"{path}: a {named(type(value))} would come back as a plain tensor: store .as_subclass(torch.Tensor) of it"
-        )
-    if value.layout != torch.strided:
-        raise CheckpointError(
-            f"{path}: a tensor of layout {value.layout} can't be stored: store .to_dense() of it"
-        )
-    return value
+def _integers(make: Callable[[list[int]], Any], items: list[Any]) -> Any:
+    _expect(all(type(item) is int and abs(item) < 2**63 for item in items))
+    return make(items)
 
 
-def _base64(content: bytes | bytearray) -> str:
-    return base64.b64encode(content).decode()
+def _three(make: Callable[..., Any], items: list[Any]) -> Any:
+    _expect(len(items) == 3)
+    return make(*items)
 
 
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-        return True
-    except UnicodeEncodeError:  # half of a surrogate pair, as in names of files that are no text
-        return False
+def _scalar(dtype: str, value: Any) -> Any:
+    _expect(type(value) in (bool, int, float, complex))
+    found = torch.tensor(value, dtype=NUMPY_DTYPES[dtype], device="cpu").numpy()[()]
+    _expect(type(found.item()) is type(value) and (found.item() == value or value != value))
+    return found
 
 
-def _step(key: Any, number: int) -> str:
-    """The part of a path that says which item of a dict."""
-    if type(key) is str:
-        return key.encode(errors="backslashreplace").decode()
-    return str(key) if key is None or (isinstance(key, int) and -WORD <= key < WORD) else f"item {number}"
+def _bytes(value: str) -> bytes:
+    return base64.b64decode(value, validate=True)
+
+
+ONE, ITEMS = {"value": str}, {"items": list}
+READERS: dict[
+    str, tuple[dict[str, type], Callable[..., Any]]
+] = {  # kind → its fields, and what is made of them
+    "tensor": ({"name": str}, lambda name: name),
+    "array": ({"name": str}, lambda name: name.numpy() if isinstance(name, Tensor) else name),
+    "scalar": ({"dtype": str, "value": object}, _scalar),
+    "str": (ONE, lambda value: _bytes(value).decode("utf-8", "surrogatepass")),
+    "int": (ONE, _hex),
+    "float": (ONE, lambda value: {word: float(word) for word in ("nan", "inf", "-inf")}[value]),
+    "complex": (ITEMS, _complex),
+    "bytes": (ONE, _bytes),
+    "bytearray": (ONE, lambda value: bytearray(_bytes(value))),
+    "dtype": (ONE, lambda value: TORCH_DTYPES[value]),
+    "device": (ONE, torch.device),
+    "tuple": (ITEMS, tuple),
+    "set": (ITEMS, partial(_collection, set)),
+    "frozenset": (ITEMS, partial(_collection, frozenset)),
+    "size": (ITEMS, partial(_integers, torch.Size)),
+    "range": (ITEMS, partial(_integers, partial(_three, range))),
+    "slice": (ITEMS, partial(_three, slice)),
+    "dict": (ITEMS, partial(_collection, dict)),
+    "ordered": (ITEMS, partial(_collection, OrderedDict)),
+    "counter": (ITEMS, partial(_collection, Counter)),
+    "defaultdict": (
+        {"of": str, "items": list},
+        lambda of, items: _collection(partial(defaultdict, FACTORIES[of]), items),
+    ),
+}

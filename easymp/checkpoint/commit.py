@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from ..errors import CheckpointError
 from ..logging import get_logger
-from . import lock
 from .folders import checkpoint_of, inside, is_committed, next_save, saves_of, temporary, writing
 from .lineage import Saved, drop, refuse_foreign, set_aside, take_away
 from .lock import TEMPORARY, abandoned, lock_of
@@ -77,7 +76,7 @@ class Renaming:
 
     def __init__(self, storage: Storage, checkpoint: str, by: Saved | None) -> None:
         self._storage, self._checkpoint = storage, checkpoint
-        self._claim = storage.claim(checkpoint, lock.words())
+        self._claim = storage.claim(checkpoint)
         self.folder = temporary(checkpoint)
         self._unsure = False
         try:
@@ -113,7 +112,7 @@ class Renaming:
         for owner in dict.fromkeys(map(writing, left)):
             assert owner is not None
             try:
-                claim = storage.claim(owner, lock.words()) if owner != self._checkpoint else None
+                claim = storage.claim(owner) if owner != self._checkpoint else None
             except CheckpointError:
                 continue  # it lives
             for name in left:
@@ -169,7 +168,7 @@ class Staying:
     def __init__(self, storage: Storage, checkpoint: str, by: Saved | None) -> None:
         self._storage, self._checkpoint = storage, checkpoint
         self.folder = next_save(storage.list(), checkpoint)
-        self._claim = storage.claim(checkpoint, lock.words(folder=self.folder))
+        self._claim = storage.claim(checkpoint, self.folder)
         self._finished = False
         try:
             _settle(storage, checkpoint, self._claim.left)
@@ -182,7 +181,7 @@ class Staying:
             for name in storage.list():
                 owner = writing(name)
                 if owner is not None and owner != checkpoint and abandoned(storage, name):
-                    claim = storage.claim(owner, lock.words())
+                    claim = storage.claim(owner)
                     _settle(storage, owner, claim.left)
                     claim.release()
             storage.make(self.folder)

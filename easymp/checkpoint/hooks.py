@@ -13,14 +13,14 @@ from typing import Any
 
 from ..distributed import World
 from ..errors import CheckpointError
-from . import lock
+from .blocks import Part, Tick, no_tick
 from .commit import check_name
 from .folders import Opened, SourceFile, current, inside, open_manifest, temporary, writing
 from .lineage import take_away
 from .lock import lock_of
 from .manifest import BLOCK, FileRecord, check_extra
 from .snapshot import first, trouble
-from .storage import Part, Storage, Tick, nothing
+from .storage import Storage
 from .storage_local import LocalStorage
 
 PREFIX = "easymp-"  # of folders among the system's temporary files
@@ -63,7 +63,7 @@ class HookFolder:
     def _claimed(self, owner: str) -> str:
         """Rank 0: a folder for those of all ranks, which nobody takes for left over while this process lives."""
         there = self._there
-        self._open.callback(there.claim(owner, lock.words()).release)
+        self._open.callback(there.claim(owner).release)
         for name in there.list():
             if writing(name) == owner and name != lock_of(owner):
                 take_away(there, name)
@@ -225,7 +225,7 @@ def content(file: SourceFile) -> Iterator[Part]:
 
 
 def copied(
-    files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick = nothing
+    files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick = no_tick
 ) -> dict[str, FileRecord]:
     """Write `files` below `folder` of `storage`, by their paths there. All is on disk then but the first names in `folder`, which
     `sync` of it brings there.

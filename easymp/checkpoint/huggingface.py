@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, RefusedError
-from .blocks import as_bytes
+from .blocks import Part, Tick, as_bytes, no_tick
 from .codec import dumps, loads, pack, unpack
 from .folders import file_in, found_at, inside, read_header
 from .header import encode, nbytes
@@ -27,7 +27,7 @@ from .layout import Shape, on_host, whole
 from .manifest import COMMIT, MANIFEST, Piece, Stored
 from .read_plan import Want, stream
 from .source import INDEX, SINGLE, memory
-from .storage import Part, Storage, Tick, nothing
+from .storage import Storage
 
 SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 TEMPORARY = re.compile(r"\.model.*\.safetensors\.tmp")
@@ -42,7 +42,7 @@ def write_model(
     shards: Sequence[Sequence[Item]],
     bring: Bring,
     aliases: Mapping[str, str] | None = None,
-    tick: Tick = nothing,
+    tick: Tick = no_tick,
 ) -> None:
     """Write `shards` into `folder` of `storage`, which is made where it is missing, in the place of a model that is there.
 

@@ -15,7 +15,6 @@ from datetime import UTC, datetime, timedelta
 
 from ..errors import CheckpointError
 from ..logging import get_logger
-from . import lock
 from .folders import (
     LATEST,
     SEAL,
@@ -290,9 +289,7 @@ def set_aside(storage: Storage, checkpoint: str, by: Saved | None) -> None:
 def _retire(storage: Storage, folder: str) -> None:
     checkpoint = checkpoint_of(folder)
     try:
-        claim = storage.claim(
-            checkpoint, lock.words(folder=folder)
-        )  # so that who comes after knows what was left half done
+        claim = storage.claim(checkpoint, folder)  # so that who comes after knows what was left half done
     except CheckpointError:
         return  # somebody writes it just now
     try:

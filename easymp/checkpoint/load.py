@@ -20,6 +20,7 @@ from torch import Tensor
 from ..distributed import World
 from ..errors import CheckpointError, EasympError, nearest
 from ..logging import get_logger
+from .blocks import Tick, no_tick
 from .codec import unpack
 from .folders import SourceFile, current, open_manifest
 from .layout import Box, overlap, whole
@@ -27,7 +28,7 @@ from .manifest import Manifest, Stored
 from .progress import expect
 from .read_plan import Want, blocks_of, preflight, stream
 from .snapshot import Kept
-from .storage import Storage, Tick, nothing
+from .storage import Storage
 
 logger = get_logger(__name__)
 
@@ -54,7 +55,7 @@ class Loaded:
 
 
 def load_checkpoint(
-    world: World, storage: Storage, name: str, kept: Sequence[Kept], strict: bool = True, tick: Tick = nothing
+    world: World, storage: Storage, name: str, kept: Sequence[Kept], strict: bool = True, tick: Tick = no_tick
 ) -> Loaded:
     """Put the checkpoint `name` of `storage` into what is live, on all ranks together.
 
@@ -72,7 +73,7 @@ def load_checkpoint(
 
 
 def put_in_place(
-    world: World, place: str, open_it: Callable[[], Reading], kept: Sequence[Kept], tick: Tick = nothing
+    world: World, place: str, open_it: Callable[[], Reading], kept: Sequence[Kept], tick: Tick = no_tick
 ) -> Loaded:
     """As `load`, from what `open_it` opens at `place`."""
     puts: list[Callable[[], None]] = []
@@ -297,7 +298,7 @@ class Reading:
         self.trials: list[Trial] = []
         self._storage, self._folder, self._again = storage, folder, again
         self._files: dict[str, SourceFile] = {}
-        self._tick: Tick = nothing
+        self._tick: Tick = no_tick
         self._wanted: list[Want] = []
         self._live: list[Want] = []
         self._asked: set[str] = set()
@@ -392,7 +393,7 @@ class Reading:
             raise CheckpointError(f"{words}; strict=False loads what fits")
         self.skipped.append(words)
 
-    def run(self, tick: Tick = nothing) -> None:
+    def run(self, tick: Tick = no_tick) -> None:
         """Fill all that was asked for, and verify what live tensors shall take.
 
         Raises:

@@ -13,7 +13,7 @@ import torch
 
 from ..base.units import read_bytes
 from ..errors import CheckpointError, SettingError, nearest
-from .blocks import as_bytes
+from .blocks import Part, Tick, as_bytes, no_tick
 from .commit import begin
 from .folders import Opened, inside, open_checkpoint, open_storage, parted, write_manifest
 from .hooks import copied
@@ -24,7 +24,6 @@ from .progress import expect
 from .read_plan import one_by_one, room
 from .snapshot import Brought, Division, FilePlan, divide, group
 from .source import INDEX
-from .storage import Part, Tick, nothing
 
 SHARD_SIZE = "5GB"
 MODEL = "model"
@@ -36,7 +35,7 @@ def merge(
     max_shard_size: int | str = SHARD_SIZE,
     all: bool = False,
     model: str = MODEL,
-    tick: Tick = nothing,
+    tick: Tick = no_tick,
 ) -> None:
     """Write the checkpoint in `folder` to `out` with whole tensors; each is a folder or a URL.
 

@@ -17,7 +17,7 @@ from typing import TextIO
 from ..base.units import size
 from ..distributed import World
 from ..logging import get_logger
-from .storage import Tick
+from .blocks import Tick
 
 logger = get_logger(__name__)
 

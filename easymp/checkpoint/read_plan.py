@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .blocks import aligned, as_bytes
+from .blocks import Tick, aligned, as_bytes, no_tick
 from .folders import SourceFile, inside
 from .header import Slot, decode, filed, length
 from .layout import Box, overlap, runs, slices, span, strides
 from .manifest import BLOCK, Manifest, Piece, Stored
 from .snapshot import key
-from .storage import Storage, Tick, nothing
+from .storage import Storage
 
 STAGE = 2**25  # bytes read before they are converted
 SHORT = 2**16  # bytes of a run that is not read by itself
@@ -117,7 +117,7 @@ def _within(memory: Tensor, box: Box, part: Box) -> Tensor:
 # -- From files straight into live tensors: only the bytes of the boxes that are here, and little memory beside.
 
 
-def stream(files: Mapping[str, SourceFile], wants: Iterable[Want], tick: Tick = nothing) -> None:
+def stream(files: Mapping[str, SourceFile], wants: Iterable[Want], tick: Tick = no_tick) -> None:
     """Read all `wants`, file by file, in the order in which the bytes lie there.
 
     Raises:
@@ -220,7 +220,7 @@ def room(files: int) -> int:
 
 
 def one_by_one(
-    files: Mapping[str, SourceFile], wanted: Iterable[tuple[Stored, Box]], together: int, tick: Tick = nothing
+    files: Mapping[str, SourceFile], wanted: Iterable[tuple[Stored, Box]], together: int, tick: Tick = no_tick
 ) -> Iterator[Tensor]:
     """A new tensor of each box, in the order of `wanted`; as many are read at once as have `together` bytes, or one.
 

@@ -25,7 +25,7 @@ from ..errors import CheckpointError, failing
 from ..logging import get_logger
 from ..version import __version__
 from .barrier import Meeting, Store
-from .blocks import address, aligned, as_bytes, spread
+from .blocks import Part, Tick, address, aligned, as_bytes, no_tick, spread
 from .codec import dumps
 from .commit import Commit, begin, check_name
 from .folders import SourceFile, inside, write_manifest
@@ -37,7 +37,7 @@ from .manifest import FileRecord, Manifest, check_extra
 from .progress import expect
 from .snapshot import Agreement, FilePlan, Kept, Parts, agree, contents, first, is_plain, merged, trouble
 from .source import INDEX
-from .storage import Part, Storage, Tick, nothing
+from .storage import Storage
 
 INTERRUPTED = "interrupted"
 
@@ -250,7 +250,7 @@ class Saves:
         kept: Sequence[Kept],
         asynchronous: bool = False,
         limit: int | None = None,
-        tick: Tick = nothing,
+        tick: Tick = no_tick,
         extra: Extra = NONE,
     ) -> None:
         """Write a checkpoint of what is `kept`.

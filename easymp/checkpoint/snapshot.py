@@ -13,12 +13,11 @@ from torch import Tensor
 from ..distributed import World
 from ..errors import CheckpointError, EasympError, WorldError
 from .barrier import STOPPED
-from .blocks import as_bytes
+from .blocks import Part, as_bytes
 from .codec import pack
 from .header import encode
 from .layout import Box, Shape, fault, place_of, whole
 from .manifest import Piece, Stored
-from .storage import Part
 
 
 class Snapshot:

@@ -1,14 +1,14 @@
-"""A folder behind a URL of fsspec: an object store, or a file system of another machine.
+"""A folder behind a URL, by fsspec: object stores, and other machines' file systems.
 
-There is no rename of folders and no order between files here, so only COMMIT says what exists. A file appears whole or not at all: one
-larger than a block is streamed in parts and committed at its end. Credentials and addresses are matters of fsspec and its packages.
-Calls go through `calls.do`, as those of local files do. What others write is seen at once: no listing is remembered.
+There are no renames and no order between files, so only COMMIT says what exists. A file appears complete or not at all: one larger than a
+block is streamed in parts and committed at its end. Credentials and addresses are matters of fsspec and its packages. No listing is cached.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC
@@ -20,17 +20,15 @@ from typing import Any, TypeVar
 from ..base.rng import apart
 from ..errors import CheckpointError
 from . import blocks
-from .blocks import Runs, block_count, by_block, check, check_size, crc32, cut
-from .lock import Marker, lock_of
+from .blocks import PIECE, Part, Runs, Tick, block_count, check, check_size, crc32, cut, no_tick
+from .lock import Heartbeat, lock_of, words
 from .manifest import BLOCK, COMMIT
-from .storage import Claim, Part, Tick, components, nothing
+from .storage import Claim, Storage, components
 
 T = TypeVar("T")
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "cos", "memory"}
-"""Protocols where a folder is no more than how names begin, and one call stores a small file at once."""
-"""Packages through which those of fsspec reach a store, and that draw how long to wait before they try again."""
+"""Protocols where a folder is only a prefix of names, and one call stores a small file atomically."""
 MOST_PARTS = 9_000  # of one upload; S3 takes 10,000
-PIECE = 2**20
 AT_ONCE = 3  # blocks that are asked for together, and lie in memory until they are checked
 GAP = 2**16  # bytes that are read along, rather than ask twice
 CODES = {
@@ -41,11 +39,11 @@ CODES = {
     PermissionError: errno.EACCES,
     TimeoutError: errno.ETIMEDOUT,
 }
-"""Clients raise these with words alone; with their numbers, they can carry the URL, too, and keep their types."""
+"""Clients raise these without a number; with it they keep their type and can carry the URL."""
 
 
-class RemoteStorage:
-    """As `Storage` says. What the client of a store raises that is no OSError becomes one (EIO), with its words.
+class RemoteStorage(Storage):
+    """What the client of a store raises that is no OSError becomes one (EIO), with its words.
 
     Raises:
         CheckpointError: a URL of a kind that fsspec does not know, or whose package is not installed.
@@ -68,37 +66,36 @@ class RemoteStorage:
         kinds = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self._folders = not kinds & OBJECT_STORES
 
-    def path(self, name: str) -> None:
-        self._path(name)
+    # -- contents
 
-    # -- contents ------------------------------------------------------------------------------------------------------
-
-    def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = nothing) -> tuple[int, ...]:
+    def put(self, name: str, parts: Iterable[Part], size: int, tick: Tick = no_tick) -> tuple[int, ...]:
         path = self._path(name)
         if self._info(path) is not None:
-            raise FileExistsError(
-                errno.EEXIST, "there is such a file, and it is not written over", self._url(path)
-            )
+            raise FileExistsError(errno.EEXIST, "the file exists, and is not written over", self._url(path))
         checksums = self._write(path, parts, size, tick)
         if self.size(name) != size:
             raise OSError(errno.EIO, f"{self.size(name)} bytes arrived of {size}", self._url(path))
         return checksums
 
-    def _write(self, path: str, parts: Iterable[Part], size: int, tick: Tick = nothing) -> tuple[int, ...]:
+    def replace(self, name: str, content: bytes) -> None:
+        self._write(self._path(name), [content], len(content))
+
+    def _write(self, path: str, parts: Iterable[Part], size: int, tick: Tick = no_tick) -> tuple[int, ...]:
         checksums, total = [0] * block_count(size), 0
-        crc = crc32()
         whole = size <= BLOCK and not self._folders
-        file: Any = BytesIO() if whole else self._open(path, size)
+        part = max(BLOCK, -(-size // MOST_PARTS))
+        create = partial(self._fs.open, path, "wb", block_size=part, autocommit=False)
+        file: Any = BytesIO() if whole else self._do("create", path, create)
         try:
             for group in cut(parts, PIECE):
                 count = sum(map(len, group))
-                if total + count > size:
-                    total += count
-                    break
-                for view in group:
-                    checksums[total // BLOCK] = crc(view, checksums[total // BLOCK])
-                self._do("write", path, file.write, b"".join(group) if len(group) > 1 else group[0])
                 total += count
+                if total > size:
+                    break
+                number = (total - count) // BLOCK
+                for view in group:
+                    checksums[number] = crc32()(view, checksums[number])
+                self._do("write", path, file.write, b"".join(group) if len(group) > 1 else group[0])
                 tick(count)
             if total != size:
                 raise CheckpointError(
@@ -115,85 +112,54 @@ class RemoteStorage:
             raise
         return tuple(checksums)
 
-    def _open(self, path: str, size: int) -> Any:
-        part = max(BLOCK, -(-size // MOST_PARTS))
-        return self._do("create", path, partial(self._fs.open, path, "wb", block_size=part, autocommit=False))
-
     def _abort(self, path: str, file: Any) -> None:
-        """Nothing of an upload stays; what fails here is less than what brought us here."""
-        with suppress(Exception):
-            file.discard()
-        with suppress(Exception):
-            file.closed = True  # fsspec's own buffered files would be completed by their end of life
-        with suppress(Exception):
-            file.close()
-        with suppress(Exception):
-            self._fs.rm_file(path)
-
-    def get(self, name: str, limit: int) -> bytes:
-        content = self.head(name, limit + 1)
-        if len(content) > limit:
-            raise CheckpointError(
-                f"{self._url(self._path(name))}: more than {limit} bytes, and such a file has fewer: it is not ours"
-            )
-        return content
+        """Nothing of an upload stays."""
+        for step in (
+            file.discard,
+            partial(
+                setattr, file, "closed", True
+            ),  # fsspec would complete its own buffered files at their end
+            file.close,
+            partial(self._fs.rm_file, path),
+        ):
+            with suppress(Exception):
+                step()
 
     def head(self, name: str, count: int) -> bytes:
-        path = self._path(name)
-        found = self.size(name)
+        path, found = self._path(name), self.size(name)
         if found is None:
             raise FileNotFoundError(errno.ENOENT, "no such file", self._url(path))
         if not min(count, found):
-            return b""  # a range of nothing is an error at some
+            return b""  # some stores refuse an empty range
         return self._do("read", path, partial(self._fs.cat_file, path, start=0, end=min(count, found)))
 
     def size(self, name: str) -> int | None:
         info = self._info(self._path(name))
-        return (
-            info["size"] if info is not None and info["type"] == "file" and not info.get("islink") else None
-        )
-
-    def fetch(
-        self,
-        name: str,
-        size: int,
-        checksums: Sequence[int] | None,
-        wanted: Sequence[tuple[int, memoryview]],
-        tick: Tick = nothing,
-    ) -> None:
-        path = self._path(name)
-        check_size(self._url(path), self.size(name), size, checksums)
-        self._read(path, size, checksums, by_block(wanted, size, self._url(path)), tick)
-
-    def verify(
-        self,
-        name: str,
-        size: int,
-        checksums: Sequence[int],
-        tick: Tick = nothing,
-        numbers: Iterable[int] | None = None,
-    ) -> None:
-        path = self._path(name)
-        check_size(self._url(path), self.size(name), size, checksums)
-        chosen = range(block_count(size)) if numbers is None else numbers
-        self._read(path, size, checksums, ((number, []) for number in chosen), tick)
+        if info is None or info["type"] != "file" or info.get("islink"):
+            return None
+        return info["size"]
 
     def held(self) -> AbstractContextManager[bool]:
         return nullcontext(False)  # each reading comes over the network
 
     def _read(
         self,
-        path: str,
+        name: str,
         size: int,
         checksums: Sequence[int] | None,
-        tasks: Iterator[tuple[int, Runs]],
+        tasks: Iterable[tuple[int, Runs]],
         tick: Tick,
     ) -> None:
+        path = self._path(name)
+        check_size(self._url(path), self.size(name), size, checksums)
+        tasks = iter(tasks)
         while some := list(islice(tasks, AT_ONCE)):
             spans = []
             for number, runs in some:
-                whole = [(number * BLOCK, min((number + 1) * BLOCK, size), runs)]
-                spans.extend((number, *span) for span in (whole if checksums is not None else _joined(runs)))
+                block = (number * BLOCK, min((number + 1) * BLOCK, size), runs)
+                spans.extend(
+                    (number, *span) for span in ([block] if checksums is not None else _joined(runs))
+                )
             starts, ends = [begin for _, begin, _, _ in spans], [end for _, _, end, _ in spans]
             ask = partial(self._fs.cat_ranges, [path] * len(spans), starts, ends, on_error="raise")
             for (number, begin, end, runs), content in zip(spans, self._do("read", path, ask)):
@@ -203,12 +169,14 @@ class RemoteStorage:
                     )
                 if checksums is not None:
                     check(self._url(path), number, crc32()(content, 0), checksums)
-                source = memoryview(content)
                 for at, view in runs:
-                    view[:] = source[at - begin : at - begin + len(view)]
+                    view[:] = memoryview(content)[at - begin : at - begin + len(view)]
                 tick(end - begin if checksums is not None else sum(len(view) for _, view in runs))
 
-    # -- names ---------------------------------------------------------------------------------------------------------
+    # -- names
+
+    def path(self, name: str) -> None:
+        self._path(name)
 
     def list(self, folder: str = "") -> list[str]:
         path = self._path(folder)
@@ -217,43 +185,39 @@ class RemoteStorage:
             found = self._do("list", path, partial(self._fs.ls, path, detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        names = {str(name).rstrip("/") for name in found} - {
-            path.rstrip("/")
-        }  # of a file, some list the file itself
+        names = {str(name).rstrip("/") for name in found} - {path.rstrip("/")}  # some list a file itself
         return sorted(name.rpartition("/")[2] for name in names)
 
     def modified(self, name: str) -> float:
         path = self._path(name)
         info = self._info(path)
+        files = [path] if info is not None else []
         if info is not None and info["type"] != "file" and not self._folders:
             files = self._do("list", path, self._fs.find, path)
-        else:
-            files = [path] if info is not None else []
         if not files:
             raise FileNotFoundError(errno.ENOENT, "no such file or folder", self._url(path))
-        return max(self._modified(file) for file in files)
-
-    def _modified(self, path: str) -> float:
-        found = self._do("stat", path, self._fs.modified, path)
-        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+        times = [self._do("stat", file, self._fs.modified, file) for file in files]
+        return max((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() for time in times)
 
     def make(self, folder: str) -> None:
         path = self._path(folder)
         if self._folders:
             self._do("mkdir", path, partial(self._fs.makedirs, path, exist_ok=False))
         elif self.list(folder) or self._info(path) is not None:
-            raise FileExistsError(errno.EEXIST, "there is such a folder", self._url(path))
+            raise FileExistsError(errno.EEXIST, "the folder exists", self._url(path))
 
-    def claim(self, checkpoint: str, said: bytes) -> Claim:
-        return Marker(self, lock_of(checkpoint), self._url(self._path(checkpoint)), said)
+    def claim(self, checkpoint: str, folder: str = "") -> Claim:
+        return Heartbeat(self, lock_of(checkpoint), self._url(self._path(checkpoint)), words(folder))
 
     def sync(self, folder: str = "") -> None:
-        self._path(folder)  # names last by themselves
+        self._path(folder)  # names are durable at once
 
     def rename(self, old: str, new: str) -> None:
         raise CheckpointError(
-            f"{self.place}: folders cannot be renamed at once here; write to the name that is meant, COMMIT last"
+            f"{self.place}: nothing can be renamed atomically here; write to the final name, COMMIT last"
         )
+
+    supplant = rename
 
     def move(self, old: str, new: str) -> None:
         source, target = self._path(old), self._path(new)
@@ -268,9 +232,6 @@ class RemoteStorage:
     def exchange(self, one: str, other: str) -> bool:
         self._path(one), self._path(other)
         return False
-
-    def replace(self, name: str, content: bytes) -> None:
-        self._write(self._path(name), [content], len(content))
 
     def remove(self, folder: str) -> None:
         path = self._path(folder)
@@ -289,14 +250,13 @@ class RemoteStorage:
             self._fs.invalidate_cache()
             self._do("rmdir", path, partial(self._fs.rm, path, recursive=True))
 
-    # -- the other side ------------------------------------------------------------------------------------------------
+    # -- the client
 
     def _path(self, name: str) -> str:
-        """Raises CheckpointError for a name that leads out of the folder."""
         return "/".join([self._root.rstrip("/"), *components(name, self.place)])
 
     def _url(self, path: str) -> str:
-        return self._fs.unstrip_protocol(path)  # which holds no password
+        return self._fs.unstrip_protocol(path)  # without a password
 
     def _info(self, path: str) -> dict[str, Any] | None:
         self._fs.invalidate_cache()
@@ -321,7 +281,7 @@ class RemoteStorage:
 
 @cache
 def _import_client(kind: str) -> None:
-    """Import what reaches URLs of this `kind`; some packages draw from Python's global stream while they are imported (rich does)."""
+    """Import what reaches URLs of this `kind`; some packages draw from Python's global stream while they are imported."""
     import fsspec
 
     with apart():
@@ -331,10 +291,8 @@ def _import_client(kind: str) -> None:
 def _joined(runs: Runs) -> Iterator[tuple[int, int, Runs]]:
     """Runs that lie close together, and the bytes from the first one's first to the last one's last."""
     near: Runs = []
-    for at, view in runs:
+    for at, view in [*runs, (sys.maxsize, memoryview(b""))]:
         if near and at - near[-1][0] - len(near[-1][1]) > GAP:
             yield near[0][0], near[-1][0] + len(near[-1][1]), near
             near = []
         near.append((at, view))
-    if near:
-        yield near[0][0], near[-1][0] + len(near[-1][1]), near

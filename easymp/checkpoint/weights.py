@@ -21,6 +21,7 @@ from ..errors import CheckpointError, SettingError, nearest
 from ..logging import get_logger
 from ..strategies.meta_init import left_to_others, swap_in
 from .accelerate_import import read_state_dict
+from .blocks import Tick, no_tick
 from .codec import loads
 from .folders import open_storage, parted
 from .huggingface import Item, cut, order, write_model
@@ -43,7 +44,6 @@ from .source import (
     renamed_in,
     without_wrappers,
 )
-from .storage import Tick, nothing
 
 logger = get_logger(__name__)
 
@@ -218,7 +218,7 @@ def convert(
     max_shard_size: int | str = SHARD_SIZE,
     model: str = MODEL,
     trust: bool = False,
-    tick: Tick = nothing,
+    tick: Tick = no_tick,
 ) -> None:
     """Write the weights at `place` to `out` as ``model.safetensors``, or as shards with an index; each is a path or a URL.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from easymp.checkpoint import list_checkpoints, lock
+from easymp.checkpoint import list_checkpoints
 from easymp.checkpoint.manifest import COMMIT, MANIFEST, seal
 from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError
@@ -78,7 +78,7 @@ def test_what_a_save_left_is_told_apart(root: Path) -> None:
     assert (left.name, left.committed) == (".tmp-step-00000002-01234567", False)
     assert left.why.startswith("left over from a save that did not end (not committed")
     assert good.name == OF_TWO
-    claim = LocalStorage(root).claim(OF_ONE, lock.words())
+    claim = LocalStorage(root).claim(OF_ONE)
     left, good = list_checkpoints(root)
     claim.release()
     assert left.why.startswith("being written, or left over from a save that did not end")

@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from easymp.checkpoint import lock
-from easymp.checkpoint.lock import Marker, lock_of, words
+from easymp.checkpoint.lock import Heartbeat, lock_of, words
 from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError
 
@@ -22,10 +22,10 @@ import sys
 from easymp.checkpoint.lock import words
 from easymp.checkpoint.lock import lock_of
 from easymp.checkpoint.storage_local import LocalStorage
-from easymp.checkpoint.lock import Marker
+from easymp.checkpoint.lock import Heartbeat
 storage = LocalStorage(sys.argv[1])
 said = words(folder="mine")
-claim = storage.claim("best", said) if sys.argv[2] == "lock" else Marker(storage, lock_of("best"), "best", said)
+claim = storage.claim("best", "mine") if sys.argv[2] == "lock" else Heartbeat(storage, lock_of("best"), "best", said)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -60,17 +60,13 @@ def quick(monkeypatch):
 
 
 def take(storage, kind):
-    return (
-        storage.claim("best", words())
-        if kind == "lock"
-        else Marker(storage, lock_of("best"), "best", words())
-    )
+    return storage.claim("best") if kind == "lock" else Heartbeat(storage, lock_of("best"), "best", words())
 
 
 @pytest.mark.parametrize("kind", ["lock", "marker"])
 def test_one_owner_within_a_process(tmp_path, kind, quick):
     storage = LocalStorage(tmp_path / "new" / "root")  # made for the claim
-    storage.claim("other", words()).release()
+    storage.claim("other").release()
     first = take(storage, kind)
     with pytest.raises(
         CheckpointError, match=rf"best is being written by process {os.getpid()} on {socket.gethostname()}"
@@ -131,13 +127,13 @@ def test_a_marker_of_another_machine_is_dead_when_it_stops_changing(tmp_path, qu
 
 def test_forked_children_do_not_keep_the_claim(tmp_path):
     storage = LocalStorage(tmp_path)
-    claim = storage.claim("best", words())
+    claim = storage.claim("best")
     child = os.fork()
     if not child:
         signal.pause()
     try:
         claim.release()
-        storage.claim("best", words()).release()
+        storage.claim("best").release()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -150,7 +146,7 @@ def test_of_many_at_once_one_has_it(tmp_path):
     def claim():
         start.wait()
         try:
-            got.append(storage.claim("best", words()))
+            got.append(storage.claim("best"))
         except CheckpointError:
             refused.append(1)
 
@@ -165,6 +161,6 @@ def test_of_many_at_once_one_has_it(tmp_path):
 
 def test_without_locks_a_marker_is_used(tmp_path, monkeypatch, quick):
     monkeypatch.setattr(lock, "fcntl", None)
-    claim = LocalStorage(tmp_path).claim("best", words())
-    assert isinstance(claim, Marker)
+    claim = LocalStorage(tmp_path).claim("best")
+    assert isinstance(claim, Heartbeat)
     claim.release()

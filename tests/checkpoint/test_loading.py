@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from easymp import Accelerator
+from easymp.checkpoint.blocks import Tick
 from easymp.checkpoint.load import load_checkpoint as load
 from easymp.checkpoint.manifest import COMMIT, MANIFEST, seal
-from easymp.checkpoint.storage import Tick, nothing
 from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError
 
@@ -374,7 +374,7 @@ class Counting(LocalStorage):
         size: int,
         checksums: Any,
         wanted: Sequence[tuple[int, memoryview]],
-        tick: Tick = nothing,
+        tick: Tick = lambda count: None,
     ) -> None:
         group = name.rpartition("/")[2].partition("-")[0]
         self.bytes[group] = self.bytes.get(group, 0) + sum(len(view) for _, view in wanted)

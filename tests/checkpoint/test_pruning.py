@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from easymp.checkpoint import list_checkpoints, lock, prune, verify
+from easymp.checkpoint import list_checkpoints, prune, verify
 from easymp.checkpoint.manifest import COMMIT
 from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import SettingError
@@ -65,7 +65,7 @@ def test_more_than_there_are(run: Path) -> None:
 
 def test_what_is_being_written_is_left_alone(run: Path) -> None:
     storage = LocalStorage(run)
-    held = [storage.claim(checkpoint, lock.words()) for checkpoint in (OF_ONE, "step-00000009")]
+    held = [storage.claim(checkpoint) for checkpoint in (OF_ONE, "step-00000009")]
     try:
         found = prune(run, keep=3)
     finally:

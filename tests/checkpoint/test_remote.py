@@ -105,7 +105,7 @@ def test_a_file_that_came_short_is_refused(storage: RemoteStorage, monkeypatch: 
 
 def test_nothing_is_renamed(storage: RemoteStorage) -> None:
     assert not storage.renames and storage.exchange("one", "two") is False
-    with pytest.raises(CheckpointError, match="cannot be renamed at once here"):
+    with pytest.raises(CheckpointError, match="renamed atomically"):
         storage.rename("one", "two")
 
 

@@ -143,7 +143,7 @@ def test_what_dead_writers_left_goes_and_what_live_ones_write_stays(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "COMMIT").write_text("x")
     (tmp_path / ".tmp-step-00000002.lock").write_text("")
-    alive = storage.claim("best", b"{}")
+    alive = storage.claim("best")
     save(tmp_path, 1)
     assert listed(tmp_path) == [".tmp-best-0123abcd", ".tmp-best.lock", "latest", STEP]
     with pytest.raises(CheckpointError, match="best is being written by process"):
