@@ -59,7 +59,7 @@ def dumps(value: Any) -> bytes:
         return text
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"this can't be stored as JSON ({error}): pass plain values, and fewer"
+            f"this cannot be stored as JSON ({error}): pass plain values, and fewer"
         ) from None
 
 

@@ -1,12 +1,12 @@
-"""How the folders of checkpoints are called below a root, and which of them count: one place for all who write, load, list and prune.
+"""Names of the folders of checkpoints below a root, which of them count, and how one is opened.
 
-| name | what it is |
+| name | content |
 |---|---|
-| ``step-00000100`` | the checkpoint of step 100; users choose other names as they like |
-| ``step-00000100.save-2`` | the same, saved again where two folders cannot swap names (object stores, some network file systems): of those with a COMMIT, the one with the highest number counts, and the others are on their way out |
-| ``step-00000100.line-1c9e02d7`` | the same, of another line of saves: it was there when the line that goes on came to that step, and was set aside |
-| ``.tmp-step-00000100-5f0c3a9e`` | being written, or replaced, or on its way out; never a checkpoint |
-| ``.tmp-step-00000100.lock`` | who is writing that checkpoint |
+| ``step-00000100`` | the checkpoint of step 100; users may choose other names |
+| ``step-00000100.save-2`` | the same, saved again where two folders cannot swap names (object stores, some network file systems); of those with a COMMIT, the highest number counts |
+| ``step-00000100.line-1c9e02d7`` | the same, of another line of saves: it was set aside when the current line came to that step |
+| ``.tmp-step-00000100-5f0c3a9e`` | a folder being written, or replaced, or removed; never a checkpoint |
+| ``.tmp-step-00000100.lock`` | the owner of the writer lock |
 | ``latest`` | a file with the name of the checkpoint that was saved last: a hint for readers, the truth is COMMIT and the manifest |
 """  # noqa: E501
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -31,10 +31,18 @@ from .storage_local import LocalStorage
 from .storage_remote import RemoteStorage
 
 LATEST = "latest"
+SEAL = 65  # bytes of COMMIT: a SHA-256 in hexadecimal and a line feed
 _STEP = re.compile(r"step-(\d{8,})(\.line-[0-9a-f]+(-\d+)?)?")
 _AGAIN = re.compile(r"(.+)\.save-(\d+)")
-_TEMPORARY = re.compile(r"\.tmp-(.+)-[0-9a-f]{8}")
-_LOCK = re.compile(r"\.tmp-(.+)\.lock")
+_TEMPORARY = re.compile(r"\.tmp-(.+)(-[0-9a-f]{8}|\.lock)")
+
+
+def inside(folder: str, name: str) -> str:
+    """`name` in `folder`; either may be ""."""
+    return f"{folder.rstrip('/')}/{name}" if folder and name else folder or name
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
 
 
 def step_folder(step: int) -> str:
@@ -60,7 +68,7 @@ def save_of(folder: str) -> int:
 
 
 def saves_of(names: Iterable[str], checkpoint: str) -> list[str]:
-    """Those of the folders `names` that are saves of one checkpoint, the newest first; committed or not."""
+    """The saves of one checkpoint among folders, the newest first; committed or not."""
     return sorted((n for n in names if checkpoint_of(n) == checkpoint), key=save_of, reverse=True)
 
 
@@ -81,14 +89,32 @@ def aside(names: Iterable[str], checkpoint: str, line: str) -> str:
 
 
 def temporary(checkpoint: str) -> str:
-    """A new name for what is no checkpoint yet, or no longer."""
+    """A new name for a folder that is no checkpoint yet, or no longer."""
     return f"{TEMPORARY}{checkpoint}-{secrets.token_hex(4)}"
 
 
 def writing(name: str) -> str | None:
-    """The checkpoint that the temporary folder or lock `name` belongs to; None for other names."""
-    found = _TEMPORARY.fullmatch(name) or _LOCK.fullmatch(name)
+    """The checkpoint that a temporary folder or lock belongs to; None for other names."""
+    found = _TEMPORARY.fullmatch(name)
     return found[1] if found else None
+
+
+# -- commit -----------------------------------------------------------------------------------------------------------
+
+
+def is_committed(storage: Storage, folder: str) -> bool:
+    """Whether `folder` holds a manifest and the COMMIT that seals it. The manifest is not decoded.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    manifest, commit = inside(folder, MANIFEST), inside(folder, COMMIT)
+    if storage.size(commit) != SEAL or (size := storage.size(manifest)) is None or size > LONGEST:
+        return False
+    try:
+        return storage.get(commit, SEAL) == seal(storage.get(manifest, LONGEST))
+    except FileNotFoundError:  # another process removes this checkpoint right now
+        return False
 
 
 def current(storage: Storage, checkpoint: str) -> str:
@@ -103,14 +129,8 @@ def current(storage: Storage, checkpoint: str) -> str:
     return next((folder for folder in found if is_committed(storage, folder)), checkpoint)
 
 
-# -- Whether a folder is a checkpoint, and what its manifest says: COMMIT, written last, holds the manifest's hash.
-
-
-SEAL = 65  # bytes of COMMIT: a SHA-256 in hexadecimal and the end of its line
-
-
 def open_manifest(storage: Storage, folder: str) -> Manifest:
-    """The manifest of the checkpoint in `folder` of `storage` ("" for `storage` itself), once it is known to be the committed one.
+    """The manifest of the checkpoint in `folder` of `storage` ("" for `storage` itself), checked against its COMMIT.
 
     Raises:
         CheckpointError: `folder` is no checkpoint, was not committed, was changed since, or is of a newer format.
@@ -139,10 +159,10 @@ def open_manifest(storage: Storage, folder: str) -> Manifest:
 
 
 def write_manifest(storage: Storage, folder: str, manifest: Manifest) -> None:
-    """The last two files of `folder`, whose others are there: with the second one it is a checkpoint.
+    """Write the last two files of `folder`: with COMMIT, the second one, it is a checkpoint.
 
     Raises:
-        CheckpointError: the manifest says what cannot be.
+        CheckpointError: the manifest is impossible.
         OSError: it cannot be written.
     """
     text = manifest.encode()
@@ -151,37 +171,14 @@ def write_manifest(storage: Storage, folder: str, manifest: Manifest) -> None:
         storage.sync(folder)  # before the next
 
 
-def is_committed(storage: Storage, folder: str) -> bool:
-    """Whether `folder` holds a manifest and the COMMIT that seals it; what the manifest says is not looked at.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    manifest, commit = inside(folder, MANIFEST), inside(folder, COMMIT)
-    if storage.size(commit) != SEAL:
-        return False
-    size = storage.size(manifest)
-    if size is None or size > LONGEST:
-        return False
-    try:
-        return storage.get(commit, SEAL) == seal(storage.get(manifest, LONGEST))
-    except FileNotFoundError:  # another process removes this checkpoint right now
-        return False
-
-
-def inside(folder: str, name: str) -> str:
-    """`name` in `folder`; "" on either side is no folder more."""
-    return f"{folder.rstrip('/')}/{name}" if folder and name else folder or name
-
-
-# -- A storage by what a user types: a path, or a URL.
+# -- paths and URLs ---------------------------------------------------------------------------------------------------
 
 
 def open_storage(place: str | os.PathLike[str]) -> Storage:
     """The folder `place`: a path or ``file://`` URL on this machine, any other URL by fsspec. Nothing is read or made.
 
     Raises:
-        CheckpointError: a URL of a kind that nobody here knows, or a ``file://`` URL of another machine.
+        CheckpointError: a URL of an unknown kind, or a ``file://`` URL of another machine.
     """
     path = os.fspath(place)
     kind, mark, rest = path.partition("://")
@@ -198,7 +195,7 @@ def open_storage(place: str | os.PathLike[str]) -> Storage:
 
 
 def parted(place: str | os.PathLike[str]) -> tuple[str, str]:
-    """The folder above a file or folder, and its name there; where a link leads, if it leads to a folder."""
+    """The folder above a file or folder, and its name there. A link to a folder is followed."""
     said = os.fspath(place)
     kind, mark, rest = said.partition("://")
     if not mark:
@@ -208,12 +205,48 @@ def parted(place: str | os.PathLike[str]) -> tuple[str, str]:
     return f"{kind}://{folder}", name
 
 
-# -- A safetensors file that may be somebody else's: where it is, and what its header says.
+class Opened(NamedTuple):
+    """A committed checkpoint: `folder` of `storage`, and its manifest."""
+
+    storage: Storage
+    folder: str
+    manifest: Manifest
+
+    @property
+    def place(self) -> str:
+        return inside(self.storage.place, self.folder)
+
+    @property
+    def files(self) -> dict[str, SourceFile]:
+        return source_files(self.storage, self.folder, self.manifest.files)
+
+    @property
+    def extra(self) -> dict[str, SourceFile]:
+        """Those of hooks."""
+        return source_files(self.storage, self.folder, self.manifest.extra)
+
+
+def open_checkpoint(place: str | os.PathLike[str]) -> Opened:
+    """The committed checkpoint at a path or URL: of several saves of one name, the one that counts.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    root, name = parted(place)
+    try:
+        storage = open_storage(root)
+        folder = current(storage, name)
+        return Opened(storage, folder, open_manifest(storage, folder))
+    except OSError as error:
+        raise CheckpointError(f"{os.fspath(place)}: cannot be read ({error})") from error
+
+
+# -- files with tensors -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file with tensors; `checksums` of each BLOCK, or None where nobody wrote any down."""
+    """A file that is read; `checksums` of each BLOCK, or None for a file of another program."""
 
     storage: Storage
     name: str
@@ -224,6 +257,14 @@ class SourceFile:
         return f"{self.storage.place.rstrip('/')}/{self.name}"
 
 
+def source_files(storage: Storage, folder: str, files: Mapping[str, FileRecord]) -> dict[str, SourceFile]:
+    """The files of a checkpoint in `folder`."""
+    return {
+        name: SourceFile(storage, inside(folder, name), file.size, file.checksums)
+        for name, file in files.items()
+    }
+
+
 def found_at(place: str | os.PathLike[str]) -> tuple[Storage, str]:
     """The folder that a file lies in, and its name there."""
     folder, name = parted(place)
@@ -231,7 +272,7 @@ def found_at(place: str | os.PathLike[str]) -> tuple[Storage, str]:
 
 
 def file_in(folder: Storage, name: str) -> SourceFile:
-    """A file that somebody else wrote; links are followed, for a cache of downloads is made of them."""
+    """A file of another program. Links are followed, as caches of downloads consist of them."""
     if isinstance(folder, LocalStorage):
         real = Path(folder.place, name).resolve()
         folder, name = LocalStorage(real.parent), real.name
@@ -251,49 +292,3 @@ def read_header(file: SourceFile) -> tuple[dict[str, Slot], dict[str, str]]:
     text = file.storage.head(file.name, base)
     slots = decode_header(text, file.size, str(file))
     return slots, loads(text[8:base], str(file)).get("__metadata__") or {}
-
-
-# -- From what a user says, a folder or a URL, to the checkpoint that is there.
-
-
-class Opened(NamedTuple):
-    """A committed checkpoint: `folder` of `storage`, and what its manifest says."""
-
-    storage: Storage
-    folder: str
-    manifest: Manifest
-
-    @property
-    def place(self) -> str:
-        return inside(self.storage.place, self.folder)
-
-    @property
-    def files(self) -> dict[str, SourceFile]:
-        """For `streaming.stream`."""
-        return self._at(self.manifest.files)
-
-    @property
-    def extra(self) -> dict[str, SourceFile]:
-        """Those that hooks wrote."""
-        return self._at(self.manifest.extra)
-
-    def _at(self, files: dict[str, FileRecord]) -> dict[str, SourceFile]:
-        return {
-            name: SourceFile(self.storage, inside(self.folder, name), file.size, file.checksums)
-            for name, file in files.items()
-        }
-
-
-def open_checkpoint(place: str | os.PathLike[str]) -> Opened:
-    """The committed checkpoint at `place`: of several saves of one name, the one that counts.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    root, name = parted(place)
-    try:
-        storage = open_storage(root)
-        folder = current(storage, name)
-        return Opened(storage, folder, open_manifest(storage, folder))
-    except OSError as error:
-        raise CheckpointError(f"{os.fspath(place)}: cannot be read ({error})") from error

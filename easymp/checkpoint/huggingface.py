@@ -24,9 +24,9 @@ from .codec import dumps, loads, pack, unpack
 from .folders import file_in, found_at, inside, read_header
 from .header import encode, nbytes
 from .layout import Shape, on_host, whole
-from .manifest import COMMIT, MANIFEST, Piece, Stored
+from .manifest import COMMIT, INDEX, MANIFEST, Piece, Stored
 from .read_plan import Want, stream
-from .source import INDEX, SINGLE, memory
+from .source import SINGLE, memory
 from .storage import Storage
 
 SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")

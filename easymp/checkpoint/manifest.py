@@ -1,10 +1,12 @@
-"""The manifest: what a checkpoint holds, and where each byte of it lies."""
+"""The manifest: what a checkpoint holds, and where each byte of it lies.
+
+`validate` holds for every manifest that is read or written, so code that uses one need not check again. Its text may come from anyone.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections import ChainMap
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -18,15 +20,18 @@ from .codec import dumps, loads, names
 from .header import DTYPES, MOST, NAMES, nbytes
 from .layout import Box, Shape, fault
 
-# -- What the tables of a manifest hold: files, and tensors that lie in them.
-
-
-MANIFEST, COMMIT = "manifest.json", "COMMIT"
+MANIFEST, COMMIT, INDEX = "manifest.json", "COMMIT", "model.safetensors.index.json"
 BLOCK = 2**24  # bytes under one checksum
-
-
-OLDEST = "0"
-"""The line of all checkpoints that name none: those of easymp 0.1."""
+VERSION = 2  # with files of hooks; a checkpoint without them is written as version 1, which has no such field
+LINEAGE = (
+    "lineage"  # in the plan, where easymp 0.1 takes any key; elsewhere it takes none that it does not know
+)
+OLDEST = "0"  # the line of all checkpoints that name none: those of easymp 0.1
+MOST_RANKS = 2**20  # that wrote one checkpoint; what each of them kept is looked up by its number
+LONGEST_NAME = (
+    200  # bytes of a file's name; 255 are the most on usual file systems, and temporary ones are longer
+)
+LONGEST_PATH = 700  # bytes of a path below the checkpoint; object stores take 1024 with all that is above it
 
 
 @dataclass(frozen=True)
@@ -75,18 +80,9 @@ class FileRecord:
     checksums: tuple[int, ...]
 
 
-LINEAGE = (
-    "lineage"  # in the plan, where easymp 0.1 takes any key; elsewhere it takes none that it does not know
-)
-VERSION = (
-    2  # with files of hooks; what has none is version 1, which says nothing of them, and is written as such
-)
-
-
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint.
-
+    """
     Attributes:
         step: optimizer updates until then.
         world_size: ranks that wrote it.
@@ -95,9 +91,9 @@ class Manifest:
         plan: what was decided for the run, as `Plan.as_dict`.
         tensors: by full name (``"model/blocks.0.weight"``).
         files: by name.
-        states: Python state by name, as `trees.pack` leaves it.
+        states: Python state by name, as `codec.pack` returns it.
         aliases: names of tensors that are other names of stored ones (tied weights).
-        extra: files that hooks wrote, by their paths below the folder; nothing is known of what is in them.
+        extra: files that hooks wrote, by their paths below the folder.
         lineage: what it was continued from.
     """
 
@@ -118,60 +114,43 @@ class Manifest:
         """The checkpoint's own, and those of hooks."""
         return {**self.files, **self.extra}
 
-    def check(self) -> None:
-        """Raises CheckpointError where something in it cannot be."""
-        check_number("step", self.step, 0)
-        check_number("world_size", self.world_size, 1, MOST_RANKS)
-        check_text("written", self.written)
-        check_text("made_by", self.made_by)
-        check_files(self.files)
-        check_extra(self.extra, self.files)
-        check_records(self.extra)
-        check_tensors(self.tensors, self.files)
-        check_aliases(self.aliases, self.tensors)
-        check_states(self.states, ChainMap(self.tensors, self.aliases))
-        check_lineage(self.lineage)
-
     def encode(self) -> bytes:
         """As the content of a file.
 
         Raises:
             CheckpointError: `decode` would refuse it, or return something else.
         """
-        self.check()
+        validate(self)
         if loads(dumps(self.plan), "plan") != self.plan:
-            raise CheckpointError(
-                "the plan of a checkpoint is stored as JSON, and has values that are none: pass Plan.as_dict()"
-            )
+            raise CheckpointError("the plan of a checkpoint has values that are no JSON: pass Plan.as_dict()")
+        tensors = {
+            name: {
+                "dtype": NAMES[t.dtype],
+                "shape": list(t.shape),
+                "pieces": [[list(p.box.offset), list(p.box.shape), p.file, p.begin] for p in t.pieces],
+            }
+            for name, t in self.tensors.items()
+        }
+        files, extra = (
+            {name: {"size": f.size, "crc32": list(f.checksums)} for name, f in table.items()}
+            for table in (self.files, self.extra)
+        )
         return dumps(
             {
-                "version": VERSION if self.extra else 1,
+                "version": VERSION if extra else 1,
                 "made_by": self.made_by,
                 "written": self.written,
                 "step": self.step,
                 "world_size": self.world_size,
                 "plan": {**self.plan, LINEAGE: asdict(self.lineage)},
                 "block": BLOCK,
-                "files": _table(self.files),
-                **({"extra": _table(self.extra)} if self.extra else {}),
-                "tensors": {
-                    name: {
-                        "dtype": NAMES[t.dtype],
-                        "shape": list(t.shape),
-                        "pieces": [
-                            [list(p.box.offset), list(p.box.shape), p.file, p.begin] for p in t.pieces
-                        ],
-                    }
-                    for name, t in self.tensors.items()
-                },
+                "files": files,
+                **({"extra": extra} if extra else {}),
+                "tensors": tensors,
                 "aliases": self.aliases,
                 "states": self.states,
             }
         )
-
-
-def _table(files: dict[str, FileRecord]) -> dict[str, Any]:
-    return {name: {"size": f.size, "crc32": list(f.checksums)} for name, f in files.items()}
 
 
 def seal(manifest: bytes) -> bytes:
@@ -179,8 +158,17 @@ def seal(manifest: bytes) -> bytes:
     return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
 
 
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+FIELDS: dict[str, type] = {
+    "version": int, "made_by": str, "written": str, "step": int, "world_size": int, "plan": dict, "block": int,
+    "files": dict, "tensors": dict, "aliases": dict, "states": dict,
+}  # fmt: skip
+NAMED = {int: "a whole number", str: "words", list: "a list", dict: "a table"}
+
+
 def decode(text: bytes, what: str) -> Manifest:
-    """The manifest in `text`, once all that it says is found to be possible.
+    """The manifest in `text`, validated.
 
     Raises:
         CheckpointError: it is none, or a newer one; `what` names the file.
@@ -196,21 +184,21 @@ def decode(text: bytes, what: str) -> Manifest:
             f"{what}: format version {version}, and this easymp reads {VERSION}: update easymp"
         )
     try:
-        manifest = _manifest(raw)
-        manifest.check()
+        manifest = _typed(raw)
+        validate(manifest)
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from None
     return manifest
 
 
-def _manifest(raw: Any) -> Manifest:
-    """What the JSON says, in our types; the values are still to be checked."""
+def _typed(raw: Any) -> Manifest:
+    """The JSON in our types; the values are still to be validated."""
     _fields("the manifest", raw, FIELDS if raw["version"] == 1 else {**FIELDS, "extra": dict})
     if raw["block"] != BLOCK:
         raise CheckpointError(
             f"checksums are of blocks of {raw['block']} bytes, and this easymp reads those of {BLOCK}: update easymp"
         )
-    files, extra, tensors = _records(raw["files"]), _records(raw.get("extra", {})), {}
+    tensors = {}
     for name, tensor in raw["tensors"].items():
         _fields(f"the tensor {name!r:.300}", tensor, {"dtype": str, "shape": list, "pieces": list})
         if tensor["dtype"] not in DTYPES:
@@ -219,96 +207,129 @@ def _manifest(raw: Any) -> Manifest:
             )
         pieces = []
         for piece in tensor["pieces"]:
-            if not isinstance(piece, list) or [type(part) for part in piece] != [list, list, str, int]:
+            if not _is_row(piece, list, list, str, int):
                 raise CheckpointError(
                     f"{name!r:.300} has a piece {piece!r:.80}: not an offset, a shape, a file and a place in it"
                 )
             offset, shape, file, begin = piece
             pieces.append(Piece(Box(tuple(offset), tuple(shape)), file, begin))
         tensors[name] = Stored(DTYPES[tensor["dtype"]], tuple(tensor["shape"]), tuple(pieces))
-    for name, of in raw["aliases"].items():
-        _fields(f"the alias {name!r:.300}", {"of": of}, {"of": str})
-    said = (raw[name] for name in ("step", "world_size", "written", "made_by"))
+    files, extra = ({}, {})
+    for table, records in ((raw["files"], files), (raw.get("extra", {}), extra)):
+        for name, file in table.items():
+            _fields(f"the file {name!r:.300}", file, {"size": int, "crc32": list})
+            records[name] = FileRecord(file["size"], tuple(file["crc32"]))
+    _fields("the table of aliases", raw["aliases"], dict.fromkeys(raw["aliases"], str))
     plan = {name: choice for name, choice in raw["plan"].items() if name != LINEAGE}
+    said = (raw[name] for name in ("step", "world_size", "written", "made_by"))
     return Manifest(*said, plan, tensors, files, raw["states"], raw["aliases"], extra, _lineage(raw["plan"]))
 
 
 def _lineage(plan: dict[str, Any]) -> Lineage:
     if LINEAGE not in plan:
         return Lineage()
-    _fields("the lineage", plan[LINEAGE], {"line": str, "parent": str, "forks": list})
-    forks = plan[LINEAGE]["forks"]
-    for fork in forks:
-        if not isinstance(fork, list) or [type(part) for part in fork] != [str, str, int]:
+    said = plan[LINEAGE]
+    _fields("the lineage", said, {"line": str, "parent": str, "forks": list})
+    for fork in said["forks"]:
+        if not _is_row(fork, str, str, int):
             raise CheckpointError(f"the lineage has a fork {fork!r:.80}: not a line, a time and a step")
-    return Lineage(
-        plan[LINEAGE]["line"],
-        plan[LINEAGE]["parent"],
-        tuple((line, written, step) for line, written, step in forks),
-    )
+    return Lineage(said["line"], said["parent"], tuple(map(tuple, said["forks"])))
 
 
 def head(start: bytes) -> tuple[str, int, Lineage] | None:
-    """`written`, `step` and lineage, read from the first bytes of a manifest; None where they are not there. They are not verified."""
+    """`written`, `step` and lineage, read from the first bytes of a manifest, unverified; None where they are not there."""
     try:
         raw = loads(start.partition(b',"block":')[0] + b"}", "")
-        check_text("written", raw["written"])
-        check_number("step", raw["step"], 0)
         lineage = _lineage(raw["plan"])
-        check_lineage(lineage)
+        check_number("step", raw["step"], 0)
+        _check_lines(lineage, {"written": raw["written"]})
     except (CheckpointError, LookupError, TypeError):
         return None
     return raw["written"], raw["step"], lineage
 
 
-def _records(table: dict[str, Any]) -> dict[str, FileRecord]:
-    files = {}
-    for name, file in table.items():
-        _fields(f"the file {name!r:.300}", file, {"size": int, "crc32": list})
-        files[name] = FileRecord(file["size"], tuple(file["crc32"]))
-    return files
-
-
-FIELDS: dict[str, type] = {
-    "version": int,
-    "made_by": str,
-    "written": str,
-    "step": int,
-    "world_size": int,
-    "plan": dict,
-    "block": int,
-    "files": dict,
-    "tensors": dict,
-    "aliases": dict,
-    "states": dict,
-}
-
-
-def _fields(what: str, raw: object, fields: dict[str, type]) -> None:
+def _fields(what: str, raw: object, fields: Mapping[str, type]) -> None:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{what} is {raw!r:.80}, and should have {', '.join(fields)}")
     for name in raw.keys() ^ fields.keys():
-        said = "lacks" if name in fields else "has, which nobody writes,"
+        said = "lacks" if name in fields else "has, which easymp does not write,"
         raise CheckpointError(f"{what} {said} {name!r:.80}: it should have {', '.join(fields)}")
     for name, kind in fields.items():
         if type(raw[name]) is not kind:
-            raise CheckpointError(f"{what} has {raw[name]!r:.80} as {name}, and should have {NAMED[kind]}")
+            raise CheckpointError(
+                f"{what} has {raw[name]!r:.80} as {name!s:.80}, and should have {NAMED[kind]}"
+            )
 
 
-NAMED = {int: "a whole number", str: "words", list: "a list", dict: "a table"}
+def _is_row(row: object, *kinds: type) -> bool:
+    return isinstance(row, list) and tuple(map(type, row)) == kinds
 
 
-# -- What must hold for the tables of a manifest, whoever wrote it. Who reads one need not check again, and who writes one is checked too.
+# -- validation -------------------------------------------------------------------------------------------------------
 
 
-LONGEST_NAME = (
-    200  # bytes of a file's name; 255 are the most on usual file systems, and temporary ones are longer
-)
-MOST_RANKS = 2**20  # that wrote one checkpoint; what each of them kept is looked up by its number
-LONGEST_PATH = 700  # bytes of a path below the checkpoint; object stores take 1024 with all that is above it
+def validate(manifest: Manifest) -> None:
+    """Raises CheckpointError, in one sentence, where something in a manifest is impossible."""
+    check_number("step", manifest.step, 0)
+    check_number("world_size", manifest.world_size, 1, MOST_RANKS)
+    _check_lines(manifest.lineage, {"written": manifest.written, "made_by": manifest.made_by})
+    for name in manifest.files:
+        if (
+            not _portable(name)
+            or name[0] == "."
+            or name.casefold() in (MANIFEST.casefold(), COMMIT.casefold())
+        ):
+            raise CheckpointError(
+                f"the file {name!r:.300} has no plain name: files lie right in the folder, and hold no manifest"
+            )
+    check_extra(manifest.extra, manifest.files)
+    for name, file in manifest.all_files.items():
+        check_number(f"the size of {name}", file.size, 0)
+        if len(file.checksums) != (count := -(-file.size // BLOCK)):
+            raise CheckpointError(
+                f"{name} has {file.size} bytes, so {count} checksums, and here are {len(file.checksums)}"
+            )
+        for checksum in file.checksums:
+            if type(checksum) is not int or not 0 <= checksum < 2**32:
+                raise CheckpointError(f"a checksum of {name} is {checksum!r:.80}, which is no CRC-32")
+    _check_tensors(manifest.tensors, manifest.files)
+    for name, of in manifest.aliases.items():  # of stored tensors, not of one another: so there is no cycle
+        if name in manifest.tensors:
+            raise CheckpointError(f"{name!r:.300} is a tensor, and another name of {of!r:.300} too")
+        if of not in manifest.tensors:
+            raise CheckpointError(f"{name!r:.300} is another name of {of!r:.300}, which is not stored")
+    for name, state in manifest.states.items():
+        try:
+            wanted = names(state)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name!r:.300}: {error}") from None
+        for tensor in wanted:
+            if tensor not in manifest.tensors and tensor not in manifest.aliases:
+                raise CheckpointError(f"{name!r:.300} has a tensor {tensor!r:.300}, which is not stored")
 
 
-def portable(word: str) -> bool:
+def check_number(name: str, value: object, low: int, high: int = MOST) -> None:
+    """Raises CheckpointError where `value` is no whole number from `low` to `high`."""
+    if type(value) is not int or not low <= value <= high:
+        raise CheckpointError(f"{name} is {value!r:.80}, and should be a whole number from {low} to {high}")
+
+
+def _check_lines(lineage: Lineage, more: Mapping[str, object]) -> None:
+    """Texts for people are one line each; identifiers of lines are short words, as folders get names of them."""
+    for line in (lineage.line, *(line for line, _, _ in lineage.forks)):
+        if not re.fullmatch("[0-9a-f]{1,32}", line):
+            raise CheckpointError(
+                f"the line {line!r:.80} is no identifier: it should be 1 to 32 hexadecimal digits"
+            )
+    times = {f"the time of fork {i}": written for i, (_, written, _) in enumerate(lineage.forks)}
+    for name, text in {"parent": lineage.parent, **times, **more}.items():
+        if not isinstance(text, str) or len(text) > 200 or not text.isprintable():
+            raise CheckpointError(f"{name} is {text!r:.80}, and should be a line of at most 200 characters")
+    for _, _, step in lineage.forks:
+        check_number("the step of a fork", step, 0)
+
+
+def _portable(word: str) -> bool:
     """Whether a file or folder can have this name on any file system, and it leads nowhere else."""
     return (
         bool(word)
@@ -320,44 +341,17 @@ def portable(word: str) -> bool:
     )
 
 
-def plain(name: str) -> bool:
-    """Whether a file of this name lies right in the folder, on any file system, and is none of those that every checkpoint has."""
-    return (
-        portable(name) and name[0] != "." and name.casefold() not in (MANIFEST.casefold(), COMMIT.casefold())
-    )
+def check_extra(paths: Collection[str], files: Collection[str]) -> None:
+    """Paths of hooks' files fit beside the checkpoint's own `files` and one another, also on file systems without upper case.
 
-
-def check_number(name: str, value: object, low: int, high: int = MOST) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise CheckpointError(f"{name} is {value!r:.80}, and should be a whole number from {low} to {high}")
-
-
-def check_text(name: str, value: object) -> None:
-    """Of one line, for people."""
-    if not isinstance(value, str) or len(value) > 200 or not value.isprintable():
-        raise CheckpointError(f"{name} is {value!r:.80}, and should be a line of at most 200 characters")
-
-
-def check_files(files: Mapping[str, FileRecord]) -> None:
-    """Those that lie right in the folder."""
-    for name in files:
-        if not plain(name):
-            raise CheckpointError(
-                f"the file {name!r:.300} has no plain name: files lie right in the folder, and hold no manifest"
-            )
-    check_records(files)
-
-
-def check_extra(names: Collection[str], files: Collection[str]) -> None:
-    """Paths of hooks' files fit beside the checkpoint's own `files`, and beside one another, on file systems without cases, too."""
+    Raises:
+        CheckpointError: one does not.
+    """
     own = {name.casefold() for name in (*files, MANIFEST, COMMIT)}
     taken: dict[str, str] = {}
-    for name in names:
-        if (
-            len(name) > LONGEST_PATH
-            or not all(map(portable, name.split("/")))
-            or len(name.encode()) > LONGEST_PATH
-        ):
+    for name in paths:
+        portable = len(name) <= LONGEST_PATH and all(map(_portable, name.split("/")))
+        if not portable or len(name.encode()) > LONGEST_PATH:
             raise CheckpointError(
                 f"the file {name!r:.300} of a hook has no name that every file system takes: words of letters, digits and most signs (not "
                 f'\\ : * ? " < > |), / between them, and at most {LONGEST_PATH} bytes'
@@ -372,7 +366,7 @@ def check_extra(names: Collection[str], files: Collection[str]) -> None:
                 f"the files {taken[name.casefold()]!r:.300} and {name!r:.300} of hooks have one name: change one"
             )
         taken[name.casefold()] = name
-    for name in names:
+    for name in paths:
         words = name.casefold().split("/")
         for count in range(1, len(words)):
             if file := taken.get("/".join(words[:count])):
@@ -381,20 +375,7 @@ def check_extra(names: Collection[str], files: Collection[str]) -> None:
                 )
 
 
-def check_records(files: Mapping[str, FileRecord]) -> None:
-    """Sizes and checksums."""
-    for name, file in files.items():
-        check_number(f"the size of {name}", file.size, 0)
-        blocks = -(-file.size // BLOCK)
-        if len(file.checksums) != blocks:
-            raise CheckpointError(
-                f"{name} has {file.size} bytes, so {blocks} checksums, and here are {len(file.checksums)}"
-            )
-        for checksum in file.checksums:
-            check_number(f"a checksum of {name}", checksum, 0, 2**32 - 1)
-
-
-def check_tensors(tensors: Mapping[str, Stored], files: Mapping[str, FileRecord]) -> None:
+def _check_tensors(tensors: Mapping[str, Stored], files: Mapping[str, FileRecord]) -> None:
     """Each is covered once by its pieces, and each byte of a file belongs to one piece at most."""
     places: dict[str, list[tuple[int, int, str]]] = {}
     for name, stored in tensors.items():
@@ -408,9 +389,9 @@ def check_tensors(tensors: Mapping[str, Stored], files: Mapping[str, FileRecord]
             if file not in files:
                 raise CheckpointError(f"{name!r:.300} lies in {file!r:.300}, which is none of the files")
         if wrong := fault(stored.shape, [piece.box for piece in stored.pieces]):
-            raise CheckpointError(f"{name!r:.300} is not stored once and whole: {wrong}")
+            raise CheckpointError(f"{name!r:.300} is not stored exactly once: {wrong}")
         for box, file, begin in stored.pieces:
-            count = box.count * stored.dtype.itemsize
+            count = prod(box.shape) * stored.dtype.itemsize
             check_number(f"the first byte of {name!r:.300} in {file}", begin, 0, files[file].size - count)
             if count:
                 places.setdefault(file, []).append((begin, begin + count, name))
@@ -419,37 +400,3 @@ def check_tensors(tensors: Mapping[str, Stored], files: Mapping[str, FileRecord]
         for (_, end, one), (begin, _, other) in pairwise(taken):
             if begin < end:
                 raise CheckpointError(f"{one!r:.300} and {other!r:.300} lie in the same bytes of {file}")
-
-
-def check_aliases(aliases: Mapping[str, str], tensors: Mapping[str, Stored]) -> None:
-    """They name stored tensors, not one another: so there is no cycle."""
-    for name, of in aliases.items():
-        if name in tensors:
-            raise CheckpointError(f"{name!r:.300} is a tensor, and another name of {of!r:.300} too")
-        if of not in tensors:
-            raise CheckpointError(f"{name!r:.300} is another name of {of!r:.300}, which is not stored")
-
-
-def check_states(states: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """They can be unpacked, and their tensors are among the `known`."""
-    for name, state in states.items():
-        try:
-            wanted = names(state)
-        except CheckpointError as error:
-            raise CheckpointError(f"{name!r:.300}: {error}") from None
-        for tensor in wanted:
-            if tensor not in known:
-                raise CheckpointError(f"{name!r:.300} has a tensor {tensor!r:.300}, which is not stored")
-
-
-def check_lineage(lineage: Lineage) -> None:
-    """Lines are short words, as folders get names of them."""
-    for line in (lineage.line, *(line for line, _, _ in lineage.forks)):
-        if not re.fullmatch("[0-9a-f]{1,32}", line):
-            raise CheckpointError(
-                f"the line {line!r:.80} is no identifier: it should be 1 to 32 hexadecimal digits"
-            )
-    check_text("parent", lineage.parent)
-    for _, written, step in lineage.forks:
-        check_text("the time of a fork", written)
-        check_number("the step of a fork", step, 0)

@@ -19,11 +19,10 @@ from .folders import Opened, inside, open_checkpoint, open_storage, parted, writ
 from .hooks import copied
 from .huggingface import Item, cut, index_of, order, write_model
 from .layout import whole
-from .manifest import FileRecord, Stored
+from .manifest import INDEX, FileRecord, Stored
 from .progress import expect
 from .read_plan import one_by_one, room
 from .snapshot import Brought, Division, FilePlan, divide, group
-from .source import INDEX
 
 SHARD_SIZE = "5GB"
 MODEL = "model"

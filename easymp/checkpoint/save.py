@@ -33,10 +33,9 @@ from .hooks import NONE, Extra, copied
 from .huggingface import index_of
 from .layout import Box
 from .lineage import Line, Saved, retain
-from .manifest import FileRecord, Manifest, check_extra
+from .manifest import INDEX, FileRecord, Manifest, check_extra
 from .progress import expect
 from .snapshot import Agreement, FilePlan, Kept, Parts, agree, contents, first, is_plain, merged, trouble
-from .source import INDEX
 from .storage import Storage
 
 INTERRUPTED = "interrupted"

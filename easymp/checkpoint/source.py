@@ -17,10 +17,10 @@ from .codec import loads
 from .folders import SourceFile, current, file_in, found_at, open_checkpoint, open_storage, read_header
 from .header import PARTS, filed
 from .layout import whole
-from .manifest import COMMIT, MANIFEST, Piece, Stored
+from .manifest import COMMIT, INDEX, MANIFEST, Piece, Stored
 from .storage import Storage
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 LARGEST_INDEX = 2**28  # bytes
 
 

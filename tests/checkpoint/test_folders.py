@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from easymp.checkpoint import folders
+from easymp.checkpoint import folders, lock
 from easymp.checkpoint.manifest import COMMIT, MANIFEST, seal
 from easymp.checkpoint.storage_local import LocalStorage
 
@@ -48,7 +48,7 @@ def test_names(name, step, checkpoint, save, writing):
 def test_a_name_leads_there_and_back():
     assert folders.step_of(folders.step_folder(7)) == 7
     assert folders.writing(folders.temporary("best")) == "best"
-    assert folders.writing(folders.lock_of("best")) == "best"
+    assert folders.writing(lock.lock_of("best")) == "best"
     assert folders.next_save([], "best") == "best"
     assert folders.aside(["a"], "a", "0") == "a.line-0"
     assert folders.aside(["a", "a.line-0.save-2"], "a", "0") == "a.line-0-2"

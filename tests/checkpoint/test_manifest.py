@@ -135,7 +135,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "a list": (b"[]", "no manifest of a checkpoint"),
     "no version": (edited(version=...), "its version is None"),
     "newer": (edited(version=3, files=1), "format version 3, and this easymp reads 2: update easymp"),
-    "version 1 with files of hooks": (edited(extra={}), "has, which nobody writes, 'extra'"),
+    "version 1 with files of hooks": (edited(extra={}), "has, which easymp does not write, 'extra'"),
     "version 2 without": (edited(version=2), "lacks 'extra'"),
     "files of hooks as a list": (edited(version=2, extra=[]), "as extra, and should have a table"),
     "file of a hook without a size": (edited(version=2, extra={"a": {"crc32": []}}), "lacks 'size'"),
