@@ -314,7 +314,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             self._profiling: ProfileKwargs | None = handlers.get(records.ProfileKwargs)
             self._foreign: wrapper.ForeignSteps | None = None
             self._alone = False  # inside no_sync
-            self._unprepared: data.Unprepared | None = (
+            self._unprepared: data.UnpreparedCheck | None = (
                 None  # until a backward pass has shown where the data comes from
             )
             self._closed = False
@@ -466,7 +466,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         done = self._prepared.prepare(objects, device_placement, forward_methods)
         strategy = self._prepared.strategy
         if strategy.data_size > 1 and not self._clock.backwards:
-            self._unprepared = data.Unprepared(self._world, strategy.data_rank, strategy.data_size)
+            self._unprepared = data.UnpreparedCheck(self._world, strategy.data_rank, strategy.data_size)
         if self._prepared.optimizers:
             self._claim_early()
         return done[0] if len(done) == 1 else tuple(done)
@@ -507,14 +507,14 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def _look_at_data(self, unprepared: data.Unprepared) -> None:
+    def _look_at_data(self, unprepared: data.UnpreparedCheck) -> None:
         """Say, in the plan or once as a warning, that the data of several ranks comes from a loader that is not prepared."""
         if self.plan.data is not None:
-            self._unprepared = unprepared if unprepared.further() else None
+            self._unprepared = unprepared if unprepared.look_again() else None
         elif self._clock.reading is not None:
             self._unprepared = None
         else:
-            self._run.plan = self.plan.replace(data=unprepared.first())
+            self._run.plan = self.plan.replace(data=unprepared.begin())
 
     def backward(self, loss: Tensor, *, num_items: int | Tensor | None = None, **kwargs: Any) -> None:
         """Gradients of `loss`, averaged over the ranks on the last micro-step of a window.

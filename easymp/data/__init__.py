@@ -1,11 +1,10 @@
-"""Loaders that know their rank: sharding, order, position, devices.
+"""Prepared loaders: data order, sharding, position, devices.
 
-`shard` index arithmetic · `order` f(seed, epoch) · `mapped`, `stream`, `dispatch` the sources · `prefetch` the way to the device ·
-`loader` what a loop iterates · `prepare` picks among them · `skip` leaves batches out · `images` makes floats of uint8 ones ·
-`unprepared` says that a loader was left out.
+`order` data order and sharding arithmetic · `source` the interface, `mapped` and `stream` its kinds · `prefetch` moves batches to the
+device · `loader` the prepared loader · `prepare` makes it · `images` normalises uint8 images on the device.
 """
 
 from .loader import PreparedLoader, SkippedLoader, skip_first_batches
-from .prepare import Unprepared, prepare_loader
+from .prepare import UnpreparedCheck, prepare_loader
 
-__all__ = ["PreparedLoader", "SkippedLoader", "Unprepared", "prepare_loader", "skip_first_batches"]
+__all__ = ["PreparedLoader", "SkippedLoader", "UnpreparedCheck", "prepare_loader", "skip_first_batches"]

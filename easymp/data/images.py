@@ -1,7 +1,6 @@
-"""Images as a data set has them, uint8, to what a model reads: normalised floats in channels-last memory, made on the device.
+"""Image normalisation on the device: uint8 batches become floats in channels-last memory.
 
-A uint8 batch is a quarter of an fp32 one, in workers, in pinned memory and on the way to the device; a loader that normalises on the CPU
-gives that away.
+A uint8 batch takes a quarter of the memory of an fp32 one, in workers, in pinned memory and on the way to the device.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ LAYOUTS = ("NCHW", "NHWC")
 
 
 class NormalizeImages:
-    """``normalize(images)``: (x / 255 - mean) / std, for a batch of uint8 images, wherever it is.
+    """``normalize(images)`` computes (x / 255 - mean) / std for a batch of uint8 images on its device.
 
-    On an NVIDIA GPU with CuPy it is one kernel, elsewhere torch's operations, with the same bits.
+    One kernel on NVIDIA GPUs with CuPy, torch operations elsewhere, with equal bits.
 
     Args:
-        mean, std: one number a channel, of values from 0 to 1 (torchvision's convention).
+        mean, std: one number per channel for values from 0 to 1, as in torchvision.
         dtype: of the result: fp32, bf16 or fp16.
-        layout: of the batches: "NCHW", as torchvision decodes images, or "NHWC", as most files have them.
+        layout: of the batches: "NCHW", as torchvision decodes images, or "NHWC", as most files store them.
 
     Raises:
-        SettingError: numbers of no use, or another dtype or layout.
+        SettingError: `mean` and `std` do not match, or another dtype or layout.
     """
 
     def __init__(
@@ -41,11 +40,11 @@ class NormalizeImages:
     ) -> None:
         if not mean or len(mean) != len(std) or not all(s > 0 for s in std):
             raise SettingError(
-                f"mean={mean!r} and std={std!r} must have one number a channel each, and those of std be above 0"
+                f"mean={mean!r} and std={std!r} must have one number per channel, and those of std must be above 0"
             )
         if dtype not in DTYPES:
             raise SettingError(
-                f"dtype={dtype!r} is not one that images are normalised to: torch.float32, bfloat16 or float16"
+                f"dtype={dtype!r} is not one of torch.float32, torch.bfloat16 and torch.float16"
             )
         if layout not in LAYOUTS:
             raise SettingError(f"layout={layout!r} of images is neither 'NCHW' nor 'NHWC'")
@@ -55,10 +54,10 @@ class NormalizeImages:
         self._there: dict[torch.device, Tensor] = {}
 
     def __call__(self, images: Tensor) -> Tensor:
-        """(N, C, H, W) in channels-last memory, of `images` as `layout` has them; on their device.
+        """Normalise `images`, uint8 of shape (N, C, H, W) or (N, H, W, C) by `layout`, to (N, C, H, W) in channels-last memory.
 
         Raises:
-            BatchError: other than four dimensions of uint8, or another number of channels.
+            BatchError: `images` is not uint8 with four dimensions, or has another number of channels.
         """
         if images.dtype != torch.uint8 or images.ndim != 4:
             raise BatchError(

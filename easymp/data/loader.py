@@ -1,9 +1,8 @@
 """The prepared loader: what a training loop iterates.
 
-A pass is one ``for``. Epochs count passes: each ``for`` that ends, or is left early, makes the next one a new epoch with its own
-shuffle, unless `set_epoch` said otherwise. Inside a pass, `state_dict` says where it stands, and the next ``for`` after
-`load_state_dict` goes on there, once; so does a pass without its first batches (`skip_first_batches`), which counts them from the
-epoch's start. Saved between two passes, it says that the next epoch begins.
+A pass is one ``for`` loop. Each pass that ends, or is left early, makes the next one a new epoch with its own shuffle, unless
+`set_epoch` is called. `state_dict` inside a pass records the position, and the next ``for`` after `load_state_dict` continues there
+once. `skip_first_batches` counts from the start of the epoch. A state saved between two passes begins the next epoch.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ logger = get_logger(__name__)
 
 
 class PreparedLoader:
-    """A DataLoader that yields this rank's share, on its device, and knows where it stands.
+    """DataLoader that yields the batches of this rank on its device and tracks its position.
 
     Attributes:
         loader: the rebuilt DataLoader; unknown attributes are its own.
-        batch_size: samples a batch on one rank; None where the data set or a batch sampler decides.
-        epoch: the epoch being read, or between two passes the next one.
-        position: samples of this epoch that all ranks have been given so far.
-        last: whether the batch being worked on is this rank's last.
-        local_size: samples in the current batch on this rank; None where that is not knowable.
-        finished: passes that began and ended since `replay`, and did not run inside another loader's.
+        batch_size: samples per batch on one rank; None if the data set or a batch sampler decides.
+        epoch: the epoch being read; between two passes, the next one.
+        position: samples of this epoch that all ranks together have received.
+        last: whether the current batch is the last one of this rank.
+        local_size: samples in the current batch on this rank; None if unknown.
+        finished: passes that began and ended since `replay`, outside of other loaders' passes.
     """
 
     def __init__(
@@ -85,12 +84,12 @@ class PreparedLoader:
 
     @property
     def sampler(self) -> Any:
-        """The user's own sampler (torch's samplers are read as index arithmetic, so it is not iterated itself)."""
+        """The user's sampler. easymp computes the order of torch's samplers and does not iterate them."""
         return self._given.sampler
 
     @property
     def even_batches(self) -> bool:
-        """Whether an incomplete last round is completed; setting it counts from the next pass on."""
+        """Whether an incomplete last round is completed. A new value takes effect in the next pass."""
         return self._source.cut.even
 
     @even_batches.setter
@@ -105,15 +104,15 @@ class PreparedLoader:
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples a batch over all ranks; None where `batch_size` is."""
+        """Samples per batch over all ranks; None if `batch_size` is None."""
         return None if self.batch_size is None else self.batch_size * self._source.cut.ranks
 
     @property
     def surplus(self) -> int:
-        """Repeated samples in the current global batch, at the end of a rank-major gather; 0 but for a completed round.
+        """Repeated samples at the end of the current global batch in rank order; 0 except in a completed round.
 
         Raises:
-            BatchError: nobody knows (ready batches without a size, or ``in_order=False``).
+            BatchError: the number is unknown (ready batches without a size, or ``in_order=False``).
         """
         if self._surplus < 0:
             raise BatchError(
@@ -128,7 +127,7 @@ class PreparedLoader:
         return self._surplus
 
     def __len__(self) -> int:
-        """Batches of this rank in a whole epoch, also where the next pass resumes in the middle of one.
+        """Batches of this rank in a whole epoch, also if the next pass resumes inside one.
 
         Raises:
             LengthError: the data set or sampler has no length.
@@ -158,7 +157,7 @@ class PreparedLoader:
         try:
             return getattr(self.loader, name)
         except AttributeError:
-            return getattr(self._given, name)  # what the user hung on it
+            return getattr(self._given, name)  # attributes that the user set
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
@@ -166,12 +165,12 @@ class PreparedLoader:
         if not (self._resume and self.position):
             return self.read(0)
         rest = self._rest(self._loads)
-        next(rest)  # to the place from which it hears that nobody wants it
+        next(rest)  # up to its first yield, so that its `finally` runs if it is dropped unread
         return rest
 
     def _rest(self, loads: int) -> Iterator[Any]:
-        """What is left of a pass. Dropped unread it was left early, as by ``zip``, whose first loader has no more; unless what the loop
-        comes to before is done already, so that no loader has gone on yet.
+        """The rest of a resumed pass. If it is dropped unread, as by ``zip`` with an exhausted loader, the pass counts as left early,
+        unless no other loader has continued yet.
         """
         begun, clock = False, self._clock
         try:
@@ -208,7 +207,7 @@ class PreparedLoader:
         self._over = False
         if self._device is not None:
             feed = moved(feed, self._device, self._non_blocking)
-        # One that goes on inside another's loop was no loop in its body: that would have to be run again from its beginning.
+        # A resumed loader inside another loop runs beside it: an inner loop would begin again from its start.
         clock.enter(self, beside=resumes and outside is not None)
         try:
             if clock.timing is not None:
@@ -225,7 +224,7 @@ class PreparedLoader:
                     source.passed(mark)
                 yield batch
                 if self._loads != loads:
-                    return  # another state has been loaded: the next pass goes on there
+                    return  # another state was loaded, so the next pass continues there
                 if clock.enclosing is not self:
                     clock.asks(self)
                 if clock.between is not None and clock.outermost is self and not self.uneven:
@@ -243,7 +242,7 @@ class PreparedLoader:
                 self._end()
 
     def _unlike_counts(self, skip: int) -> list[int]:
-        """How many batches each rank has in a pass from its beginning, where they differ and a forward may need every rank."""
+        """Batches of each rank in a whole pass, if they differ and a forward may need every rank; else empty."""
         if self._forwards is None or skip or self.position or not self.uneven:
             return []
         counts = [self._source.batches(rank) for rank in range(self._source.cut.ranks)]
@@ -251,11 +250,7 @@ class PreparedLoader:
         return known if len(set(known)) > 1 and len(known) == len(counts) else []
 
     def _refuse_uneven(self, counts: list[int], forwards: int) -> None:
-        """Some ranks are out of batches and others are not: all of them say so, unless the loop has not called such a model.
-
-        Raises:
-            BatchError: it has.
-        """
+        """Raise BatchError on all ranks where some are out of batches, if the loop has called a sharded model."""
         if self._forwards is not None and self._forwards() != forwards:
             raise BatchError(
                 f"the ranks have {', '.join(map(str, counts))} batches in this pass, and the model's parameters are sharded, so that each "
@@ -264,7 +259,7 @@ class PreparedLoader:
             )
 
     def _begin(self, skip: int) -> tuple[object, int]:
-        if self._pass is not None:  # a pass left early that nobody has collected yet, or a loop inside a loop
+        if self._pass is not None:  # a pass left early and not yet collected, or a loop inside a loop
             self._end()
         for part, told in zip(self._parts(), self._told):
             if (
@@ -272,13 +267,13 @@ class PreparedLoader:
                 and (now := getattr(part, "epoch", None)) != told
                 and isinstance(now, int)
             ):
-                self.set_epoch(now)  # the user told the sampler, as scripts for DistributedSampler do
+                self.set_epoch(now)  # the script called the sampler's set_epoch, as with DistributedSampler
         if id(self) in self._clock.resuming:
             self._clock.resuming.remove(id(self))
             self._clock.went_on = True
         if not self._resume:
             self.position = 0
-        elif skip:  # counted from the epoch's start by a script that knows how many batches it has done
+        elif skip:  # a script that counts its batches from the start of the epoch
             if self.total_batch_size is None or skip * self.total_batch_size != self.position:
                 self.position, self._over = 0, False
             else:
@@ -299,7 +294,7 @@ class PreparedLoader:
     # -- epochs and positions -----------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next one to be read. A position to resume at stays if it lies in that epoch, else it is dropped."""
+        """Read `epoch` next. A position to resume at stays if it belongs to that epoch and is dropped otherwise."""
         if self._pass is not None:
             self._next_epoch = epoch
             return
@@ -309,12 +304,12 @@ class PreparedLoader:
         self._tell()
 
     def replay(self, finished: int) -> None:
-        """An epoch of the run begins in which this loader has `finished` passes already: they come once more, with nothing in them."""
+        """Begin an epoch of the run in which this loader has `finished` passes: they come again without batches."""
         self.finished = self._empty = finished
         self._round += 1
 
     def _parts(self) -> list[Any]:
-        """The user's own objects that shuffle by epoch themselves."""
+        """The user's objects that have `set_epoch`."""
         given = self._given
         parts = [
             given.dataset,
@@ -332,11 +327,13 @@ class PreparedLoader:
         self._told = [getattr(part, "epoch", None) for part in self._parts()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader stands: epoch, position, seed, and what the source adds. Plain JSON types, unless the data set's own
-        `state_dict` holds others, or the sampler has a generator of its own that draws unseeded (``use_seedable_sampler=False``).
+        """Epoch, position, seed and the state of the source.
+
+        Values are plain JSON types, except for what the `state_dict` of the data set holds and the state of a sampler's own generator
+        under ``use_seedable_sampler=False``.
 
         Raises:
-            BatchError: in the middle of a pass with ``in_order=False``: what was read is then no prefix of the order.
+            BatchError: inside a pass with ``in_order=False``, where the position does not say which samples were read.
         """
         state = {"epoch": self.epoch, "position": self.position, "seed": self._source.seed}
         if (drawing := self._source.drawing()) is not None:
@@ -350,14 +347,14 @@ class PreparedLoader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next ``for`` go on where `state` was taken, at any number of ranks.
+        """Continue at `state` in the next ``for``, at any number of ranks.
 
         Raises:
-            BatchError: the state is not a loader's, or belongs to a data set of another length.
+            BatchError: `state` is not the state of a prepared loader, or its data set has another length.
         """
         if missing := [key for key in ("epoch", "position", "seed") if not isinstance(state.get(key), int)]:
             raise BatchError(
-                f"the state has no {' and no '.join(missing)}: it is not a prepared loader's; pass what its state_dict() gave"
+                f"the state has no {' and no '.join(missing)}: pass what state_dict() of a prepared loader returned"
             )
         then, now = state.get("samples"), self._source.samples()
         if state["position"] and then is not None and now is not None and then != now:
@@ -386,27 +383,27 @@ def _stateful(dataset: Any) -> bool:
     )
 
 
-# -- A loader without its first batches, for one pass.
-
-
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """`loader` as it is, but the next pass over what is returned leaves out its first `num_batches` batches; later ones do not.
+    """Return `loader` without its first `num_batches` batches in the next pass.
 
-    Where the data set is map-style the skipped samples are not loaded. On a prepared loader a batch is one of this rank's, and
-    the epoch counts on as if it had been read in full; the clock sees the prepared loader itself.
+    Skipped samples of a map-style data set are not loaded. On a prepared loader the batches of this rank count.
+
+    Args:
+        loader: a DataLoader, or a prepared one.
+        num_batches: 0 or more.
 
     Raises:
-        BatchError: `loader` is no loader, or `num_batches` no count.
+        BatchError: `loader` is not a DataLoader, or `num_batches` is not a count.
     """
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
-        raise BatchError(f"num_batches={num_batches!r} is no number of batches to skip: pass 0 or more")
+        raise BatchError(f"num_batches must be an integer of 0 or more, got {num_batches!r}")
     if isinstance(loader, SkippedLoader):
         return SkippedLoader(loader.whole, loader.skip + num_batches)
     if isinstance(loader, PreparedLoader):
         return SkippedLoader(loader, num_batches)
     if not isinstance(loader, DataLoader):
         raise BatchError(
-            f"a {type(loader).__name__} was passed where a DataLoader belongs: itertools.islice skips items of others"
+            f"skip_first_batches takes a DataLoader, got a {type(loader).__name__}: use itertools.islice for other iterables"
         )
     if isinstance(loader.dataset, IterableDataset):
         return SkippedLoader(loader, num_batches)
@@ -420,7 +417,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
 
 
 class SkippedLoader:
-    """A view of `whole` whose next pass begins `skip` batches later; everything else is `whole`'s own."""
+    """View of `whole` whose next pass begins `skip` batches later."""
 
     def __init__(self, whole: Any, skip: int) -> None:
         self.whole = whole
@@ -442,7 +439,7 @@ class SkippedLoader:
 
 
 class Without:
-    """A sampler without its first `skip` items, the first time it is iterated."""
+    """Sampler without its first `skip` items in its first pass."""
 
     def __init__(self, sampler: Iterable[Any], skip: int) -> None:
         self.sampler = sampler

@@ -1,7 +1,6 @@
-"""Map-style data sets: the order is known before a sample is loaded, so only this rank's indices ever reach the data set.
+"""Source for map-style data sets: the order is known beforehand, so each rank loads its own samples only.
 
-Notes are written as indices are handed to the DataLoader and taken off as batches come out, in the same order; workers never
-see them.
+A note is queued for each list of indices that goes to the DataLoader and taken off with its batch, in the same order.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from .order import (
 )
 from .source import Note, Seeded, aside, rebuild
 
-AHEAD = 32  # batches of indices worked out at once, where the order is known beforehand
+AHEAD = 32  # batches of indices computed at once if the order is known beforehand
 
 
 class Rounds:
-    """The batch sampler (or sampler) of the rebuilt DataLoader: one object for all epochs, so that workers may persist."""
+    """Batch sampler of the rebuilt DataLoader: one object for all epochs, so that workers can persist."""
 
     def __init__(self) -> None:
         self.upcoming: Iterator[Any] = iter(())
@@ -52,11 +51,11 @@ class MapSource:
 
     Args:
         given: the user's DataLoader.
-        sampler: what gives the order, of indices or (with `whole`) of batches of indices.
-        cut: how the order is cut.
-        ranks: the data ranks whose shares are read here: this process's own, or all of them where it reads for all.
-        whole: None, or "deal" where `sampler` yields batches that go to the ranks whole, "split" where each is cut in parts.
-        seeded: draw by f(seed, epoch); else rank 0 draws from its own random state for all.
+        sampler: yields indices, or batches of indices if `whole` is set.
+        cut: how the order is cut into batches.
+        ranks: the data ranks whose shares this process reads: its own, or all of them.
+        whole: None, or for samplers of batches: "deal" whole batches to the ranks, "split" each batch.
+        seeded: draw by f(seed, epoch); otherwise rank 0 draws from its own random state for all.
         ahead: this process loads a batch before the step of the one before it.
     """
 
@@ -82,10 +81,10 @@ class MapSource:
         self._ready = given.batch_sampler is None  # the data set's items are batches already
         self._in_order = (
             getattr(given, "in_order", True) or len(ranks) > 1
-        )  # rounds are put together from shares in order
+        )  # rounds are built from shares in order
         self._checked = False
-        self._drawn: int | None = None  # the seed of the order being read, where it is not f(seed, epoch)
-        self._redraw: dict[int, int] = {}  # … by epoch, to be used once more, after a resume
+        self._drawn: int | None = None  # seed of the current order, if it is not f(seed, epoch)
+        self._redraw: dict[int, int] = {}  # seeds by epoch, to draw an order again after a resume
         self._upcoming = Rounds()
         how = (
             {"batch_size": None, "sampler": self._upcoming}
@@ -101,7 +100,7 @@ class MapSource:
         return (self.cut._replace(batch=1) if self._whole else self.cut).batches(total, rank)
 
     def samples(self) -> int | None:
-        """Samples in an epoch, where that is known without drawing it."""
+        """Samples in an epoch, if known without drawing it."""
         return None if self._whole else length(self._sampler)
 
     def read(self, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, Note]]:
@@ -116,7 +115,7 @@ class MapSource:
             yield batch, take()
 
     def _seeds(self, indices: Iterator[Any], notes: deque[Note], epoch: int) -> Iterator[Any]:
-        """`indices`, after each of which the streams begin anew, where the batch is loaded."""
+        """Yield `indices` and seed the random streams for each batch where it is loaded."""
         for items in indices:
             note = notes[-1]
             seed = mix(self.seed, "batch", epoch, note.rank, note.end)
@@ -125,7 +124,7 @@ class MapSource:
             yield items if self._ahead else Seeded(items, seed)
 
     def _overtaken(self, start: int) -> bool:
-        """Whether a round with repeats may come out in any place: with in_order=False batches overtake each other."""
+        """Whether a round with repeats may come at any place, because batches overtake each other (in_order=False)."""
         cut, total = self.cut, self.samples()
         if self._in_order or not cut.completes:
             return False
@@ -133,7 +132,7 @@ class MapSource:
 
     def _indices(self, upcoming: Iterator[Share], notes: deque[Note], unknown: bool) -> Iterator[Any]:
         reader = flagged(upcoming)
-        # Index arithmetic in a warm loop costs a quarter of what it costs between two steps of a training.
+        # Index arithmetic in one loop costs a quarter of the same between training steps.
         ahead = AHEAD if self.samples() is not None else 1
         while chunk := list(islice(reader, ahead)):
             for (rank, items, end, surplus), last in chunk:
@@ -182,7 +181,7 @@ class MapSource:
                 agree(order, self._world)
                 self._checked = True
             return order
-        # Rank 0's own random state decides, by a seed, so that a resume can draw the same order again.
+        # Rank 0 draws a seed from its own random state, so that a resume can draw the same order again.
         seed = self._redraw.pop(epoch, None)
         if seed is None:
             seed = own_seed(self._sampler) if self._world.rank == 0 else 0
@@ -212,12 +211,12 @@ class MapSource:
         return state
 
     def passed(self, mark: Any) -> None:
-        pass  # the position says it all
+        pass  # the position is enough
 
     def load(self, state: dict[str, Any]) -> None:
         self.seed = state["seed"]
         self._drawn = state.get("drawn") if state["position"] else None
-        # A pass of which nothing is left draws no order, and the next one its own.
+        # A finished pass draws no order, and the next pass draws its own.
         self._redraw = {} if self._drawn is None or state.get("over") else {state["epoch"]: self._drawn}
         if not self._seeded:
             for generator, drawing in zip(generators(self._sampler), state.get("drawing", ())):

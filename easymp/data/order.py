@@ -1,7 +1,7 @@
-"""The order of an epoch: f(seed, epoch), the same on every rank, and without touching anybody's random state.
+"""Data order and sharding: the order of an epoch is f(seed, epoch), the same on every rank, and each rank reads its slices of it.
 
-torch's own samplers become index arithmetic. Any other sampler is drawn with the global generators (torch, numpy, random) and
-its own ones seeded for the moment and put back afterwards.
+torch's own samplers become index arithmetic. Other samplers run while the global generators (torch, numpy, random) and their own
+ones are seeded, and the generators are restored afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import BatchError
 
 
 def size_of(thing: Any) -> int | None:
-    """``len(thing)``, or None where it has none."""
+    """``len(thing)``, or None if it has no length."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError, AttributeError):
@@ -28,19 +28,17 @@ def size_of(thing: Any) -> int | None:
 
 
 def length(sampler: Any) -> int | None:
-    """Indices (or batches) in an epoch over all ranks; None for samplers that do not say."""
+    """Indices (or batches) in an epoch over all ranks; None for samplers without a length."""
     return size_of(sampler.dataset if type(sampler) is DistributedSampler else sampler)
 
 
 def draw(sampler: Any, seed: int, chunk: int) -> Sequence[Any] | Iterator[Any]:
-    """One epoch's order: a sequence, or, where the sampler has no length, an iterator that is read `chunk` items at a time."""
+    """Order of one epoch: a sequence, or an iterator that draws `chunk` items at a time if the sampler has no length."""
     if type(sampler) is SequentialSampler:
         return range(len(sampler.data_source))
     if type(sampler) is RandomSampler:
         return _random(len(sampler.data_source), sampler.num_samples, sampler.replacement, seed)
-    if (
-        type(sampler) is DistributedSampler
-    ):  # its job is ours here, and it would deal its shares a second time
+    if type(sampler) is DistributedSampler:  # iterating it would shard a second time
         n = len(sampler.dataset)
         return _random(n, n, False, mix(seed, sampler.seed)) if sampler.shuffle else range(n)
     if size_of(sampler) is None:
@@ -50,12 +48,12 @@ def draw(sampler: Any, seed: int, chunk: int) -> Sequence[Any] | Iterator[Any]:
 
 
 class Permutation(Sequence[int]):
-    """Indices in one tensor's memory (8 bytes each, a list takes 40), sliced to lists by ctypes."""
+    """Indices in the memory of one tensor (8 bytes each; a list takes 40). ctypes slices them to lists."""
 
     __slots__ = ("_indices", "_memory")
 
     def __init__(self, indices: Tensor) -> None:
-        self._memory = indices.to(torch.int64).contiguous()  # kept alive: the view below does not own it
+        self._memory = indices.to(torch.int64).contiguous()  # the ctypes view below does not own the memory
         self._indices = (
             (ctypes.c_int64 * len(indices)).from_address(self._memory.data_ptr()) if len(indices) else []
         )
@@ -71,7 +69,7 @@ class Permutation(Sequence[int]):
 
 
 def _random(n: int, samples: int, replacement: bool, seed: int) -> Permutation:
-    """As torch's RandomSampler: with replacement, or whole permutations one after the other and a part of the last."""
+    """As RandomSampler of torch: with replacement, or whole permutations in a row, the last one cut."""
     if n == 0:
         return Permutation(torch.empty(0, dtype=torch.int64))
     generator = torch.Generator().manual_seed(seed)
@@ -94,7 +92,7 @@ def _streamed(sampler: Any, seed: int, chunk: int) -> Iterator[Any]:
 
 
 class Randomness:
-    """A random state of its own for the time inside ``with``: seeded once, continued at each entry, the outside put back."""
+    """Random state inside ``with``: seeded at the first entry and continued at later ones. The outer state returns at exit."""
 
     def __init__(self, seed: int, *samplers: Any) -> None:
         self._seed = seed
@@ -125,7 +123,7 @@ class Randomness:
 
 
 def generators(sampler: Any) -> list[torch.Generator]:
-    """The torch generators that a sampler, or one it wraps, holds."""
+    """The torch generators of a sampler and of samplers that it wraps."""
     found = []
     for value in getattr(sampler, "__dict__", {}).values():
         if isinstance(value, torch.Generator) and value is not torch.default_generator:
@@ -140,17 +138,14 @@ def generators(sampler: Any) -> list[torch.Generator]:
 
 
 def own_seed(sampler: Any) -> int:
-    """A seed drawn from the sampler's own generator or the global one, as a plain DataLoader with this sampler would.
-
-    The plain loader draws twice when an epoch starts: for its workers, then for the order.
-    """
+    """Seed from the generator of the sampler or the global one, as a plain DataLoader draws it: first for workers, then for the order."""
     generator = next(iter(generators(sampler)), torch.default_generator)
     torch.empty((), dtype=torch.int64).random_(generator=generator)
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 def agree(order: Sequence[Any], world: Any) -> None:
-    """Raises BatchError where the ranks' samplers drew different orders (a generator that nobody could seed)."""
+    """Raise BatchError if the ranks drew different orders, from a generator that cannot be seeded."""
     signature = (len(order), list(order[:64]), list(order[-64:]))
     seen = world.gather_objects(signature)
     if any(s != seen[0] for s in seen):
@@ -161,17 +156,17 @@ def agree(order: Sequence[Any], world: Any) -> None:
         )
 
 
-# -- Who reads which sample: index arithmetic, nothing else. No torch, no data set, no ranks that talk.
+# -- sharding: pure index arithmetic
 
 
 class Cut(NamedTuple):
-    """How an epoch's order is cut.
+    """How the order of an epoch is cut into batches.
 
     Attributes:
-        batch: samples a batch on one rank.
-        ranks: how many ranks share the data.
-        even: complete the last round, so that all ranks' batches agree in number and size. One rank alone has nothing to agree
-            with: its last batch stays short, as a plain DataLoader's.
+        batch: samples per batch on one rank.
+        ranks: number of ranks that share the data.
+        even: complete the last round, so that all ranks have batches of the same number and size. The last batch of a single rank
+            stays short, as in a plain DataLoader.
         drop_last: drop the incomplete last round.
     """
 
@@ -187,11 +182,11 @@ class Cut(NamedTuple):
 
     @property
     def completes(self) -> bool:
-        """Whether an incomplete last round is filled up."""
+        """Whether an incomplete last round is completed."""
         return self.even and self.ranks > 1
 
     def batches(self, samples: int, rank: int) -> int:
-        """Batches that `rank` gets of `samples` samples."""
+        """Batches of `rank` from `samples` samples."""
         full, rest = divmod(max(0, samples), self.whole)
         if rest == 0 or self.drop_last:
             return full
@@ -205,16 +200,16 @@ class Cut(NamedTuple):
 
 
 class Share(NamedTuple):
-    """One rank's part of one round."""
+    """Part of one rank in one round."""
 
     rank: int
     items: Any  # samples, indices, or one ready batch
-    end: int  # global samples of the epoch up to and with this round
-    surplus: int  # repeated samples in the round, at the end of its rank-major order; -1 where their number is not knowable
+    end: int  # samples of the epoch over all ranks, this round included
+    surplus: int  # repeated samples at the end of the round in rank order; -1 if unknown
 
 
 def shares(order: Sequence[Any], cut: Cut, rank: int, start: int = 0) -> Iterator[Share]:
-    """`rank`'s batches of a known order, from global sample `start` on. Slicing `order` must be cheap; no round is read whole."""
+    """Batches of `rank` from a known order, from global sample `start` on. Only the slices of this rank are read."""
     n, batch, whole = len(order), cut.batch, cut.whole
     start = min(start, n)
     full, rest = divmod(n - start, whole)
@@ -234,7 +229,7 @@ def shares(order: Sequence[Any], cut: Cut, rank: int, start: int = 0) -> Iterato
 
 
 class Round(NamedTuple):
-    """One global batch, read whole."""
+    """One global batch."""
 
     items: list[Any]
     end: int
@@ -251,18 +246,18 @@ def rounds(
     at: int = 0,
     weigh: Callable[[Any], int | None] | None = None,
 ) -> Iterator[Round]:
-    """Global batches of a stream of unknown length: `length` items each.
+    """Global batches of `length` items from a stream of unknown length.
 
     Args:
-        items: samples, indices, or ready batches, each of them `weigh` samples (None: unknown, counts as one).
+        items: samples, indices, or ready batches of `weigh` samples each (None: unknown, counts as one).
         length: items in a round.
-        complete: fill the last round with the stream's first items.
+        complete: complete the last round with the first items of the stream.
         drop_last: drop the incomplete last round.
-        start: position to begin at, in samples; what lies before is read and dropped.
+        start: position to begin at, in samples. Earlier items are read and dropped.
         at: position of the first item of `items`, in samples.
     """
     reader = iter(items)
-    head: list[Any] = []  # the stream's first items, which complete its last round
+    head: list[Any] = []  # first items of the stream, which complete its last round
     end = at
     if end < start:
         for item in reader:
@@ -295,9 +290,9 @@ def _weight(items: list[Any], weigh: Callable[[Any], int | None] | None) -> int:
 def halves(
     batches: Iterable[Sequence[Any]], ranks: int, *, even: bool, start: int = 0
 ) -> Iterator[tuple[Round, int]]:
-    """Each batch is a round of its own, cut in `ranks` parts: the round, and how many items a part has.
+    """Cut each batch in `ranks` parts: yields it as a round with the number of items per part.
 
-    Even: a batch that does not divide is completed with the first batches' samples.
+    With `even`, a batch that does not divide is completed with samples of the first batches.
     """
     head: list[Any] = []
     end = 0
@@ -313,7 +308,7 @@ def halves(
 
 
 def parts(round_: Round, size: int | None, ranks: Iterable[int]) -> Iterator[Share]:
-    """The given ranks' shares of a round: `size` items each, or, with None, one ready batch each. Empty shares are left out."""
+    """Shares of `ranks` in a round: `size` items each, or one ready batch each if `size` is None. Empty shares are left out."""
     for rank in ranks:
         if size is None:
             if rank < len(round_.items):
@@ -323,7 +318,7 @@ def parts(round_: Round, size: int | None, ranks: Iterable[int]) -> Iterator[Sha
 
 
 def flagged(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each item, and whether it is the last: by reading one ahead."""
+    """Each item with a flag for the last one. Reads one item ahead."""
     reader = iter(items)
     for held in reader:
         for item in reader:

@@ -1,10 +1,8 @@
-"""Batches to the device, one ahead.
+"""Moves batches to the device, on CUDA one batch ahead.
 
-On CUDA the next batch is copied on a side stream while the step computes: CPU memory is pinned first (by the DataLoader's own
-thread where it has workers, else here), the copy of batch k+1 is queued before batch k is handed out, and the compute stream
-waits for batch k's own copy only. So plain tensors travel; what else there is in a batch (sparse tensors, tensors of a class of
-their own, packed sequences) moves when its turn comes, for only its own `to` knows what it holds. Elsewhere that is how all of a
-batch is moved, and on the CPU nothing is done.
+On CUDA a side stream copies batch k+1 while the step computes on batch k. CPU memory is pinned first: by the thread of a DataLoader
+with workers, else here. The compute stream waits for the copy of its own batch only. Sparse tensors, tensor subclasses and packed
+sequences move by their own `to` when their batch is due. Other devices move whole batches then, and the CPU moves nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ Feed = Iterator[tuple[Any, Note]]
 
 
 def reads_ahead(device: torch.device, non_blocking: bool) -> bool:
-    """Whether `moved` has read the next batch when it hands one out."""
+    """Whether `moved` reads one batch ahead."""
     return device.type == "cuda" and non_blocking
 
 
 def moved(feed: Feed, device: torch.device, non_blocking: bool) -> Feed:
-    """`feed` with its batches on `device`; the very same iterator where there is nothing to do."""
+    """`feed` with its batches on `device`; `feed` itself on the CPU."""
     if device.type == "cpu":
         return feed
     if reads_ahead(device, non_blocking):
@@ -44,7 +42,7 @@ def _ahead(feed: Feed, device: torch.device) -> Feed:
     side = torch.cuda.Stream(device)
 
     def copy(batch: Any) -> tuple[Any, torch.cuda.Event]:
-        # A data set may have made CUDA tensors itself, on the compute stream: nothing to wait for on the side one.
+        # CUDA tensors that the data set made itself are on the compute stream: nothing to wait for here.
         with torch.cuda.stream(side):
             there = pytree.map_leaves(
                 lambda leaf: _pin(leaf).to(device, non_blocking=True) if _plain(leaf) else leaf, batch
@@ -62,7 +60,7 @@ def _ahead(feed: Feed, device: torch.device) -> Feed:
 
 
 def _plain(leaf: Any) -> bool:
-    """Whether all its memory is one that can be pinned, and told who uses it."""
+    """Whether `leaf` has one memory block that can be pinned and recorded on a stream."""
     return type(leaf) is Tensor and leaf.layout is torch.strided
 
 
@@ -78,6 +76,6 @@ def _arrived(batch: Any, copied: torch.cuda.Event, device: torch.device) -> Any:
         if not _plain(leaf):
             others |= hasattr(leaf, "to")
         elif leaf.is_cuda:
-            # The memory was allocated for the side stream: it may not be reused before the compute stream is done with it.
+            # The side stream allocated this memory: keep it until the compute stream is done with it.
             leaf.record_stream(compute)
     return pytree.send_to_device(batch, device, non_blocking=True) if others else batch

@@ -1,4 +1,4 @@
-"""From a DataLoader to a prepared one: reads what the user's loader does, and picks the source that does it for many ranks."""
+"""Makes prepared loaders: reads the settings of a DataLoader and picks the source that does the same on many ranks."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def prepare_loader(
     seed: int,
     device_placement: bool = True,
 ) -> PreparedLoader:
-    """`loader`, sharded over the ranks that share the data. An already prepared loader comes back as it is.
+    """Shard `loader` over the ranks that share the data. A prepared loader is returned unchanged.
 
     Args:
-        clock: is told while the loader is read.
-        data_rank: which share this process reads; `data_size`: how many shares there are.
-        seed: of the data order, where `config.data_seed` does not say otherwise; the same on every rank.
+        clock: hears when a pass begins, continues and ends.
+        data_rank, data_size: index of the share of this process, and number of shares.
+        seed: of the data order, the same on every rank; `config.data_seed` overrides it.
         device_placement: move batches to `device`.
 
     Raises:
-        BatchError: `loader` is no DataLoader, its data set is empty, or its batch size cannot be split.
+        BatchError: `loader` is not a DataLoader, its data set is empty, or its batch size does not divide.
     """
     if isinstance(loader, (PreparedLoader, SkippedLoader)):
         return loader
@@ -123,7 +123,7 @@ def _check(loader: Any) -> None:
 
 
 def _reading(loader: DataLoader[Any], data_size: int) -> tuple[Any, int | None, bool, bool]:
-    """What gives the order, samples a batch (None: not ours to say), drop_last, and whether the order is one of whole batches."""
+    """The sampler, samples per batch (None: the data set decides), drop_last, and whether the sampler yields whole batches."""
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset):
         return None, loader.batch_size, loader.drop_last, False
@@ -132,7 +132,7 @@ def _reading(loader: DataLoader[Any], data_size: int) -> tuple[Any, int | None, 
     if type(batches) is not BatchSampler:
         return batches, getattr(batches, "batch_size", None), bool(getattr(batches, "drop_last", False)), True
     sampler = batches.sampler
-    # A DistributedSampler that drops wants no sample twice.
+    # DistributedSampler(drop_last=True) repeats no sample.
     drops = data_size > 1 and type(sampler) is DistributedSampler and sampler.drop_last
     return sampler, batches.batch_size, batches.drop_last or drops, False
 
@@ -166,27 +166,24 @@ def _warn_if_nothing_is_left(source: Source, cut: Cut, rank: int) -> None:
         )
 
 
-# -- A DataLoader that was left out of `prepare` on several ranks: said in the plan, and warned of where the ranks train on the same data.
-
-
 PLAIN = (SequentialSampler, RandomSampler, WeightedRandomSampler)
-PATIENCE = 64  # backward passes in which the other ranks' words are looked for
-MOST, DEPTH, FEW = 1000, 12, 16  # values of a data set that are looked at, how deep, and elements of each
+PATIENCE = 64  # backward passes in which rank 0 looks for the outlines of the other ranks
+MOST, DEPTH, FEW = 1000, 12, 16  # limits of an outline: values, nesting, elements per value
 
 
-class Unprepared:
-    """What `Accelerator.backward` asks on several data ranks until there is an answer.
+class UnpreparedCheck:
+    """Finds a DataLoader that was not passed to `prepare` although several ranks read it.
 
     Args:
-        data_rank: which of the `data_size` slices of the data this rank is to see.
+        data_rank, data_size: share of the data that this rank should read, and number of shares.
     """
 
     def __init__(self, world: World, data_rank: int, data_size: int) -> None:
         self._world, self._rank, self._size = world, data_rank, data_size
         self._own, self._what, self._looks = "", "", 0
 
-    def first(self) -> Choice[str]:
-        """The plan's line, where no prepared loader is being read; the other ranks are told what this one reads."""
+    def begin(self) -> Choice[str]:
+        """The line of the plan. The other ranks get an outline of the data that this rank reads."""
         read = [it for it in gc.get_objects() if issubclass(type(it), _BaseDataLoaderIter)]
         streams = [type(it._dataset).__name__ for it in read if isinstance(it._dataset, IterableDataset)]
         plain = []
@@ -212,8 +209,8 @@ class Unprepared:
             "not prepared", f"{self._what} that was not passed to prepare() is read", Origin.DETECTED
         )
 
-    def further(self) -> bool:
-        """Whether there is more to look for. Rank 0 warns once all others have told that they read the same."""
+    def look_again(self) -> bool:
+        """Whether to look again. Rank 0 warns as soon as all ranks report the same data."""
         self._looks += 1
         if not self._own or self._world.rank or self._looks > PATIENCE:
             return False
@@ -231,10 +228,10 @@ class Unprepared:
 
 
 def outline(value: Any, left: Iterator[int], depth: int = 0) -> Any:
-    """What tells a data set from another one, by its attributes: nothing of it is called, and few elements are read.
+    """Fingerprint of a data set by its attributes. Nothing of it is called, and few elements are read.
 
     Args:
-        left: yields something for each value that may still be looked at.
+        left: yields once for each value that may still be read.
     """
     if value is None or isinstance(value, (str, bytes, int, float)):
         return value
@@ -243,7 +240,7 @@ def outline(value: Any, left: Iterator[int], depth: int = 0) -> Any:
     if isinstance(value, torch.Tensor) and (
         value.layout != torch.strided or value.is_nested or value.is_meta
     ):
-        return secrets.token_hex(8)  # has no elements to look at: taken for another one on each rank
+        return secrets.token_hex(8)  # no elements to read: different on each rank
     if isinstance(value, torch.Tensor):
         flat = value.detach().flatten() if value.is_contiguous() else value.new_empty(0)
         return tuple(value.shape), str(value.dtype), flat[:: max(1, len(flat) // FEW)].tolist()

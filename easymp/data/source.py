@@ -1,4 +1,4 @@
-"""What a prepared loader reads from: one kind of source a kind of loader, all with the same few verbs."""
+"""Sources of a prepared loader: the interface, random state per batch, and reading on rank 0 for all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..base.rng import apart, seed_host
@@ -19,14 +18,14 @@ IN_ORDER = "in_order" in inspect.signature(DataLoader.__init__).parameters  # to
 
 
 class Note(NamedTuple):
-    """What travels with a batch."""
+    """Facts that travel with a batch."""
 
     rank: int
-    end: int  # global samples of the epoch up to and with this batch's round
-    surplus: int  # repeated samples at the end of the round; -1 where their number is not knowable
+    end: int  # samples of the epoch over all ranks, the round of this batch included
+    surplus: int  # repeated samples at the end of the round; -1 if unknown
     size: int | None  # this rank's samples
     last: bool  # whether this rank's pass ends here
-    mark: Any = None  # where a stream stands after it
+    mark: Any = None  # position of a stream after this batch
 
 
 class Source(Protocol):
@@ -37,11 +36,11 @@ class Source(Protocol):
     cut: Cut  # may be replaced between two passes
 
     def batches(self, rank: int) -> int | None:
-        """Batches that a data rank gets in a whole epoch; None where that is not knowable."""
+        """Batches of a data rank in a whole epoch; None if unknown."""
         ...
 
     def samples(self) -> int | None:
-        """Samples in an epoch over all ranks; None where that is not known beforehand."""
+        """Samples in an epoch over all ranks; None if unknown beforehand."""
         ...
 
     def read(self, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, Note]]:
@@ -49,26 +48,26 @@ class Source(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What beside epoch, position and seed a resume in the middle of a pass needs; plain JSON types, but for what a data
-        set's own state_dict holds."""
+        """What a resume inside a pass needs beside epoch, position and seed."""
         ...
 
     def drawing(self) -> list[torch.Tensor] | None:
-        """States of the sampler's own generators, where they say what the next pass draws."""
+        """States of the sampler's own generators, if they decide the next order."""
         ...
 
     def passed(self, mark: Any) -> None:
-        """The batch whose note holds `mark` is being worked on."""
+        """Record that the batch with this mark is in use."""
         ...
 
-    def load(self, state: dict[str, Any]) -> None: ...
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue at `state` in the next pass."""
+        ...
 
 
 def rebuild(
     given: DataLoader[Any], dataset: Any, pin_memory: bool, in_order: bool | None = None, **how: Any
 ) -> DataLoader[Any]:
-    """A DataLoader with the settings of `given`, other sampling, and a generator of its own: iterating it leaves the global
-    one alone."""
+    """A DataLoader with the settings of `given`, other sampling and its own generator, so that the global one stays untouched."""
     settings: dict[str, Any] = {
         "collate_fn": given.collate_fn,
         "num_workers": given.num_workers,
@@ -86,14 +85,11 @@ def rebuild(
     return DataLoader(dataset, **{**settings, **how})
 
 
-# -- What a data set or a collate function draws for a batch: f(seed, epoch, batch), wherever it cannot be part of the training's stream.
+# -- random numbers of data sets and collate functions: f(seed, epoch, batch)
 
 
 class Seeded:
-    """What a sampler gives for one batch, on its way to a worker, where it arrives as itself with the streams seeded.
-
-    The worker takes it from its queue, which makes it anew, and loads the batch next: in one thread.
-    """
+    """Indices of one batch on the way to a worker. Unpickling them there seeds the worker's random streams for that batch."""
 
     __slots__ = ("_item", "_seed")
 
@@ -116,11 +112,11 @@ def every(
     at: int,
     weigh: Callable[[Any], int | None] | None = None,
 ) -> Iterator[Any]:
-    """`items`, with the streams seeded by `seed(place)` before the first is read, and before each whose place is a multiple of `count`.
+    """Yield `items` and seed the random streams with `seed(place)` at the start and at each place that is a multiple of `count`.
 
     Args:
-        at: the place of the first item.
-        weigh: how many places an item takes; 1 where it does not know.
+        at: place of the first item.
+        weigh: places per item; None or an unknown weight counts as 1.
     """
     seed_host(seed(at))
     for item in items:
@@ -131,7 +127,7 @@ def every(
 
 
 def aside(items: Iterable[Any]) -> Iterator[Any]:
-    """`items`, of whose draws the training's streams see nothing. Whoever makes them seeds for each."""
+    """Yield `items`, read apart from the random streams of the training. The producer seeds its own."""
     reader = iter(items)
     while True:
         with apart():
@@ -142,25 +138,19 @@ def aside(items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
-# -- Dispatch: rank 0 reads the whole loader and sends each round to the others, for data that only rank 0 can read, or where
-
-
-Shares = list[tuple[Any, Note]]  # one round: rank r's batch at place r
+Shares = list[tuple[Any, Note]]  # one round: the batch of rank r at index r
 
 
 class Dispatched:
-    """The source `inner`, which reads all ranks' shares, read on rank 0 only."""
+    """Source that reads `inner` on rank 0 only and sends each round to the other ranks (``dispatch_batches=True``)."""
 
     def __init__(self, inner: Source, world: World, rank: int) -> None:
         self._inner, self._world, self._rank = inner, world, rank
 
-    @property
-    def loader(self) -> DataLoader[Any]:
-        return self._inner.loader
-
-    @property
-    def seed(self) -> int:
-        return self._inner.seed
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
     @property
     def cut(self) -> Cut:
@@ -169,12 +159,6 @@ class Dispatched:
     @cut.setter
     def cut(self, cut: Cut) -> None:
         self._inner.cut = cut
-
-    def batches(self, rank: int) -> int | None:
-        return self._inner.batches(rank)
-
-    def samples(self) -> int | None:
-        return self._inner.samples()
 
     def read(self, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, Note]]:
         sent = (
@@ -193,7 +177,7 @@ class Dispatched:
             try:
                 item = next(reader, None)
             except Exception as error:
-                # The others wait for a batch: let them fail now, with the reason, and not by a timeout.
+                # The other ranks wait for a batch: send the reason, so that they do not wait for the timeout.
                 self._world.broadcast_objects([f"{type(error).__name__}: {error}"])
                 raise
             self._world.broadcast_objects([item])
@@ -209,18 +193,6 @@ class Dispatched:
                 )
             yield item
 
-    def passed(self, mark: Any) -> None:
-        self._inner.passed(mark)
-
-    def drawing(self) -> list[Tensor] | None:
-        return self._inner.drawing()
-
-    def state(self) -> dict[str, Any]:
-        return self._inner.state()
-
-    def load(self, state: dict[str, Any]) -> None:
-        self._inner.load(state)
-
 
 def _rounds(feed: Iterator[tuple[Any, Note]]) -> Iterator[Shares]:
     shares: Shares = []
@@ -234,7 +206,7 @@ def _rounds(feed: Iterator[tuple[Any, Note]]) -> Iterator[Shares]:
 
 
 def _followed(read: Iterator[Shares]) -> Iterator[tuple[Shares, int]]:
-    """Each round, and how many ranks have a batch in the one after it."""
+    """Each round with the number of ranks that have a batch in the next one."""
     held: Shares = []
     for shares in read:
         if held:

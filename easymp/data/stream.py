@@ -1,8 +1,7 @@
-"""Iterable data sets: every rank reads the stream and keeps its slice of each global batch.
+"""Source for iterable data sets: every rank reads the stream and keeps its slice of each global batch.
 
-The data set is wrapped inside the worker, so a stream is cut before it is collated, and with workers each of them cuts its own
-stream, the same way on every rank. What the main process has to know (how far the stream was read, which rows are repeats, where
-the data set itself stands) travels with each batch. Whether a batch is the last is known by reading one ahead.
+The data set is wrapped inside the worker, so that a stream is cut before it is collated. Each worker cuts its own stream, in the same
+way on every rank. The position of the stream, the repeated rows and the state of the data set travel with each batch.
 """
 
 from __future__ import annotations
@@ -22,20 +21,19 @@ from .source import Note, aside, every, rebuild
 
 
 class Piece(NamedTuple):
-    """A round on its way from a worker: the batches of those ranks that are read here, one each. (A named tuple, because
-    DataLoader pins memory inside those.)"""
+    """A round on its way from a worker, with one batch for each rank read here. DataLoader pins memory inside named tuples."""
 
     batches: list[Any]
     sizes: list[int | None]
     end: int  # samples of this worker's stream, over all ranks
     surplus: int
-    worker: int  # -1: nothing but a turn passed on
-    state: Any  # of the data set, where it has one
-    ended: bool = False  # the stream was read to its end, so that `state` is one to begin anew with
+    worker: int  # -1: no round, only the turn of another worker
+    state: Any  # of the data set, if it has state_dict
+    ended: bool = False  # the stream was read to its end, so that `state` begins a new pass
 
 
 class Mark(NamedTuple):
-    """Where one worker's stream stands."""
+    """Position of the stream of one worker."""
 
     worker: int
     end: int
@@ -44,9 +42,9 @@ class Mark(NamedTuple):
 
 
 class Cutter(IterableDataset[Any]):
-    """The data set as the rebuilt DataLoader sees it: yields this rank's batches, not collated yet.
+    """The data set inside the rebuilt DataLoader: yields the uncollated batches of this rank.
 
-    It passes for the data set itself: attributes are read from it and set on it (a ``worker_init_fn`` may do both).
+    Attributes are read from and set on the wrapped data set, as a ``worker_init_fn`` may do.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class Cutter(IterableDataset[Any]):
             setattr(self.dataset, name, value)
 
     def begin(self, cut: Cut, marks: dict[int, Mark], lead: int, seed: int, epoch: int) -> None:
-        """Let each worker's next stream be cut so and begin at its mark, and the `lead`-th worker come first."""
+        """Settings of the next pass: how to cut, the mark of each worker, and the worker that comes first."""
         self.__dict__.update(_cut=cut, _marks=marks, _lead=lead, _seeds=(seed, epoch))
 
     def __iter__(self) -> Iterator[Piece]:
@@ -75,11 +73,11 @@ class Cutter(IterableDataset[Any]):
         worker = 0 if info is None else info.id
         seed, epoch = self._seeds
         if self._epoch is not None:
-            epoch = int(self._epoch)  # persistent workers hold copies that the main process cannot tell
+            epoch = int(self._epoch)  # persistent workers hold copies: only shared memory reaches them
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
         if worker < self._lead:
-            yield Piece([], [], 0, 0, -1, None)  # rounds come from the workers in turn, and it was another's
+            yield Piece([], [], 0, 0, -1, None)  # workers take turns, and another one is next
         cut, mark = self._cut, self._marks.get(worker, Mark(worker, 0, None))
         if mark.ended:
             return
@@ -91,7 +89,7 @@ class Cutter(IterableDataset[Any]):
         weigh = rows if self._ready else None
         length = cut.ranks if self._ready else cut.whole
 
-        def draws(place: int) -> int:  # alike on all ranks: what shuffles itself is cut alike
+        def draws(place: int) -> int:  # the same on all ranks, so that data sets that shuffle are cut alike
             return mix(seed, "stream", epoch, worker, place)
 
         cutting = rounds(
@@ -118,7 +116,7 @@ class Cutter(IterableDataset[Any]):
 
 
 class Collate:
-    """The user's collate function, applied to the batches inside a piece."""
+    """Applies the user's collate function to the batches inside a piece."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -128,7 +126,7 @@ class Collate:
 
 
 def rows(batch: Any) -> int | None:
-    """Samples in a ready batch: dimension 0 of its first array."""
+    """Samples in a ready batch: size of dimension 0 of its first array."""
     for leaf in pytree.leaves(batch):
         if shape := getattr(leaf, "shape", None):
             return int(shape[0])
@@ -136,7 +134,7 @@ def rows(batch: Any) -> int | None:
 
 
 class StreamSource:
-    """Reads an iterable data set. Arguments as MapSource's."""
+    """Reads an iterable data set. Arguments as for MapSource."""
 
     def __init__(
         self,
@@ -150,16 +148,16 @@ class StreamSource:
         self.seed = seed
         self.cut, self._ranks, self._ready = cut, ranks, given.batch_size is None
         persistent = given.persistent_workers
-        # Shared memory: the only way to tell living workers that another epoch begins.
+        # Shared memory tells persistent workers that another epoch begins.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_() if persistent else None
         self._dataset = Cutter(given.dataset, cut, ranks, self._ready, self._epoch)
         self.loader = rebuild(
             given, self._dataset, pin_memory, batch_size=None, collate_fn=Collate(given.collate_fn)
         )
         self._streams = max(1, given.num_workers)
-        self._marks: dict[int, Mark] = {}  # where each worker's stream stood after the batch being worked on
-        self._turn = 0  # whose batch comes next
-        # What living workers hold: how to cut, a seed, and whether they were made to begin at marks.
+        self._marks: dict[int, Mark] = {}  # by worker, after the current batch
+        self._turn = 0  # worker of the next batch
+        # What persistent workers hold: how to cut, the seed, and whether they began at marks.
         self._told = (cut, seed, False)
 
     def batches(self, rank: int) -> int | None:
@@ -181,15 +179,15 @@ class StreamSource:
             self._epoch.fill_(epoch)
             if self._marks or self._told != (self.cut, self.seed, False):
                 self.loader._iterator = (
-                    None  # living workers cannot be told how to cut and where to begin: new ones can
+                    None  # persistent workers cannot learn how to cut and where to begin: start new ones
                 )
             self._told = (self.cut, self.seed, bool(self._marks))
         self.loader.generator.manual_seed(mix(self.seed, "workers", epoch, start, self._ranks[0]))  # type: ignore[union-attr]
-        # With in_order=False the ranks' batches are of different rounds: which rows of a gather repeat is not known.
+        # With in_order=False the batches of the ranks belong to different rounds: the repeated rows are unknown.
         unknown = not getattr(self.loader, "in_order", True) and self.cut.completes and not self.cut.drop_last
         ends = {worker: mark.end for worker, mark in self._marks.items()}
         total = sum(ends.values())
-        # Without workers the training's streams are here, and a stream is read one batch ahead, or from its beginning again.
+        # Without workers the data set would draw from the random streams of the training.
         reader = self.loader if self.loader.num_workers else aside(self.loader)
         pieces = (piece for piece in reader if piece.worker >= 0)
         for number, (piece, last) in enumerate(flagged(pieces)):
