@@ -1,22 +1,39 @@
-"""``easymp compare``: its words, its table, and its exit codes."""
+"""``easymp compare``: its words, its files, its exit codes, and real runs."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from easymp.cli import compare, main
-from easymp.comparing.running import INTERRUPTED
-from easymp.comparing.variants import Variant
+from easymp.cli.compare import process as processes
+from easymp.cli.compare import report
+from easymp.cli.compare.process import FAILURE, FINISHED, INTERRUPTED, LATE, End, Task, Variant, variants
+from easymp.errors import SettingError
+from easymp.settings import OVERRIDE, resolve
 
-from ..comparing.made import comparison, run
+from ..examples.run import ROOT
+from .runs import TINY, comparison, run
 
 FP32, BF16 = Variant("fp32"), Variant("bf16")
+SLEEP = "import time; time.sleep(60)"
+EVIL = "<script>alert(1)</script>\"'&$\\frac{1}"
+
+
+# -- words and exit codes ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -28,75 +45,59 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What `compare` is called with; two plans have run, and one failed."""
+    """The arguments of each run. fp32 finishes, bf16 fails."""
     calls: list[tuple[Any, ...]] = []
 
-    def fake(task: Any, chosen: Any, folder: Path, **options: Any) -> Any:
-        options.pop("tell")(chosen[0], 1, None)
-        calls.append((task, [variant.override() for variant in chosen], folder, options))
-        folder.mkdir(exist_ok=True)
-        return comparison(
-            run(FP32, 10, values={"loss": [2, 1]}),
-            run(BF16, None, why="RefusedError: no\x1b[2J"),
-            folder=folder,
-        )
+    def fake(task: Task, variant: Variant, folder: Path, seed: int | None) -> End:
+        folder.mkdir(parents=True)
+        calls.append((task, variant.override(), folder, seed))
+        return run(variant, None if variant.name == "bf16" else 10, why="RefusedError: no\x1b[2J").end
 
-    monkeypatch.setattr(compare, "compare", fake)
-    monkeypatch.setattr(compare, "write_report", lambda found, written: "")
+    record = run(FP32, 10, values={"loss": [2, 1]}).record
+    monkeypatch.setattr(compare, "run_once", fake)
+    monkeypatch.setattr(compare, "read", lambda folder: None if "bf16" in folder.name else record)
+    monkeypatch.setattr(report, "NEEDED", ("no_such_package",))
     return calls
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "train.py --precision fp32,bf16 --repeats 3 --output out -- --epochs 2 --repeats 9 -- x",
-        "--precision fp32,bf16 --output out train.py --repeats 3 -- --epochs 2 --repeats 9 -- x",
-        "--precision fp32,bf16 --output out --repeats 3 train.py -- --epochs 2 --repeats 9 -- x",
+        "train.py --precision fp32,bf16 --repeats 2 --output out -- --epochs 2 --repeats 9 -- x",
+        "--precision fp32,bf16 --output out train.py --repeats 2 --seed 5 -- --epochs 2 --repeats 9 -- x",
     ],
 )
 def test_options_stand_before_and_after_the_script(
     words: str, script: str, asked: list[Any], tmp_path: Path
 ) -> None:
     assert main(["compare", *words.split()]) == 1
-    ((task, overrides, folder, options),) = asked
+    (task, *_), *_ = asked
     assert (task.script, task.module) == ("train.py", False)
     assert task.arguments == ["--epochs", "2", "--repeats", "9", "--", "x"]
-    assert overrides == ["mixed_precision=fp32", "mixed_precision=bf16"]
-    assert folder == tmp_path / "out"
-    assert options == {"repeats": 3, "seed": None, "metrics": []}
+    assert [override for _, override, _, _ in asked] == ["mixed_precision=fp32", "mixed_precision=bf16"] * 2
+    names = ["1-fp32-1", "2-bf16-1", "1-fp32-2", "2-bf16-2"]
+    assert [folder for *_, folder, _ in asked] == [tmp_path / "out" / "runs" / name for name in names]
+    assert [seed for *_, seed in asked] == ([5, 5, 6, 6] if "--seed" in words else [None] * 4)
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "code", "said"),
     [
-        "",
-        "train.py --epochs 3",
-        "train.py --repeats 0",
-        "train.py --processes 1,x",
-        "train.py extra",
-        "train.py --prec fp32",
+        ("", 2, "usage: easymp compare"),
+        ("train.py --epochs 3", 2, "no option of easymp compare"),
+        ("train.py --repeats 0", 2, "no whole number"),
+        ("train.py --processes 1,x", 2, "no whole number"),
+        ("train.py --prec fp32", 2, "usage"),
+        ("nowhere.py", 1, "'nowhere.py' is no file"),
+        ("train.py --precision bf61", 1, "did you mean 'bf16'"),
+        ("train.py --precision fp32,fp32", 1, "--repeats"),
+        ("train.py --output .", 1, "is there, and not empty"),
     ],
 )
-def test_wrong_usage_is_2(
-    words: str, script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]
+def test_wrong_usage(
+    words: str, code: int, said: str, script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["compare", *words.split()]) == 2
-    assert "usage: easymp compare" in capsys.readouterr().err
-    assert not asked
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("nowhere.py", "'nowhere.py' is no file"),
-        ("train.py --precision bf61", "did you mean 'bf16'"),
-        ("train.py --output .", "is there, and not empty"),
-    ],
-)
-def test_errors_are_a_sentence(
-    words: str, said: str, script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", *words.split()]) == 1
+    assert main(["compare", *words.split()]) == code
     assert said in capsys.readouterr().err
     assert not asked
 
@@ -104,52 +105,279 @@ def test_errors_are_a_sentence(
 def test_the_table_and_the_reason_of_a_failure(
     script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["compare", script, "--output", "out"])
-    out = capsys.readouterr().out
+    main(["compare", script, "--precision", "fp32,bf16", "--output", "out"])
+    out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[0].split() == ["time", "ratio", "samples/s", "memory", "loss", "start-up"]
     assert lines[1].split() == ["fp32", "10.0", "s", "1.00", "100", "1.0", "GiB", "1", "3", "s"]
     assert lines[2].split() == ["bf16", "–", "–", "–", "–", "–", "–"]
-    assert lines[3] == "bf16 failed: RefusedError: no\\x1b[2J"
-    assert "\x1b" not in out
-    assert "Only fp32 finished" in out
-    assert lines[-1] == "wrote out/compare.json"
+    assert lines[3] == "bf16 failed: RefusedError: no\\x1b[2J" and "\x1b" not in out
+    assert "Only fp32 finished" in out and lines[-1] == "wrote out/compare.json"
+    assert err.splitlines()[:2] == ["1/2 fp32 … finished after 14.0 s", "2/2 bf16 … failed after 3 s"]
+    assert "no_such_package is not installed" in err and "pip install 'easymp[report]'" in err
 
 
 def test_json_is_one_object(script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    main(["compare", script, "--output", "out", "--json"])
-    record = json.loads(capsys.readouterr().out)
-    assert [plan["name"] for plan in record["plans"]] == ["fp32", "bf16"]
-    assert record["plans"][1]["runs"][0]["why"] == "RefusedError: no\x1b[2J"
+    main(["compare", script, "--precision", "fp32,bf16", "--output", "out", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert [plan["name"] for plan in told["plans"]] == ["fp32", "bf16"]
+    assert told["plans"][1]["runs"][0]["why"] == "RefusedError: no\x1b[2J"
+    assert set(told["plans"][0]["runs"][0]["record"]) >= {
+        "seconds",
+        "updates",
+        "samples",
+        "peak",
+        "curves",
+        "plan",
+    }
 
 
 def test_an_interruption_is_130_and_shows_what_is_done(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    script: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = [run(FP32, 10), run(BF16, None, why="stopped by a signal", status=INTERRUPTED)]
-    monkeypatch.setattr(
-        "easymp.comparing.comparison.read", lambda folder: runs[0].record if "fp32" in str(folder) else None
-    )
-    ends = iter(runs)
+    ends = iter([run(FP32, 10).end, End(INTERRUPTED, "stopped by a signal", 1e9, 3.0, 0.0)])
 
-    def end(task: Any, variant: Variant, folder: Path, seed: int | None) -> Any:
+    def end(task: Any, variant: Variant, folder: Path, seed: int | None) -> End:
         folder.mkdir(parents=True)
-        return next(ends).end
+        return next(ends)
 
-    monkeypatch.setattr("easymp.comparing.comparison.run", end)
-    monkeypatch.setattr(compare, "write_report", lambda found, written: "")
+    monkeypatch.setattr(compare, "run_once", end)
     assert main(["compare", script, "--precision", "fp32,bf16,O1", "--output", "out"]) == 130
-    out, err = capsys.readouterr()
-    assert "bf16 interrupted: stopped by a signal" in out
-    assert "O1" not in out
-    assert err.splitlines() == ["1/3 fp32 … finished after 14.0 s", "2/3 bf16 … interrupted after 3 s"]
+    out = capsys.readouterr().out
+    assert "bf16 interrupted: stopped by a signal" in out and "O1" not in out
 
 
 def test_help_needs_no_torch() -> None:
-
     code = "import sys; from easymp.cli import main; r = main(['compare', '--help']); print('torch' in sys.modules, r)"
-    out = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
-    ).stdout
-    assert out.endswith("False 0\n")
-    assert "examples:" in out
+    )
+    assert done.stdout.endswith("False 0\n") and "examples:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("precisions", "strategies", "processes", "names"),
+    [
+        (["fp32"], ["ddp", "fsdp"], [2], ["ddp", "fsdp"]),
+        (["fp32", "bf16"], ["ddp", "fsdp"], [2], ["fp32 ddp", "fp32 fsdp", "bf16 ddp", "bf16 fsdp"]),
+        ([], ["ddp"], [1, 2], ["1 process", "2 processes"]),
+        ([], ["ddp"], [], ["ddp"]),
+        ([], [], [], ["as it is"]),
+    ],
+)
+def test_plans_are_named_by_their_differences(
+    precisions: list[str], strategies: list[str], processes: list[int], names: list[str]
+) -> None:
+    assert [variant.name for variant in variants(precisions, strategies, processes)] == names
+
+
+def test_the_override_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    (variant,) = variants(["bf16"], ["ddp"])
+    monkeypatch.setenv(OVERRIDE, variant.override(project_dir="/a folder/it's", seed="3"))
+    settings = resolve(mixed_precision="fp32", project_dir="elsewhere")
+    assert (settings.mixed_precision, settings.strategy, settings.seed) == ("bf16", "ddp", 3)
+    assert settings.project_dir == "/a folder/it's"
+    with pytest.raises(SettingError, match="did you mean 'ddp'"):
+        variants(strategies=["dpp"])
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+class Elements(HTMLParser):
+    """The tags, attributes and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def fonts() -> None:
+    """matplotlib leaves font files open, which no single test is to blame for."""
+    for form in ("svg", "png"):
+        report.draw([("x", lambda axes: None)], 1, form)
+
+
+def test_a_page_of_hostile_names_needs_nothing_else(fonts: None, tmp_path: Path) -> None:
+    values = {"loss": [2.0**-i for i in range(100)], EVIL: [0.1, 0.2]}
+    several = [
+        run(v, seconds + i, i, values=values)
+        for v, seconds in ((FP32, 10), (Variant(EVIL), 6))
+        for i in (1, 2)
+    ]
+    failed = run(Variant("O1"), None, why=EVIL)
+    found = comparison(*several, failed, metrics=("loss", EVIL), script=f"/x/{EVIL}.py", folder=tmp_path)
+    written, trouble = report.write(found)
+    assert trouble == ""
+    assert [path.name for path in written] == ["compare.json", "compare.html", "compare.png"]
+    assert written[2].read_bytes().startswith(b"\x89PNG")
+    html = written[1].read_text()
+    page = Elements(html)
+    assert not set(page.tags) & {"script", "iframe", "object", "embed", "base", "link rel"}
+    assert page.text.count(EVIL) > 5  # as text
+    outside = [value for name, value in page.attributes if name in ("src", "srcset", "href")]
+    assert outside and all(value.startswith(("data:", "#")) for value in outside)
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert "url(" not in html and "@import" not in html
+    text = re.sub(r"\s+", " ", page.text)
+    for words in ("11.5 s11.0 s … 12.0 s", "0.65", "2 × H100, 80.0 GiB", f"failed: {EVIL}"):
+        assert words in text
+    assert "loss against update, loss against time" in dict(page.attributes)["alt"]
+
+
+def test_json_has_no_nan_and_failed_runs_no_plots(fonts: None, tmp_path: Path) -> None:
+    values = {"loss": [1.0, float("nan"), 0.5]}
+    found = comparison(run(FP32, 2, values=values), run(BF16, 1, values=values), folder=tmp_path)
+    told = json.loads(report.write(found)[0][0].read_text())
+    assert [plan["seconds"]["median"] for plan in told["plans"]] == [2, 1]
+    assert told["plans"][0]["runs"][0]["record"]["curves"]["loss"][1][2] is None
+    assert told["verdict"]["sentence"] == found.verdict.sentence
+    written, _ = report.write(comparison(run(FP32, None, why="no"), folder=tmp_path))
+    assert [path.name for path in written] == ["compare.json", "compare.html"]
+    assert "<figure" not in written[1].read_text()
+
+
+# -- real runs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "why"),
+    [
+        ("import sys; print('last words'); sys.exit(3)", FAILURE, "last words"),
+        ("import os; os.abort()", FAILURE, "exit code -6"),
+        ("print('rank 1 of 2 failed first: ValueError: no'); raise SystemExit(1)", FAILURE, "ValueError: no"),
+        (  # leaves a child behind, and ignores SIGTERM
+            f"import signal, subprocess, sys; signal.signal(15, signal.SIG_IGN); subprocess.run([sys.executable, '-c', {SLEEP!r}])",
+            LATE,
+            "stopped after 0.3 seconds (--timeout)",
+        ),
+        ("import os; print(os.environ['EASYMP_OVERRIDE'], os.environ['EASYMP_RECORD'])", FINISHED, ""),
+    ],
+)
+def test_ends(code: str, status: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Task, "command", lambda task, variant: [sys.executable, "-c", code])
+    monkeypatch.setattr(processes, "GRACE", 0.3)
+    monkeypatch.setenv("EASYMP_OVERRIDE", "timeout=9")
+    before = set(psutil.Process().children(recursive=True))
+    task, folder = Task("x.py", timeout=0.3 if status == LATE else 60), tmp_path / "a b"
+    end = processes.run(task, Variant("x", {"strategy": "ddp"}), folder, 3)
+    assert (end.status, end.why) == (status, why)
+    assert end.others is not None
+    assert set(psutil.Process().children(recursive=True)) <= before
+    if status == FINISHED:
+        expected = f"timeout=9 strategy=ddp project_dir='{folder}/project' seed=3 {folder}\n"
+        assert (folder / "output.txt").read_text() == expected
+
+
+def easymp(*words: str, directory: Path) -> subprocess.Popen[str]:
+    foreign = ("EASYMP_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "easymp", *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=directory, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
+    try:
+        return process.communicate(timeout=110)
+    finally:
+        process.terminate()  # a hang fails the test, and leaves nothing that runs
+
+
+def test_one_that_finishes_and_one_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(TINY)
+    words = "compare tiny.py --precision fp32,fp8 --processes 1 --output out --json -- --lr 1"
+    with easymp(*words.split(), directory=tmp_path) as process:
+        out, err = finished(process)
+    assert process.returncode == 1, err
+    plans = {plan["name"]: plan["runs"][0] for plan in json.loads(out)["plans"]}
+    assert [plans[name]["status"] for name in ("fp32", "fp8")] == ["finished", "failed"]
+    assert "mixed_precision='fp8' in EASYMP_OVERRIDE cannot run here" in plans["fp8"]["why"]
+    record = plans["fp32"]["record"]
+    assert (record["updates"], record["samples"]) == (15, 120)
+    assert [value for _, _, value in record["curves"]["accuracy"]] == [0.5, 0.6]
+    first = tmp_path / "out" / "runs" / "1-fp32-1"
+    assert "arguments ['--lr', '1']" in (first / "output.txt").read_text()
+    assert list(first.glob("project/checkpoints/step-*"))  # in a folder of its own
+    assert not (tmp_path / "checkpoints").exists()
+    assert (tmp_path / "out" / "compare.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_signal_ends_the_run_and_its_ranks_and_shows_what_is_done(tmp_path: Path) -> None:
+    """By SIGTERM; Ctrl-C's SIGINT takes the same way."""
+    (tmp_path / "tiny.py").write_text(TINY)
+    words = "compare tiny.py --precision fp32,O3 --processes 2 --output out"
+    with easymp(*words.split(), directory=tmp_path) as process:
+        waiting = tmp_path / "out" / "runs" / "2-O3-1" / "rank-0.jsonl"
+        while process.poll() is None and not waiting.exists():
+            time.sleep(0.05)
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        out, err = finished(process)
+    assert process.returncode == 130, err
+    assert out.splitlines()[1].startswith("fp32 ")
+    assert "O3 interrupted: stopped by a signal" in out
+    assert (tmp_path / "out" / "compare.html").exists()
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Any]:
+    """Chromium without a window; skipped where Debian's packages `chromium` and `chromium-driver` are not installed."""
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip(
+            "optional packages are not installed: chromium and chromium-driver (apt-get install them)"
+        )
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    flags = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-component-update disable-sync"
+    for flag in [*flags.split(), f"user-data-dir={tmp_path / 'profile'}"]:
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield made
+    made.quit()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_page_of_digits_in_a_browser(browser: Any, tmp_path: Path) -> None:
+    words = ["--precision", "fp32,bf16", "--output", "out", "--", "--epochs", "3"]
+    with easymp("compare", str(ROOT / "examples/digits.py"), *words, directory=tmp_path) as process:
+        out, err = finished(process)
+    assert process.returncode == 0, err
+    assert [line.split()[0] for line in out.splitlines()[:3]] == ["time", "fp32", "bf16"]
+    assert min(float(line.split()[-3].rstrip("%")) for line in out.splitlines()[1:3]) > 90
+    assert not list(tmp_path.glob("*.jsonl"))
+    page = tmp_path / "out" / "compare.html"
+    for width in (360, 1180):  # pixels of a phone and of a desk
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width == 360}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        browser.get(page.as_uri())
+        image = "document.querySelector('figure img')"
+        shown = f"{image}.complete && {image}.naturalWidth > 300 && document.documentElement.scrollWidth"
+        assert browser.execute_script(f"return {shown}") in range(1, width + 1)  # nothing to scroll sideways
+    assert browser.get_log("browser") == []
+    sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = {
+        each["params"]["request"]["url"] for each in sent if each["method"] == "Network.requestWillBeSent"
+    }
+    assert {url for url in asked if not url.startswith(("data:", "chrome:"))} == {page.as_uri()}

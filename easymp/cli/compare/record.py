@@ -1,9 +1,9 @@
-"""What the ranks of one run wrote down (`easymp.trackers.recording`), read into curves and totals."""
+"""The record that the ranks of one run wrote (`easymp.trackers.recorder`), read into curves and totals."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ class Point(NamedTuple):
     """A logged value."""
 
     update: int  # updates made by then
-    seconds: float  # since the end of the first update; what was logged before it lies below 0
+    seconds: float  # since the end of the first update; negative before it
     value: float
 
 
@@ -25,12 +25,12 @@ class Record:
         begun: seconds since the epoch, when the Accelerator was made.
         first: seconds from there to the end of the first update; None where there was none.
         seconds: from the end of the first update to that of the last; None for fewer than two updates.
-        updates, samples: between the two; samples of all ranks, None where nobody knows.
-        peak: bytes of the rank that had most, and `memory` over time, as seconds since the first update, of that rank.
+        updates, samples: between the two; samples of all ranks, None where they are unknown.
+        peak: bytes of the rank that had most, and `memory` that rank's bytes over the seconds since the first update.
         device_memory: whether those are allocated on the device, or resident in the process.
         curves: logged values by name.
-        plan, machine: as they were last told.
-        trainings: how many Accelerators the script made; the one with most updates is this.
+        plan, machine: as last told.
+        trainings: how many Accelerators the script made; this is the one with the most updates.
     """
 
     begun: float
@@ -51,8 +51,8 @@ class Record:
 class _Training:
     """The lines from one ``begin`` to the next, by event."""
 
-    begin: Mapping[str, Any]
-    lines: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
+    begin: dict[str, Any]
+    lines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def last(self, event: str, key: str, default: Any = None) -> Any:
         found = self.lines.get(event)
@@ -65,12 +65,12 @@ class _Training:
     @property
     def peak(self) -> int:
         return max(
-            [int(self.last("end", "peak", 0)), *(int(line["bytes"]) for line in self.lines.get("memory", ()))]
+            int(self.last("end", "peak", 0)), *(line["bytes"] for line in self.lines.get("memory", ())), 0
         )
 
 
 def read(folder: Path) -> Record | None:
-    """The record in `folder`; None where no Accelerator was made. Lines that were cut short by a killed run are left out."""
+    """The record in `folder`; None where no Accelerator was made. Lines that a killed run cut short are left out."""
     ranks = [list(_trainings(path)) for path in sorted(folder.glob("rank-*.jsonl"))]
     main = next((found for found in ranks if found and found[0].begin.get("rank") == 0), None)
     if main is None:
@@ -82,6 +82,11 @@ def read(folder: Path) -> Record | None:
     )
     first = one.last("first", "at")
     zero = first or 0.0
+    curves: dict[str, list[Point]] = {}
+    for line in one.lines.get("log", ()):
+        for name, value in line["values"].items():
+            point = Point(int(line["updates"]), round(line["at"] - zero, 4), float(value))
+            curves.setdefault(name, []).append(point)
     return Record(
         begun=float(one.begin["time"]),
         first=first,
@@ -93,7 +98,7 @@ def read(folder: Path) -> Record | None:
         memory=[
             (round(line["at"] - zero, 3), int(line["bytes"])) for line in fullest.lines.get("memory", ())
         ],
-        curves=_curves(one, zero),
+        curves=curves,
         plan=dict(one.last("end", "plan") or one.begin.get("plan", {})),
         machine=dict(one.begin.get("machine", {})),
         trainings=len(main),
@@ -102,18 +107,17 @@ def read(folder: Path) -> Record | None:
 
 def _trainings(path: Path) -> Iterator[_Training]:
     running: _Training | None = None
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if line["event"] == "begin":
-                if running is not None:
-                    yield running
-                running = _Training(line)
-            elif running is not None:
-                running.lines.setdefault(line["event"], []).append(line)
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if line["event"] == "begin":
+            if running is not None:
+                yield running
+            running = _Training(line)
+        elif running is not None:
+            running.lines.setdefault(line["event"], []).append(line)
     if running is not None:
         yield running
 
@@ -126,17 +130,7 @@ def _seconds(one: _Training, zero: float) -> float | None:
 
 
 def _samples(one: _Training) -> int | None:
-    """Read between the first update and the last; None where none were: several updates of one batch, say."""
+    """Samples read between the first update and the last; None where there were none, as with several updates of one batch."""
     last = one.last("end" if "end" in one.lines else "memory", "samples")
     first = one.last("first", "samples")
     return None if last is None or first is None else int(last) - int(first) or None
-
-
-def _curves(one: _Training, zero: float) -> dict[str, list[Point]]:
-    curves: dict[str, list[Point]] = {}
-    for line in one.lines.get("log", ()):
-        for name, value in line["values"].items():
-            curves.setdefault(name, []).append(
-                Point(int(line["updates"]), round(line["at"] - zero, 4), float(value))
-            )
-    return curves

@@ -1,0 +1,90 @@
+"""Runs of `easymp compare` as they could have been, and a script to compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from easymp.cli.compare.process import FAILURE, FINISHED, End, Task, Variant
+from easymp.cli.compare.record import Point, Record
+from easymp.cli.compare.summary import Run
+from easymp.cli.compare.verdict import Comparison, conclude
+
+MACHINE: dict[str, Any] = {
+    "processor": "Some Xeon",
+    "cores": 32,
+    "threads": 64,
+    "memory": 256 << 30,
+    "devices": [{"name": "H100", "memory": 80 << 30, "architecture": "sm_90"}] * 2,
+    "links": "NVLink",
+    "system": "Linux",
+    "python": "3.11",
+    "torch": "2.13.0",
+    "easymp": "0.1.0",
+}
+
+TINY = """
+import sys, time
+import torch
+from easymp import Accelerator
+
+acc = Accelerator(mixed_precision="fp32", seed=0, log_with="none")
+print("arguments", sys.argv[1:], flush=True)
+data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+model, loader = torch.nn.Linear(8, 1), torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+model, optimizer, loader = acc.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+if acc.mixed_precision == "O3":
+    time.sleep(600)
+for epoch in range(2):
+    for (x,) in loader:
+        loss = model(x).square().mean()
+        acc.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        acc.log({"loss": loss})
+    acc.log({"accuracy": 0.5 + 0.1 * epoch})
+acc.save_state()
+acc.end_training()
+"""
+
+
+def run(
+    variant: Variant,
+    seconds: float | None,
+    number: int = 1,
+    *,
+    values: dict[str, list[float]] | None = None,
+    others: float | None = 0.0,
+    samples: int | None = 1000,
+    peak: int = 1 << 30,
+    why: str = "",
+) -> Run:
+    """A run that took `seconds` from the first of 100 updates to the last; one that failed where there are none."""
+    if seconds is None:
+        return Run(variant, number, None, End(FAILURE, why, 1e9, 3.0, others), None)
+    curves = {
+        name: [Point(i * 100 // len(held), seconds * i / len(held), value) for i, value in enumerate(held, 1)]
+        for name, held in (values or {}).items()
+    }
+    record = Record(
+        begun=1e9 + 2.0,
+        first=1.0,
+        seconds=seconds,
+        updates=100,
+        samples=samples,
+        peak=peak,
+        device_memory=True,
+        memory=[(-0.5, peak // 2), (0.0, peak), (seconds, peak)],
+        curves=curves,
+        plan={"processes": 1, "precision": {"value": variant.name, "reason": "asked for", "source": "x"}},
+        machine=MACHINE,
+    )
+    return Run(variant, number, None, End(FINISHED, "", 1e9, seconds + 4.0, others), record)
+
+
+def comparison(
+    *runs: Run, folder: Path = Path("nowhere"), metrics: tuple[str, ...] = (), script: str = "train.py"
+) -> Comparison:
+    variants = list({id(run.variant): run.variant for run in runs}.values())
+    repeats = max(run.number for run in runs)
+    return conclude(Task(script, ["--lr", "0.1"]), variants, runs, folder, repeats=repeats, metrics=metrics)

@@ -1,0 +1,152 @@
+"""The record of a run: real trainings, read back as `easymp compare` reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from easymp import Accelerator
+from easymp.cli.compare.record import Record, read
+from easymp.trackers.recorder import Recorder
+
+from ..conftest import Ranks
+
+
+def train(accumulation: int = 1, batches: int = 6, updates: int = 1, **settings: Any) -> None:
+    """A linear model on `batches` batches of 4, with `updates` of each."""
+    acc = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **{"log_with": "none", **settings})
+    data = torch.utils.data.TensorDataset(torch.arange(4.0 * batches * acc.num_processes).unsqueeze(1))
+    model, loader = torch.nn.Linear(1, 1), torch.utils.data.DataLoader(data, batch_size=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    model, optimizer, loader = acc.prepare(model, optimizer, loader)
+    for (x,) in loader:
+        for _ in range(updates):
+            with acc.accumulate(model):
+                loss = model(x).square().mean()
+                acc.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        acc.log({"loss": loss, "deep": {"rate": 0.5}, "word": "no number", "lost": float("nan")})
+        if updates > 1:
+            break
+    acc.end_training()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EASYMP_RECORD", str(tmp_path / "record"))
+    return tmp_path / "record"
+
+
+def found(folder: Path) -> Record:
+    record = read(folder)
+    assert record is not None
+    return record
+
+
+@pytest.mark.parametrize("log_with", ["none", "jsonl"])
+def test_a_run_is_recorded_beside_its_own_trackers(log_with: str, tmp_path: Path, folder: Path) -> None:
+    train(log_with=log_with, project_dir=str(tmp_path))
+    assert (tmp_path / "log.jsonl").exists() == (log_with == "jsonl")
+    record = found(folder)
+    assert (record.updates, record.samples, record.trainings) == (5, 20, 1)  # after the first update
+    assert record.seconds is not None and record.first is not None
+    assert set(record.curves) == {"loss", "deep/rate", "lost"}
+    assert [point.update for point in record.curves["loss"]] == [1, 2, 3, 4, 5, 6]
+    seconds = [point.seconds for point in record.curves["loss"]]
+    assert seconds == sorted(seconds)
+    assert all(point.value != point.value for point in record.curves["lost"])
+    assert not record.device_memory
+    assert record.peak >= max(count for _, count in record.memory) > 1 << 20
+    assert record.plan["strategy"]["value"] == "single"
+    assert record.machine["torch"] == torch.__version__
+
+
+def test_accumulation_counts_windows_and_all_their_samples(folder: Path) -> None:
+    train(accumulation=2)
+    record = found(folder)
+    assert (record.updates, record.samples) == (2, 16)
+    assert [point.update for point in record.curves["loss"]] == [0, 1, 1, 2, 2, 3]
+
+
+def test_each_rank_has_a_file_and_the_main_one_the_values(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(train, env={"EASYMP_RECORD": str(tmp_path)})
+    texts = [(tmp_path / f"rank-{rank}.jsonl").read_text().splitlines() for rank in (0, 1)]
+    kinds = [{json.loads(line)["event"] for line in lines} for lines in texts]
+    assert kinds == [{"begin", "memory", "first", "log", "end"}, {"begin", "memory", "first", "end"}]
+    record = found(tmp_path)
+    assert (record.updates, record.samples, record.plan["processes"]) == (5, 40, 2)
+
+
+def test_of_several_accelerators_the_longest_training_counts(folder: Path) -> None:
+    for batches in (2, 7, 3):
+        train(batches=batches)
+    assert (found(folder).updates, found(folder).trainings) == (6, 3)
+
+
+def test_several_updates_of_one_batch_have_no_number_of_samples(folder: Path) -> None:
+    train(updates=3)
+    assert (found(folder).updates, found(folder).samples) == (2, None)
+
+
+def test_a_killed_run_is_read_as_far_as_it_came(folder: Path) -> None:
+    train()
+    path = folder / "rank-0.jsonl"
+    kept = [line for line in path.read_text().splitlines() if '"end"' not in line]
+    path.write_text("\n".join([*kept, kept[-1][: len(kept[-1]) // 2]]))
+    record = found(folder)
+    assert (record.updates, record.samples) == (5, 20)
+    assert record.seconds is not None
+    assert record.plan["precision"]["value"]
+
+
+def test_nothing_is_written_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train()
+    assert not list(tmp_path.iterdir())
+    assert read(tmp_path) is None
+
+
+def test_on_an_accelerator_its_own_memory_and_its_own_clock_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a made-up device: what torch is asked for, and when."""
+    asked = []
+
+    class Event:
+        def __init__(self, device: torch.device, enable_timing: bool) -> None:
+            asked.append(f"event {device} {enable_timing}")
+
+        def record(self) -> None:
+            asked.append("record")
+
+        def synchronize(self) -> None:
+            asked.append("wait")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1500.0
+
+    class Module:
+        memory_allocated = staticmethod(lambda device: 7 << 20)
+        max_memory_allocated = staticmethod(lambda device: 9 << 20)
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    with Accelerator(cpu=True, log_with="none") as acc:
+        clock = SimpleNamespace(stepped=[], reading=None)
+        world = SimpleNamespace(device=torch.device("cuda:0"), rank=0, size=1)
+        recorder = Recorder(str(tmp_path), SimpleNamespace(world=world, clock=clock, plan=acc.plan))
+        for updates in (1, 2, 2, 3):  # of two optimizers
+            for hear in clock.stepped:
+                hear(SimpleNamespace(updates=updates))
+        recorder.finish()
+        recorder.finish()
+    assert asked == ["event cuda:0 True"] * 2 + ["record"] * 3 + ["wait"]
+    record = found(tmp_path)
+    assert (record.seconds, record.peak, record.device_memory) == (1.5, 9 << 20, True)
+    assert {count for _, count in record.memory} == {7 << 20}

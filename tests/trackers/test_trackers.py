@@ -1,0 +1,379 @@
+"""Trackers by name and of the script's own: values in, rows out. See test_tracking.py for the calls of an Accelerator."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from easymp.compat.accelerate.tracking import GeneralTracker as TheirName
+from easymp.compat.accelerate.tracking import on_main_process
+
+from easymp import Accelerator, GeneralTracker, LoggerType
+from easymp.errors import SettingError
+from easymp.trackers import TRACKERS, jsonl
+from easymp.trackers import rows as pending
+from easymp.trackers.rows import Pending, Row
+
+from .runs import rows
+
+PACKAGES = {name: entry.package for name, entry in TRACKERS.items() if entry.package}
+
+
+class Theirs(GeneralTracker):
+    """A tracker as scripts for Accelerate have them."""
+
+    name = "theirs"
+
+    def __init__(self, tag: str = "") -> None:
+        super().__init__()
+        self.said: list[Any] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.said
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.said.append(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, commit: bool = True) -> None:
+        self.said.append((values, step, commit))
+
+
+# -- which trackers ----------------------------------------------------------------------------------------------------
+
+
+def names(log_with: Any, folder: Path) -> list[str]:
+    with Accelerator(cpu=True, project_dir=folder, log_with=log_with) as acc:
+        return list(acc._logbook._names)
+
+
+def test_names_members_and_own_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in ("jsonl", " JSONL ", [LoggerType.JSONL], LoggerType.JSONL, None):
+        assert names(given, tmp_path) == ["jsonl"]
+    assert names(["jsonl", Theirs(), "jsonl"], tmp_path) == ["jsonl", "theirs"]
+    assert names("none", tmp_path) == names([], tmp_path) == []
+    assert {kind.value for kind in LoggerType} >= set(TRACKERS)
+    for package in PACKAGES.values():
+        monkeypatch.setitem(sys.modules, package, None)
+    assert names(["all", Theirs], tmp_path) == ["jsonl", "theirs"]  # those that are installed
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, PACKAGES[name], None)
+    with pytest.raises(SettingError, match=rf"needs the package {PACKAGES[name]}, .*'easymp\[{name}\]'"):
+        Accelerator(cpu=True, log_with=name)
+
+
+def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()  # as wandb itself makes one
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(SettingError, match="needs the package wandb"):
+        Accelerator(cpu=True, log_with="wandb")
+
+
+@pytest.mark.parametrize(
+    ("log_with", "words"),
+    [
+        ("tensorbord", r"'tensorbord' is no tracker, did you mean 'tensorboard'"),
+        (LoggerType.AIM, "'aim' is no tracker.* or pass an object of your own"),
+        (object(), "has no name and no start and no log and no finish. Pass a name"),
+        ([Theirs(), Theirs()], "two trackers called 'theirs'"),
+        (7, "is no tracker"),
+    ],
+)
+def test_what_is_no_tracker(log_with: object, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        Accelerator(cpu=True, log_with=log_with)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def strict(text: str) -> Any:
+    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def test_values_of_all_kinds_become_json(tmp_path: Path) -> None:
+    plain = {"int": 3, "float": 0.5, "bool": True, "word": "ü\u2028\n", "large": 10**30}
+    arrays = {
+        "np": np.float32(0.5),
+        "np0": np.array(2),
+        "np_bool": np.bool_(True),
+        "fraction": Fraction(1, 4),
+    }
+    words = {"a": math.nan, "b": math.inf, "c": -math.inf}
+    with Accelerator(cpu=True, project_dir=tmp_path) as acc:
+        loss = torch.tensor(2.0, requires_grad=True)
+        acc.log(
+            {**plain, **arrays, **words, "none": None, "d": {"e": {"f": 1}}, "loss": loss}, step=np.int64(4)
+        )
+    (line,) = (tmp_path / "log.jsonl").read_text().split("\n")[:-1]
+    row = strict(line)
+    assert row.pop("_step") == 4 and row.pop("_time") > 1e9
+    assert [row.pop(name) for name in "abc"] == ["NaN", "Infinity", "-Infinity"]
+    assert row == {**plain, "np": 0.5, "np0": 2, "np_bool": True, "fraction": 0.25, "d/e/f": 1, "loss": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "step", "words"),
+    [
+        ({1: 2}, 0, "got 1 as a name"),
+        ({"x": torch.tensor(1j)}, 0, "it has no real value"),
+        ({"x": torch.ones((), device="meta")}, 0, "on meta: it has no real value"),
+        ({"x": np.ones(2)}, 0, "got a ndarray, which is no number and no word: for pictures"),
+        ({"x": 1}, True, "whole number"),
+        ({"x": 1}, "1", "whole number"),
+    ],
+)
+def test_what_is_none_is_refused(values: dict[Any, Any], step: Any, words: str, tmp_path: Path) -> None:
+    with Accelerator(cpu=True, project_dir=tmp_path) as acc, pytest.raises(SettingError, match=words):
+        acc.log(values, step=step)
+
+
+@dataclass
+class Model:
+    depth: int = 2
+    sizes: tuple[int, ...] = (1, 2)
+    kind: LoggerType = LoggerType.JSONL
+    more: dict[str, Any] = field(default_factory=lambda: {"path": Path("a/b"), "dtype": torch.float16})
+
+
+def test_hyperparameters_of_all_kinds(tmp_path: Path) -> None:
+    theirs = Theirs()
+    config = argparse.Namespace(
+        lr=0.1, name=None, model=Model(), tags={"b", "a"}, scale=torch.tensor(2.0), limit=math.inf
+    )
+    with Accelerator(cpu=True, mixed_precision="no", project_dir=tmp_path, log_with=[theirs, "jsonl"]) as acc:
+        acc.init_trackers("run", config)
+        acc.log({"x": 1})
+        cpu = acc.hardware.cpu.name
+    given = strict((tmp_path / "run.json").read_text())["starts"][0]["config"]
+    model = {"depth": 2, "sizes": [1, 2], "kind": "jsonl", "more": {"path": "a/b", "dtype": "torch.float16"}}
+    assert {name: given[name] for name in ("lr", "name", "model", "tags")} == {
+        "lr": 0.1,
+        "name": None,
+        "model": model,
+        "tags": ["a", "b"],
+    }
+    assert (given["scale"], given["limit"]) == (2.0, "Infinity")
+    flat = theirs.said[0]  # for lists of parameters
+    assert flat["model/more/path"] == "a/b" and flat["model/sizes"] == "[1, 2]"
+    assert (flat["easymp/plan/precision"], flat["easymp/machine/cpu"]) == ("fp32", cpu)
+    assert all(value is None or isinstance(value, (str, int, float, bool)) for value in flat.values())
+
+
+# -- the file of JSON lines --------------------------------------------------------------------------------------------
+
+
+class FullDisk:
+    """A file whose next write stops halfway."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._left = file, 20
+
+    def write(self, text: Any) -> int:
+        if self._left <= 0:
+            raise OSError("No space left on device")
+        self._left -= 20
+        return self._file.write(text[:20])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_a_line_that_could_not_be_written_leaves_none_behind(tmp_path: Path) -> None:
+    with Accelerator(cpu=True, project_dir=tmp_path) as acc:
+        tracker = acc.get_tracker("jsonl")
+        tracker.log({"a": 1}, 1)
+        whole = tracker._file
+        tracker._file = FullDisk(whole)
+        with pytest.raises(OSError, match="No space left"):
+            tracker.log({"a": 2}, 2)
+        tracker._file = whole
+        tracker.log({"a": 4}, 4)
+    assert [row["_step"] for row in rows(tmp_path)] == [1, 4]
+
+
+def test_a_file_that_is_shorter_than_at_the_checkpoint_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Accelerator(cpu=True, project_dir=tmp_path) as acc:
+        for step in (1, 2):
+            acc.log({"a": step}, step=step)
+        acc.save_state()
+    log = tmp_path / "log.jsonl"
+    log.write_text(log.read_text().split("\n")[0] + "\n")
+    with Accelerator(cpu=True, project_dir=tmp_path) as acc:
+        acc.resume()
+        acc.log({"a": 3}, step=3)
+    assert [row["_step"] for row in rows(tmp_path)] == [1, 3]
+    assert "rows are missing" in caplog.text
+    with pytest.raises(SettingError, match="it takes no options"):
+        jsonl.JsonLines(tmp_path, {"flush": 1})
+
+
+# -- own ones ----------------------------------------------------------------------------------------------------------
+
+
+class Resumable:
+    """A tracker of a service that keeps rows by position."""
+
+    name = "resumable"
+    service: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+
+    def start(self, run: str, config: Any) -> None:
+        self.service.append(f"{run} {self.tag}")
+
+    def log(self, values: Any, step: int | None) -> None:
+        self.service.append(step)
+
+    def finish(self) -> None:
+        self.service.append("end")
+
+    def position(self) -> dict[str, Any]:
+        return {"rows": len(self.service)}
+
+    def resume(self, position: dict[str, Any]) -> None:
+        del self.service[position["rows"] :]
+
+
+def test_one_that_is_written_for_accelerate() -> None:
+    mine = Theirs()
+    with Accelerator(cpu=True, log_with=mine) as acc:
+        acc.log({"loss": 1.0}, step=3, log_kwargs={"theirs": {"commit": False}})
+        acc.log({"loss": 2.0}, step=4)
+        assert acc.get_tracker("theirs") is mine and acc.get_tracker("theirs", unwrap=True) is mine.said
+    assert mine.said[1:] == [({"loss": 1.0}, 3, False), ({"loss": 2.0}, 4, True)]
+    assert TheirName is GeneralTracker
+
+
+def test_one_that_resumes(tmp_path: Path) -> None:
+    Resumable.service.clear()
+    for first in (1, 3):
+        with Accelerator(cpu=True, project_dir=tmp_path, log_with=Resumable) as acc:
+            acc.init_trackers("run", init_kwargs={"resumable": {"tag": f"{first}"}})
+            acc.resume()
+            acc.log({"x": 1}, step=first)
+            acc.log({"x": 1}, step=first + 1)
+            if first == 1:
+                acc.save_state()
+                acc.log({"x": 1}, step=3)
+    assert Resumable.service == ["run 1", 1, 2, "run 3", 3, 4, "end"]
+
+
+# -- rows on their way from a device -----------------------------------------------------------------------------------
+
+
+class Stream:
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.waited_for: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other)
+
+
+class Late:
+    """A device, played by the CPU, whose transfers arrive when `done` says so."""
+
+    def __init__(self) -> None:
+        self.done, self.waits, self.transfers, self.stream = False, 0, 0, Stream()
+
+    def event(self) -> Any:
+        def wait() -> None:
+            self.waits += 1
+
+        self.transfers += 1
+        return SimpleNamespace(record=lambda stream: None, query=lambda: self.done, synchronize=wait)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Late:
+    device, empty = Late(), torch.empty
+    nothing = contextlib.nullcontext
+    module = SimpleNamespace(
+        current_stream=lambda d: device.stream, device=lambda d: nothing(), Event=device.event
+    )
+    monkeypatch.setattr(pending, "HOST", "elsewhere")
+    monkeypatch.setattr(pending, "EVENTS", ("cpu",))
+    monkeypatch.setattr(torch, "get_device_module", lambda d: module)
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    return device
+
+
+def row(step: int, **values: Any) -> Row:
+    return Row(step, 0.0, values)
+
+
+def test_rows_arrive_in_order_when_their_numbers_do(late: Late) -> None:
+    rows, loss = Pending(), torch.tensor(1.0)
+    rows.add(row(1, loss=loss, count=torch.tensor(2**60), flag=torch.tensor(True), word="x"))
+    loss.add_(1)
+    rows.add(row(2, loss=loss, half=torch.tensor(0.5, dtype=torch.bfloat16)))
+    rows.add(row(3, plain=3))
+    rows.send()
+    rows.add(row(4, loss=loss))
+    assert rows.arrived() == [] and rows and len(rows) == 1
+    late.done = True
+    assert [r.values for r in rows.arrived()] == [
+        {"loss": 1.0, "count": 2**60, "flag": True, "word": "x"},
+        {"loss": 2.0, "half": 0.5},
+        {"plain": 3},
+    ]
+    assert late.transfers == 4 and late.waits == 0  # one a dtype, whatever the number of rows
+    rows.send()
+    late.done = False
+    assert [r.step for r in rows.arrived(wait=True)] == [4] and late.waits == 1
+    assert not rows
+
+
+def test_values_of_another_stream_are_waited_for_on_the_device(late: Late) -> None:
+    rows, other, late.done = Pending(), late.stream, True
+    rows.add(row(1, loss=torch.tensor(1.0)))
+    late.stream = Stream()
+    rows.add(row(2, loss=torch.tensor(2.0)))
+    rows.send()
+    assert late.stream.waited_for == [other] and [r.values["loss"] for r in rows.arrived()] == [1.0, 2.0]
+
+
+@pytest.mark.gpu
+def test_log_does_not_wait_for_the_device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+
+    class Keeping:
+        name = "keeping"
+        start = finish = staticmethod(lambda *_: None)
+        log = staticmethod(lambda values, step: kept.append((step, values["x"], values["y"])))
+
+    monkeypatch.setattr("easymp.trackers.logbook.EVERY", 0.0)
+    with Accelerator(log_with=Keeping(), project_dir=tmp_path) as acc:
+        x, y = torch.zeros((), device=acc.device), torch.zeros((), device=acc.device, dtype=torch.bfloat16)
+        acc.log({"x": x, "y": y}, step=0)
+        acc._logbook.settle()  # the first pinned memory of a process is the driver's to give, which may wait
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for step in range(1, 200):
+                x += 1
+                y += 1
+                acc.log({"x": x, "y": y}, step=step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert kept == [(step, step, step) for step in range(200)]
