@@ -1,9 +1,10 @@
-"""Option records a caller may pass: plain frozen data, checked where it is made."""
+"""Option records that a caller may pass: plain data, checked where it is made."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum, StrEnum
@@ -13,10 +14,36 @@ import torch
 
 from .errors import SettingError, nearest
 
+ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu")
+# The steps of a profile's schedule, each with its smallest number.
+SCHEDULE = {"wait": 0, "warmup": 0, "active": 1, "repeat": 0, "skip_first": 0, "skip_first_wait": 0}
 
-def _yes_or_no(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise SettingError(f"{name}={value!r} is neither True nor False")
+
+def _whole(value: Any, least: int | None = None) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_fields(record: Any) -> None:
+    """Refuse a wrong type in the bool and int fields of `record`; an int field may have a ``least`` in its metadata."""
+    for f in dataclasses.fields(record):
+        value, kind, least = getattr(record, f.name), str(f.type), f.metadata.get("least")
+        if value is None and kind.endswith("None"):
+            continue
+        if kind.startswith("bool") and not isinstance(value, bool):
+            raise SettingError(f"{f.name}={value!r} is neither True nor False")
+        if kind.startswith("int") and not _whole(value, least):
+            bound = f" of at least {least}" if least else ""
+            raise SettingError(f"{f.name}={value!r} is not a whole number{bound}")
+
+
+def _check_word(name: str, value: Any, known: Collection[str], where: str = "") -> None:
+    if value not in known:
+        words = ", ".join(repr(str(word)) for word in known)
+        raise SettingError(f"{where}{name}={value!r} is none of {words}{nearest(str(value), known)}")
 
 
 @dataclass(frozen=True)
@@ -44,20 +71,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = True
 
     def __post_init__(self) -> None:
-        for name in (
-            "split_batches",
-            "even_batches",
-            "use_seedable_sampler",
-            "non_blocking",
-            "use_stateful_dataloader",
-        ):
-            _yes_or_no(name, getattr(self, name))
-        if self.dispatch_batches is not None:
-            _yes_or_no("dispatch_batches", self.dispatch_batches)
-        if self.data_seed is not None and (
-            isinstance(self.data_seed, bool) or not isinstance(self.data_seed, int)
-        ):
-            raise SettingError(f"data_seed={self.data_seed!r} is not a whole number")
+        _check_fields(self)
 
 
 @dataclass
@@ -77,19 +91,12 @@ class ProjectConfiguration:
     project_dir: str | None = None
     logging_dir: str | None = None
     automatic_checkpoint_naming: bool = False
-    total_limit: int | None = None
-    iteration: int = 0
+    total_limit: int | None = field(default=None, metadata={"least": 1})
+    iteration: int = field(default=0, metadata={"least": 0})
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("automatic_checkpoint_naming", "save_on_each_node"):
-            _yes_or_no(name, getattr(self, name))
-        if self.total_limit is not None and not _whole(self.total_limit, 1):
-            raise SettingError(
-                f"total_limit={self.total_limit!r} is not a whole number of checkpoints of at least 1"
-            )
-        if not _whole(self.iteration, 0):
-            raise SettingError(f"iteration={self.iteration!r} is not a whole number")
+        _check_fields(self)
         if self.save_on_each_node:
             raise SettingError(
                 "save_on_each_node=True cannot be honoured: each rank writes its part of one checkpoint. Use a folder that all nodes "
@@ -116,14 +123,13 @@ class GradientAccumulationPlugin:
         sync_each_batch: reduce gradients at every micro-step: more communication, less memory under sharding.
     """
 
-    num_steps: int = 1
+    num_steps: int = field(default=1, metadata={"least": 1})
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1:
-            raise SettingError(f"num_steps={self.num_steps!r} is not a whole number of at least 1")
+        _check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -141,8 +147,7 @@ class AutocastKwargs:
     output_dtype: torch.dtype | None = torch.float32
 
     def __post_init__(self) -> None:
-        _yes_or_no("enabled", self.enabled)
-        _yes_or_no("cache_enabled", self.cache_enabled)
+        _check_fields(self)
         if self.output_dtype is not None and not (
             isinstance(self.output_dtype, torch.dtype) and self.output_dtype.is_floating_point
         ):
@@ -207,14 +212,6 @@ class DDPCommunicationHookType(StrEnum):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 # What torch's PowerSGDState takes beside the process group, with what each may be.
 POWER_SGD: dict[str, tuple[Callable[[Any], bool], str]] = {
     "matrix_approximation_rank": (lambda v: _whole(v, 1), "a whole number of at least 1"),
@@ -270,13 +267,7 @@ class DistributedDataParallelKwargs:
         return self.low_rank and (state.get("use_error_feedback", True) or state.get("warm_start", True))
 
     def __post_init__(self) -> None:
-        for name in (
-            "broadcast_buffers",
-            "find_unused_parameters",
-            "gradient_as_bucket_view",
-            "static_graph",
-        ):
-            _yes_or_no(name, getattr(self, name))
+        _check_fields(self)
         if not _number(self.bucket_cap_mb) or self.bucket_cap_mb <= 0:
             raise SettingError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of MB above 0")
         for name, known in (
@@ -285,9 +276,7 @@ class DistributedDataParallelKwargs:
         ):
             given = getattr(self, name)
             word = given.value if isinstance(given, Enum) else given
-            if word not in known:
-                words = ", ".join(repr(str(k)) for k in known)
-                raise SettingError(f"{name}={given!r} is none of {words}{nearest(word, known)}")
+            _check_word(name, word, known)
             object.__setattr__(self, name, str(word))
         if self.comm_wrapper != DDPCommunicationHookType.NO and not self.low_rank:
             raise SettingError(
@@ -390,24 +379,13 @@ class ProfileKwargs:
     output_trace_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules"):
-            _yes_or_no(name, getattr(self, name))
+        _check_fields(self)
         if self.on_trace_ready is not None and not callable(self.on_trace_ready):
-            raise SettingError(
-                f"on_trace_ready={self.on_trace_ready!r} is no function: it is called with the profile"
-            )
-        if self.activities is not None:
-            if isinstance(self.activities, str) or not self.activities:
-                raise SettingError(
-                    f'activities={self.activities!r} is no list of what to record, such as ["cpu", "cuda"]'
-                )
-            for given in self.activities:
-                word = activity_word(given)
-                if word not in ACTIVITIES:
-                    known = ", ".join(repr(k) for k in ACTIVITIES)
-                    raise SettingError(
-                        f"activities holds {given!r}, which is none of {known}{nearest(word, ACTIVITIES)}"
-                    )
+            raise SettingError(f"on_trace_ready={self.on_trace_ready!r} is not a function")
+        if isinstance(self.activities, str) or (self.activities is not None and not self.activities):
+            raise SettingError(f'activities={self.activities!r} is no list such as ["cpu", "cuda"]')
+        for given in self.activities or ():
+            _check_word("activities: activity", activity_word(given), ACTIVITIES)
         if self.schedule_option is not None:
             self._check_schedule(self.schedule_option)
 
@@ -430,17 +408,6 @@ class ProfileKwargs:
             raise SettingError(
                 "schedule_option names no active steps, so nothing would be recorded: add active=3"
             )
-
-
-ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu")
-SCHEDULE = {
-    "wait": 0,
-    "warmup": 0,
-    "active": 1,
-    "repeat": 0,
-    "skip_first": 0,
-    "skip_first_wait": 0,
-}  # with the least of each
 
 
 def activity_word(given: Any) -> str:
