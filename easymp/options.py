@@ -15,8 +15,6 @@ import torch
 from .errors import SettingError, nearest
 
 ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu")
-# The steps of a profile's schedule, each with its smallest number.
-SCHEDULE = {"wait": 0, "warmup": 0, "active": 1, "repeat": 0, "skip_first": 0, "skip_first_wait": 0}
 
 
 def _whole(value: Any, least: int | None = None) -> bool:
@@ -40,10 +38,22 @@ def _check_fields(record: Any) -> None:
             raise SettingError(f"{f.name}={value!r} is not a whole number{bound}")
 
 
-def _check_word(name: str, value: Any, known: Collection[str], where: str = "") -> None:
+def _check_word(name: str, value: Any, known: Collection[str]) -> None:
     if value not in known:
         words = ", ".join(repr(str(word)) for word in known)
-        raise SettingError(f"{where}{name}={value!r} is none of {words}{nearest(str(value), known)}")
+        raise SettingError(f"{name}={value!r} is none of {words}{nearest(str(value), known)}")
+
+
+def _check_table(name: str, given: Any, known: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
+    """Refuse what is no dict of `known` names, each with a test of its value and the test in words."""
+    if not isinstance(given, Mapping):
+        raise SettingError(f"{name} is a {type(given).__name__}, not a dict")
+    for key, value in given.items():
+        if key not in known:
+            raise SettingError(f"{name} has no {key!r}{nearest(key, known) or '.'} Known: {', '.join(known)}")
+        good, words = known[key]
+        if not good(value):
+            raise SettingError(f"{key}={value!r} in {name} is not {words}")
 
 
 @dataclass(frozen=True)
@@ -296,23 +306,12 @@ class DistributedDataParallelKwargs:
 
     def _check_power_sgd(self) -> None:
         given = self.comm_state_option
-        if not isinstance(given, Mapping):
-            raise SettingError(
-                f"comm_state_option is a {type(given).__name__}, not a dict of PowerSGDState's options"
-            )
+        _check_table("comm_state_option", given, POWER_SGD)
         if given and not self.low_rank:
             raise SettingError(
                 f"comm_state_option holds options of PowerSGD, but comm_hook={self.comm_hook!r}: pass comm_hook='power_sgd', or leave "
                 "them out"
             )
-        for name, value in given.items():
-            if name not in POWER_SGD:
-                raise SettingError(
-                    f"comm_state_option has no {name!r}{nearest(name, POWER_SGD) or '.'} Known: {', '.join(POWER_SGD)}"
-                )
-            good, words = POWER_SGD[name]
-            if not good(value):
-                raise SettingError(f"{name}={value!r} in comm_state_option is not {words}")
         if self.remembers and given.get("start_powerSGD_iter", 1000) < 2:
             raise SettingError(
                 f"start_powerSGD_iter={given['start_powerSGD_iter']} is too early: torch orders the buckets anew after the first step, and "
@@ -340,11 +339,8 @@ class InitProcessGroupKwargs:
                 f"init_method={self.init_method!r} is not honoured: ranks meet where the launcher says (MASTER_ADDR and MASTER_PORT). "
                 "Leave it out"
             )
-        if (
-            isinstance(self.timeout, bool)
-            or not isinstance(self.timeout, (int, float, timedelta))
-            or self.seconds <= 0
-        ):
+        good = _number(self.timeout) or isinstance(self.timeout, timedelta)
+        if not good or self.seconds <= 0:
             raise SettingError(
                 f"timeout={self.timeout!r} is neither a timedelta nor a number of seconds above 0"
             )
@@ -352,6 +348,11 @@ class InitProcessGroupKwargs:
     @property
     def seconds(self) -> float:
         return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else float(self.timeout)
+
+
+COUNT = (lambda v: _whole(v, 0), "a whole number of steps")
+SCHEDULE = dict.fromkeys(("wait", "warmup", "repeat", "skip_first", "skip_first_wait"), COUNT)
+SCHEDULE["active"] = (lambda v: _whole(v, 1), "a whole number of steps of at least 1")
 
 
 @dataclass(frozen=True)
@@ -387,27 +388,11 @@ class ProfileKwargs:
         for given in self.activities or ():
             _check_word("activities: activity", activity_word(given), ACTIVITIES)
         if self.schedule_option is not None:
-            self._check_schedule(self.schedule_option)
-
-    @staticmethod
-    def _check_schedule(given: Any) -> None:
-        if not isinstance(given, Mapping):
-            raise SettingError(
-                f"schedule_option is a {type(given).__name__}, not a dict such as dict(wait=1, warmup=1, active=3)"
-            )
-        for name, value in given.items():
-            if name not in SCHEDULE:
+            _check_table("schedule_option", self.schedule_option, SCHEDULE)
+            if "active" not in self.schedule_option:
                 raise SettingError(
-                    f"schedule_option has no {name!r}{nearest(name, SCHEDULE) or '.'} Known: {', '.join(SCHEDULE)}"
+                    "schedule_option names no active steps, so nothing is recorded: add active=3"
                 )
-            if not _whole(value, SCHEDULE[name]):
-                raise SettingError(
-                    f"{name}={value!r} in schedule_option is not a whole number of steps of at least {SCHEDULE[name]}"
-                )
-        if "active" not in given:
-            raise SettingError(
-                "schedule_option names no active steps, so nothing would be recorded: add active=3"
-            )
 
 
 def activity_word(given: Any) -> str:

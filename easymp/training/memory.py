@@ -1,4 +1,4 @@
-"""Bytes that one rank needs to train a model, by arithmetic: for any strategy, precision and optimizer, without allocating anything.
+"""Memory that one rank needs to train a model: by arithmetic, for any strategy, precision and optimizer.
 
 ```
 from easymp.training import memory
@@ -7,17 +7,18 @@ print(memory.estimate(model, strategy="fsdp", precision="bf16", world=8, sample=
 print(memory.table(model, world=8))
 ```
 
-The model may lie on the meta device. How a strategy divides what it holds is said by its `layout`, what a precision stores by its
-dtypes, what an optimizer keeps by `STATES`. What is not counted: workspace of kernels, fragmentation, what a device's runtime takes, and
-activations without a sample. Not all rows are full at one moment (gradients fill while activations go), so the total is above
-the peak of what is counted.
+The model may lie on the meta device; nothing is allocated. A strategy's `layout` says how it divides the model, a precision's dtypes
+what it stores, and `STATES` what an optimizer keeps. Not counted: workspace of kernels, fragmentation, the device's runtime, and
+activations without a sample. The rows are not all full at one moment, so the total is above the peak.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -36,38 +37,19 @@ from ..strategies import STRATEGIES, read_options
 from ..strategies.transforms import find_recomputed, read_which, recompute
 from .state import Run
 
-# Tensors of a parameter's own size that an optimizer keeps for it, by the options of its group; the names are of torch's classes.
-STATES: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
-    "adadelta": lambda group: 2,
-    "adagrad": lambda group: 1,
-    "adam": lambda group: 2 + bool(group.get("amsgrad")),
-    "adamax": lambda group: 2,
-    "adamw": lambda group: 2 + bool(group.get("amsgrad")),
-    "asgd": lambda group: 1,
-    "lamb": lambda group: 2,
-    "lion": lambda group: 1,
-    "muon": lambda group: 1,
-    "nadam": lambda group: 2,
-    "radam": lambda group: 2,
+logger = get_logger(__name__)
+
+# Tensors of a parameter's size that an optimizer keeps for it, by the options of its group; the names are of torch's classes.
+STATES: dict[str, Callable[[Mapping[str, Any]], int]] = {
+    **dict.fromkeys(("adadelta", "adamax", "lamb", "nadam", "radam", "rprop"), lambda group: 2),
+    **dict.fromkeys(("adagrad", "asgd", "lion", "muon", "sgd momentum"), lambda group: 1),
+    **dict.fromkeys(("adam", "adamw"), lambda group: 2 + bool(group.get("amsgrad"))),
     "rmsprop": lambda group: 1 + bool(group.get("momentum")) + bool(group.get("centered")),
-    "rprop": lambda group: 2,
     "sgd": lambda group: int(bool(group.get("momentum"))),
-    "sgd momentum": lambda group: 1,
 }
 FP32 = 4
 SPARE = 0.2  # part of a rank's memory left to activations and workspace, which are not known when models are prepared
 NO_SAMPLE = "activations are not counted: pass a sample batch"
-ROWS = (
-    "weights",
-    "buffers",
-    "gradients",
-    "states",
-    "masters",
-    "copies",
-    "gathered",
-    "reducing",
-    "activations",
-)
 
 Optimizer = str | int | type[torch.optim.Optimizer] | torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -119,25 +101,22 @@ class Memory:
 
     def __add__(self, other: Memory) -> Memory:
         """Two models at once, under one strategy and precision."""
-        activations = (
-            None
-            if self.activations is None or other.activations is None
-            else self.activations + other.activations
-        )
-        sums = {row: getattr(self, row) + getattr(other, row) for row in ROWS[:-1]}
-        notes = tuple(dict.fromkeys(self.notes + other.notes))
-        return replace(self, **sums, activations=activations, notes=notes)
+        both = {row: (getattr(self, row), getattr(other, row)) for row in ROWS}
+        sums = {row: None if None in pair else sum(pair) for row, pair in both.items()}
+        return replace(self, **sums, notes=tuple(dict.fromkeys(self.notes + other.notes)))
 
     def __str__(self) -> str:
         many = f"{self.world} ranks" if self.world > 1 else "one rank"
         name, scale = unit(self.total)
-        rows = [*self.rows.items(), ("total", self.total)]
-        numbers = [f"{size / scale:,.2f}" for _, size in rows]
-        widths = max(len(row) for row, _ in rows), max(map(len, numbers))
-        lines = [
-            f"{row:<{widths[0]}}  {number:>{widths[1]}} {name}" for (row, _), number in zip(rows, numbers)
+        rows = [
+            (row, f"{bytes_ / scale:,.2f}") for row, bytes_ in [*self.rows.items(), ("total", self.total)]
         ]
+        names, numbers = (max(len(row[i]) for row in rows) for i in (0, 1))
+        lines = [f"{row:<{names}}  {number:>{numbers}} {name}" for row, number in rows]
         return "\n".join([f"{self.strategy}, {self.precision}, {many}; a rank needs", *lines, *self.notes])
+
+
+ROWS = tuple(f.name for f in fields(Memory)[3:-1])
 
 
 @dataclass(frozen=True)
@@ -158,13 +137,11 @@ class Table:
         columns = [row for row in ROWS if any(getattr(line, row) for line in self.lines)]
         cells = [["strategy", "precision", *columns, "total"]]
         for line in self.lines:
-            sizes = [getattr(line, row) for row in columns] + [line.total]
-            cells.append(
-                [line.strategy, line.precision, *(f"{size / scale:,.2f}" if size else "–" for size in sizes)]
-            )
-        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-        text = [
-            "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
+            sizes = [*(getattr(line, row) for row in columns), line.total]
+            cells.append([line.strategy, line.precision, *(f"{s / scale:,.2f}" if s else "–" for s in sizes)])
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        rows = [
+            [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
             for row in cells
         ]
         notes: dict[str, list[str]] = {}
@@ -172,10 +149,8 @@ class Table:
             for note in line.notes:
                 notes.setdefault(note, []).append(line.strategy)
         every = {line.strategy for line in self.lines}
-        said = [
-            n if set(who) == every else f"{', '.join(dict.fromkeys(who))}: {n}" for n, who in notes.items()
-        ]
-        return "\n".join([*text, f"{name} a rank", *said])
+        said = [n if every == {*s} else f"{', '.join(dict.fromkeys(s))}: {n}" for n, s in notes.items()]
+        return "\n".join([*("  ".join(row) for row in rows), f"{name} a rank", *said])
 
 
 def estimate(
@@ -217,11 +192,9 @@ def estimate(
         BatchError: the model's forward cannot be followed on `sample`.
     """
     kind = _named(STRATEGIES, strategy, "strategy")
-    policy = (
-        _named(PRECISIONS, ALIASES.get(precision, precision), "precision")
-        if isinstance(precision, str)
-        else precision
-    )
+    policy = precision
+    if isinstance(policy, str):
+        policy = _named(PRECISIONS, ALIASES.get(policy, policy), "precision")
     for name, number in (("world", world), ("per_node", world if per_node is None else per_node)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise SettingError(f"{name}={number!r} is not a whole number of at least 1")
@@ -230,67 +203,40 @@ def estimate(
     layout: Layout = kind.layout(
         module, read_options(kind, options, {}), world, min(world, per_node or world)
     )
-    states = _states(optimizer, module)
+    states, rounds = _states(optimizer, module), _rounds(optimizer)
     low = policy.compute.itemsize < 4 and policy.param.itemsize == 4
-    half = _matrices(module) if low and not layout.gathers and not policy.swaps else set()
-    weights = gradients = kept = masters = copies = 0
+    copied = _matrices(module) if low and not layout.gathers and not policy.swaps else set()
+    sums = dict.fromkeys(ROWS, 0)
     widest = 1
     for name, parameter in module.named_parameters():  # a tied one once
         size = _stored(parameter, policy)
         widest = max(widest, size)
-        weights += layout.weights(name, parameter) * size
-        if id(parameter) in half and size > policy.compute.itemsize:
-            copies += layout.copies(name, parameter) * policy.compute.itemsize
+        sums["weights"] += layout.weights(name, parameter) * size
+        if id(parameter) in copied and size > policy.compute.itemsize:
+            sums["copies"] += layout.copies(name, parameter) * policy.compute.itemsize
         if parameter.requires_grad:
-            wide = (
-                FP32
-                if size < FP32 and policy.keeps_updates and (policy.masters or not _rounds(optimizer))
-                else 0
-            )
-            gradients += layout.gradients(name, parameter) * (size + wide)
-            masters += (
-                layout.weights(name, parameter) * wide
-            )  # whole where weights are: states alone are cut (zero1)
-            kept += layout.states(name, parameter) * (states(parameter) * (wide or size) + FP32 * averages)
-    there = policy.compute.itemsize if low and layout.gathers and widest <= FP32 else widest
+            wide = FP32 if size < FP32 and policy.keeps_updates and (policy.masters or not rounds) else 0
+            sums["gradients"] += layout.gradients(name, parameter) * (size + wide)
+            sums["masters"] += layout.weights(name, parameter) * wide  # zero1 cuts the states alone
+            kept = states(parameter) * (wide or size) + FP32 * averages
+            sums["states"] += layout.states(name, parameter) * kept
     notes = [layout.note] if layout.note else []
     if policy.swaps:
         notes.append(
-            f"layers that {policy.name} swaps keep no copies of their weights; activations are counted as under autocast, which is more"
+            f"{policy.name} layers keep no copies of weights; activations are counted as under autocast, which is more"
         )
-    if not known:
+    if known:
+        there = policy.compute.itemsize if low and layout.gathers and widest <= FP32 else widest
+        sums["gathered"] = layout.gathered * there
+        sums["reducing"] = layout.unreduced * there + layout.reducing * policy.reduce.itemsize
+    else:
         notes.append("from a count alone: what is gathered at a time is not known, and not counted")
     if activations is None and sample is not None:
-        args, named = _arguments(sample)
-        autocast = (
-            policy.compute if policy.compute != torch.float32 and policy.param == torch.float32 else None
-        )
-        stored = policy.param if policy.param != torch.float32 else None
-        activations = bytes_saved(module, args, named, autocast, stored)
-        which = read_which(activation_checkpointing)
-        if which is not False:
-            many = len(find_recomputed([module], which))
-            kept = bytes_saved(
-                module, args, named, autocast, stored, lambda copy: recompute(find_recomputed([copy], which))
-            )
-            activations = kept + max(0, activations - kept) // many
+        activations = _activations(module, policy, sample, read_which(activation_checkpointing))
     if activations is None:
         notes.append(NO_SAMPLE)
-    return Memory(
-        strategy=kind.name,
-        precision=policy.name,
-        world=world,
-        weights=weights,
-        buffers=sum(b.numel() * b.element_size() for b in module.buffers()),
-        gradients=gradients,
-        states=kept,
-        masters=masters,
-        copies=copies,
-        gathered=layout.gathered * there if known else 0,
-        reducing=layout.unreduced * there + layout.reducing * policy.reduce.itemsize if known else 0,
-        activations=activations,
-        notes=tuple(notes),
-    )
+    sums["buffers"] = sum(b.numel() * b.element_size() for b in module.buffers())
+    return Memory(kind.name, policy.name, world, **{**sums, "activations": activations}, notes=tuple(notes))
 
 
 def table(
@@ -308,16 +254,8 @@ def table(
     for precision in precisions:
         activations = None  # the same for each strategy
         for strategy in strategies:
-            line = estimate(
-                model,
-                strategy=strategy,
-                precision=precision,
-                world=world,
-                per_node=per_node,
-                optimizer=optimizer,
-                sample=sample,
-                activations=activations,
-            )
+            how: Any = {"strategy": strategy, "precision": precision, "world": world, "per_node": per_node}
+            line = estimate(model, **how, optimizer=optimizer, sample=sample, activations=activations)
             activations, lines[strategy, precision] = line.activations, line
     return Table(tuple(lines[strategy, precision] for strategy in strategies for precision in precisions))
 
@@ -339,7 +277,7 @@ def _named(known: Mapping[str, Any], name: str, what: str) -> Any:
 
 
 def _stored(parameter: Tensor, policy: Precision) -> int:
-    """Bytes of an element: fp32 precisions raise trainable parameters at most, others convert all (batch-norm's, too, which are few)."""
+    """Bytes of an element as the precision stores it."""
     raised = policy.raises and parameter.requires_grad and parameter.dtype in LOW
     converts = raised or (policy.param != torch.float32 and parameter.is_floating_point())
     return policy.param.itemsize if converts else parameter.element_size()
@@ -350,41 +288,37 @@ def _matrices(model: nn.Module) -> set[int]:
     found: set[int] = set()
     for module in model.modules():
         own = [p for p in module._parameters.values() if p is not None]
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag, Counted)) and any(p.ndim > 1 for p in own):
+        if isinstance(module, Counted):
+            found.update(map(id, own))
+        elif not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and any(p.ndim > 1 for p in own):
             found.update(
                 id(p) for p in own if p.dtype == torch.float32 or (p.requires_grad and p.dtype in LOW)
             )
-        elif isinstance(module, Counted):
-            found.update(map(id, own))
     return found
 
 
 def _states(optimizer: Optimizer, model: nn.Module) -> Callable[[Tensor], int]:
     """How many tensors of its size are kept for a parameter."""
     if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
-        number = optimizer
-        return lambda parameter: number
+        return lambda parameter: optimizer
     if isinstance(optimizer, (str, type)):
-        name = optimizer.lower() if isinstance(optimizer, str) else optimizer.__name__.lower()
-        number = _keeps(name)({})
+        name = optimizer if isinstance(optimizer, str) else optimizer.__name__
+        number = _keeps(name.lower())({})
         return lambda parameter: number
     each = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     if not isinstance(each, (list, tuple)) or not all(isinstance(o, torch.optim.Optimizer) for o in each):
         raise SettingError(f"optimizer={optimizer!r} is no name, class, number of states or torch optimizer")
     counts: dict[int, int] = {}
     for one in each:
-        name = type(one).__name__.lower()
-        keeps = _keeps(name) if name.removeprefix("fused") in STATES else STATES["adam"]
+        keeps = STATES.get(type(one).__name__.lower().removeprefix("fused"), STATES["adam"])
         counts.update((id(p), keeps(group)) for group in one.param_groups for p in group["params"])
     if counts and not any(id(p) in counts for p in model.parameters()):
-        raise SettingError(
-            "none of the optimizers holds a parameter of this model: pass those that were built from it"
-        )
+        raise SettingError("none of the optimizers holds a parameter of this model: pass those built from it")
     return lambda parameter: counts.get(id(parameter), 0)
 
 
 def _rounds(optimizer: Optimizer) -> bool:
-    """Whether bf16 parameters are stepped with stochastic rounding: by easymp's optimizers; a name means torch's, which have masters."""
+    """Whether bf16 parameters are stepped with stochastic rounding and without masters: by easymp's optimizers."""
     each = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     kinds = [one if isinstance(one, type) else type(one) for one in each]
     return all(issubclass(kind, optim.FusedOptimizer) and kind.rule.counts for kind in kinds)
@@ -394,10 +328,28 @@ def _keeps(name: str) -> Callable[[Mapping[str, Any]], int]:
     short = name.removeprefix("fused")
     if short not in STATES:
         raise SettingError(
-            f"what the optimizer {name!r} keeps is not known{nearest(short, STATES)}: pass how many tensors of its size it keeps for a "
-            f"parameter, such as optimizer=2. Known: {', '.join(STATES)}"
+            f"what the optimizer {name!r} keeps is not known{nearest(short, STATES)}: pass the number of tensors of a parameter's size, "
+            f"such as optimizer=2. Known: {', '.join(STATES)}"
         )
     return STATES[short]
+
+
+def _activations(model: nn.Module, policy: Precision, sample: Any, which: Any) -> int:
+    """Bytes that forward keeps; with checkpointing one of the parts, the average one, is counted as computed again."""
+    args, kwargs = _arguments(sample)
+    plain = policy.param == torch.float32
+    compute = policy.compute if plain and policy.compute != torch.float32 else None
+    stored = None if plain else policy.param
+    whole = bytes_saved(model, args, kwargs, compute, stored)
+    if which is False:
+        return whole
+    parts = len(find_recomputed([model], which))
+
+    def change(twin: nn.Module) -> None:
+        recompute(find_recomputed([twin], which))
+
+    kept = bytes_saved(model, args, kwargs, compute, stored, change)
+    return kept + max(0, whole - kept) // parts
 
 
 def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -415,28 +367,6 @@ def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def fits(need: Memory, available: int) -> bool:
     """Whether `need`, activations not counted, leaves `SPARE` of the bytes that a rank has."""
     return need.total <= available * (1 - SPARE)
-
-
-def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
-    """The first strategy for which there is memory, or the last, with the arithmetic.
-
-    Args:
-        needs: of strategies, best first, what a rank needs, activations not counted.
-        available: bytes that a rank has: the poorest one, for all decide alike.
-    """
-    most = int(available * (1 - SPARE))
-    said: list[str] = []
-    for name, need in needs.items():
-        rows = ", ".join(f"{row} {size(number)}" for row, number in need.rows.items())
-        said.append(f"{name} needs {size(need.total)} a rank ({rows})")
-        if fits(need, available):
-            break
-    said[0] += f" of {size(most)} ({size(available)}, less {SPARE:.0%} for activations and workspace)"
-    if not fits(need, available):
-        said.append(
-            f"{size(need.total - most)} too much: training may run out of memory, so use more processes or a smaller model"
-        )
-    return Choice(name, "; ".join(said), Source.DETECTED)
 
 
 # -- Activations, counted on fake tensors, which have shapes and no memory.
@@ -524,11 +454,30 @@ def _place(tensor: Tensor) -> int:
 # -- Strategy "auto": decided by the memory that the first models need, before they are wrapped.
 
 
-logger = get_logger(__name__)
+def by_memory(needs: Mapping[str, Memory], available: int) -> Choice[str]:
+    """The first strategy for which there is memory, or the last, with the arithmetic.
+
+    Args:
+        needs: what a rank needs, activations not counted, by strategy, best first.
+        available: bytes of the poorest rank.
+    """
+    most = int(available * (1 - SPARE))
+    said: list[str] = []
+    for name, need in needs.items():
+        rows = ", ".join(f"{row} {size(number)}" for row, number in need.rows.items())
+        said.append(f"{name} needs {size(need.total)} a rank ({rows})")
+        if fits(need, available):
+            break
+    said[0] += f" of {size(most)} ({size(available)}, less {SPARE:.0%} for activations and workspace)"
+    if not fits(need, available):
+        said.append(
+            f"{size(need.total - most)} too much: training may run out of memory, so use more processes or a smaller model"
+        )
+    return Choice(name, "; ".join(said), Source.DETECTED)
 
 
-class Fitting:
-    """What a run's models need, beside what a rank has.
+class AutoStrategy:
+    """Chooses the strategy of a run by memory.
 
     Args:
         free: whether another strategy may be taken; False where options of the planned one were given.
@@ -537,17 +486,25 @@ class Fitting:
     def __init__(self, run: Run, precision: Precision, free: bool) -> None:
         self._run, self._precision, self._free = run, precision, free
         self._planned = run.plan.strategy
+        self.forget()
+
+    def forget(self) -> None:
+        """The models are let go of: the next ones are the first again."""
         self._needs: Memory | None = None  # of all models so far
+        self._alone: list[tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]] = []
 
     def choose(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy
     ) -> Strategy:
-        """The strategy for `models`, none of which is wrapped: another than `strategy` only where these are the first.
+        """The strategy for `models`, which are not yet wrapped. Only the first models can change it.
 
         All ranks call it with alike models; for the first ones that takes a collective.
         """
         plan, world = self._run.plan, self._run.world
         if plan.settings.strategy != AUTO or not models:
+            return strategy
+        if world.size == 1:
+            self._look_alone(models, optimizers, strategy.name)
             return strategy
         if self._needs is not None:
             self._needs += self._need(strategy.name, models, optimizers)
@@ -568,9 +525,8 @@ class Fitting:
             needs.update({name: self._need(name, models, optimizers) for name in names})
             choice = by_memory(needs, available)
             if not self._free:
-                choice = replace(
-                    choice, reason=f"{choice.reason}; options of {choice.value} were given, so it stays"
-                )
+                reason = f"{choice.reason}; options of {choice.value} were given, so it stays"
+                choice = replace(choice, reason=reason)
             tell = logger.info if fits(needs[choice.value], available) else logger.warning
             tell("strategy %s: %s", choice.value, choice.reason)
         self._needs = needs[choice.value]
@@ -579,6 +535,23 @@ class Fitting:
             return strategy
         kind = STRATEGIES[choice.value]
         return kind(world, kind.Options())  # type: ignore[call-arg]
+
+    def _look_alone(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], name: str
+    ) -> None:
+        """On one process, where nothing can be chosen: say in the plan and the log that memory is short."""
+        self._alone.append((models, optimizers))
+        sizes = (
+            (p.numel(), p.element_size()) for many, _ in self._alone for m in many for p in m.parameters()
+        )
+        available = room(self._run.plan)
+        if sum(count * (8 * each + 3 * FP32) for count, each in sizes) <= available * (1 - SPARE):
+            return  # more than any precision and usual optimizer takes
+        need = reduce(add, (self._need(name, *known) for known in self._alone))
+        if not fits(need, available):
+            choice = by_memory({name: need}, available)
+            logger.warning("strategy %s: %s", name, choice.reason)
+            self._run.plan = self._run.plan.replace(strategy=choice)
 
     def reduce_early(
         self,
@@ -592,34 +565,26 @@ class Fitting:
         Args:
             say: micro-batches are accumulated, and the plan tells how.
         """
+        if not models or not (strategy.sharded or strategy.early is None):
+            return
         words = ""
-        if strategy.early is None and models:
+        if strategy.early is None:
             need = self._need(strategy.name, models, optimizers, strategy.options)
             whole = sum(p.numel() * FP32 for model in models for p in model.parameters() if p.requires_grad)
             available = min(self._run.world.gather_objects(room(self._run.plan)))
             strategy.early = not fits(replace(need, reducing=need.reducing + whole), available)
-            words = f": {size(whole)} of whole gradients {'do not fit' if strategy.early else 'fit'} beside {size(need.total)} a rank of "
-            words += f"{size(int(available * (1 - SPARE)))}"
-        plan = self._run.plan
-        if (
-            say
-            and models
-            and STRATEGIES[strategy.name].sharded
-            and "gradients" not in plan.accumulation.reason
-        ):
-            way = (
-                "gradients are reduced to shards at each"
+            fit = "do not fit" if strategy.early else "fit"
+            words = f": {size(whole)} of whole gradients {fit} beside {size(need.total)} a rank of "
+            words += size(int(available * (1 - SPARE)))
+        choice = self._run.plan.accumulation
+        if say and strategy.sharded and "gradients" not in choice.reason:
+            at = (
+                "are reduced to shards at each"
                 if strategy.early
-                else "gradients stay whole and are reduced at the last"
+                else "stay whole and are reduced at the last"
             )
-            choice = plan.accumulation
-            self._run.plan = plan.replace(
-                accumulation=replace(choice, reason=f"{choice.reason}; {way}{words}")
-            )
-
-    def forget(self) -> None:
-        """The models are let go of: the next ones are the first again."""
-        self._needs = None
+            choice = replace(choice, reason=f"{choice.reason}; gradients {at}{words}")
+            self._run.plan = self._run.plan.replace(accumulation=choice)
 
     def _need(
         self,
@@ -628,24 +593,14 @@ class Fitting:
         optimizers: Sequence[torch.optim.Optimizer],
         options: Any = None,
     ) -> Memory:
-        world, total = self._run.world, None
+        world = self._run.world
+        needs = []
         for model in models:
             own = {id(p) for p in model.parameters()}
-            mine = [
-                o
-                for o in optimizers
-                if any(id(p) in own for group in o.param_groups for p in group["params"])
-            ]
-            one = estimate(
-                model,
-                strategy=name,
-                precision=self._precision,
-                world=world.size,
-                per_node=world.local_size,
-                optimizer=mine or "adamw",  # prepared later: taken for the usual one
-                options=options,
-                averages=self._run.plan.settings.ema_decay is not None,
-            )
-            total = one if total is None else total + one
-        assert total is not None, "there are models"
-        return total
+            mine = [o for o in optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
+            how: Any = {"strategy": name, "precision": self._precision, "options": options}
+            averages = self._run.plan.settings.ema_decay is not None
+            sizes: Any = {"world": world.size, "per_node": world.local_size}
+            # An optimizer that is prepared later is taken for the usual one.
+            needs.append(estimate(model, **how, **sizes, optimizer=mine or "adamw", averages=averages))
+        return reduce(add, needs)

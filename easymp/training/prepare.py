@@ -32,7 +32,7 @@ from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise, on_meta
 from ..strategies.transforms import CompileOptions, Compiling, Which, find_recomputed, recompute
-from .memory import Fitting
+from .memory import AutoStrategy
 from .replicas import ADDED, Replicas, describe, describe_record
 from .state import Run
 from .wrapper import Route, forward_methods, make_view
@@ -109,7 +109,7 @@ class Preparation:
         self._no_sync = no_sync
         self._run, self._precision, self._scaler, self._wishes = run, precision, scaler, wishes
         self.strategy = strategy
-        self._fitting = Fitting(run, precision, free=not wishes.strategy_options)
+        self._fitting = AutoStrategy(run, precision, free=not wishes.strategy_options)
         self.models: list[Prepared] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
