@@ -9,7 +9,7 @@ import atexit
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from inspect import signature
@@ -28,12 +28,11 @@ from .base.rng import set_seed
 from .base.torch_flags import switch
 from .checkpoint.export import Weights
 from .checkpoint.resume import Resuming
+from .distributed.processes import Processes
 from .errors import RefusedError, SettingError, StepError, failing, nearest
 from .logging import get_logger
 from .registry import reported
-from .training import wrapper
-from .training.collectives import Collectives
-from .training.tracking import Tracking
+from .training import collectives, wrapper
 
 if TYPE_CHECKING:
     from . import data, precision, strategies
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from .strategies import transforms
     from .strategies.transforms import CompileOptions
     from .training import nonfinite as guards
-    from .training import oom, prepare, state
+    from .training import oom, prepare, state, tracking
     from .training.state import AcceleratorState, GradientState
 
 # What an Accelerator needs when it is made or runs, and the import of this class does not.
@@ -66,6 +65,7 @@ modules_at_first_use(
     prepare="training.prepare",
     records="options",
     state="training.state",
+    tracking="training.tracking",
     guards="training.nonfinite",
     planning="plan",
     setting="settings",
@@ -91,7 +91,7 @@ ELSEWHERE = {
 }
 
 
-class Accelerator(Collectives, Resuming, Weights, Tracking):
+class Accelerator(Processes, Resuming, Weights):
     """Trains one script on whatever is here.
 
     Settings come from these arguments, else from ``EASYMP_`` variables, else from ``easymp.toml``, else they are detected;
@@ -296,7 +296,7 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
                 self._make_scheduler, with_optimizer=step_scheduler_with_optimizer, steps=steps
             )
             told = (options, plugin, self._autocast, scaling, self._loading)
-            wishes = prepare.Wishes(
+            wishes = prepare.PrepareOptions(
                 device_placement, self._loading, schedule, given, initialize, recompute, compiled, told
             )
             me = weakref.ref(self)
@@ -319,7 +319,10 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
             )
             self._closed = False
             self._begin_checkpoints(project)
-            self._begin_tracking(asked, own_trackers)
+            optimizers = self._prepared.optimizers
+            self._tracking = tracking.Tracking(self._run, self._project, asked, own_trackers, optimizers)
+            self._logbook = self._tracking.logbook
+            self._trigger = False
             self._listen(save_on_signal)
             self._undo.callback(self._preemption.close)
             switch(self._precision.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
@@ -839,9 +842,111 @@ class Accelerator(Collectives, Resuming, Weights, Tracking):
         )
         return profiling.Profile(subject, profile_handler or self._profiling)
 
+    # -- collectives
+
+    def gather(self, tensor: Any) -> Any:
+        """Every tensor of a nested batch joined over the ranks along dimension 0, on all ranks."""
+        return collectives.gather(tensor, world=self._world)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, for results of the current batch: samples that only complete the last round are dropped.
+
+        Call it inside the loop over a prepared loader. Objects that are no tensors (``use_gather_object=True``, or no tensor in the
+        tree) are gathered as lists with one item a sample. Where the current batch is shorter than the others, a tensor of the
+        loader's `batch_size` rows (``loss.repeat(batch_size)``: a loss that weighs as much as its samples) is cut to it.
+
+        Raises:
+            BatchError: outside a loop, or dimension 0 is not the batch.
+        """
+        neighbours = self._world.size // self._prepared.strategy.data_size
+        reading = self._clock.reading
+        return collectives.gather_for_metrics(input_data, use_gather_object, self._world, reading, neighbours)
+
+    def mean(self, value: Any, weight: Any = 1.0) -> Tensor:
+        """Mean of a number over the ranks, weighted: sum(value × weight) / sum(weight), 0-dim, on all ranks.
+
+        ``accelerator.mean(loss, len(batch))`` is the mean over samples, whatever each rank's share.
+        """
+        return collectives.weighted_mean(value, weight, self._world)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Every tensor of a nested batch summed ("sum") or averaged ("mean") over the ranks, times `scale`."""
+        return collectives.reduce(tensor, reduction, scale, world=self._world)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Every tensor of a nested batch as long along `dim` as the longest rank's."""
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, world=self._world)
+
+    def set_trigger(self) -> None:
+        """Raise a flag that `check_trigger` sees on every rank."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has raised the flag since the last check; lowers it. All ranks must call it together."""
+        self._world.compare("check_trigger")
+        raised, self._trigger = self._world.any(self._trigger), False
+        return raised
+
+    # -- logging
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Any = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Name the run, and log its hyperparameters, plan, machine and easymp's version. Without this call it is "log".
+
+        Args:
+            project_name: names files, and projects and experiments of services.
+            config: hyperparameters: a dict, an argparse Namespace, or a dataclass; anything in it.
+            init_kwargs: a tracker's name → what it takes more.
+
+        Raises:
+            SettingError: a wrong name.
+            StepError: rows were logged before.
+        """
+        self._tracking.describe(project_name, config, init_kwargs)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log numbers and words by name, from the main process. On other ranks it does nothing, and no rank waits for another.
+
+        Args:
+            values: numbers, words, 0-dim tensors (as they are now, and without waiting for the device), or dicts of these; None leaves
+                a value out.
+            step: a whole number; None takes the number of optimizer updates, or of calls where no optimizer is prepared.
+            log_kwargs: a tracker's name → what its `log` takes more.
+
+        Raises:
+            SettingError: a wrong value or name, on every rank that calls.
+        """
+        if self._closed:
+            raise StepError("log() after end_training(): the trackers have finished. Log before it")
+        self._tracking.log(values, step, log_kwargs)
+
     @property
-    def _alike(self) -> int:
-        return self._world.size // self._prepared.strategy.data_size
+    def trackers(self) -> list[Any]:
+        """The trackers, on the main process; none on others."""
+        return self._tracking.all()
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of this name; on other ranks than the main one an object that takes every call and does nothing.
+
+        Args:
+            unwrap: give what the tracker stands on: TensorBoard's SummaryWriter, the run of wandb or MLflow, the path of a file.
+
+        Raises:
+            SettingError: there is none of this name.
+            TrackerError: it could not start, or an earlier call said so.
+        """
+        return self._tracking.get(name, unwrap)
 
     # -- loaders and models -------------------------------------------------------------------------------------------
 

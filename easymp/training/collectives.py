@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..base.lazy import modules_at_first_use
 from ..base.pytree import leaves, map_leaves, places, recursively_apply
-from ..distributed.processes import Processes
 from ..errors import ALIKE, BatchError, SettingError, WorldError
 
 if TYPE_CHECKING:
@@ -189,125 +188,72 @@ def _process(world: World, number: int) -> int:
     return number
 
 
-class Collectives(Processes):
-    """The same for whoever holds a world, and what knows of the batch being read."""
+def gather_for_metrics(data: Any, as_objects: bool, world: World, loader: Any, every: int) -> Any:
+    """What `Accelerator.gather_for_metrics` does.
 
-    _run: state.Run
-    _trigger = False
-
-    @property
-    def _alike(self) -> int:
-        """How many neighbouring ranks read the same batches."""
-        return 1
-
-    def gather(self, tensor: Any) -> Any:
-        """Every tensor of the tree joined over the ranks along dimension 0, on all ranks."""
-        return gather(tensor, world=self._world)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, for results of the current batch: samples that only complete the last round are dropped.
-
-        Call it inside the loop over a prepared loader. Objects that are no tensors (``use_gather_object=True``, or no tensor
-        in the tree) are gathered as lists with one item a sample. Where the current batch is shorter than the others, a tensor
-        of the loader's `batch_size` rows (``loss.repeat(batch_size)``: a loss that weighs as much as its samples) is cut to it.
-
-        Raises:
-            BatchError: outside a loop, or dimension 0 is not the batch.
-        """
-        loader = self._run.clock.reading
-        objects = use_gather_object or not any(isinstance(leaf, Tensor) for leaf in leaves(input_data))
-        call, error = "gather_for_metrics", ""
-        try:
-            if loader is None:
-                raise BatchError(
-                    "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are repeated: call it for "
-                    f"each batch inside the loop, or use {'gather_object' if use_gather_object else 'gather'}() for anything else"
-                )
-            short, usual = loader.local_size, loader.batch_size
-            if not objects and short is not None and usual is not None and short < usual:
-                input_data = recursively_apply(
-                    lambda t: t[:short] if t.ndim and t.shape[0] == usual else t, input_data
-                )
-            for leaf in [input_data] if objects else leaves(input_data):
-                _check_batch(leaf, loader.local_size, objects)
-        except BatchError as trouble:
-            error = str(trouble)
-        if error or objects:
-            self._world.compare(call, lambda: {"": "objects"}, error)
-        if error:
-            raise BatchError(error)
-        if objects:
-            parts = self._world.gather_objects(list(input_data))[:: self._alike]
-            whole = [item for part in parts for item in part]
-        else:
-            collect = self._world.gather_uneven if loader.uneven else self._world.gather
-            free = 0 if loader.uneven else None
-            whole = _together(self._world, call, input_data, lambda t: collect(t, self._alike), free)
-        extra = loader.surplus
-        if not extra:
-            return whole
-        return whole[:-extra] if objects else recursively_apply(lambda t: t[: t.shape[0] - extra], whole)
-
-    def mean(self, value: Any, weight: Any = 1.0) -> Tensor:
-        """Mean of a number over the ranks, weighted: sum(value × weight) / sum(weight), 0-dim, on all ranks.
-
-        ``accelerator.mean(loss, len(batch))`` is the mean over samples, whatever each rank's share.
-        """
-        values = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach()
-        weights = torch.as_tensor(weight, dtype=torch.float32, device=self.device).detach()
-        self._world.compare(
-            "mean", lambda: {"the value": _form(values, None), "the weight": _form(weights, None)}
-        )
-        if values.ndim or weights.ndim:
+    Args:
+        loader: the prepared loader being read, or None.
+        every: how many neighbouring ranks read the same batches.
+    """
+    objects = as_objects or not any(isinstance(leaf, Tensor) for leaf in leaves(data))
+    error = ""
+    try:
+        if loader is None:
             raise BatchError(
-                f"mean() takes one number and its weight a rank, not shapes {tuple(values.shape)} and {tuple(weights.shape)}: "
-                "reduce them first, e.g. values.mean() with weight values.numel()"
+                "gather_for_metrics() outside a loop over a prepared loader cannot know which samples are repeated: call it for "
+                f"each batch inside the loop, or use {'gather_object' if as_objects else 'gather'}() for anything else"
             )
-        total, count = self._world.reduce(torch.stack([values * weights, weights])).unbind()
-        return total / count
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Every tensor of the tree summed ("sum") or averaged ("mean") over the ranks, times `scale`."""
-        return reduce(tensor, reduction, scale, world=self._world)
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
-        """Every tensor of the tree as long along `dim` as the longest rank's."""
-        return pad_across_processes(tensor, dim, pad_index, pad_first, world=self._world)
-
-    def set_trigger(self) -> None:
-        """Raise a flag that `check_trigger` sees on every rank."""
-        self._trigger = True
-
-    def check_trigger(self) -> bool:
-        """Whether any rank has raised the flag since the last check; lowers it. All ranks must call it together."""
-        self._world.compare("check_trigger")
-        raised, self._trigger = self._world.any(self._trigger), False
-        return raised
+        short, usual = loader.local_size, loader.batch_size
+        if not objects and short is not None and usual is not None and short < usual:
+            data = recursively_apply(lambda t: t[:short] if t.ndim and t.shape[0] == usual else t, data)
+        for leaf in [data] if objects else leaves(data):
+            _check_batch(leaf, short, objects)
+    except BatchError as trouble:
+        error = str(trouble)
+    if error or objects:
+        world.compare("gather_for_metrics", lambda: {"": "objects"}, error)
+    if error:
+        raise BatchError(error)
+    extra = loader.surplus
+    if objects:
+        whole: Any = [item for part in world.gather_objects(list(data))[::every] for item in part]
+        return whole[:-extra] if extra else whole
+    collect = world.gather_uneven if loader.uneven else world.gather
+    free = 0 if loader.uneven else None
+    whole = _together(world, "gather_for_metrics", data, lambda t: collect(t, every), free)
+    return recursively_apply(lambda t: t[: t.shape[0] - extra], whole) if extra else whole
 
 
-def _check_batch(leaf: Any, size: int | None, objects: bool = False) -> None:
-    """Dimension 0 of what is gathered for metrics must be the batch, or repeated samples could not be told apart."""
-    length = (
-        (leaf.shape[0] if leaf.ndim else None)
-        if isinstance(leaf, Tensor)
-        else len(leaf)
-        if hasattr(leaf, "__len__")
-        else None
-    )
+def weighted_mean(value: Any, weight: Any, world: World) -> Tensor:
+    """What `Accelerator.mean` does."""
+    values = torch.as_tensor(value, dtype=torch.float32, device=world.device).detach()
+    weights = torch.as_tensor(weight, dtype=torch.float32, device=world.device).detach()
+    world.compare("mean", lambda: {"the value": _form(values, None), "the weight": _form(weights, None)})
+    if values.ndim or weights.ndim:
+        raise BatchError(
+            f"mean() takes one number and its weight a rank, not shapes {tuple(values.shape)} and {tuple(weights.shape)}: "
+            "reduce them first, e.g. values.mean() with weight values.numel()"
+        )
+    total, count = world.reduce(torch.stack([values * weights, weights])).unbind()
+    return total / count
+
+
+def _check_batch(leaf: Any, size: int | None, objects: bool) -> None:
+    """Dimension 0 must be the batch, or repeated samples could not be told apart."""
+    if isinstance(leaf, Tensor):
+        length, shape = leaf.shape[0] if leaf.ndim else None, f"shape {tuple(leaf.shape)}"
+    else:
+        length = len(leaf) if hasattr(leaf, "__len__") else None
+        shape = f"{length} items"
     if length is None:
         raise BatchError(
             "gather_for_metrics() got a scalar: repeated samples cannot be taken out of it. Gather one value a sample, or use "
             "mean(value, weight)"
         )
     if size is not None and length != size:
-        shape = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{length} items"
-        cure = (
-            "pass one item for each sample, or use gather_object()"
-            if objects
-            else "dimension 0 must be the batch. Reshape to one row a sample, or use gather()"
-        )
+        remedy = "dimension 0 must be the batch. Reshape to one row a sample, or use gather()"
+        if objects:
+            remedy = "pass one item for each sample, or use gather_object()"
         raise BatchError(
-            f"gather_for_metrics() got {shape}, but this rank's batch has {size} samples: {cure}"
+            f"gather_for_metrics() got {shape}, but this rank's batch has {size} samples: {remedy}"
         )

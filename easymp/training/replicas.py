@@ -1,8 +1,8 @@
-"""Replicas: ranks that must hold equal parameters compare a checksum of them, and an error names what drifts apart.
+"""Ranks that must be alike: what they bring to `prepare`, and the parameters and options that they train with.
 
-Of each parameter there is a checksum of its bits, and one of these for all parameters, so that what travels is a few numbers a rank. It is
-sent after an update and read after the next one, when it has long been there; nothing waits for the device meanwhile. Only where ranks
-differ do they exchange the checksums of the single parameters.
+`compare_prepared` compares objects and options in words. `Replicas` compares parameters while they are trained: by a checksum of the bits
+of each one, and a checksum of these, so that a few numbers a rank travel. They are sent after an update and read after the next one, so
+nothing waits for the device. Only where ranks differ do they exchange the checksums of single parameters.
 """
 
 from __future__ import annotations
@@ -20,14 +20,26 @@ from torch import Tensor, nn
 
 from ..base.dtensor import local
 from ..distributed import World, first_difference, odd_one_out
-from ..errors import PrepareError, WorldError
+from ..errors import WorldError
 from ..optim.torch_step import IMPLEMENTATION
 from ..strategies.single import copies
 
 if TYPE_CHECKING:
     from ..optim.optimizer import PreparedOptimizer
+    from .state import Run
 
 ADDED = "add it to the model before prepare(), or call free_memory() and prepare model and optimizer anew"
+# Settings by which ranks may differ: their effect is compared, or they do not change what is trained.
+MAY_DIFFER = {
+    "mixed_precision",
+    "strategy",
+    "gradient_accumulation_steps",
+    "cpu",
+    "timeout",
+    "memory",
+    "project_dir",
+}
+MAY_DIFFER |= {"log_with", "sources"}
 FIRST = 3  # updates that are compared one by one
 CHUNK = 2**20  # elements that are summed at a time
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -86,7 +98,7 @@ class Replicas:
         self._updates: dict[int, int] = {}
         self._frozen: dict[
             int, list[Tensor]
-        ] = {}  # what an optimizer holds and did not train at its first update
+        ] = {}  # held by an optimizer, and not trained at its first update
         self._sent: dict[int, _Sent] = {}
         self._weights: dict[torch.device, Tensor] = {}
         self.paused = False
@@ -138,15 +150,12 @@ class Replicas:
         self._frozen.clear()
         self._sent.clear()
 
-    # -- sending ------------------------------------------------------------------------------------------------------
-
     def _held(self, optimizer: PreparedOptimizer) -> list[Tensor]:
         held = [p for _, p in optimizer.parameters()]
         if optimizer is self._optimizers[0]:
             theirs = {id(p) for other in self._optimizers for _, p in other.parameters()}
-            held += [
-                p for model in self._models for p in model.route.original.parameters() if id(p) not in theirs
-            ]
+            models = (model.route.original for model in self._models)
+            held += [p for model in models for p in model.parameters() if id(p) not in theirs]
         return held
 
     @torch.no_grad()
@@ -176,20 +185,16 @@ class Replicas:
     def _piece(self, parameter: Any) -> int | None:
         """Which piece of `parameter` lies here, that lies on other ranks, too; None: no other has it."""
         placements = getattr(parameter, "placements", None)
-        if (
-            parameter.is_meta
-            or (placements is None and not self._alike)
-            or copies(parameter, self._world.size) == 1
-        ):
+        own = placements is None and not self._alike
+        if parameter.is_meta or own or copies(parameter, self._world.size) == 1:
             return None
         if type(local(parameter)).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return None  # a subclass that says itself what its bits are
         piece = WHOLE
         for dim, placement in enumerate(placements or ()):
             if not placement.is_replicate():
-                piece = max(piece, 0) * parameter.device_mesh.size(
-                    dim
-                ) + parameter.device_mesh.get_local_rank(dim)
+                mesh = parameter.device_mesh
+                piece = max(piece, 0) * mesh.size(dim) + mesh.get_local_rank(dim)
         return piece
 
     def _sum(self, tensor: Tensor) -> Tensor:
@@ -205,8 +210,6 @@ class Replicas:
             self._weights[numbers.device] = torch.arange(1, 2 * CHUNK, 2, device=numbers.device)
         return (numbers.to(torch.int64) * self._weights[numbers.device][: len(numbers)]).sum()
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
     def _read(self, key: int) -> None:
         sent = self._sent.pop(key)
         with self._world.explained("the comparison of replicas"):
@@ -215,62 +218,64 @@ class Replicas:
                 sent.event.synchronize()
         pieces: dict[int, int] = {}
         for options, strangers, piece, whole, part in (rows := sent.rows.tolist()):
-            if (
-                strangers
-                or (options, whole) != (rows[0][0], rows[0][3])
-                or pieces.setdefault(piece, part) != part
-            ):
+            alike = (options, whole) == (rows[0][0], rows[0][3]) and pieces.setdefault(piece, part) == part
+            if strangers or not alike:
                 self._explain(sent)  # on all ranks together: they have the same rows
                 return
 
     def _explain(self, sent: _Sent) -> None:
-        names: dict[int, str] = {}
-        for i, model in enumerate(self._models):  # of which several may have the same names
-            of = f" of {type(model.route.original).__name__} (model {i})" if len(self._models) > 1 else ""
-            names.update((id(p), repr(name) + of) for name, p in model.route.original.named_parameters())
+        """Raise a WorldError with the first difference; a collective."""
+        names = self._names()
         said = [
             names.get(id(p), f"number {i} of shape {tuple(p.shape)}") for i, (p, _) in enumerate(sent.held)
         ]
         strangers = [name for name, (p, _) in zip(said, sent.held) if id(p) not in self._owner]
-        strangers += [
-            f"a parameter of shape {tuple(p.shape)}"
-            for _, p in sent.optimizer.parameters()
-            if id(p) not in self._owner
-        ]
-        mine = [
-            (name, piece, number) for name, (_, piece), number in zip(said, sent.held, sent.sums.tolist())
-        ]
+        steps = (p for _, p in sent.optimizer.parameters() if id(p) not in self._owner)
+        strangers += [f"a parameter of shape {tuple(p.shape)}" for p in steps]
+        mine = [(name, piece, total) for name, (_, piece), total in zip(said, sent.held, sent.sums.tolist())]
         seen = self._world.gather_objects((sent.options, strangers, mine))
-        after = f"after update {sent.update} of {type(sent.optimizer.given).__name__}"
+        kind = type(sent.optimizer.given).__name__
+        after = f"after update {sent.update} of {kind}"
         if there := first_difference([options for options, _, _ in seen]):
             raise WorldError(
                 f"{after} the ranks' param groups differ: {odd_one_out(there)}. Set the same options on all ranks, by the same rule from "
                 "the same numbers (a loss or metric averaged over the ranks: accelerator.reduce)"
             )
-        found: dict[tuple[str, int], dict[int, int]] = {}
-        for rank, (_, _, numbers) in enumerate(seen):
+        unlike = self._unlike([numbers for _, _, numbers in seen])
+        added = list(dict.fromkeys(name for _, names, _ in seen for name in names))
+        if unlike:
+            name, values = next(iter(unlike.items()))
+            common = max(values.values(), key=list(values.values()).count)
+            odd = [rank for rank, number in values.items() if number != common]
+            others = [rank for rank, number in values.items() if number == common]
+            cause = f"It was added after prepare(): {ADDED}" if name in added else CAUSES
+            raise WorldError(
+                f"{after} {_ranks(odd)} and {_ranks(others)} differ in parameter {_several(list(unlike))}, which must be the same. {cause}"
+            )
+        if added:
+            raise WorldError(
+                f"{kind} steps {_several(added)}, which belongs to no prepared model, so that no rank averages its gradients: {ADDED}"
+            )
+
+    def _names(self) -> dict[int, str]:
+        """id of a parameter → its name, with its model's where there are several models."""
+        names: dict[int, str] = {}
+        for i, model in enumerate(self._models):
+            of = f" of {type(model.route.original).__name__} (model {i})" if len(self._models) > 1 else ""
+            names.update((id(p), repr(name) + of) for name, p in model.route.original.named_parameters())
+        return names
+
+    def _unlike(self, seen: list[list[tuple[str, int, int]]]) -> dict[str, dict[int, int | None]]:
+        """The parameters that differ: name → rank → checksum, None where a rank does not have it."""
+        found: dict[tuple[str, int], dict[int, int | None]] = {}
+        for rank, numbers in enumerate(seen):
             for name, piece, number in numbers:
                 found.setdefault((name, piece), {})[rank] = number
         unlike = {name: ranks for (name, _), ranks in found.items() if len(set(ranks.values())) > 1}
         for (name, piece), ranks in found.items():
             if piece == WHOLE and len(ranks) < self._world.size:
                 unlike.setdefault(name, dict.fromkeys(range(self._world.size)) | ranks)
-        added = list(dict.fromkeys(name for _, names, _ in seen for name in names))
-        if added and not unlike:
-            raise WorldError(
-                f"{type(sent.optimizer.given).__name__} steps {_several(added)}, which belongs to no prepared model, so that no rank "
-                f"averages its gradients: {ADDED}"
-            )
-        if unlike:
-            name = next(iter(unlike))
-            values = list(unlike[name].values())
-            common = max(values, key=values.count)
-            odd = [rank for rank, number in unlike[name].items() if number != common]
-            others = [rank for rank, number in unlike[name].items() if number == common]
-            cause = f"It was added after prepare(): {ADDED}" if name in added else CAUSES
-            raise WorldError(
-                f"{after} {_ranks(odd)} and {_ranks(others)} differ in parameter {_several(list(unlike))}, which must be the same. {cause}"
-            )
+        return unlike
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -285,31 +290,56 @@ def _several(names: list[str]) -> str:
 # -- What ranks compare when objects are prepared.
 
 
+def compare_prepared(
+    run: Run, objects: Sequence[Any], records: Sequence[Any], more: Sequence[str]
+) -> list[int]:
+    """The seeds of all ranks, once they know that all prepare the same.
+
+    Args:
+        records: dataclasses that must be the same on all ranks.
+        more: further lines that must be.
+
+    Raises:
+        WorldError: the first difference; on all ranks.
+    """
+    plan, world = run.plan, run.world
+    decided = {"precision": plan.precision, "strategy": plan.strategy, "accumulation": plan.accumulation}
+    mine = [f"{name} {choice.value}" for name, choice in decided.items()]
+    mine += [line for name, line in describe_record(plan.settings) if name not in MAY_DIFFER]
+    mine += [line for record in records for _, line in describe_record(record)]
+    mine += [*(line for item in objects for line in describe(item)), *more]
+    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+    seen = world.gather_objects((digest, torch.initial_seed()))
+    if any(theirs != digest for theirs, _ in seen):
+        there = first_difference(world.gather_objects(mine))
+        raise WorldError(
+            f"the ranks prepare different things: {odd_one_out(there)}. All ranks must build and prepare the same objects, with the "
+            "same settings and hyperparameters"
+        )
+    return [seed for _, seed in seen]
+
+
 def describe(item: Any) -> Iterator[str]:
-    """What is prepared, a line a fact that must be the same on all ranks."""
+    """The facts of `item` that must be the same on all ranks, a line each."""
     kind = type(item).__name__
     yield kind
     if isinstance(item, nn.Module):
         for name, p in item.named_parameters():
-            if isinstance(p, nn.UninitializedParameter):
-                raise PrepareError(
-                    f"parameter {name!r} of this {kind} has no shape yet: call the model once on a batch before prepare(), so that its "
-                    "lazy layers are made"
-                )
             yield f"{kind}.{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
     elif isinstance(item, torch.optim.Optimizer):
         for g, group in enumerate(item.param_groups):
             yield f"{kind} group {g} with {len(group['params'])} parameters"
         yield from describe_options(item)
     elif hasattr(item, "dataset") and hasattr(item.dataset, "__len__"):
+        sampler, drop_last = type(getattr(item, "sampler", None)).__name__, getattr(item, "drop_last", None)
         yield f"{kind} of {len(item.dataset)} samples, batch size {item.batch_size}"
-        yield f"{kind} with a {type(getattr(item, 'sampler', None)).__name__} and drop_last={getattr(item, 'drop_last', None)}"
+        yield f"{kind} with a {sampler} and drop_last={drop_last}"
     elif type(item).__module__ == "torch.optim.lr_scheduler":
         yield from (f"{kind} {name}={_said(value)}" for name, value in vars(item).items() if name[0] != "_")
 
 
 def describe_options(optimizer: torch.optim.Optimizer, wait: bool = True) -> Iterator[str]:
-    """The options of each param group, a line each; but how the step runs (fused, foreach), which changes what it computes by rounding.
+    """The options of each param group, a line each, without those that only say how the step runs (fused, foreach).
 
     Args:
         wait: for numbers on a device, which are left out otherwise.
@@ -321,22 +351,24 @@ def describe_options(optimizer: torch.optim.Optimizer, wait: bool = True) -> Ite
                 yield f"{kind} group {g} {name}={_said(value, wait)}"
 
 
-def describe_record(record: Any) -> Iterator[str]:
-    """The fields of a dataclass, a line each."""
+def describe_record(record: Any) -> Iterator[tuple[str, str]]:
+    """The fields of a dataclass: their names, and a line each."""
     for f in dataclasses.fields(record):
-        yield f"{type(record).__name__} {f.name}={_said(getattr(record, f.name))}"
+        yield f.name, f"{type(record).__name__} {f.name}={_said(getattr(record, f.name))}"
 
 
 def _said(value: Any, wait: bool = True) -> str:
-    """`value` as text that is the same on every rank where the value is: of what is no plain value, the type."""
+    """Text that is equal on two ranks where `value` is; of an object that is no plain value, its type."""
     if isinstance(value, Tensor):
         known = value.numel() == 1 and (wait or value.device.type == "cpu")
         return repr(value.item()) if known else f"tensor {tuple(value.shape)}"
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return f"[{', '.join(sorted(map(_said, value)) if isinstance(value, (set, frozenset)) else [_said(v, wait) for v in value])}]"
+    if isinstance(value, (set, frozenset)):
+        return f"[{', '.join(sorted(map(_said, value)))}]"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_said(v, wait) for v in value)}]"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_said(k)}: {_said(v, wait)}' for k, v in value.items())}}}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f"{type(value).__name__}({', '.join(describe_record(value))})"
+        return f"{type(value).__name__}({', '.join(line for _, line in describe_record(value))})"
     plain = value is None or isinstance(value, (bool, int, float, complex, str, Enum, torch.dtype, timedelta))
     return repr(value) if plain else getattr(value, "__qualname__", type(value).__qualname__)

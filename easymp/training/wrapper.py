@@ -1,10 +1,9 @@
-"""A prepared model: the user's own module, with another way to be called, and to have its forward methods called.
+"""A prepared model: the user's own module with another way to be called; and the micro-step around its calls.
 
-A view shares the module's ``__dict__``, so parameters, buffers, hooks, methods, attributes, ``state_dict`` names and
-``isinstance`` are the module's own, and an assignment to one is seen by the other. Only its class differs: a subclass made for
-it, whose ``__call__`` goes through autocast and the strategy's wrapper. Nothing is set on the user's module. Copies of a
-view, for this process or another, are of the module. Where its class has none, ``module`` is the user's module and ``no_sync()`` keeps
-gradients to this rank, as DistributedDataParallel's wrapper has them.
+A view shares the module's ``__dict__``, so parameters, buffers, hooks, methods, attributes, ``state_dict`` names and ``isinstance`` are
+the module's own. Only its class differs: a subclass made for it, whose ``__call__`` goes through autocast and the strategy's wrapper.
+Nothing is set on the user's module. Copies of a view are of the module. As DistributedDataParallel's wrapper, a view has ``module`` and
+``no_sync()``, unless the module has its own.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import wraps
 from types import FunctionType, MemberDescriptorType
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from ..errors import PrepareError, StepError, nearest
 from ..protocols import Strategy
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+_MARK = "_easymp_forward"  # in the __dict__ of a decorated method
 
 
 def forward_method(method: Method) -> Method:
@@ -40,7 +41,7 @@ def forward_method(method: Method) -> Method:
         ...     @easymp.forward_method
         ...     def embed(self, x): ...
     """
-    method._easymp_forward = True  # type: ignore[attr-defined]
+    vars(method)[_MARK] = True
     return method
 
 
@@ -59,20 +60,24 @@ def forward_methods(models: Sequence[nn.Module], names: str | Sequence[str]) -> 
             )
         if not any(_is_method(model, name) for model in models):
             said = " and ".join(f"this {type(model).__name__}" for model in models) or "no new model"
-            known = [
-                n
-                for model in models
-                for n in dir(type(model))
-                if not n.startswith("_") and _is_method(model, n)
-            ]
+            known = [n for model in models for n in _methods(model)]
             raise PrepareError(
                 f"forward_methods={names!r}: {said} has no method {name!r}{nearest(name, known)}"
             )
     found = []
     for model in models:
-        marked = [n for c in type(model).__mro__ for n, value in vars(c).items() if _is_marked(value)]
+        marked = [
+            n
+            for c in type(model).__mro__
+            for n, value in vars(c).items()
+            if _MARK in getattr(value, "__dict__", ())
+        ]
         found.append(tuple(dict.fromkeys([*marked, *(name for name in names if _is_method(model, name))])))
     return found
+
+
+def _methods(model: nn.Module) -> list[str]:
+    return [name for name in dir(type(model)) if not name.startswith("_") and _is_method(model, name)]
 
 
 def _is_method(model: nn.Module, name: str) -> bool:
@@ -80,10 +85,7 @@ def _is_method(model: nn.Module, name: str) -> bool:
     return isinstance(own, FunctionType) and own is not inspect.getattr_static(nn.Module, name, None)
 
 
-def _is_marked(value: Any) -> bool:
-    return isinstance(value, FunctionType) and "_easymp_forward" in vars(value)
-
-
+@dataclass(slots=True)
 class Route:
     """How a prepared model is called.
 
@@ -91,22 +93,15 @@ class Route:
         original: the user's module.
         module: what the strategy made of it.
         no_sync: inside what it gives, gradients stay with this rank for a while.
-        explain: told of an error in a call.
+        explain: is told of an error in a call.
         once: why no second derivative can be had, if none can.
     """
 
-    __slots__ = ("explain", "module", "no_sync", "once", "original")
-
-    def __init__(
-        self,
-        original: nn.Module,
-        module: nn.Module,
-        explain: Callable[[RuntimeError, str], None],
-        no_sync: Callable[[], AbstractContextManager[Any]],
-        once: str,
-    ) -> None:
-        self.original, self.module = original, module
-        self.explain, self.no_sync, self.once = explain, no_sync, once
+    original: nn.Module
+    module: nn.Module
+    no_sync: Callable[[], AbstractContextManager[Any]]
+    explain: Callable[[RuntimeError, str], None]
+    once: str = ""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -175,22 +170,15 @@ def make_view(
 
     Args:
         methods: those that are called as forward is.
-        once: why no second derivative can be had, if none can.
         sharded: parameters are shards outside of forward; an error of another method that computes with them is explained.
-        explain: told of an error in a call, which may hold collectives; raises one that says more, if it can.
-        no_sync: what the view's `no_sync` is, where its class has none: scripts for DistributedDataParallel call that of its wrapper.
     """
-    route = Route(original, module, explain, no_sync, once)
+    route = Route(original, module, no_sync, explain, once)
     if module is original:
         return original, route
-    kind = next(
-        c for c in type(original).__mro__ if c is not _View and "_easymp_route" not in vars(c)
-    )  # also of a view
+    # The class of the module, also where `original` is a view.
+    kind = next(c for c in type(original).__mro__ if c is not _View and "_easymp_route" not in vars(c))
 
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return route.call(*args, **kwargs)
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return route.call(*args, **kwargs)
 
     def routed(name: str) -> Any:
@@ -218,23 +206,14 @@ def make_view(
 
         return method
 
-    body = {
-        "__call__": __call__,
-        "__module__": kind.__module__,
-        "__doc__": kind.__doc__,
-        "_easymp_route": route,
-    }
+    body = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__, "_easymp_route": route}
     if sharded:
-        body.update(
-            (name, guarded(name))
-            for name in dir(kind)
-            if not name.startswith("_") and _is_method(original, name)
-        )
-    if _is_method(original, "forward"):  # no scripted one's
-        body["forward"] = wraps(kind.forward)(forward)
+        body.update((name, guarded(name)) for name in _methods(original))
+    if _is_method(original, "forward"):  # a scripted module has none
+        body["forward"] = wraps(kind.forward)(call)
     body.update((name, routed(name)) for name in methods if name != "forward")
     body.update((slot, _forwarded(original, slot)) for slot in _slots(kind))
-    # The class is nobody's business: a metaclass or __init_subclass__ that keeps a register, or wants arguments, is passed by.
+    # Bypass metaclass hooks and __init_subclass__, so that the class is not registered and needs no arguments.
     meta = type(kind)
     make: Any = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
     view = object.__new__(make(meta, f"Prepared{kind.__name__}", (_View, kind), body))
@@ -306,7 +285,7 @@ def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
             return model
 
 
-# -- One micro-step.
+# -- One micro-step of an accumulation window.
 
 
 class MicroStep:
@@ -317,10 +296,7 @@ class MicroStep:
     def __init__(
         self, clock: StepClock, strategy: Strategy, modules: Sequence[nn.Module], local: bool = False
     ) -> None:
-        self._clock = clock
-        self._strategy = strategy
-        self._modules = modules
-        self._local = local
+        self._clock, self._strategy, self._modules, self._local = clock, strategy, modules, local
         self._open: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
@@ -377,13 +353,11 @@ def loss_trouble(loss: Any) -> str:
     """Why backward cannot start from `loss`."""
     if not isinstance(loss, Tensor):
         return f"backward() needs the loss as a tensor, not {type(loss).__name__}: pass it before .item() or float()"
-    if not loss.requires_grad:
-        return (
-            "backward() got a loss without a graph (requires_grad is False): it was computed under no_grad(), detached, or from "
-            "frozen parameters only"
-        )
+    if loss.requires_grad:
+        return f"backward() got a loss of shape {tuple(loss.shape)}: reduce it to one number first, e.g. loss.mean()"
     return (
-        f"backward() got a loss of shape {tuple(loss.shape)}: reduce it to one number first, e.g. loss.mean()"
+        "backward() got a loss without a graph (requires_grad is False): it was computed under no_grad(), detached, or from frozen "
+        "parameters only"
     )
 
 
