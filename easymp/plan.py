@@ -1,14 +1,13 @@
 """The decision: what will run here, each choice with its reason and its source.
 
-`make_plan` is pure: settings, hardware and ranks in, plan out. It walks the registries and asks `refuse`, so a table of recorded
-hardware tests every machine on a laptop. What was asked for and cannot be is an error; what "auto" cannot have goes to the
-next candidate, with the reason kept.
+`make_plan` is pure: settings, hardware and ranks in, plan out. It asks each strategy and precision by `refuse`. A refusal of what was asked
+for is an error; a refusal of what "auto" tries leads to the next candidate, and its reason is kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,26 +66,19 @@ class Plan:
 
     def explain(self) -> str:
         """A few aligned lines: name, value, reason."""
-        rows = [("processes", self._processes(), self.ranks.announced or self.ranks.alone)]
-        rows += [(name, str(choice.value), choice.reason) for name, choice in self.choices.items()]
-        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-        return "\n".join(
-            f"{name:<{widths[0]}}  {value:<{widths[1]}}  {reason}" for name, value, reason in rows
-        )
-
-    def _processes(self) -> str:
         nodes = f" on {self.ranks.nodes} nodes" if self.ranks.nodes > 1 else ""
-        return f"{self.ranks.size}{nodes}"
+        rows = [("processes", f"{self.ranks.size}{nodes}", self.ranks.announced or self.ranks.alone)]
+        rows += [(name, str(choice.value), choice.reason) for name, choice in self.choices.items()]
+        names, values = (max(len(row[i]) for row in rows) for i in (0, 1))
+        return "\n".join(f"{name:<{names}}  {value:<{values}}  {reason}" for name, value, reason in rows)
 
     def as_dict(self) -> dict[str, Any]:
         """The same for programs: plain values only."""
-        return {
-            "processes": self.ranks.size,
-            **{
-                n: {"value": c.value, "reason": c.reason, "source": c.source.value}
-                for n, c in self.choices.items()
-            },
+        said = {
+            n: {"value": c.value, "reason": c.reason, "source": c.source.value}
+            for n, c in self.choices.items()
         }
+        return {"processes": self.ranks.size, **said}
 
 
 def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
@@ -117,9 +109,7 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
 
 
 def _facts(hardware: Hardware, ranks: Ranks, device: str) -> Facts:
-    mine = hardware.devices[
-        : max(ranks.local_size, ranks.local_rank + 1)
-    ]  # what the ranks of this node train on
+    mine = hardware.devices[: max(ranks.local_size, ranks.local_rank + 1)]  # of the ranks of this node
     return Facts(dataclasses.replace(hardware, devices=mine), device.split(":")[0], ranks.size)
 
 
@@ -150,9 +140,8 @@ def _device(settings: Settings, hardware: Hardware, ranks: Ranks) -> Choice[str]
             f"{device.name} is {device.architecture}, for which this build of torch has no code: install a torch built for "
             f"{device.architecture} (its CUDA version must know the card), or train on the CPU with cpu=True"
         )
-    return Choice(
-        f"{device.kind}:{device.index}" if device.kind != "mps" else "mps", device.name, Source.DETECTED
-    )
+    place = f"{device.kind}:{device.index}" if device.kind != "mps" else "mps"
+    return Choice(place, device.name, Source.DETECTED)
 
 
 def _precision(settings: Settings, facts: Facts) -> Choice[str]:
@@ -178,37 +167,21 @@ def _candidates(facts: Facts) -> list[tuple[str, str]]:
     if facts.device == "cpu":
         cpu = facts.hardware.cpu
         if cpu.bf16:
-            kind = next(
-                (f for f in ("amx_bf16", "avx512_bf16", "sve_bf16", "neon_bf16") if f in cpu.features), "bf16"
-            )
+            kinds = ("amx_bf16", "avx512_bf16", "sve_bf16", "neon_bf16")
+            kind = next((kind for kind in kinds if kind in cpu.features), "bf16")
             return [(AUTO, f"{kind} instructions: the first training step times bf16 against fp32"), fp32]
         return [("fp32", "this CPU has no bf16 instructions")]
     if facts.device == "mps":
         return [("fp32", "on Apple GPUs half precision is not reliably faster")]
     # The ranks of a node decide alike, so the weakest of their cards decides.
     device = min(facts.hardware.devices, key=lambda d: (d.fp16, d.bf16))
+    name = device.architecture or device.name
     if device.bf16:
-        return [
-            (
-                "bf16",
-                f"native bf16 on {device.architecture or device.name}: fp32's range, no loss scale needed",
-            ),
-            fp32,
-        ]
+        return [("bf16", f"native bf16 on {name}: fp32's range, no loss scale needed"), fp32]
     if device.fp16:
-        return [
-            (
-                "fp16",
-                f"{device.architecture or device.name} has Tensor Cores for fp16 and no bf16 units; with a loss scale",
-            ),
-            fp32,
-        ]
-    return [
-        (
-            "fp32",
-            f"{device.name} ({device.architecture}) has no Tensor Cores: half precision gains nothing in speed",
-        )
-    ]
+        return [("fp16", f"{name} has Tensor Cores for fp16 and no bf16 units; with a loss scale"), fp32]
+    slow = f"{device.name} ({device.architecture}) has no Tensor Cores: half precision gains nothing in speed"
+    return [("fp32", slow)]
 
 
 def _weights(precision: Choice[str]) -> Choice[str]:
@@ -218,28 +191,17 @@ def _weights(precision: Choice[str]) -> Choice[str]:
         return Choice("fp32", "trainable parameters in bf16 or fp16 are raised at prepare", precision.source)
     if kind.param == torch.float32:
         return Choice("as given", "no parameter is cast", precision.source)
-    how = (
-        "fp32 masters"
-        if kind.masters
-        else "fp32 masters, or stochastic rounding"
-        if kind.keeps_updates
-        else "plain rounding"
-    )
+    how = "fp32 masters, or stochastic rounding" if kind.keeps_updates else "plain rounding"
+    how = "fp32 masters" if kind.masters else how
     return Choice(str(kind.param).removeprefix("torch."), f"stepped with {how}", precision.source)
 
 
 def _caveat(name: str, facts: Facts) -> str:
-    needs: Mapping[str, str] = {
-        **dict.fromkeys(("bf16", "bf16-true"), "bf16"),
-        **dict.fromkeys(("fp16", "fp16-true", "O1", "O2", "O3"), "fp16"),
-    }
-    kind = needs.get(name)
-    if (
-        facts.device == "cpu"
-        and kind
-        and not {"bf16": facts.hardware.cpu.bf16, "fp16": facts.hardware.cpu.fp16}[kind]
-    ):
-        return f"; this CPU has no {kind} instructions, so it is slower than fp32"
+    kind = str(PRECISIONS[name].compute).removeprefix("torch.")
+    cpu = facts.hardware.cpu
+    has = {"bfloat16": ("bf16", cpu.bf16), "float16": ("fp16", cpu.fp16)}
+    if facts.device == "cpu" and kind in has and not has[kind][1]:
+        return f"; this CPU has no {has[kind][0]} instructions, so it is slower than fp32"
     return ""
 
 
@@ -270,8 +232,8 @@ def room(plan: Plan) -> int:
     if plan.settings.memory is not None:
         return plan.settings.memory
     kind, _, index = plan.device.value.partition(":")
-    for device in plan.hardware.devices if kind == plan.hardware.kind else ():
-        if device.index == int(index or device.index):
+    for device in plan.hardware.devices:
+        if device.kind == kind and device.index == int(index or device.index):
             return device.memory
     return plan.hardware.cpu.memory // max(1, plan.ranks.local_size)
 

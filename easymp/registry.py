@@ -42,12 +42,13 @@ class Registry(Mapping[str, T]):
         return len(self.homes)
 
 
+# One line a strategy: its name, its class, and what it does.
 STRATEGIES: Registry[type[Strategy]] = Registry(
     {
         "single": ("strategies.single:Single", "one process alone"),
         "data_parallel": (
             "strategies.data_parallel:DataParallel",
-            "one process drives all GPUs; torch advises ddp in its place",
+            "one process drives all GPUs; torch advises ddp",
         ),
         "ddp": ("strategies.ddp:DDP", "each process holds the whole model"),
         "zero1": ("strategies.zero1:ZeRO1", "as ddp, with a part of the optimizer's states each"),
@@ -60,10 +61,11 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "pipeline": ("strategies.pipeline:Pipeline", "each process holds some of the layers"),
         "local_sgd": (
             "strategies.local_sgd:LocalTraining",
-            "each process trains alone, and models are averaged now and then",
+            "processes train alone; models are averaged now and then",
         ),
     }
 )
+# One line a precision.
 PRECISIONS: Registry[type[Precision]] = Registry(
     {
         "fp32": ("precision.fp32:FP32", "exact"),
@@ -73,7 +75,7 @@ PRECISIONS: Registry[type[Precision]] = Registry(
         "fp8": ("precision.fp8:FP8", "a quarter of the bits in Linear layers, the rest as bf16"),
         "bf16-true": (
             "precision.levels:BF16True",
-            "bf16 weights, stepped by fp32 masters or with stochastic rounding",
+            "bf16 weights, stepped by fp32 masters or stochastic rounding",
         ),
         "fp16-true": (
             "precision.levels:FP16True",

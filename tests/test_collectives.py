@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import easymp
-from easymp import Accelerator, BatchError, SettingError, WorldError
+from easymp import Accelerator, BatchError, WorldError
 
 F, WHOLE = torch.ones(2), torch.ones(2, dtype=torch.int32)
 
@@ -199,21 +199,6 @@ def test_a_rank_that_has_left_is_named_at_once(ranks) -> None:
     assert "rank 0 gave up in gather: rank 1 has left the run" in ranks(one_leaves)[0]
 
 
-def test_one_process_refuses_the_same_types() -> None:
-    with Accelerator(cpu=True) as acc:
-        for call in (acc.gather, acc.reduce, acc.pad_across_processes, easymp.broadcast):
-            with pytest.raises(BatchError, match=r"the leaf at \['a'\] is a float: pass tensors only"):
-                call({"a": 1.0})
-        with pytest.raises(BatchError, match="takes a list of objects, not a dict"):
-            easymp.gather_object({"a": 1})
-        with pytest.raises(BatchError, match="takes a list of objects, not a tuple"):
-            easymp.broadcast_object_list((1,))
-        with pytest.raises(WorldError, match="from_process=1 is not one of the 1 processes"):
-            easymp.broadcast(F, 1)
-        with pytest.raises(SettingError, match="neither yes nor no"):
-            Accelerator(debug="perhaps")
-
-
 # -- one machine, and waiting for one process --------------------------------------------------------------------------
 
 
@@ -230,12 +215,6 @@ def test_the_store_of_one_machine_is_out_of_reach_for_others(ranks, address: str
     opened, other = ranks(listens, env={"MASTER_ADDR": address})
     assert opened <= {"127.0.0.1", "::1"} and len(opened) == 1
     assert not other
-
-
-def test_the_store_listens_for_other_machines_where_there_may_be_some(ranks) -> None:
-    """Rank 0's own name is the loopback's on Debian (127.0.1.1), and Kubeflow gives it "localhost"; others are told an address."""
-    opened, _ = ranks(listens, env={"MASTER_ADDR": "localhost", "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None})
-    assert opened & {"::", "0.0.0.0"}
 
 
 def first_takes_long(path: Path) -> tuple[bool, bool]:

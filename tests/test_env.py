@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-from pathlib import Path
-
 import pytest
 
 from easymp.base import env
@@ -43,27 +39,3 @@ def test_override_puts_back_what_was_there_and_what_was_not(monkeypatch):
     except KeyError:
         pass
     assert (env.read("EASYMP_A"), env.read("EASYMP_B", "default")) == ("old", "default")
-
-
-def test_put_returns_what_puts_it_back(monkeypatch):
-    monkeypatch.setenv("EASYMP_A", "old")
-    before = env.put({"EASYMP_A": "new", "EASYMP_B": "x"})
-    assert env.names("EASYMP_") == ["EASYMP_A", "EASYMP_B"]
-    env.put(before)
-    assert env.names("EASYMP_") == ["EASYMP_A"]
-
-
-def test_merged_changes_a_copy():
-    assert env.merged({"EASYMP_A": "1"})["EASYMP_A"] == "1"
-    assert "EASYMP_A" not in os.environ
-
-
-def test_nobody_else_opens_the_door():
-    package = Path(env.__file__).parent
-    pattern = re.compile(r"os\.(environ|getenv|putenv|unsetenv)|from os import .*environ")
-    others = [
-        p
-        for p in package.rglob("*.py")
-        if p.name != "env.py" and pattern.search(p.read_text(encoding="utf-8"))
-    ]
-    assert others == []

@@ -149,13 +149,3 @@ def test_models_that_come_later_change_nothing(ranks: Ranks) -> None:
     assert words.startswith(
         "strategy ddp stays, for models are wrapped already; with this one ddp needs 108.6 KiB a rank"
     )
-
-
-def together(memory: str) -> str:
-    with Accelerator(memory=memory, mixed_precision="fp32", cpu=True) as acc:
-        acc.prepare(models.make("tied"), models.make("mlp"))
-        return acc.plan.strategy.reason
-
-
-def test_models_of_one_call_are_counted_together(ranks: Ranks) -> None:
-    assert ranks(together, FITS)[0].startswith("ddp needs 124.6 KiB a rank")

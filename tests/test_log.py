@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from easymp.logging import get_logger, is_local_main, is_main, tqdm
+from easymp.logging import get_logger, tqdm
 
 
 @pytest.fixture
@@ -43,16 +43,6 @@ def test_level_by_argument_and_environment(monkeypatch):
 def test_the_line_of_the_caller_is_reported(caplog):
     get_logger("easymp.tests").warning("here")
     assert caplog.records[0].filename == "test_log.py"
-
-
-def test_first_of_the_node(monkeypatch):
-    assert is_main()
-    assert is_local_main()
-    monkeypatch.setenv("RANK", "4")
-    assert not is_local_main()
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert is_local_main()
-    assert not is_main()
 
 
 def test_progress_bar_on_the_first_process_of_a_node(monkeypatch):

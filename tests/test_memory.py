@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from easymp import Accelerator, optim
+from easymp import Accelerator
 from easymp.base.dtensor import local
 from easymp.errors import BatchError, PrepareError, SettingError
 from easymp.precision import PRECISIONS
 from easymp.strategies import STRATEGIES
 from easymp.strategies.transforms import find_recomputed, recompute
-from easymp.training.memory import Memory, bytes_saved, estimate, table
+from easymp.training.memory import Memory, bytes_saved, estimate
 
 from .conftest import Ranks
 from .strategies import models
@@ -116,42 +116,6 @@ def test_the_peak_of_fsdp_is_below_the_total_and_near(
         assert total * (1 - slack) < seen <= total
 
 
-def train_with_masters(kind: str) -> dict[str, int]:
-    """Gradients are freed after a step, and are seen before it."""
-    with Accelerator(mixed_precision="O2", cpu=True) as acc:
-        model = models.make(kind)
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
-        model, optimizer = acc.prepare(model, optimizer)
-        acc.backward(model(torch.randn(8, 12)).square().mean())
-        half = held([p.grad for p in model.parameters() if p.grad is not None])
-        acc.clip_grad_norm_(model.parameters(), 1.0)
-        masters = [p for group in optimizer.param_groups for p in group["params"]]
-        full = held([p.grad for p in masters if p.grad is not None])
-        optimizer.step()
-        return {
-            "weights": held(list(model.parameters())),
-            "gradients": half + full,
-            "masters": held(masters),
-            "states": held([t for state in optimizer.state.values() for t in state.values() if t.ndim]),
-        }
-
-
-def test_masters_are_predicted(ranks: Ranks) -> None:
-    predicted = estimate(models.make("mlp"), precision="O2", world=2)
-    for seen in ranks(train_with_masters, "mlp"):
-        assert seen == {name: getattr(predicted, name) for name in seen}
-
-
-def test_stored_in_half_activations_are_half() -> None:
-    make, shape = FORWARDS["encoder"]
-    whole, half = (
-        estimate(make(), precision=p, sample=torch.randn(*shape)).activations for p in ("fp32", "O3")
-    )
-    model, x = make().half(), torch.randn(*shape, dtype=torch.float16)
-    assert half == saved_by_running(model, x, None)
-    assert half < whole
-
-
 # -- exact sums --------------------------------------------------------------------------------------------------------
 
 
@@ -204,25 +168,6 @@ def test_shards_along_dimension_0_the_largest_rank_counts() -> None:
     )  # gradients come in bf16, and are copied to fp32 to be reduced
 
 
-def test_kept_gathered_until_backward_is_done() -> None:
-    kept = estimate(Odd(), strategy="fsdp", world=4, options={"reshard_after_forward": False})
-    assert kept.gathered == ALL * F32
-    assert kept.weights == estimate(Odd(), strategy="fsdp", world=4).weights
-
-
-def test_offloaded_shards_are_not_on_the_device() -> None:
-    it = estimate(Odd(), strategy="fsdp", world=4, options={"cpu_offload": True})
-    assert (it.weights, it.gradients, it.states) == (0, 0, 0)
-    assert "host's memory" in str(it)
-
-
-def test_ddp_with_buckets_of_its_own() -> None:
-    assert estimate(Odd(), world=2, options={"gradient_as_bucket_view": False}).reducing == TRAINED * F32
-    assert (
-        estimate(Odd(), world=2, options={"comm_hook": "power_sgd"}).reducing == TRAINED * F32
-    )  # the errors it feeds back
-
-
 def test_autocast_copies_the_weights_of_matrix_layers() -> None:
     it = estimate(nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8)), precision="bf16")
     assert it.copies == (64 + 8) * 2
@@ -230,17 +175,6 @@ def test_autocast_copies_the_weights_of_matrix_layers() -> None:
     assert (
         estimate(models.make("tied"), precision="bf16").copies > 19 * 16 * 2
     )  # the embedding is the last layer, too
-
-
-def test_a_model_in_bf16_is_raised_or_kept() -> None:
-    model = nn.Linear(8, 8).bfloat16()
-    assert estimate(model, precision="bf16").rows == estimate(nn.Linear(8, 8), precision="bf16").rows
-    model.requires_grad_(False)
-    assert estimate(model, precision="bf16").rows == {"weights": 144}
-    kept = {"weights": 144, "gradients": 144 + 288, "states": 576, "masters": 288}
-    assert estimate(nn.Linear(8, 8), precision="bf16-true").rows == kept
-    rounded = estimate(nn.Linear(8, 8), precision="bf16-true", optimizer=optim.AdamW)
-    assert rounded.rows == {"weights": 144, "gradients": 144, "states": 288}
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -352,17 +286,6 @@ def test_activations_are_what_a_real_forward_saves(kind: str) -> None:
     assert predicted == saved_by_running(model, x, None)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "conv", "transformer"])
-def test_under_autocast_activations_and_copies_are_what_it_saves(kind: str) -> None:
-    make, shape = FORWARDS[kind]
-    model, x = make(), torch.randn(*shape, requires_grad=True)
-    it = estimate(model, precision="bf16", sample=(x,))
-    assert it.activations is not None
-    assert it.activations < estimate(model, sample=x).activations
-    # Copies of biases are alive, but not saved; batch-norm's statistics are saved in another type.
-    assert it.activations + it.copies == pytest.approx(saved_by_running(model, x, torch.bfloat16), rel=0.05)
-
-
 def test_checkpointed_blocks_keep_inputs_and_one_of_them_what_it_computes_again() -> None:
     model, x = (
         nn.Sequential(nn.Linear(12, 16), *(Wide() for _ in range(4))),
@@ -449,34 +372,6 @@ def test_it_prints_an_aligned_table() -> None:
         "total      12.00 MiB",
         "activations are not counted: pass a sample batch",
     ]
-
-
-def test_a_table_of_all() -> None:
-    all_ = table(Odd(), strategies=("single", "ddp", "fsdp"), precisions=("fp32", "bf16"), world=4)
-    assert [(line.strategy, line.precision) for line in all_] == [
-        *(
-            ("single", "fp32"),
-            ("single", "bf16"),
-            ("ddp", "fp32"),
-            ("ddp", "bf16"),
-            ("fsdp", "fp32"),
-            ("fsdp", "bf16"),
-        ),
-    ]
-    lines = str(all_).splitlines()
-    assert lines[0].split() == [
-        "strategy",
-        "precision",
-        "weights",
-        "buffers",
-        "gradients",
-        "states",
-        "copies",
-        *lines[0].split()[7:],
-    ]
-    assert len({len(line) for line in lines[:7]}) == 1
-    assert lines[7:] == ["KiB a rank", "activations are not counted: pass a sample batch"]
-    assert all_["fsdp", "bf16"] == estimate(Odd(), strategy="fsdp", precision="bf16", world=4)
 
 
 def test_every_strategy_and_precision_has_its_arithmetic() -> None:

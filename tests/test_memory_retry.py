@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from easymp import Accelerator, find_executable_batch_size, release_memory
+from easymp import Accelerator, find_executable_batch_size
 from easymp.errors import SettingError
 from easymp.training.state import current_world
 
@@ -76,11 +76,6 @@ def test_ones_own_rule_for_the_next_size() -> None:
     assert train() == 3
 
 
-def test_nothing_fits() -> None:
-    with pytest.raises(RuntimeError, match="at every batch size, down to 1"):
-        find_executable_batch_size(lambda batch_size: out_of_memory(), starting_batch_size=2)()
-
-
 def test_other_errors_pass() -> None:
     def train(batch_size: int) -> None:
         raise RuntimeError("shapes do not match")
@@ -94,12 +89,6 @@ def test_wrong_signatures_are_refused() -> None:
         find_executable_batch_size(lambda: None)
     with pytest.raises(SettingError, match="leave it out of the call"):
         find_executable_batch_size(lambda batch_size: None)(batch_size=3)
-
-
-def test_release_memory_gives_back_nones() -> None:
-    a, b = release_memory(torch.ones(3), [1])
-    assert a is None
-    assert b is None
 
 
 def one_rank_runs_out() -> tuple[list[int], float]:
@@ -156,51 +145,6 @@ def test_a_model_prepared_by_an_outer_accelerator_does_not_hold_the_others_up(ra
     for tried, seconds in ranks(one_rank_runs_out_in_accelerates_idiom, timeout=100):
         assert tried == [8, 4, 2]
         assert seconds < 30, "two attempts that end at the timeout take 120"
-
-
-def one_rank_runs_out_and_the_other_finds_no_group() -> list[int]:
-    tried = []
-
-    @find_executable_batch_size(starting_batch_size=4)
-    def train(batch_size: int) -> None:
-        with Accelerator(mixed_precision="no") as acc:
-            tried.append(batch_size)
-            if batch_size > 2:
-                if acc.process_index == 1:
-                    out_of_memory()
-                try:
-                    acc.reduce(torch.tensor(1.0))
-                except (
-                    RuntimeError
-                ):  # as torch says it where the group was aborted, on a GPU, and not cut off
-                    raise ValueError("Default process group has not been initialized") from None
-
-    outer = Accelerator(mixed_precision="no")
-    train()
-    outer.close()
-    current_world().close()
-    return tried
-
-
-def test_whatever_follows_from_another_ranks_lack_of_memory_is_tried_again(ranks) -> None:
-    assert ranks(one_rank_runs_out_and_the_other_finds_no_group) == [[4, 2]] * 2
-
-
-def test_what_was_prepared_before_stays() -> None:
-    sizes = []
-
-    @find_executable_batch_size(starting_batch_size=2)
-    def train(batch_size: int) -> None:
-        sizes.append(batch_size)
-        if batch_size > 1:
-            out_of_memory()
-
-    with Accelerator(mixed_precision="no") as acc:
-        model = acc.prepare(torch.nn.Linear(1, 1))
-        train()
-        assert sizes == [2, 1]
-        with acc.no_sync(model):  # refuses what is not prepared
-            pass
 
 
 def one_rank_runs_out_before_its_turn() -> list[int]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from easymp.base import env
 from easymp.distributed import Ranks
 from easymp.errors import RefusedError
-from easymp.hardware import Device, Hardware
+from easymp.hardware import Hardware
 from easymp.plan import Plan, candidates, make_plan, room
 from easymp.precision import PRECISIONS
 from easymp.protocols import Source
@@ -85,14 +85,6 @@ def test_auto(machine: str) -> None:
     assert made.strategy.reason == "one process"
 
 
-@pytest.mark.parametrize("machine", AUTO)
-def test_on_the_cpu_of_any_machine(machine: str) -> None:
-    made = plan(machine, cpu=True)
-    assert made.device.value == "cpu"
-    assert made.device.source is Source.ASKED
-    assert made.precision.value == ("auto" if MACHINES[machine].cpu.bf16 else "fp32")
-
-
 @pytest.mark.parametrize("machine", ["2xA100 NVLink", "8xH100", "laptop CPU"])
 def test_several_processes(machine: str) -> None:
     devices = MACHINES[machine].devices
@@ -110,13 +102,6 @@ def test_pods_with_one_gpu_each() -> None:
     assert [plan("A100", ranks).device.value for ranks in (announced, counted)] == ["cuda:0"] * 2
     with pytest.raises(RefusedError, match="this is process 1 of its node"):  # two ranks are on one host
         plan("A100", announced._replace(unknown=""))
-
-
-def test_two_nodes() -> None:
-    made = plan("8xH100", several(16, 11, local_size=8))
-    assert made.device.value == "cuda:3"
-    assert made.strategy.reason == "16 processes"
-    assert "16 on 2 nodes" in made.explain()
 
 
 # -- by memory ---------------------------------------------------------------------------------------------------------
@@ -166,20 +151,6 @@ def test_the_first_strategy_that_there_is_memory_for(
     assert ("too much" in choice.reason) == (not fits(each[strategy], room(made)))
 
 
-def test_the_arithmetic_is_in_the_reason() -> None:
-    made = plan("8xH100", several(8), mixed_precision="fp32", memory="80GiB")
-    reason = by_memory(needs(gpt(6e9), made), room(made)).reason
-    assert reason.split("; ") == [
-        (
-            "ddp needs 89.4 GiB a rank (weights 22.4 GiB, gradients 22.4 GiB, states 44.7 GiB) "
-            "of 64.0 GiB (80.0 GiB, less 20% for activations and workspace)"
-        ),
-        "fsdp needs 14.0 GiB a rank (weights 2.8 GiB, gradients 2.8 GiB, states 5.6 GiB, gathered 1.4 GiB, reducing 1.4 GiB)",
-    ]
-    reason = by_memory(needs(gpt(60e9), made), room(made)).reason
-    assert re.search(r"; fsdp needs 1[34]\d\.\d GiB .*; 7\d\.\d GiB too much: .* use more processes", reason)
-
-
 def test_what_a_rank_has() -> None:
     assert room(plan("8xH100", several(8, 3))) == MACHINES["8xH100"].devices[3].memory
     assert room(plan("M-series Mac")) == MACHINES["M-series Mac"].devices[0].memory
@@ -216,21 +187,6 @@ def test_a_precision_by_name_is_honoured_or_refused(machine: str, precision: str
             plan(machine, mixed_precision=precision)
 
 
-@pytest.mark.parametrize(
-    ("word", "name"),
-    [
-        ("no", "fp32"),
-        ("float32", "fp32"),
-        ("bfloat16", "bf16"),
-        ("float16", "fp16"),
-        ("half", "fp16"),
-        ("o1", "O1"),
-    ],
-)
-def test_other_words_for_a_precision(word: str, name: str) -> None:
-    assert plan("A100", mixed_precision=word).precision.value == name
-
-
 def test_refusals_say_who_asked_why_not_and_what_would() -> None:
     with pytest.raises(
         RefusedError, match=r"no bf16 units; torch would emulate them; use fp16, fp32 or auto"
@@ -265,30 +221,6 @@ def test_refusals_say_who_asked_why_not_and_what_would() -> None:
         plan("laptop CPU", strategy="ddp")
 
 
-def test_tf32_runs_on_a_gpu_but_not_on_its_host() -> None:
-    assert plan("A100", mixed_precision="tf32").precision.value == "tf32"
-    with pytest.raises(RefusedError, match="TF32 is a mode of GPU Tensor Cores"):
-        plan("A100", mixed_precision="tf32", cpu=True)
-
-
-def test_what_is_slow_on_a_cpu_is_said() -> None:
-    assert (
-        "no bf16 instructions, so it is slower than fp32"
-        in plan("laptop CPU", mixed_precision="bf16").precision.reason
-    )
-    assert (
-        "no fp16 instructions, so it is slower than fp32"
-        in plan("Zen 4 server", mixed_precision="fp16").precision.reason
-    )
-    assert (
-        "no fp16 instructions, so it is slower than fp32"
-        in plan("Zen 4 server", mixed_precision="O2").precision.reason
-    )
-    assert "slower" not in plan("Zen 4 server", mixed_precision="bf16").precision.reason
-    assert "slower" not in plan("Sapphire Rapids", mixed_precision="fp16").precision.reason
-    assert "slower" not in plan("T4", mixed_precision="fp16").precision.reason
-
-
 def test_two_processes_on_one_gpu() -> None:
     assert plan("A100", several(2, 0)).device.value == "cuda:0"
     with pytest.raises(
@@ -318,14 +250,6 @@ def mixed(*machines: str) -> Hardware:
     )
 
 
-@pytest.mark.parametrize("other", ["T4", "P100", "GTX 1660"])
-def test_cards_that_are_not_used_do_not_count(other: str) -> None:
-    """A display card beside the one that trains."""
-    assert plan(mixed("A100", other)).precision.value == "bf16"
-    assert plan(mixed("A100", other), mixed_precision="bf16").precision.value == "bf16"
-    assert plan(mixed("A100", other), mixed_precision="tf32").precision.value == "tf32"
-
-
 @pytest.mark.parametrize(
     ("other", "precision"),
     [("T4", "fp16"), ("V100", "fp16"), ("P100", "fp32"), ("GTX 1660", "fp32"), ("L4", "bf16")],
@@ -337,42 +261,7 @@ def test_unlike_cards_decide_alike(other: str, precision: str) -> None:
         assert choices.pop().value == precision
 
 
-@pytest.mark.parametrize("kind", ["xpu", "mps"])
-def test_bf16_is_refused_on_any_accelerator_without_it(kind: str) -> None:
-    card = Device(kind, 0, "a card", 2**30)
-    machine = dataclasses.replace(MACHINES["laptop CPU"], devices=(card,))
-    assert plan(machine).precision.value == "fp32"
-    with pytest.raises(RefusedError, match=r"a card .* has no bf16 units"):
-        plan(machine, mixed_precision="bf16")
-
-
 # -- the other choices -------------------------------------------------------------------------------------------------
-
-
-def test_accumulation_and_optimizer() -> None:
-    made = plan("laptop CPU")
-    assert (made.accumulation.value, made.accumulation.reason, made.accumulation.source) == (
-        1,
-        "every batch is an update",
-        Source.DEFAULT,
-    )
-    made = plan("laptop CPU", gradient_accumulation_steps=4, fused=False)
-    assert (made.accumulation.value, made.accumulation.reason, made.accumulation.source) == (
-        4,
-        "4 micro-batches an update",
-        Source.ASKED,
-    )
-    assert (made.optimizer.value, made.optimizer.source) == ("as given", Source.ASKED)
-
-
-def test_the_source_of_a_choice_is_the_settings() -> None:
-    with env.override(EASYMP_MIXED_PRECISION="fp32", EASYMP_GRADIENT_ACCUMULATION_STEPS="2"):
-        made = make_plan(resolve(), MACHINES["A100"], ONE)
-    assert (made.precision.source, made.precision.reason) == (
-        Source.ENVIRONMENT,
-        "EASYMP_MIXED_PRECISION in the environment",
-    )
-    assert made.accumulation.source is Source.ENVIRONMENT
 
 
 # -- purity ------------------------------------------------------------------------------------------------------------
@@ -421,29 +310,6 @@ def test_the_same_in_gives_the_same_out_and_nothing_is_ever_silent(
     assert asked.get("strategy", "auto") in ("auto", made.strategy.value)
     assert (made.strategy.value in ("single", "data_parallel")) == (ranks.size == 1)
     assert all(choice.reason for choice in made.choices.values())
-
-
-def test_nothing_global_is_read_or_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def explode(*_: object) -> None:
-        raise AssertionError("a plan asks its arguments only")
-
-    for name in ("read", "flag", "integer", "names", "put"):
-        monkeypatch.setattr(env, name, explode)
-    monkeypatch.setattr(torch.cuda, "is_available", explode)
-    monkeypatch.setattr(torch.cuda, "device_count", explode)
-    stream = torch.random.get_rng_state()
-    for machine in MACHINES:
-        plan(machine)
-    assert torch.equal(stream, torch.random.get_rng_state())
-
-
-def test_a_plan_is_frozen_and_refined_by_replacing() -> None:
-    made = plan("Zen 4 server")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        made.device = made.precision  # type: ignore[misc]
-    choice = dataclasses.replace(made.precision, value="bf16", reason="measured")
-    assert made.replace(precision=choice).precision is choice
-    assert made.precision.value == "auto"
 
 
 # -- shown -------------------------------------------------------------------------------------------------------------

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import abc
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from easymp import Accelerator
-from easymp.errors import PrepareError
 from easymp.training.wrapper import make_view, unwrap
 
 T = TypeVar("T")
@@ -82,13 +79,6 @@ def view_of(model: nn.Module) -> tuple[Any, Any, Wrapper]:
     return view, route, wrapper
 
 
-def test_a_model_that_nobody_wraps_is_itself() -> None:
-    model = Net()
-    view, route = make_view(model, model)
-    assert view is model
-    assert (route.original, route.module) == (model, model)
-
-
 def test_the_call_goes_through_the_wrapper() -> None:
     model = Net()
     view, _, wrapper = view_of(model)
@@ -96,20 +86,6 @@ def test_the_call_goes_through_the_wrapper() -> None:
     assert wrapper.calls == 1
     model(X)
     assert wrapper.calls == 1
-
-
-def test_methods_that_call_the_model_go_through_it_once() -> None:
-    view, _, wrapper = view_of(Net())
-    assert view.predict(X).shape == (1,)
-    torch.testing.assert_close(view.raw(X), unwrap(view)(X) + 100)
-    assert wrapper.calls == 2
-
-
-def test_the_wrapper_may_be_replaced() -> None:
-    model = Net()
-    view, route, _ = view_of(model)
-    route.module = model
-    torch.testing.assert_close(view(X), model(X))
 
 
 def test_it_is_the_users_class_in_name_and_kind() -> None:
@@ -150,23 +126,6 @@ def test_nothing_is_set_on_the_users_module() -> None:
     assert set(vars(model)) == names
     assert type(model) is kind
     assert set(vars(Net)) == kinds_names
-
-
-def test_parameters_buffers_and_state() -> None:
-    model = Net()
-    view, _, _ = view_of(model)
-    assert list(view.state_dict()) == ["seen", "layer.weight", "layer.bias"]
-    assert [id(p) for p in view.parameters()] == [id(p) for p in model.parameters()]
-    assert dict(view.named_modules()).keys() == dict(model.named_modules()).keys()
-    view.load_state_dict({name: torch.ones_like(t) for name, t in model.state_dict().items()})
-    assert (model.layer.weight == 1).all()
-    assert model.seen == 1
-    view(X).sum().backward()
-    assert view.layer.weight.grad is model.layer.weight.grad
-    view.zero_grad()
-    assert model.layer.weight.grad is None
-    view.double()
-    assert model.layer.weight.dtype == torch.float64
 
 
 def test_train_and_eval() -> None:
@@ -225,14 +184,6 @@ def test_a_copy_is_the_plain_module(again: Callable[[nn.Module], nn.Module]) -> 
     assert model.rate == 0.5
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, through_pickle])
-def test_copies_of_what_holds_a_view(again: Callable[[Any], Any]) -> None:
-    view, _, _ = view_of(Net())
-    made = again(nn.ModuleList([view, view, nn.Linear(1, 1)]))
-    assert type(made[0]) is Net
-    assert made[0] is made[1]
-
-
 class Counted(Net):
     """With copying and pickling of its own."""
 
@@ -244,20 +195,6 @@ class Counted(Net):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "pickled": True}
-
-
-def test_the_users_own_copying_is_used() -> None:
-    view, _, _ = view_of(Counted())
-    assert copy.deepcopy(view).copied
-    assert through_pickle(view).pickled
-
-
-def test_an_average_of_weights_takes_a_view() -> None:
-    view, _, _ = view_of(Net())
-    average = torch.optim.swa_utils.AveragedModel(view)
-    view.layer.weight.data.zero_()
-    average.update_parameters(view)
-    assert type(average.module) is Net
 
 
 # -- classes that make it hard -----------------------------------------------------------------------------------------
@@ -288,66 +225,6 @@ def test_a_class_that_registers_its_subclasses() -> None:
         view, _, _ = view_of(Tagged())
         assert view(X).shape == (1, 2)
     assert Registered.register == {"tagged": Tagged}
-
-
-class Strict(type):
-    """A metaclass that refuses a name it knows, and demands a forward."""
-
-    known: ClassVar[set[str]] = set()
-
-    def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
-        if name in mcs.known or "forward" not in body:
-            raise TypeError(f"{name} is not as it should be")
-        mcs.known.add(name)
-        return super().__new__(mcs, name, bases, body)
-
-    @property
-    def shout(cls) -> str:
-        return cls.__name__.upper()
-
-
-class Picky(nn.Module, metaclass=Strict):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-def test_a_metaclass_of_the_users_own() -> None:
-    for _ in range(2):
-        view, _, _ = view_of(Picky())
-        assert (view(X) == X + 100).all()
-    assert type(type(view)) is Strict
-    assert type(view).shout == "PREPAREDPICKY"
-    assert Strict.known == {"Picky"}
-
-
-class Abstract(nn.Module, abc.ABC):
-    @abc.abstractmethod
-    def forward(self, x: Tensor) -> Tensor: ...
-
-
-class Concrete(Abstract):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-def test_abstract_bases() -> None:
-    model = Concrete()
-    view, _, _ = view_of(model)
-    assert isinstance(view, Abstract)
-    assert isinstance(view, Concrete)
-    assert not isinstance(model, type(view))
-    assert not isinstance(X, Abstract)
-
-
-class Of(nn.Module, Generic[T]):
-    def forward(self, x: T) -> T:
-        return x
-
-
-def test_generic_models() -> None:
-    view, _, _ = view_of(Of[Tensor]())
-    assert isinstance(view, Of)
-    assert (view(X) == 101).all()
 
 
 class Base(nn.Module):
@@ -387,41 +264,6 @@ def test_slots() -> None:
     assert not hasattr(model, "offset")
 
 
-class Delegating(nn.Module):
-    """Hands unknown names to what it holds, and counts assignments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.assigned = 0
-        self.inner = nn.Linear(2, 2)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "assigned" and "assigned" in self.__dict__:
-            super().__setattr__("assigned", self.assigned + 1)
-        super().__setattr__(name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-def test_attribute_access_of_the_users_own() -> None:
-    model = Delegating()
-    view, _, _ = view_of(model)
-    before = model.assigned
-    assert view.in_features == 2
-    view.new = 1
-    assert model.assigned == before + 1
-    with pytest.raises(AttributeError):
-        view.absent  # noqa: B018
-    assert unwrap(view) is model
-
-
 class Holding(nn.Module):
     """Has what a wrapper of DistributedDataParallel has, by itself."""
 
@@ -445,33 +287,7 @@ def test_what_scripts_ask_of_the_wrapper_of_ddp() -> None:
     assert route.original is model
 
 
-class OwnCall(nn.Module):
-    """Overrides __call__, as some libraries do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs) + 1
-
-
-def test_a_call_of_the_users_own_runs_inside() -> None:
-    view, _, wrapper = view_of(OwnCall())
-    assert (view(X) == 102).all()
-    assert wrapper.calls == 1
-
-
 # -- compiled and scripted ---------------------------------------------------------------------------------------------
-
-
-def test_a_compiled_module() -> None:
-    model = nn.Linear(2, 2)
-    compiled = torch.compile(model, backend="eager")
-    view, _, _ = view_of(compiled)
-    torch.testing.assert_close(view(X), model(X) + 100)
-    assert unwrap(view) is compiled
-    assert unwrap(view, keep_torch_compile=False) is model
-    assert view.in_features == 2
 
 
 def test_compiling_what_was_prepared() -> None:
@@ -480,15 +296,6 @@ def test_compiling_what_was_prepared() -> None:
     compiled = torch.compile(view, backend="eager")
     torch.testing.assert_close(compiled(X), model(X) + 100)
     assert unwrap(compiled, keep_torch_compile=False) is model
-
-
-def test_a_scripted_module() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scripted = torch.jit.script(nn.Linear(2, 2))
-    view, _, _ = view_of(scripted)
-    torch.testing.assert_close(view(X), scripted(X) + 100)
-    assert list(view.state_dict()) == ["weight", "bias"]
 
 
 # -- unwrap ------------------------------------------------------------------------------------------------------------
@@ -508,18 +315,6 @@ def test_unwrap() -> None:
 
 
 # -- through the face --------------------------------------------------------------------------------------------------
-
-
-def test_a_model_whose_layers_are_not_made_yet() -> None:
-    with Accelerator(cpu=True, mixed_precision="bf16") as accelerator:
-        model = nn.Sequential(nn.LazyLinear(3))
-        with pytest.raises(
-            PrepareError,
-            match=r"parameter '0.weight' of this Sequential has no shape yet: call the model once",
-        ):
-            accelerator.prepare(model)
-        model(X)
-        assert accelerator.prepare(model)(X).dtype == torch.float32
 
 
 def test_a_model_prepared_for_one_run_after_another() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from easymp.base.dtensor import follow, local, names_of, rebind
+from easymp.base.dtensor import follow, names_of, rebind
 from easymp.errors import PrepareError
 
 
@@ -19,25 +19,6 @@ def replace(model: nn.Module) -> None:
                 module._parameters[name] = new.setdefault(
                     id(p), nn.Parameter(p.detach().clone(), p.requires_grad)
                 )
-
-
-def test_groups_keep_their_options_and_order() -> None:
-    model, other = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(1, 1)
-    model[2].weight = model[1].weight
-    groups = [
-        {"params": [model[1].weight, other.weight], "lr": 0.5},
-        {"params": [model[0].bias, model[2].bias, model[0].weight]},
-    ]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    lists = [group["params"] for group in optimizer.param_groups]
-    names = names_of(model, [optimizer])
-    replace(model)
-    rebind(model, [optimizer], names)
-    assert [group["params"] is held for group, held in zip(optimizer.param_groups, lists)] == [True, True]
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
-    wanted = [[model[1].weight, other.weight], [model[0].bias, model[2].bias, model[0].weight]]
-    assert [[id(p) for p in held] for held in lists] == [[id(p) for p in row] for row in wanted]
-    assert model[2].weight is model[1].weight
 
 
 def test_lbfgs_steps_the_new_parameters() -> None:
@@ -66,21 +47,6 @@ def test_state_that_would_belong_to_nothing_is_refused() -> None:
     with pytest.raises(PrepareError, match=r"AdamW has state for parameter 'weight'.*before its first step"):
         names_of(model, [optimizer])
     assert len(names_of(other, [optimizer])) == 2
-
-
-def test_an_empty_entry_is_no_state() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    assert not optimizer.state[model.weight]  # looking makes it
-    names = names_of(model, [optimizer])
-    replace(model)
-    rebind(model, [optimizer], names)
-    assert model.weight in optimizer.state
-
-
-def test_a_plain_tensor_is_its_own_part() -> None:
-    tensor = torch.ones(2)
-    assert local(tensor) is tensor
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from datetime import timedelta
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from easymp.errors import SettingError
 from easymp.options import (
     HANDLERS,
-    AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
@@ -58,16 +56,6 @@ def test_defaults_of_torch() -> None:
             assert f.default == theirs[f.name].default, f.name
 
 
-def test_outputs_are_fp32_by_default() -> None:
-    assert AutocastKwargs().output_dtype == torch.float32
-    assert AutocastKwargs().enabled
-
-
-@pytest.mark.parametrize("timeout", [90, 90.0, timedelta(minutes=1, seconds=30)])
-def test_a_timeout_in_seconds_or_as_a_timedelta(timeout: float | timedelta) -> None:
-    assert InitProcessGroupKwargs(timeout=timeout).seconds == 90.0
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -78,10 +66,6 @@ def test_a_timeout_in_seconds_or_as_a_timedelta(timeout: float | timedelta) -> N
 def test_what_a_process_group_does_not_take(options: dict[str, object], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         InitProcessGroupKwargs(**options)
-
-
-def test_two_minutes() -> None:
-    assert InitProcessGroupKwargs().seconds == 120
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "4", None])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from easymp.base import env, rng
-from easymp.base.rng import diverge, mix, seed_all, set_seed
+from easymp.base.rng import diverge, mix, set_seed
 
 from .conftest import Ranks
 
@@ -39,20 +39,6 @@ def test_one_seed_one_stream() -> None:
     assert draw() == first
     set_seed(6)
     assert all(a != b for a, b in zip(draw(), first))
-
-
-@pytest.mark.parametrize("seed", [0, 2**32, 2**40 + 1, 2**63, 2**64 - 1])
-def test_every_seed_that_torch_takes(seed: int) -> None:
-    """NumPy's own limit is 2**32."""
-    seed_all(seed)
-    assert torch.initial_seed() == seed
-
-
-def test_the_shared_stream_is_plain_torchs() -> None:
-    set_seed(5)
-    ours = torch.rand(3)
-    torch.manual_seed(5)
-    assert torch.equal(ours, torch.rand(3))
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), min_size=2, max_size=2, unique=True))
@@ -82,16 +68,6 @@ def test_rank_0_keeps_the_shared_stream_and_the_others_leave_it() -> None:
         assert len(set(column)) == 4
 
 
-def test_what_nobody_seeded_stays() -> None:
-    """Python's and NumPy's streams differ already where only torch's was seeded by hand."""
-    set_seed(1, device_specific=True)
-    random.seed(3)
-    expected = random.random()
-    random.seed(3)
-    diverge(1)
-    assert random.random() == expected
-
-
 def test_device_specific_at_once() -> None:
     draws = []
     for rank in ("0", "1"):
@@ -99,14 +75,6 @@ def test_device_specific_at_once() -> None:
             set_seed(5, device_specific=True)
         draws.append(draw())
     assert all(a != b for a, b in zip(*draws))
-
-
-def test_deterministic_is_asked_of_torch() -> None:
-    try:
-        set_seed(5, deterministic=True)
-        assert torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def dropout_and_weights() -> tuple[list[float], list[float], list[float]]:

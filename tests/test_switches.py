@@ -8,7 +8,6 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from easymp import Accelerator
 from easymp.base import env
 from easymp.base.torch_flags import switch
 
@@ -61,15 +60,6 @@ def test_torchs_newer_switches_may_be_in_use() -> None:
         finally:
             operation.fp32_precision = before
             torch.set_float32_matmul_precision("highest")
-
-
-def test_a_deterministic_run_measures_nothing_and_leaves_no_trace() -> None:
-    before = now()
-    with Accelerator(deterministic=True) as acc:
-        acc.prepare(torch.nn.Linear(4, 4))(torch.ones(1, 4)).sum().backward()
-        assert torch.are_deterministic_algorithms_enabled()
-        assert "not measured" in acc.plan.precision.reason or acc.plan.precision.value == "fp32"
-    assert now() == before
 
 
 def test_the_users_own_workspace_setting_stays() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from easymp import Accelerator, LoggerType, ProjectConfiguration
+from easymp import Accelerator, ProjectConfiguration
 from easymp.errors import SettingError, StepError, TrackerError
 from easymp.trackers import logbook
 
@@ -60,13 +60,6 @@ def test_rows_are_json_lines_in_the_projects_folder(tmp_path: Path, monkeypatch:
     assert about["starts"][0]["config"]["easymp"]["plan"]["strategy"]["value"] == "single"
 
 
-def test_nothing_is_written_where_nothing_is_logged(tmp_path: Path) -> None:
-    acc = Accelerator(cpu=True, project_dir=tmp_path)
-    acc.init_trackers("run", {"lr": 1})
-    acc.end_training()
-    assert not list(tmp_path.iterdir())
-
-
 def test_logs_have_a_folder_of_their_own_and_a_name(tmp_path: Path) -> None:
     with Accelerator(
         cpu=True, project_config=ProjectConfiguration(str(tmp_path / "p"), str(tmp_path / "logs"))
@@ -95,27 +88,6 @@ def test_without_a_step_updates_are_counted(tmp_path: Path) -> None:
         False,
         True,
     ]  # None leaves a value out
-
-
-def test_rows_do_not_wait_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(logbook.time, "monotonic", lambda: now[0])
-    kept = Kept()
-    with Accelerator(cpu=True, probe=False, log_with=kept) as acc:
-        model = acc.prepare(torch.nn.Linear(1, 1))
-        acc.log({"a": 1})
-        assert not hasattr(kept, "run")  # a resume may still come
-        now[0] += 1.1
-        acc.backward(model(torch.ones(1, 1)).sum())  # a training that goes on without logging
-        assert [values for _, values in kept.said] == [{"a": 1}]
-        acc.log({"b": 1})
-        assert len(kept.said) == 1
-        now[0] += 1.1
-        acc.log({"c": 1})
-        assert len(kept.said) == 3
-        for _ in range(logbook.MOST):
-            acc.log({"many": 1})
-        assert len(kept.said) == 3 + logbook.MOST
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -186,22 +158,6 @@ def test_a_project_at_a_url_says_where_logs_can_go(tmp_path: Path) -> None:
         assert acc.trackers == []
 
 
-def test_setting_and_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EASYMP_LOG_WITH", "none")
-    with Accelerator(cpu=True, project_dir=tmp_path) as acc:
-        assert acc.trackers == []
-    kept = Kept()
-    with Accelerator(cpu=True, project_dir=tmp_path, log_with=[LoggerType.JSONL, kept]) as acc:
-        assert acc.plan.settings.log_with == "jsonl,Kept"
-        assert (
-            acc.get_tracker("jsonl", unwrap=True) == tmp_path / "log.jsonl"
-            and acc.get_tracker("Kept") is kept
-        )
-    monkeypatch.setenv("EASYMP_OVERRIDE", "log_with=jsonl")  # over arguments, too
-    with Accelerator(cpu=True, project_dir=tmp_path, log_with=kept) as acc:
-        assert [tracker.name for tracker in acc.trackers] == ["jsonl"]
-
-
 # -- trackers that fail ------------------------------------------------------------------------------------------------
 
 
@@ -213,18 +169,6 @@ def test_one_that_cannot_start_is_an_error_and_the_others_have_their_rows(tmp_pa
     ):
         acc.end_training()
     assert [row["x"] for row in rows(tmp_path)] == [1]
-
-
-def test_one_that_cannot_start_keeps_no_checkpoint_from_being_saved(tmp_path: Path) -> None:
-    acc = Accelerator(cpu=True, project_dir=tmp_path, log_with=[Kept(start=OSError("no login")), "jsonl"])
-    acc.log({"x": 1})
-    acc.save_state()
-    with pytest.raises(TrackerError, match="no login"):
-        acc.log({"x": 2})  # said where the training goes on
-    with pytest.raises(TrackerError, match="get_tracker: 'kept' could not start, as an earlier error said"):
-        acc.get_tracker("kept")
-    acc.end_training()
-    assert [row["x"] for row in rows(tmp_path)] == [1, 2]
 
 
 def test_one_that_fails_later_is_said_once_and_the_run_goes_on(
@@ -296,24 +240,6 @@ def test_an_error_leaves_no_rank_waiting(
     assert [failure.type for failure in ended] == [main, other]
 
 
-def of_dtensors(folder: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-
-    with Accelerator(cpu=True, project_dir=folder) as acc:
-        mesh = init_device_mesh("cpu", (acc.num_processes,))
-        whole = distribute_tensor(torch.tensor(2.0), mesh, [Replicate()])
-        acc.log({"x": whole})
-        with pytest.raises(SettingError, match=r"each rank has a part: call x.full_tensor\(\) first"):
-            acc.log({"x": DTensor.from_local(torch.tensor(2.0), mesh, [Partial()])})
-
-
-@pytest.mark.slow
-def test_what_lies_on_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(of_dtensors, str(tmp_path))
-    assert [row["x"] for row in rows(tmp_path)] == [2.0]
-
-
 # -- resumed runs ------------------------------------------------------------------------------------------------------
 
 
@@ -332,39 +258,6 @@ def test_a_run_that_was_killed_goes_on_in_its_file(ranks: Ranks, tmp_path: Path,
     assert cut == list(range(SAVED + 1, KILLED + 1))  # nothing is thrown away
 
 
-def test_back_to_an_earlier_checkpoint_in_one_process(tmp_path: Path) -> None:
-    with Accelerator(cpu=True, project_dir=tmp_path) as acc:
-        acc.log({"x": 1})
-        place = acc.save_state(tmp_path / "one")
-        acc.log({"x": 2})
-        acc._logbook.settle()
-        acc.log({"x": 3})
-        acc.load_state(place)
-        acc.log({"x": 4})
-    assert [row["x"] for row in rows(tmp_path)] == [1, 4]
-
-
-def test_a_tracker_that_is_asked_for_before_the_run_is_resumed(tmp_path: Path) -> None:
-    for number in range(2):
-        with Accelerator(cpu=True, project_dir=tmp_path) as acc:
-            path = acc.get_tracker("jsonl", unwrap=True)
-            acc.resume()
-            acc.log({"x": number})
-            acc.save_state()
-    assert path.name == "log-2.jsonl" and {p.name for p in tmp_path.glob("log*")} == {"log.jsonl", "log.json"}
-    assert [row["x"] for row in rows(tmp_path)] == [0, 1]
-
-
-def test_a_run_that_was_resumed_and_logs_nothing_passes_on_where_it_stands(tmp_path: Path) -> None:
-    for number in range(3):
-        with Accelerator(cpu=True, project_dir=tmp_path) as acc:
-            acc.resume()
-            if number != 1:
-                acc.log({"x": number})
-            acc.save_state()
-    assert [row["x"] for row in rows(tmp_path)] == [0, 2]
-
-
 def test_another_run_and_one_of_another_name_have_files_of_their_own(tmp_path: Path) -> None:
     for name, resume in (("a", False), ("a", False), ("b", True)):
         with Accelerator(cpu=True, project_dir=tmp_path) as acc:
@@ -374,16 +267,3 @@ def test_another_run_and_one_of_another_name_have_files_of_their_own(tmp_path: P
             acc.log({"x": 1})
             acc.save_state()
     assert {path.name for path in tmp_path.glob("*.jsonl")} == {"a.jsonl", "a-2.jsonl", "b.jsonl"}
-
-
-def test_a_file_that_is_not_there_any_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        with Accelerator(cpu=True, project_dir=tmp_path) as acc:
-            acc.resume()
-            acc.log({"x": 1})
-            acc.save_state()
-        (tmp_path / "log.jsonl").unlink()
-    assert (
-        "is not the file of the run that is resumed: its rows go to a new one ([Errno 2] No such file"
-        in caplog.text
-    )

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from easymp.base import pytree
@@ -26,32 +24,6 @@ class Titled(list):
 class Odd(tuple):
     def __new__(cls, a: Any, b: Any) -> Odd:
         return super().__new__(cls, (a, b))
-
-
-nested = st.recursive(
-    st.integers() | st.text(max_size=2) | st.none(),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
-        | st.lists(inner, max_size=3).map(Titled)
-        | st.tuples(inner, inner).map(lambda pair: Point(*pair))
-    ),
-    max_leaves=12,
-)
-
-
-@given(nested)
-def test_the_identity_keeps_everything(batch: Any) -> None:
-    same = pytree.map_leaves(lambda leaf: leaf, batch)
-    assert same == batch and type(same) is type(batch)
-
-
-@given(nested)
-def test_leaves_come_in_the_order_of_the_map(batch: Any) -> None:
-    seen: list[Any] = []
-    pytree.map_leaves(seen.append, batch)
-    assert seen == list(pytree.leaves(batch))
 
 
 @pytest.mark.parametrize(
@@ -82,20 +54,6 @@ def test_a_container_that_cannot_be_rebuilt_is_named() -> None:
     assert dict(pytree.map_leaves(lambda leaf: -leaf, MappingProxyType({"a": 1}))) == {"a": -1}
 
 
-def test_recursively_apply_changes_tensors_only() -> None:
-    batch = {"x": torch.ones(2), "name": "n", "more": [torch.zeros(1), 3]}
-    doubled = pytree.recursively_apply(lambda t, by: t * by, batch, 2)
-    assert doubled["x"].tolist() == [2, 2] and doubled["name"] == "n" and doubled["more"][1] == 3
-    with pytest.raises(BatchError, match="a leaf is a str"):
-        pytree.recursively_apply(torch.neg, batch, error_on_other_type=True)
-    assert pytree.recursively_apply(len, ["abc"], test_type=lambda leaf: isinstance(leaf, str)) == [3]
-
-
-def test_the_batch_size_is_the_first_tensors_with_a_dimension() -> None:
-    assert pytree.find_batch_size({"loss": torch.tensor(1.0), "x": [torch.ones(3, 2), torch.ones(4)]}) == 3
-    assert pytree.find_batch_size(["a", 1, torch.tensor(2)]) is None
-
-
 class Graph:
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
@@ -117,11 +75,6 @@ def test_skipped_keys_stay_at_every_depth_of_mappings() -> None:
     assert [leaf.is_meta for leaf in pytree.leaves(moved)] == [True, False, False, True] and type(
         moved
     ) is OrderedDict
-
-
-def test_skipped_keys_are_found_inside_lists() -> None:
-    moved = pytree.send_to_device([{"ids": torch.ones(1), "y": torch.ones(1)}], "meta", skip_keys=["ids"])
-    assert [leaf.is_meta for leaf in pytree.leaves(moved)] == [False, True]
 
 
 def test_a_packed_sequence_moves_itself() -> None:
@@ -178,13 +131,6 @@ def test_dataclasses_are_containers() -> None:
     assert [leaf.is_meta for leaf in pytree.leaves(moved) if isinstance(leaf, torch.Tensor)] == [True, True]
     joined = pytree.concatenate([Output(torch.ones(2)), Output(torch.ones(3))])
     assert type(joined) is Output and joined.logits.shape == (5,)
-
-
-def test_a_dataclass_without_tensors_is_left_alone() -> None:
-    plain = Output("text")
-    assert (
-        pytree.send_to_device([plain], "meta")[0] is plain and pytree.send_to_device(Output, "meta") is Output
-    )
 
 
 def test_a_mapping_that_is_a_dataclass_keeps_fields_and_items_alike() -> None:

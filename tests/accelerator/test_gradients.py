@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from easymp import (
     GradScalerKwargs,
     PrepareError,
     RefusedError,
-    StepError,
 )
 
 PRECISE = 1e-6
@@ -87,25 +85,6 @@ def test_joined_ranks_train_as_one_process_with_the_same_samples(ranks) -> None:
     assert far(there0, [p.detach() for p in model.parameters()]) < PRECISE
 
 
-def test_joined_ranks_keep_one_loss_scale(ranks) -> None:
-    (_, scale0, there0), (_, scale1, there1) = ranks(joined, "fp16")
-    assert scale0 == scale1
-    assert far(there0, there1) == 0
-
-
-def counted_while_joined() -> None:
-    with Accelerator(mixed_precision="no", strategy="ddp") as acc:
-        model = acc.prepare(nn.Linear(2, 1))
-        with acc.join_uneven_inputs([model]):
-            acc.backward(model(torch.ones(3, 2)).sum(), num_items=3)
-
-
-def test_items_are_not_counted_while_joined(ranks) -> None:
-    for failure in ranks.fails(counted_while_joined):
-        assert failure.type == "StepError"
-        assert "inside join_uneven_inputs: items are counted over all ranks" in failure.message
-
-
 # -- sparse gradients ---------------------------------------------------------------------------------------------------
 
 
@@ -165,11 +144,6 @@ def test_sparse_gradients_train_as_dense_ones(precision: str, clip: str, steps: 
 def test_sparse_gradients_among_ranks(ranks, strategy: str, precision: str, clip: str, steps: int) -> None:
     got = ranks(looked_up, strategy, precision, clip, steps, True)[0]
     assert far(got, looked_up(None, precision, clip, steps, False)) < (PRECISE if precision == "no" else 1e-3)
-
-
-def test_sparse_gradients_under_local_sgd(ranks) -> None:
-    got, want = (ranks(looked_up, "local_sgd", "no", "norm", 1, sparse)[0] for sparse in (True, False))
-    assert far(got, want) < PRECISE
 
 
 def refused(strategy: str, precision: str) -> str:
@@ -236,14 +210,6 @@ def test_a_gradient_penalty_trains(ranks, how: dict[str, Any]) -> None:
     assert far(ranks(penalised, "ddp", how)[1], one) < PRECISE
 
 
-def test_a_gradient_penalty_under_zero1_and_local_sgd(ranks) -> None:
-    assert far(ranks(penalised, "zero1", {})[1], penalised(None, {})) < PRECISE
-    assert (
-        far(ranks(penalised, "local_sgd", {"strategy_options": {"every": 1}})[1], penalised(None, {}))
-        < PRECISE
-    )
-
-
 @pytest.mark.parametrize(
     ("strategy", "how", "words"),
     [
@@ -260,24 +226,6 @@ def test_a_gradient_penalty_is_refused_when_its_graph_is_asked_for(
     for failure in ranks.fails(penalised, strategy, how):
         assert failure.type == "StepError"
         assert words in failure.message
-
-
-def test_compiled_code_has_no_second_gradient() -> None:
-    with pytest.raises(
-        StepError, match="holds the gradient of a gradient, which a part of the model does not have"
-    ):
-        penalised(None, {"compile": CompileOptions(backend="aot_eager")})
-
-
-def with_a_graph() -> None:
-    with Accelerator(mixed_precision="no", strategy="ddp") as acc:
-        model = acc.prepare(nn.Linear(2, 1))
-        acc.backward(model(torch.ones(1, 2)).square().sum(), create_graph=True)
-
-
-def test_averaged_gradients_keep_no_graph(ranks) -> None:
-    for failure in ranks.fails(with_a_graph):
-        assert "backward(create_graph=True) under ddp" in failure.message
 
 
 # -- methods that compute as forward does -------------------------------------------------------------------------------
@@ -346,73 +294,6 @@ def test_methods_train_as_forward_does(ranks, strategy: str, way: str) -> None:
         assert far(ranks(through, strategy, way, how)[0][0], through(None, way, how)[0]) < PRECISE
 
 
-def by_name_and_by_call() -> bool:
-    with Accelerator(mixed_precision="no", strategy="fsdp") as acc:
-        model = acc.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-        return torch.equal(model.forward(torch.ones(1, 4)), model(torch.ones(1, 4)))
-
-
-def test_forward_by_name_gathers_shards(ranks) -> None:
-    assert ranks(by_name_and_by_call) == [True] * 2
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"strategy_options": {"find_unused_parameters": True}},
-        {"compile": CompileOptions(backend="eager")},
-        {"activation_checkpointing": True},
-    ],
-    ids=str,
-)
-def test_methods_with_options(ranks, how: dict[str, Any]) -> None:
-    assert far(ranks(through, "ddp", "twice", how)[0][0], through(None, "twice", {})[0]) < PRECISE
-
-
-def dropped_calls() -> int:
-    with Accelerator(
-        mixed_precision="no", strategy="ddp", strategy_options={"find_unused_parameters": True}
-    ) as acc:
-        model = acc.prepare(nn.Linear(4, 2))
-        outputs = [weakref.ref(model(torch.ones(1, 4))) for _ in range(50)]
-        return sum(output() is not None for output in outputs)
-
-
-def test_calls_that_no_backward_follows_keep_few_graphs(ranks) -> None:
-    assert max(ranks(dropped_calls)) <= 10
-
-
-def test_methods_on_four_ranks(ranks) -> None:
-    want = through(None, "twice", {})[0]
-    assert far(ranks(through_four, "hsdp", {"shard_size": 2}, processes=4)[0], want) < PRECISE
-    assert far(ranks(through_four, "tensor_parallel", {"size": 2}, processes=4)[0], want) < PRECISE
-
-
-def through_four(strategy: str, options: dict[str, int]) -> list[torch.Tensor] | None:
-    torch.manual_seed(0)
-    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options, cpu=True) as acc:
-        model = Tower()
-        model, optimizer = acc.prepare(
-            model, torch.optim.SGD(model.parameters(), lr=0.01), forward_methods=("embed", "around")
-        )
-        part, parts = (acc.process_index, 4) if strategy == "hsdp" else (acc.process_index // 2, 2)
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(4):
-            out = WAYS["twice"](model, torch.randn(8, 8, generator=generator).chunk(parts)[part])
-            acc.backward(out.square().mean() + out.mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        state = acc.get_state_dict(model)
-        return list(state.values()) if acc.is_main_process else None
-
-
-def test_methods_run_under_autocast() -> None:
-    weights, kind = through(None, "methods", {"mixed_precision": "bf16"})
-    assert kind == "torch.float32"  # bf16 products, given back as fp32, as forward's are
-    assert far(weights, through(None, "forward", {"mixed_precision": "bf16"})[0]) < 1e-3
-    assert far(weights, through(None, "methods", {})[0]) > 0
-
-
 @pytest.mark.parametrize("way", ["embed", "child"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_gradients_that_no_rank_averages_are_an_error(ranks, strategy: str, way: str) -> None:
@@ -441,24 +322,6 @@ def unfrozen_late() -> None:
 def test_a_parameter_that_is_unfrozen_late_is_said(ranks) -> None:
     for failure in ranks.fails(unfrozen_late):
         assert "'late.weight' had requires_grad=False when the model was prepared" in failure.message
-
-
-def two_models() -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    with Accelerator(mixed_precision="no", strategy="ddp") as acc:
-        first, second = acc.prepare(Critic(), Critic())
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 + acc.process_index))
-        a, b = first(x), second(x)
-        apart = nn.Parameter(torch.ones(1))
-        acc.backward(apart.sum())  # reaches neither
-        acc.backward(a.mean())
-        acc.backward(b.mean())
-        return [p.grad.clone() for model in (first, second) for p in model.parameters()]
-
-
-def test_each_model_has_its_own_backward(ranks) -> None:
-    zero, one = ranks(two_models)
-    assert far(zero, one) == 0
 
 
 def test_forward_methods_are_methods_of_a_model() -> None:
@@ -531,13 +394,3 @@ def test_a_parameter_that_one_rank_freezes_late(ranks) -> None:
     waiting, frozen = ranks.fails(frozen_late, False)
     assert (waiting.type, frozen.type) == ("WorldError", "WorldError")
     assert "after requires_grad was changed, first of 'head.weight'" in frozen.message
-
-
-def test_a_batch_that_holds_itself() -> None:
-    batch: list[Any] = [torch.ones(2)]
-    batch.append(batch)
-    with pytest.raises(easymp.BatchError, match="contains itself"):
-        easymp.send_to_device(batch, "cpu")
-    del batch[0]
-    with pytest.raises(easymp.BatchError, match="contains itself"):
-        easymp.find_batch_size(batch)

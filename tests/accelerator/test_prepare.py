@@ -126,12 +126,6 @@ def test_a_parameter_prepared_twice(acc: Accelerator) -> None:
         acc.prepare(model[2])
 
 
-def test_two_optimizers_for_a_parameter(acc: Accelerator) -> None:
-    model = make()
-    with pytest.raises(PrepareError, match=r"parameter '0.weight', which another prepared optimizer steps"):
-        acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters()))
-
-
 def test_free_memory_lets_go_of_old_optimizers(acc: Accelerator) -> None:
     model = make()
     view, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -188,17 +182,6 @@ def test_keywords_of_the_peer_left_at_none_are_no_request() -> None:
     Accelerator(mixed_precision="no", log_with=None, project_dir=None, kwargs_handlers=None).close()
 
 
-def test_one_after_another() -> None:
-    for precision in ("no", "bf16", "fp16"):
-        with Accelerator(mixed_precision=precision) as acc:
-            assert acc.mixed_precision == precision
-            assert acc.state.mixed_precision == precision
-
-
 def test_every_setting_is_an_argument_too() -> None:
     taken = inspect.signature(Accelerator).parameters
     assert set(NAMES) <= set(taken)
-
-
-def test_the_state_prints_who_this_process_is(acc: Accelerator) -> None:
-    assert repr(acc.state) == "AcceleratorState(process 0 of 1, NO, device cpu)"

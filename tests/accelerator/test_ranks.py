@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from easymp import (
     Accelerator,
@@ -49,14 +49,6 @@ def test_two_processes_train_as_one(ranks, steps: int, clip: float | None) -> No
     zero, other = ranks(trained, 6 // steps, steps, clip)
     assert close_to(zero, other)
     assert close_to(one, zero)
-
-
-def with_static_graph() -> list[torch.Tensor]:
-    return trained(2, 3, 0.1, static_graph=True)
-
-
-def test_a_static_graph_with_accumulation(ranks) -> None:
-    assert close_to(ranks(with_static_graph)[0], trained(4, 3, 0.1))
 
 
 def token_windows(rank: int, size: int) -> list[torch.Tensor]:
@@ -151,31 +143,6 @@ def test_ranks_start_alike_and_drop_differently(ranks) -> None:
     assert not torch.equal(drop0, drop1)
 
 
-class Contrast(nn.Module):
-    """Forward compares with the other ranks' batches."""
-
-    def __init__(self, acc: Accelerator) -> None:
-        super().__init__()
-        self.inner, self.acc = nn.Linear(4, 4), [acc]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        z = self.inner(x)
-        return z @ self.acc[0].gather(z).T
-
-
-def contrast() -> str:
-    with Accelerator(timeout=30) as acc:
-        model = acc.prepare(Contrast(acc))
-        acc.backward(model(torch.ones(2, 4)).sum())
-        return acc.plan.precision.value
-
-
-def test_auto_times_a_forward_that_holds_a_collective(ranks) -> None:
-    zero, one = ranks(contrast)
-    assert zero == one
-    assert zero in ("fp32", "bf16")
-
-
 # -- uneven inputs -----------------------------------------------------------------------------------------------------
 
 
@@ -194,25 +161,6 @@ def uneven(precision: str) -> tuple[int, float]:
                 optimizer.zero_grad()
                 seen += 1
         return seen, float(sum(p.detach().double().sum() for p in model.parameters()))
-
-
-@pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_uneven_inputs_are_joined(ranks, precision: str) -> None:
-    (n0, sum0), (n1, sum1) = ranks(uneven, precision)
-    assert (n0, n1) == (3, 2)
-    assert sum0 == sum1
-
-
-def evenness_for_once() -> tuple[list[int], int, int]:
-    with Accelerator(mixed_precision="no") as acc:
-        model, loader = acc.prepare(make(), DataLoader(data(20), batch_size=4))
-        with acc.join_uneven_inputs([model], even_batches=False):
-            inside = [len(x) for x, _, _ in loader]
-        return inside, len(list(loader)), len(loader)
-
-
-def test_even_batches_can_be_set_aside_while_joining(ranks) -> None:
-    assert ranks(evenness_for_once) == [([4, 4, 4], 3, 3), ([4, 4], 3, 3)]
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
@@ -349,21 +297,6 @@ def test_collectives(ranks) -> None:
     assert (zero["only"], one["only"]) == (("ran", None), (None, "ran"))
 
 
-def first_things_first(path: str) -> str:
-    with Accelerator(mixed_precision="no") as acc:
-        with acc.main_process_first():
-            if acc.is_main_process:
-                time.sleep(0.2)
-                with open(path, "w") as file:
-                    file.write("made by 0")
-            with open(path) as file:
-                return file.read()
-
-
-def test_the_main_process_goes_first(ranks, tmp_path) -> None:
-    assert ranks(first_things_first, str(tmp_path / "cache")) == ["made by 0"] * 2
-
-
 # -- the world ---------------------------------------------------------------------------------------------------------
 
 
@@ -380,19 +313,6 @@ def adopted() -> tuple[bool, bool]:
 
 def test_a_running_process_group_is_adopted_and_left_running(ranks) -> None:
     assert ranks(adopted) == [(True, True)] * 2
-
-
-def one_after_another() -> list[float]:
-    sums = []
-    for _ in range(3):
-        with Accelerator(mixed_precision="no") as acc:
-            train(acc, 4, epochs=1)
-            sums.append(float(acc.reduce(torch.tensor(1.0))))
-    return sums
-
-
-def test_accelerators_one_after_another(ranks) -> None:
-    assert ranks(one_after_another) == [[2.0] * 3] * 2
 
 
 # -- when ranks disagree or do not come --------------------------------------------------------------------------------
@@ -424,21 +344,6 @@ def test_ranks_that_prepare_different_models(ranks) -> None:
         )
 
 
-def different_plans() -> None:
-    import os
-
-    with Accelerator(mixed_precision="no" if os.environ["RANK"] == "0" else "bf16") as acc:
-        acc.prepare(make())
-
-
-def test_ranks_that_decided_differently(ranks) -> None:
-    for failure in ranks.fails(different_plans):
-        assert (
-            "the ranks prepare different things: rank 0 has precision fp32, rank 1 has precision bf16"
-            in failure.message
-        )
-
-
 def a_hang(path: Path) -> None:
     with given_up(path) as acc:
         if acc.process_index == 1:
@@ -458,56 +363,5 @@ def test_a_hang_says_where_each_rank_is(ranks, tmp_path: Path) -> None:
     assert "in a_hang" in failure.message.split("rank 1: ")[1]
 
 
-def a_hang_in_backward(path: Path) -> None:
-    with given_up(path) as acc:
-        model = acc.prepare(make())
-        loss = model(torch.ones(1, 4)).sum()
-        acc.wait_for_everyone()
-        if acc.process_index == 1:
-            while not path.exists():
-                time.sleep(0.05)
-            return
-        hurry(acc._run.world, 2)
-        acc.backward(loss)
-
-
-def test_a_hang_in_backward_says_so_too(ranks, tmp_path: Path) -> None:
-    failure = ranks.fails(a_hang_in_backward, tmp_path / "given up")[0]
-    assert failure.type == "WorldError"
-    assert "rank 0 gave up in backward" in failure.message
-    assert "in a_hang_in_backward" in failure.message
-
-
 def alone() -> None:
     Accelerator(mixed_precision="no", kwargs_handlers=AT_ONCE)
-
-
-def test_two_announced_and_one_alive(ranks) -> None:
-    (failure,) = ranks.fails(alone, processes=1, env={"WORLD_SIZE": "2"})
-    assert failure.type == "WorldError"
-    assert "WORLD_SIZE=2 was announced, but rank 1 did not arrive within 3 s" in failure.message
-
-
-def rank_without_world() -> None:
-    Accelerator(mixed_precision="no")
-
-
-def test_incomplete_launch_variables(ranks) -> None:
-    (failure,) = ranks.fails(rank_without_world, processes=1, env={"WORLD_SIZE": None})
-    assert "RANK=0 is in the environment but WORLD_SIZE is not" in failure.message
-
-
-def batch_norm() -> list[torch.Tensor]:
-    with Accelerator(mixed_precision="no", seed=2) as acc:
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        model, loader = acc.prepare(model, DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4))
-        for (x,) in loader:
-            acc.backward(model(x).mean())
-        with torch.no_grad():
-            model.eval()(torch.ones(2, 4))
-        return [p.grad.clone() for p in model.parameters()]
-
-
-def test_a_model_with_buffers(ranks) -> None:
-    zero, one = ranks(batch_norm)
-    assert close_to(zero, one)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from easymp import Accelerator, AutocastKwargs, GradientAccumulationPlugin, GradientState, GradScalerKwargs
+from easymp import Accelerator, GradientState, GradScalerKwargs
 from easymp.errors import StepError
 
 from .models import data, make, train
@@ -61,19 +59,6 @@ def test_the_last_batch_of_a_loader_ends_the_window() -> None:
     assert synced == [False, False, False, True, False, True] * 2
 
 
-def test_windows_may_run_over_the_end_of_a_loader() -> None:
-    synced = []
-    plugin = GradientAccumulationPlugin(4, sync_with_dataloader=False)
-    with Accelerator(mixed_precision="no", gradient_accumulation_plugin=plugin) as acc:
-        model, loader = acc.prepare(make(), DataLoader(data(24), batch_size=4))
-        for _ in range(2):
-            for _ in loader:
-                with acc.accumulate(model):
-                    synced.append(acc.sync_gradients)
-        assert acc.total_updates(loader, epochs=2) == 3
-    assert synced == [False, False, False, True] * 3
-
-
 def test_an_eval_loop_inside_does_not_disturb_the_window() -> None:
     synced = []
     with Accelerator(mixed_precision="no", gradient_accumulation_steps=4) as acc:
@@ -110,25 +95,6 @@ def test_optimizers_and_schedulers_act_once_a_window() -> None:
     assert rates == [1.0, 0.5, 0.5, 0.25]
 
 
-def test_a_scheduler_may_be_left_to_the_user() -> None:
-    with Accelerator(
-        mixed_precision="no", step_scheduler_with_optimizer=False, gradient_accumulation_steps=2
-    ) as acc:
-        model = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer, scheduler = acc.prepare(
-            model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        )
-        for _ in range(4):
-            with acc.accumulate(model):
-                acc.backward(model(torch.ones(1, 4)).sum())
-                optimizer.step()
-            if acc.sync_gradients:
-                scheduler.step()
-                scheduler.step()
-        assert scheduler.get_last_lr() == [0.0625]
-
-
 def test_an_fp16_overflow_skips_step_and_scheduler() -> None:
     with Accelerator(
         mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0, growth_interval=2)]
@@ -153,23 +119,6 @@ def test_an_fp16_overflow_skips_step_and_scheduler() -> None:
         assert scheduler.get_last_lr() == [0.125]
 
 
-def test_fp16_on_a_cpu_is_really_fp16() -> None:
-    seen = []
-    with Accelerator(mixed_precision="fp16") as acc:
-        model = make()
-        model[0].register_forward_hook(lambda m, i, o: seen.append(o.dtype))
-        view = acc.prepare(model)
-        assert view(torch.ones(1, 4)).dtype == torch.float32
-        with acc.autocast():
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
-    assert seen == [torch.float16]
-
-
-def test_the_type_of_outputs_is_the_users_choice() -> None:
-    with Accelerator(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(output_dtype=None)]) as acc:
-        assert acc.prepare(make())(torch.ones(1, 4)).dtype == torch.bfloat16
-
-
 def test_a_sum_over_tokens_is_divided_by_the_count_of_the_whole_window() -> None:
     batches = [(torch.randn(n, 4), torch.randint(0, 2, (n,))) for n in (1, 5, 2, 3, 7, 4)]
     grads = []
@@ -191,27 +140,6 @@ def test_a_sum_over_tokens_is_divided_by_the_count_of_the_whole_window() -> None
     assert same(grads[1], grads[3])
 
 
-def test_a_scheduler_may_be_stepped_once_an_epoch() -> None:
-    with Accelerator(mixed_precision="no", gradient_accumulation_steps=2) as acc:
-        model = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        step = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
-        model, optimizer, step, plateau, loader = acc.prepare(
-            model, optimizer, step, plateau, DataLoader(data(20), batch_size=4)
-        )
-        for epoch in range(3):
-            for x, _, y in loader:
-                with acc.accumulate(model):
-                    acc.backward(nn.functional.cross_entropy(model(x), y))
-                    optimizer.step()
-                    optimizer.zero_grad()
-            step.step()
-            plateau.step(1.0 + epoch)
-        assert step.scheduler.last_epoch == 3
-        assert plateau.scheduler.last_epoch == 3
-
-
 SMALL = [GradScalerKwargs(init_scale=8.0)]
 
 
@@ -227,29 +155,6 @@ def test_body_and_head_are_clipped_one_after_the_other() -> None:
         assert acc.clip_grad_norm_([late], 9.0) == pytest.approx(2**0.5)
         optimizer.step()
         assert not acc.optimizer_step_was_skipped
-
-
-def test_unscaling_acts_once_a_window() -> None:
-    with Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2, kwargs_handlers=SMALL) as acc:
-        model = make()
-        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(2):
-            with acc.accumulate(model):
-                acc.backward(model(torch.ones(2, 4)).sum())
-                acc.unscale_gradients()
-                optimizer.step()
-        assert model[2].bias.grad.tolist() == [2.0, 2.0]
-
-
-def test_freed_memory_forgets_an_unfinished_window() -> None:
-    with Accelerator(mixed_precision="no", gradient_accumulation_steps=2) as acc:
-        model = acc.prepare(make())
-        with acc.accumulate(model):
-            acc.backward(model(torch.ones(1, 4)).sum(), num_items=3)
-        acc.free_memory()
-        model = acc.prepare(make())
-        with acc.accumulate(model):
-            acc.backward(model(torch.ones(1, 4)).sum())
 
 
 # -- called wrongly ----------------------------------------------------------------------------------------------------
@@ -324,10 +229,3 @@ def test_clipping_acts_once_a_window() -> None:
         assert norms[1] > 0.1
         clipped = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
         assert clipped == pytest.approx(0.1, rel=1e-4)
-
-
-def test_no_warning_in_the_usual_loop() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2) as acc:
-            train(acc, 4, clip=1.0)
