@@ -1,4 +1,4 @@
-"""Precision: dtypes as data, the loss scale, and where they touch a model."""
+"""Precisions: dtypes as data, autocast, and the loss scale."""
 
 from ..protocols import Precision
 from ..registry import ALIASES, PRECISIONS

@@ -1,8 +1,8 @@
-"""O1's lists: which functions run in fp16, which in fp32, and which in the widest type they are given.
+"""Cast lists of O1: functions that run in fp16, in fp32, or in the widest dtype of their arguments.
 
-The lists are those of Apex: https://github.com/NVIDIA/apex/tree/master/apex/amp/lists. torch's autocast follows the same ones on GPUs,
-but another one on CPUs (softmax, sums and powers stay half there), so O1 on a CPU is a function mode with these lists. Only
-fp32, bf16 and fp16 tensors are cast; float64 and integers stay as they are.
+Source: https://github.com/NVIDIA/apex/tree/master/apex/amp/lists. torch's autocast follows these lists on GPUs but not on CPUs, where
+softmax, sums and powers stay in half precision. O1 on a CPU is therefore a function mode with these lists. It casts fp32, bf16 and fp16
+tensors; float64 and integers stay.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..errors import StepError
 from ..options import AutocastKwargs
 from .mixed import as_asked
 
-NOBODYS = "ipu"
+UNUSED_DEVICE = "ipu"
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Cast(Enum):
-    """What becomes of the floating-point arguments of a function."""
+    """How a function's floating-point arguments are cast."""
 
     HALF = "they become fp16"
     FLOAT = "they become fp32"
@@ -60,7 +60,7 @@ NAMES: dict[Cast, str] = {
 
 @cache
 def cast_table() -> Mapping[Callable[..., Any], Cast]:
-    """Function → what happens to its arguments, by all names under which torch calls it."""
+    """Cast by function, for every name under which torch calls it."""
     homes = (torch, functional, Tensor)
     return {
         getattr(home, name): cast
@@ -72,7 +72,7 @@ def cast_table() -> Mapping[Callable[..., Any], Cast]:
 
 
 class ListedCasts(TorchFunctionMode):
-    """Inside, torch's functions cast their arguments by `table`. Enters and leaves as often as wanted, on its own thread."""
+    """Function mode in which torch's functions cast their arguments by `table`. Reentrant; works on the thread that enters it."""
 
     def __init__(
         self, table: Mapping[Callable[..., Any], Cast] | None = None, half: torch.dtype = torch.float16
@@ -83,22 +83,22 @@ class ListedCasts(TorchFunctionMode):
         self._before: list[bool] = []
 
     def __enter__(self) -> ListedCasts:
-        # torch's RNN layers compare the types of input and weights, unless they see autocast somewhere: for a device that nobody has.
-        self._before.append(torch.is_autocast_enabled(NOBODYS))
-        torch.set_autocast_enabled(NOBODYS, True)
+        # RNN layers of torch compare dtypes unless autocast is on for some device: use one that does not exist.
+        self._before.append(torch.is_autocast_enabled(UNUSED_DEVICE))
+        torch.set_autocast_enabled(UNUSED_DEVICE, True)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.set_autocast_enabled(NOBODYS, self._before.pop())
+        torch.set_autocast_enabled(UNUSED_DEVICE, self._before.pop())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         cast = self.table.get(func)
         if cast is None:
             if func is functional.multi_head_attention_forward:
-                with self:  # torch leaves the mode while it calls this, and what is listed comes further in
+                with self:  # torch leaves the mode for this call, and the listed functions are inside it
                     return _attention()(*args, **kwargs)
             return func(*args, **kwargs)
         args, kwargs = as_listed(cast, func, args, kwargs, self.half)
@@ -117,29 +117,29 @@ class ListedCasts(TorchFunctionMode):
 def as_listed(
     cast: Cast, function: Callable[..., Any], args: Any, kwargs: Any, half: torch.dtype = torch.float16
 ) -> tuple[Any, Any]:
-    """`args` and `kwargs`, as `cast` has them for `function`.
+    """Cast `args` and `kwargs` for `function`.
 
     Raises:
-        StepError: half precision, where that is refused.
+        StepError: half precision for a function that refuses it.
     """
     wanted = half if cast is Cast.HALF else torch.float32
     if cast is Cast.REFUSED:
         if half in {t.dtype for t in _floating((args, kwargs))}:
             raise StepError(
-                f"{function.__name__} on {half} loses what lies close to 0 and 1: use binary_cross_entropy_with_logits on what goes "
-                "into the sigmoid, or convert its inputs with .float()"
+                f"{function.__name__} on {half} loses values close to 0 and 1: use binary_cross_entropy_with_logits on the inputs "
+                "of the sigmoid, or convert its inputs with .float()"
             )
         return args, kwargs
     if (
         cast is Cast.WIDEST and len({t.dtype for t in _floating((args, kwargs))}) < 2
-    ):  # of any two unlike ones it is fp32
+    ):  # the widest of two different dtypes is fp32
         return args, kwargs
     return _to(args, wanted), _to(kwargs, wanted)
 
 
 @cache
 def _attention() -> Callable[..., Any]:
-    """torch's multi-head attention without its first lines, which would hand the call to the mode again and again."""
+    """Multi-head attention of torch without its dispatch to the mode, which would recurse without end."""
     whole = functional.multi_head_attention_forward
     found = FunctionType(
         whole.__code__,
@@ -173,7 +173,7 @@ def _to(arguments: Any, dtype: torch.dtype) -> Any:
 
 
 class Listed(nn.Module):
-    """Calls `module` under `ListedCasts`, and casts its outputs as autocast's are."""
+    """Calls `module` under `ListedCasts` and casts its outputs to ``options.output_dtype``."""
 
     def __init__(self, module: nn.Module, options: AutocastKwargs) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""fp32: nothing is cast. torch's own TF32 flags stand as the user left them."""
+"""fp32 and tf32. fp32 casts nothing and leaves torch's TF32 flags as the user set them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..protocols import Facts, Refusal
 
 @dataclass(frozen=True, eq=False)
 class FP32:
-    """Everything as it is."""
+    """fp32 weights and products. The other precisions override what differs."""
 
     name: ClassVar[str] = "fp32"
     param: ClassVar[torch.dtype] = torch.float32
@@ -55,10 +55,9 @@ class FP32:
         return nullcontext()
 
 
-# -- tf32: fp32 storage, matrix products and convolutions on TF32 Tensor Cores (10 bits of mantissa instead of 23).
-
-
 class TF32(FP32):
+    """fp32 weights, matrix products and convolutions on TF32 Tensor Cores: 10 bits of mantissa instead of 23."""
+
     name: ClassVar[str] = "tf32"
     tf32: ClassVar[bool] = True
 

@@ -1,9 +1,9 @@
-"""fp8: the products of wide enough linear layers in 8 bits, the rest as under bf16.
+"""fp8: matrix products of linear layers in 8 bits, the rest as under bf16.
 
 Inputs and weights are rounded to e4m3 (3 bits of mantissa, up to 448), gradients to e5m2 (2 bits, up to 57344), as in "FP8 Formats for
-Deep Learning" (Micikevicius et al., arXiv:2209.05433). Each tensor is first divided by one scale that brings its largest element of
-now to the format's largest number (dynamic, tensorwise), and the products, ``torch._scaled_mm``, are multiplied by both scales.
-Parameters and their gradients stay fp32, so the optimizer and checkpoints know nothing of it.
+Deep Learning" (Micikevicius et al., arXiv:2209.05433). Scaling is dynamic and tensorwise: each tensor is divided by one scale that maps
+its largest element to the largest number of the format, and ``torch._scaled_mm`` multiplies the product by both scales. Parameters and
+their gradients stay fp32, so optimizers and checkpoints do not change.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .mixed import BF16
 
 logger = get_logger(__name__)
 
-MULTIPLE = 16  # what torch._scaled_mm wants the inner and the last dimension to be multiples of
+MULTIPLE = 16  # torch._scaled_mm needs inner and last dimensions that are multiples of 16
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class FP8(BF16):
-    """bf16 autocast, with `Float8Linear` in the place of each `nn.Linear` whose two sizes are multiples of 16.
+    """bf16 autocast with `Float8Linear` in place of each `nn.Linear` whose two sizes are multiples of 16.
 
-    In place: such a layer changes its class, and nothing else. Layers of other classes, subclasses of `nn.Linear` too, stay.
+    Such a layer changes its class in place. Layers of other classes stay, also subclasses of `nn.Linear`.
     """
 
     name: ClassVar[str] = "fp8"
@@ -43,16 +43,17 @@ class FP8(BF16):
         without = [d for d in facts.hardware.devices if not d.fp8 or d.capability is None]
         if without:
             return Refusal(
-                f"{needs}, and {without[0].name} ({without[0].architecture or without[0].kind}) is none",
+                f"{needs}, and this device is {without[0].name} "
+                f"({without[0].architecture or without[0].kind})",
                 remedy,
             )
         return None
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Swap layers; see the class.
+        """Swap layers, see the class.
 
         Raises:
-            PrepareError: there is no layer to swap.
+            PrepareError: the model has no layer to swap.
         """
         layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
         fit = {
@@ -63,8 +64,8 @@ class FP8(BF16):
         already = any(type(layer) is Float8Linear for layer in model.modules())  # by an earlier run
         if not fit and not already:
             raise PrepareError(
-                f"fp8 finds nothing to do in this {type(model).__name__}: it has {len(layers)} plain nn.Linear, none of which has "
-                f"in_features and out_features that are both multiples of {MULTIPLE}. Use mixed_precision='bf16', or other sizes"
+                f"mixed_precision='fp8' needs a plain nn.Linear whose in_features and out_features are multiples of {MULTIPLE}, and "
+                f"none of the {len(layers)} in this {type(model).__name__} has such sizes. Use mixed_precision='bf16', or other sizes"
             )
         for layer in fit.values():
             layer.__class__ = Float8Linear
@@ -79,7 +80,7 @@ class FP8(BF16):
 
 
 class Float8Linear(nn.Linear):
-    """`nn.Linear` whose three products, one of forward and two of backward, run in fp8. Any leading shape of inputs."""
+    """`nn.Linear` whose product in forward and two products in backward run in fp8. Inputs have shape (..., in_features)."""
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
@@ -95,7 +96,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, out: torch.dtype) -> Tensor:
         x, x_scale = rounded(input, FORWARD)
-        # The weight itself is kept, not its rounded copy: it is there anyway, or will be gathered again.
+        # Save the weight and not its rounded copy: the weight exists anyway, or is gathered again.
         ctx.save_for_backward(x, x_scale, weight)
         ctx.input_dtype = input.dtype
         w, w_scale = rounded(weight, FORWARD)
@@ -111,7 +112,7 @@ class _Product(torch.autograd.Function):
             w, w_scale = rounded(weight, FORWARD)
             of_input = _multiply(g, _columns(w), g_scale, w_scale, grad.dtype).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
-            more = -x.shape[0] % MULTIPLE  # rows are summed over here; those of zeros add nothing
+            more = -x.shape[0] % MULTIPLE  # the product sums over rows, and rows of zeros add nothing
             if more:
                 g, x = (
                     torch.cat([t.view(torch.uint8), t.new_zeros(more, t.shape[1]).view(torch.uint8)]).view(
@@ -126,7 +127,7 @@ class _Product(torch.autograd.Function):
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`tensor` in fp8, contiguous, and the fp32 scale (0-dim) that it must be multiplied by to be what it was."""
+    """`tensor` in fp8, contiguous, and the fp32 scale (0-dim) that multiplies it back to its range."""
     largest = torch.finfo(dtype).max
     wide = tensor.detach().float()
     scale = (wide.abs().amax() if wide.numel() else wide.new_zeros(())).clamp(min=1e-12) / largest
@@ -134,7 +135,7 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _columns(tensor: Tensor) -> Tensor:
-    """The same matrix, column after column in memory, as the second one of a product must be."""
+    """The matrix in column-major memory, as torch._scaled_mm needs its second operand."""
     return tensor.t().contiguous().t()
 
 

@@ -1,16 +1,16 @@
-"""O0 to O3, Apex's optimization levels, and "bf16-true" and "fp16-true", which keep low-precision weights, as Lightning Fabric names them.
+"""Apex's optimization levels O0 to O3, and "bf16-true" and "fp16-true", Lightning Fabric's names for low-precision weights.
 
 |           | parameters            | products | step                                  | loss scale |
 |-----------|-----------------------|----------|---------------------------------------|------------|
 | O0        | fp32                  | fp32     | plain                                 | –          |
-| O1        | fp32                  | fp16 where Apex's lists say so | plain           | dynamic    |
+| O1        | fp32                  | fp16 by Apex's lists | plain                     | dynamic    |
 | O2        | fp16, batch-norm fp32 | fp16     | fp32 masters                          | dynamic    |
 | O3        | fp16                  | fp16     | plain                                 | –          |
 | fp16-true | fp16, batch-norm fp32 | fp16     | fp32 masters                          | dynamic    |
 | bf16-true | bf16, batch-norm fp32 | bf16     | fp32 masters, or stochastic rounding  | –          |
 
-Source of the levels: https://nvidia.github.io/apex/amp.html#opt-levels. Outputs come back in fp32 everywhere, unless
-``AutocastKwargs.output_dtype`` says otherwise.
+Source of the levels: https://nvidia.github.io/apex/amp.html#opt-levels. Outputs are fp32 unless
+``AutocastKwargs.output_dtype`` is set.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class O0(FP32):
 
 
 class O1(FP16):
-    """fp16 by Apex's lists: torch's autocast on accelerators, whose lists they are; on CPUs, whose list is another, a function mode."""
+    """fp16 by Apex's lists: torch's autocast on accelerators, which has the same lists, and a function mode on CPUs."""
 
     name: ClassVar[str] = "O1"
 
@@ -55,7 +55,7 @@ class O1(FP16):
 class O2(FP32):
     """An fp16 model whose optimizer steps fp32 masters.
 
-    In place: parameters and buffers become fp16, but for batch-norm layers with parameters of their own.
+    Parameters and buffers become fp16 in place, except in batch-norm layers with parameters.
     """
 
     name: ClassVar[str] = "O2"
@@ -89,10 +89,10 @@ class FP16True(O2):
 
 
 class BF16True(O2):
-    """A bf16 model. Gradients are bf16, and are reduced in bf16.
+    """A bf16 model. Gradients are bf16 and are reduced in bf16.
 
-    Adam, AdamW, Adagrad, LAMB and NovoGrad of `easymp.optim` step with stochastic rounding, and keep their states in bf16: 8 bytes a
-    parameter. Any other optimizer steps fp32 masters: 20 bytes with Adam. No update is only rounded to the nearest.
+    Adam, AdamW, Adagrad, LAMB and NovoGrad of `easymp.optim` step with stochastic rounding and keep bf16 states: 8 bytes per parameter.
+    Other optimizers step fp32 masters: 20 bytes per parameter with Adam. No update is rounded to nearest.
     """
 
     name: ClassVar[str] = "bf16-true"
@@ -108,7 +108,7 @@ class BF16True(O2):
 
 
 class O3(O2):
-    """An fp16 model, and nothing else: the gradients that vanish, vanish."""
+    """An fp16 model without masters or loss scale. Gradients below 6e-8 are lost."""
 
     name: ClassVar[str] = "O3"
     scaled: ClassVar[bool] = False
@@ -118,7 +118,7 @@ class O3(O2):
 
 
 class HalfModel(nn.Module):
-    """Calls a `module` in low precision: floating-point inputs are cast to `dtype`, and outputs to ``options.output_dtype``."""
+    """Calls `module` with floating-point inputs in `dtype` and casts outputs to ``options.output_dtype``."""
 
     def __init__(self, module: nn.Module, options: AutocastKwargs, dtype: torch.dtype) -> None:
         super().__init__()
@@ -143,10 +143,10 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> nn.Module:
-    """`model`, in place, with floating-point parameters and buffers in `dtype`.
+    """Cast floating-point parameters and buffers of `model` to `dtype` in place.
 
     Args:
-        keep_batch_norm: but for those of batch-norm layers with parameters of their own.
+        keep_batch_norm: leave batch-norm layers with parameters as they are.
     """
     for module in model.modules():
         if not (keep_batch_norm and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine):

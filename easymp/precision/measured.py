@@ -1,9 +1,9 @@
-"""auto, where no rule is certain: the first training step runs in fp32 and in bf16, and the faster one stays.
+"""Precision "auto" on CPUs with bf16 instructions: times fp32 and bf16 in the first training step and keeps the faster one.
 
-On CPUs the winner depends on the model: bf16 autocast took 0.5 to 1.7 times as long as fp32 on one and the same machine with
-bf16 instructions. So the first training call of a prepared model, with the user's own inputs, is timed: forward and backward,
-the two precisions in turn, about a second in all. bf16 stays if its median time is below 95 % of fp32's, and fp32 if the model
-cannot run in bf16. Neither inputs, gradients, parameters, buffers nor random numbers are touched. Rank 0 decides for all.
+The faster one depends on the model: bf16 autocast took 0.5 to 1.7 times as long as fp32 on one machine. The first training call of a
+prepared model is timed with its own inputs, forward and backward, in turns of fp32 and bf16, for about a second. bf16 wins if its median
+time is below 95 % of the time of fp32; fp32 wins if the model does not run in bf16. Inputs, gradients, parameters, buffers and random
+states stay unchanged. Rank 0 decides for all ranks.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .fp32 import FP32
 from .mixed import BF16
 
 BUDGET = 1.0  # seconds for the pairs
-PATIENCE = 5.0  # seconds for as many of them as a median takes on a busy machine; a step that is slower gets one pair
+PATIENCE = 5.0  # seconds for the fewest pairs; a slower step gets one pair
 PAIRS = (5, 40)
 GAIN = 0.95
-WIDE = 128  # smallest layer width for which bf16 products paid off on CPUs, where nothing can be measured
+WIDE = 128  # smallest layer width for which bf16 was faster on CPUs, for models that cannot be measured
 
 
 class Measured:
-    """fp32 or bf16, whichever is faster: one decision for all models of a run.
+    """fp32 or bf16, the faster one. One decision holds for all models of a run.
 
     Args:
-        options: of autocast, should bf16 win.
-        world: rank 0's measurement is sent to the others.
-        measure: False decides by the widest layer alone.
+        options: of autocast, if bf16 wins.
+        world: sends the measurement of rank 0 to the other ranks.
+        measure: False decides by the widest layer.
         decided: called once with the decision.
     """
 
@@ -104,7 +104,7 @@ class Measured:
         return self._current.casting(device, options)
 
     def follow(self, name: str) -> bool:
-        """Take what a run before this one had; False where that is neither of the two."""
+        """Take the precision of the resumed run. Returns False if it is neither fp32 nor bf16."""
         if name not in (self._fp32.name, self._bf16.name):
             return False
         self.settle(Choice(name, "as in the run that this one resumes", Source.DETECTED))
@@ -148,7 +148,7 @@ class Measured:
 
 
 class Undecided(nn.Module):
-    """Stands in for the model until the first training call has been timed."""
+    """Model until its first training call has been timed."""
 
     def __init__(self, policy: Measured, module: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Undecided(nn.Module):
 
 
 def by_width(model: nn.Module) -> Choice[str]:
-    """The rule without a measurement: bf16 if one layer's min(in × kernel, out) reaches 128."""
+    """Rule without a measurement: bf16 if min(in × kernel, out) of a layer is 128 or more."""
     widest = 0
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -193,16 +193,15 @@ def time_pairs(
     kwargs: dict[str, Any],
     agree: Callable[[bool], bool | None] = lambda enough: enough,
 ) -> tuple[float, int] | str:
-    """Median of bf16's time over fp32's, and how many pairs it comes from; or why bf16 does not run.
+    """Median of bf16 time / fp32 time and the number of pairs, or the reason why bf16 does not run.
 
-    `agree` makes of this rank's "enough" the one that all ranks go by.
+    Args:
+        agree: gets whether this rank has enough pairs and returns the decision of rank 0.
     """
     parameters = [p for p in plain.parameters() if p.requires_grad]
     ratios: list[float] = []
     with _untouched(plain):
-        _step(
-            plain, parameters, args, kwargs
-        )  # warm up: allocations and kernel choice are not the model's speed
+        _step(plain, parameters, args, kwargs)  # warm up: allocations and choice of kernels
         try:
             _step(cast, parameters, args, kwargs)
         except Exception as error:
@@ -222,7 +221,7 @@ def time_pairs(
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Puts buffers, also those that forward replaces, and the random streams back afterwards."""
+    """Restore buffers, also replaced ones, and the random states at exit."""
     buffers = [
         (m, k, b, b.detach().clone()) for m in model.modules() for k, b in m._buffers.items() if b is not None
     ]
@@ -244,7 +243,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 def _step(
     module: nn.Module, parameters: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float:
-    """Seconds of one forward and backward. The sum of the outputs stands in for the loss; inputs are copies."""
+    """Seconds of one forward and backward on copies of the inputs, with the sum of the outputs as loss."""
     args, kwargs = map_leaves(_copy, args), map_leaves(_copy, kwargs)
     begin = time.perf_counter()
     outputs = [o for o in leaves(module(*args, **kwargs)) if isinstance(o, Tensor) and o.requires_grad]
@@ -254,5 +253,5 @@ def _step(
 
 
 def _copy(leaf: Any) -> Any:
-    """A tensor of its own: a model may work on its inputs in place."""
+    """Copy of a tensor: models may change inputs in place."""
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

@@ -1,4 +1,4 @@
-"""What bf16 and fp16 share: fp32 parameters, and products in a half precision under autocast."""
+"""bf16 and fp16: fp32 parameters, matrix products in half precision under autocast."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ LOW = (torch.float16, torch.bfloat16)
 
 
 class Mixed(FP32):
+    """Autocast to `compute`."""
+
     raises: ClassVar[bool] = True
-    tf32: ClassVar[bool] = True  # for what autocast leaves in fp32
+    tf32: ClassVar[bool] = True  # for functions that autocast leaves in fp32
 
     @property
     def gather(self) -> torch.dtype | None:
@@ -40,13 +42,13 @@ class Mixed(FP32):
 
 
 def raise_weights(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
-    """Raise trainable bf16 and fp16 parameters of `model` to fp32, in place. Frozen ones keep their dtype.
+    """Raise trainable bf16 and fp16 parameters of `model` to fp32 in place. Frozen ones keep their dtype.
 
-    They stay the objects that optimizers and tied modules hold. Parameters on the meta device are raised there. Buffers are raised, too
-    (a batch-norm takes weights and statistics of one dtype), but for those of a module whose own parameters are frozen.
+    Optimizers and tied modules keep the same parameter objects. Buffers are raised too, because batch-norm needs one dtype, except in
+    modules whose own parameters are frozen.
 
     Returns:
-        The raised parameters, each with the dtype that it had.
+        The raised parameters, each with its dtype before.
     """
     raised = [(p, p.dtype) for p in model.parameters() if p.requires_grad and p.dtype in LOW]
     chosen = {id(t) for p, _ in raised for t in (p, p.grad) if t is not None}
@@ -58,19 +60,18 @@ def raise_weights(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
     return raised
 
 
-# -- A model under autocast, with the type of its outputs settled.
+# -- autocast
 
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-# Layers whose weights and biases autocast converts by itself.
+# Layers whose weights and biases autocast converts.
 PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 
 
 class Autocast(nn.Module):
-    """Calls `module` under ``torch.autocast`` and casts floating-point outputs to ``options.output_dtype``.
+    """Calls `module` under ``torch.autocast`` and casts floating-point outputs to ``options.output_dtype``; float64 stays.
 
-    Outputs in float64, which autocast leaves alone, are left alone here, too. Autocast lies inside this module's forward, so that
-    whatever wraps it (DDP, torch.compile) sees one function.
+    Autocast is inside this forward, so that DDP and torch.compile see one function.
     """
 
     def __init__(
@@ -89,10 +90,10 @@ class Autocast(nn.Module):
 
 
 def as_asked(outputs: Any, dtype: torch.dtype | None) -> Any:
-    """A model's outputs with their floating-point tensors in `dtype`; None leaves them as computed.
+    """Cast floating-point tensors in a model's outputs to `dtype`; None leaves them as computed.
 
     Raises:
-        BatchError: a container that cannot be rebuilt.
+        BatchError: the outputs have a container that cannot be rebuilt.
     """
     if dtype is None:
         return outputs
@@ -116,7 +117,7 @@ def _cast(leaf: Any, dtype: torch.dtype) -> Any:
 def autocast(
     device: torch.device, compute: torch.dtype, options: AutocastKwargs
 ) -> AbstractContextManager[Any]:
-    """torch's autocast, or nothing where the caller turned it off."""
+    """torch's autocast, or a null context if `options` turn it off."""
     return (
         torch.autocast(device.type, compute, True, options.cache_enabled)
         if options.enabled
@@ -125,10 +126,9 @@ def autocast(
 
 
 class Upcast:
-    """Shows a module some of its parameters in fp32 while it computes.
+    """Hooks that show a module some of its parameters in fp32 while it computes.
 
-    Autocast converts the inputs of matrix products, and of some other functions on some devices. Every other function must be given
-    weights that go with fp32 inputs, as it is where parameters are stored in fp32: norms, above all.
+    Autocast converts the inputs of matrix products only. Other functions, such as norms, need fp32 weights for fp32 inputs.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -147,10 +147,10 @@ class Upcast:
 
 
 def as_if_fp32(model: nn.Module) -> list[RemovableHandle]:
-    """Let `model`, whose parameters will be gathered in half precision, compute under autocast as one with fp32 parameters does.
+    """Hook `model`, whose parameters are gathered in half precision, so that it computes as with fp32 parameters under autocast.
 
-    Norms, and other modules outside of matrix products, see their vectors in fp32; embeddings return fp32. Hooks do it, which torch's
-    hooks that gather parameters enclose, whatever comes first.
+    Norms and other modules outside of matrix products see their vectors in fp32, and embeddings return fp32. The hooks run inside torch's
+    hooks that gather parameters.
     """
     handles: list[RemovableHandle] = []
     for module in model.modules():
@@ -162,7 +162,7 @@ def as_if_fp32(model: nn.Module) -> list[RemovableHandle]:
             )
         every = isinstance(
             module, (nn.LayerNorm, nn.RMSNorm, nn.Bilinear)
-        )  # of whose weights some have several dimensions
+        )  # these have weights of several dimensions
         vectors = [name for name, p in module._parameters.items() if p is not None and (p.ndim < 2 or every)]
         if vectors and not isinstance(module, PRODUCTS):
             upcast = Upcast(vectors)
@@ -173,7 +173,7 @@ def as_if_fp32(model: nn.Module) -> list[RemovableHandle]:
 
 @contextmanager
 def upcast_again(module: nn.Module) -> Iterator[None]:
-    """Inside, `module`, which is computed again without its hooks, sees its parameters as it did before."""
+    """Inside, `module` sees the same parameters when it is recomputed without its hooks."""
     found = [
         bound
         for hook in module._forward_pre_hooks.values()
@@ -191,14 +191,13 @@ def upcast_again(module: nn.Module) -> Iterator[None]:
 def under_autocast(
     module: nn.Module, device: torch.device, compute: torch.dtype, options: AutocastKwargs
 ) -> nn.Module:
-    """`module` under autocast, or `module` itself where the caller turned autocast off."""
+    """`module` under autocast, or `module` itself if `options` turn autocast off."""
     return Autocast(module, device, compute, options) if options.enabled else module
 
 
-# -- bf16: fp32 parameters, products in bfloat16 under autocast. fp32's range, so no loss scale is needed.
-
-
 class BF16(Mixed):
+    """fp32 parameters, products in bfloat16 under autocast. bf16 has the range of fp32 and needs no loss scale."""
+
     name: ClassVar[str] = "bf16"
     compute: ClassVar[torch.dtype] = torch.bfloat16
 
@@ -211,13 +210,12 @@ class BF16(Mixed):
                 f"{without[0].name} ({arch}) has no bf16 units; torch would emulate them",
                 "use fp16, fp32 or auto",
             )
-        return None  # the CPU runs bf16 with or without instructions for it, and the plan says which
-
-
-# -- fp16: fp32 parameters, products in float16 under autocast, and a loss scale, since gradients below 6e-8 would vanish.
+        return None  # CPUs run bf16 with or without instructions for it; the plan says which
 
 
 class FP16(Mixed):
+    """fp32 parameters, products in float16 under autocast, and a loss scale, since gradients below 6e-8 would vanish."""
+
     name: ClassVar[str] = "fp16"
     compute: ClassVar[torch.dtype] = torch.float16
     scaled: ClassVar[bool] = True
