@@ -1,4 +1,4 @@
-"""The promises between rooms, and the small records that travel along them."""
+"""What packages promise each other, and the small records that travel between them."""
 
 from __future__ import annotations
 
@@ -148,25 +148,22 @@ class Strategy(Protocol):
     Options: ClassVar[type]  # the record of its options, which the constructor takes after the world
     sharded: ClassVar[
         bool
-    ]  # no rank holds the whole model: `wrap` gives meta parameters values itself, part by part
-    data_rank: int  # which slice of the data this process sees (under tensor parallelism: 0 of 1)
+    ]  # no rank holds the whole model; `wrap` gives meta parameters values, part by part
+    whole: ClassVar[bool]  # layers see whole tensors in forward and backward
+    apart: ClassVar[bool]  # optimizer states of the same parameters differ from rank to rank
+    alike: ClassVar[bool]  # a plain parameter is the same on all ranks; where `apart`, after each averaging
+    masters: ClassVar[bool]  # optimizers can step fp32 copies in place of low-precision parameters
+    data_rank: int  # the slice of the data that this process sees; under tensor parallelism 0 of 1
     data_size: int
-    data_group: dist.ProcessGroup | None  # one rank of each slice, this one among them; None for all ranks
-    whole: ClassVar[bool]  # whether layers see whole tensors in forward and backward
-    apart: ClassVar[
-        bool
-    ]  # whether what optimizers remember differs from rank to rank, of the same parameters
-    alike: ClassVar[
-        bool
-    ]  # whether a parameter that is no DTensor is the same on all ranks (where `apart`: after each averaging)
-    masters: ClassVar[bool]  # whether optimizers can step fp32 copies in place of low-precision parameters
+    data_group: dist.ProcessGroup | None  # one rank of each slice, this one among them; None: all ranks
     once: str  # why a gradient of a gradient cannot be had; "" where it can
     only_forward: str  # why methods cannot be called as forward is, as "has …"; "" where they can
-    sums: bool  # whether fp32 sums of gradients are kept outside: under no_sync `.grad` is this rank's, and `average` does the rest
-
+    sums: (
+        bool  # fp32 sums of gradients are kept outside: under no_sync `.grad` is local, and `average` reduces
+    )
     early: (
         bool | None
-    )  # whether gradients are reduced to shards under no_sync, too; None: memory decides, before `wrap`
+    )  # gradients are reduced to shards under no_sync, too; None: memory decides, before `wrap`
     options: Any  # of type `Options`, where `early` can be None
 
     @staticmethod
@@ -235,17 +232,17 @@ class Precision(Protocol):
     """Dtypes as data, and the two places where they touch a model."""
 
     name: ClassVar[str]
-    param: torch.dtype  # what parameters are stored in
-    compute: torch.dtype  # what matrix products run in
-    reduce: torch.dtype  # what gradients are reduced in
-    gather: torch.dtype | None  # what shards of fp32 parameters are gathered in; None: as they are stored
-    output: torch.dtype | None  # what a prepared model returns; None leaves it as it is
-    tf32: bool  # whether products of fp32 tensors run on TF32 Tensor Cores, where there are some
-    scaled: bool  # whether the loss is scaled
-    masters: bool  # whether optimizers step fp32 copies of the low-precision parameters
-    raises: bool  # whether trainable low-precision parameters become fp32 when their model is prepared
-    keeps_updates: bool  # whether low-precision parameters are not just rounded to the nearest after a step
-    swaps: bool  # whether layers are given a forward of their own, which takes whole tensors
+    param: torch.dtype  # of parameters
+    compute: torch.dtype  # of matrix products
+    reduce: torch.dtype  # in which gradients are reduced
+    gather: torch.dtype | None  # in which shards of fp32 parameters are gathered; None: as they are stored
+    output: torch.dtype | None  # of a prepared model's outputs; None leaves them as they are
+    tf32: bool  # products of fp32 tensors run on TF32 Tensor Cores, where there are some
+    scaled: bool  # the loss is scaled
+    masters: bool  # optimizers step fp32 copies of the low-precision parameters
+    raises: bool  # trainable low-precision parameters become fp32 when their model is prepared
+    keeps_updates: bool  # low-precision parameters are not just rounded to the nearest after a step
+    swaps: bool  # layers get a forward of their own, which takes whole tensors
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None: ...

@@ -1,8 +1,8 @@
-"""What was asked, by argument, environment or project file: each setting said once.
+"""Settings, from argument, environment or project file: each is said once.
 
-A field of `Settings` and its metadata give the argument's name, the environment's (``EASYMP_`` and the name in capitals), the
-key in ``easymp.toml``, the allowed values, and the words of help. `resolve` reads them in that order of precedence. `Launching` is
-the same for `easymp launch`: its flags, and the table ``[launch]`` of the file.
+A field of `Settings` and its metadata give the argument, the environment variable (``EASYMP_`` and the name in capitals), the key in
+``easymp.toml``, the allowed values, the question of `easymp config`, and the help. `Launching` is the same for `easymp launch`: its flags,
+and the table ``[launch]`` of the file.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from .errors import SettingError, nearest
 from .protocols import Source
 from .registry import ALIASES, PRECISIONS, STRATEGIES
 
-# -- ``easymp.toml``: what a project says of its runs, in a file that people write and read.
-
+# -- The project file
 
 FILE = "easymp.toml"
 VARIABLE = env.PREFIX + "CONFIG"  # names another one
@@ -46,7 +45,7 @@ class ProjectFile:
     text: str = ""
 
     def where(self, key: str, table: str = "") -> str:
-        """``"easymp.toml, line 3"``: where `key` of `table` is set; without a line where it is written in a way unforeseen here."""
+        """``"easymp.toml, line 3"``: the place of `key` of `table`; without a line where the file spells it in an unknown way."""
         name = f"""["']?{re.escape(key)}["']?"""
         inside = ""
         for number, line in enumerate(self.text.splitlines(), 1):
@@ -72,13 +71,9 @@ def read(path: Path | str | None = None) -> ProjectFile:
     place = Path(named or FILE)
     if not place.is_file():
         if path is not None:
-            raise SettingError(
-                f"{named!r} is no file: pass the path of a project file, as `easymp config` writes it"
-            )
+            raise SettingError(f"{named!r} is no file: pass a project file, as `easymp config` writes it")
         if named:
-            raise SettingError(
-                f"{VARIABLE}={named!r} in the environment names no file: correct the path or unset it"
-            )
+            raise SettingError(f"{VARIABLE}={named!r} in the environment names no file: correct or unset it")
         return ProjectFile()
 
     try:
@@ -90,8 +85,7 @@ def read(path: Path | str | None = None) -> ProjectFile:
         raise SettingError(f"{place} is not valid TOML: {error}") from error
 
 
-# -- One setting as a field of a record, and what a given value must be to become its value.
-
+# -- One setting as a field of a record
 
 Size = int  # bytes; said as a number or in words: 16e9, "16GiB", "500 MB"
 
@@ -168,18 +162,9 @@ def _word(choices: tuple[str, ...], value: Any, where: str) -> str:
 
 # -- The settings
 
-OVERRIDE = (
-    env.PREFIX + "OVERRIDE"
-)  # settings that win over arguments, too: "mixed_precision=bf16 strategy=fsdp"
-RECORD = (
-    env.PREFIX + "RECORD"
-)  # a folder in which the run writes down what it does; see `easymp.trackers.recorder`
-NO_SETTINGS = {
-    VARIABLE,
-    env.PREFIX + "LOG_LEVEL",
-    OVERRIDE,
-    RECORD,
-}  # variables of ours that are none
+OVERRIDE = env.PREFIX + "OVERRIDE"  # settings that win over arguments, too: "mixed_precision=bf16 seed=3"
+RECORD = env.PREFIX + "RECORD"  # a folder in which the run records itself; see `easymp.trackers.recorder`
+NO_SETTINGS = {VARIABLE, env.PREFIX + "LOG_LEVEL", OVERRIDE, RECORD}
 
 
 @dataclass(frozen=True)
@@ -188,7 +173,7 @@ class Settings:
 
     mixed_precision: str = setting(
         "auto",
-        "what matrix products run in; auto decides by the hardware",
+        "type in which matrix products run; auto decides by the hardware",
         ("auto", *PRECISIONS, *ALIASES),
     )
     strategy: str = setting("auto", "how the model is spread over the processes", ("auto", *STRATEGIES))
@@ -199,7 +184,7 @@ class Settings:
     )
     ema_decay: float | None = setting(
         None,
-        "keep an exponential moving average of the weights, of which each step keeps so much; 0.999 is usual",
+        "decay of a moving average of the weights, for example 0.999; none is kept without it",
         least=0,
         most=0.999999999,
     )
@@ -209,7 +194,7 @@ class Settings:
     convert_sync_batchnorm: bool = setting(False, "batch-norm in training by the samples of all processes")
     nonfinite: str | None = setting(
         None,
-        "what a loss or gradient that is not finite does: raise, skip the step, or warn once; else skip under a loss scale, and warn",
+        "answer to a loss or gradient that is not finite: raise, skip the step, or warn once; default: skip under a loss scale, else warn",
         ("raise", "skip", "warn"),
     )
     compile: str | None = setting(
@@ -217,8 +202,8 @@ class Settings:
     )
     activation_checkpointing: str | None = setting(
         None,
-        "what keeps only its inputs and is computed again in backward: blocks (the repeated ones), patterns of module or class names "
-        "with commas, or no",
+        "modules that keep only their inputs and are computed again in backward: blocks (the repeated ones), patterns of module or "
+        "class names with commas, or no",
     )
     seed: int | None = setting(None, "seed of all random streams", least=0, most=2**64 - 1)
     deterministic: bool = setting(False, "deterministic algorithms only; nothing is measured")
@@ -226,29 +211,29 @@ class Settings:
         120.0, "seconds that a rank waits for the others in a collective", least=0.001, most=1e9
     )
     memory: Size | None = setting(
-        None, "what a rank has, such as 16GiB, where auto decides by it; else what its device has"
+        None, "memory of a rank, such as 16GiB, by which auto decides; default: its device's memory"
     )
     replica_check: int = setting(
         1000,
-        "compare the parameters of ranks that must hold equal ones after the first updates and every so many; 0 is off",
+        "updates between comparisons of parameters that must be equal on the ranks; the first updates are compared, too; 0 is off",
         least=0,
     )
     debug: bool | None = setting(
         None,
-        "compare over the ranks what a script passes to collectives, before each; on unless false. true: also gradients under zero1",
+        "compare the ranks' arguments before each collective that a script calls; on unless false; true: also gradients under zero1",
     )
     project_dir: str | None = setting(
         None, "a folder, or a URL of fsspec, for checkpoints and logs; else the working directory"
     )
     log_with: str | None = setting(
         None,
-        "what `log` writes to: jsonl (the default), tensorboard, wandb, mlflow, several with commas, all that are installed, or none",
+        "trackers that `log` writes to, with commas: jsonl (the default) or others by name; all that are installed, or none",
     )
     strategy_options: Mapping[str, Any] | None = None  # in the file, the table of this name
     sources: Mapping[str, tuple[Source, str]] = field(default_factory=dict, compare=False, repr=False)
 
     def __new__(cls, *values: Any, **named: Any) -> Settings:
-        """Notes what is passed, so that a default that is asked for counts; not of a copy, which passes all fields and their sources."""
+        """Remember the arguments, so that a default that is asked for counts. A copy passes all fields and their sources."""
         made = super().__new__(cls)
         given = {} if "sources" in named else {**dict(zip(NAMES, values)), **named}
         object.__setattr__(made, "_asked", {name for name, value in given.items() if value is not None})
@@ -321,13 +306,8 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
 
     file = read()
     if OPTIONS in file.content:
-        table = _table(file, OPTIONS)
-        take(
-            OPTIONS,
-            {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()},
-            Source.CONFIG,
-            file.where(OPTIONS),
-        )
+        table = {k: tuple(v) if isinstance(v, list) else v for k, v in _table(file, OPTIONS).items()}
+        take(OPTIONS, table, Source.CONFIG, file.where(OPTIONS))
     for name, value in _read(file, NAMES).items():
         take(name, value, Source.CONFIG, str(file.path))
     for name, (value, words) in _from_environment().items():
@@ -340,9 +320,8 @@ def resolve(given: Settings | None = None, **arguments: Any) -> Settings:
         take(OPTIONS, given.strategy_options, Source.ASKED, "asked for")
     for name, value in arguments.items():
         if name not in NAMES:
-            raise SettingError(
-                f"{name!r} is no setting{nearest(name, NAMES) or '.'} Known: {', '.join(NAMES)}"
-            )
+            near = nearest(name, NAMES) or "."
+            raise SettingError(f"{name!r} is no setting{near} Known: {', '.join(NAMES)}")
         if value is not None:
             take(name, value, Source.ASKED, f"{name}={value!r}")
     for name, value in _overrides():
@@ -357,11 +336,7 @@ def resolve_launching(path: str | None = None, **flags: Any) -> Launching:
         SettingError: a wrong name or value, anywhere.
     """
     found = _launching(read(path))
-    given = {
-        name: checked(LAUNCHING[name], value, f"{name}=")
-        for name, value in flags.items()
-        if value is not None
-    }
+    given = {n: checked(LAUNCHING[n], v, f"{n}=") for n, v in flags.items() if v is not None}
     return Launching(**{**found, **given})
 
 
@@ -407,8 +382,9 @@ def _overrides() -> Iterator[tuple[str, Any]]:
     for pair in shlex.split(env.read(OVERRIDE) or ""):
         name, equals, value = pair.partition("=")
         if name not in NAMES or not equals:
+            near = nearest(name, NAMES) or "."
             raise SettingError(
-                f"{OVERRIDE} holds {pair!r}, but takes setting=value{nearest(name, NAMES) or '.'} Known: {', '.join(NAMES)}"
+                f"{OVERRIDE} holds {pair!r}, but takes setting=value{near} Known: {', '.join(NAMES)}"
             )
         yield name, checked(NAMES[name], value, f"{OVERRIDE}: {name}=")
 
@@ -419,8 +395,9 @@ def _from_environment() -> dict[str, tuple[Any, str]]:
     found = {}
     for variable in env.names(env.PREFIX):
         if variable not in ours:
+            near = nearest(variable, ours) or "."
             raise SettingError(
-                f"{variable} in the environment is no setting{nearest(variable, ours) or '.'} Unset it or correct its name"
+                f"{variable} in the environment is no setting{near} Unset it or correct its name"
             )
         if variable in known and env.read(variable):  # an empty variable is the shell's way to unset one
             name, words = known[variable], f"{variable} in the environment"
