@@ -1,6 +1,6 @@
-"""The face: an Accelerator decides once, prepares what it is given, and runs the step.
+"""The Accelerator: it decides once, prepares what it is given, and runs the step.
 
-What it decides stands in `plan`; how the model is spread is the strategy's, dtypes are the precision's, ranks are the world's.
+The plan holds what it decides, with reasons. The strategy spreads models, the precision knows dtypes, the world knows ranks.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ class Accelerator(Processes, Resuming, Weights):
     ``print(accelerator)`` shows each decision with its reason.
 
     Args:
-        mixed_precision: "auto", "no" or "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-true", "fp16-true", "O0", "O1", "O2", "O3".
-            Under "auto" on a CPU with bf16 instructions, "bf16", "fp16", "fp8" and "O1", trainable parameters that arrive in bf16 or fp16
-            are raised to fp32 by `prepare`; frozen ones keep their dtype. "bf16-true" and "fp16-true" cast the model and keep
-            low-precision weights. "no", "fp32", "tf32" and "O0" cast nothing. Low-precision weights that are kept are stepped by fp32
-            masters, or with stochastic rounding where the optimizer is of `easymp.optim` ("O3" only rounds). The plan says which.
-        strategy: "auto", "single", "data_parallel", "ddp", "zero1", "fsdp", "hsdp", "tensor_parallel", "pipeline", "local_sgd".
+        mixed_precision: "auto", or a precision: "no" or "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-true", "fp16-true", "O0" to "O3"
+            (see `easymp.registry.PRECISIONS`). "bf16", "fp16", "fp8", "O1" and "auto" on a CPU with bf16 instructions raise trainable
+            parameters that arrive in bf16 or fp16 to fp32; frozen ones keep their dtype. "bf16-true" and "fp16-true" cast the model and
+            keep low-precision weights; "no", "fp32", "tf32" and "O0" cast nothing. Low-precision weights are stepped by fp32 masters, or
+            with stochastic rounding where the optimizer is of `easymp.optim` ("O3" only rounds). The plan says which.
+        strategy: "auto", or a strategy such as "ddp", "fsdp" or "pipeline" (see `easymp.registry.STRATEGIES`).
         strategy_options: options of the strategy: its record (`FSDPOptions`, `DistributedDataParallelKwargs` …) or a dict of the fields;
-            else those of the table ``[strategy_options]`` of ``easymp.toml``.
+            default: those of the table ``[strategy_options]`` of ``easymp.toml``.
         gradient_accumulation_steps: micro-batches an update; use `accumulate`.
         cpu: train on the CPU although there is an accelerator.
         device_placement: move models and batches to the device.
@@ -116,35 +116,32 @@ class Accelerator(Processes, Resuming, Weights):
         kwargs_handlers: records of `easymp` with options of autocast, the loss scale, DDP, the process group, profiles.
         initialize: gives values to a module that was built on the meta device and has no `reset_parameters`; called with each module
             that had tensors there.
-        activation_checkpointing: modules that keep their inputs only and are computed again in backward: True, the repeated blocks; or
-            a pattern of names or classes, or several.
+        activation_checkpointing: modules that keep only their inputs and are computed again in backward: True for the repeated blocks,
+            or a pattern of names or classes, or several.
         compile: torch.compile: True or "model", "blocks" (each repeated one), or `CompileOptions`.
         dynamo_backend: another spelling of ``compile=CompileOptions(backend=...)``; "no" for none.
-        nonfinite: what to do about a loss or gradient norm that is infinite or not a number. "warn": say it once, with step, rank and
-            loss scale, without waiting for the device. "skip": no rank steps where a gradient of any rank is not finite (see
-            `optimizer_step_was_skipped`), and it is said once. "raise": all ranks raise a NonfiniteError before that step, or where a loss
-            is not finite. Both check all gradients before each step and may wait for the device; closures are refused. None is "skip"
-            under a loss scale, else "warn". A loss scale that is still being found skips without a word, and "warn" means "skip" there.
+        nonfinite: the answer to a loss or gradient norm that is infinite or not a number. "warn": say it once, with step, rank and loss
+            scale, without waiting for the device. "skip": no rank steps where a gradient of any rank is not finite (see
+            `optimizer_step_was_skipped`). "raise": all ranks raise a NonfiniteError before that step, or where a loss is not finite.
+            "skip" and "raise" check all gradients before each step, may wait for the device, and refuse closures. None: "skip" under a
+            loss scale, else "warn". While a loss scale is being found, overflows are not reported, and "warn" means "skip".
         seed: seed of all random streams; see `set_seed`.
         deterministic: deterministic algorithms only.
-        fused: let plain torch optimizers run a fused step: by our kernels where CuPy runs and they gain, else torch's. It does clipping and
-            unscaling, too (see `clip_grad_norm_`). False: torch's step as given, and gradients are changed in memory.
-        ema_decay: keep an exponential moving average of the weights in the optimizer's state, of which each step keeps so much (0.999 is
-            usual): see `averaged`.
+        fused: let plain torch optimizers run a fused step: our kernels where CuPy runs and they gain, else torch's. It also clips and
+            unscales (see `clip_grad_norm_`). False: torch's step as given, and gradients are changed in memory.
+        ema_decay: decay of a moving average of the weights that optimizers keep, for example 0.999: see `averaged`.
         convert_sync_batchnorm: batch-norm in training by the samples of all ranks that see other data; see `SyncBatchNorm`.
         probe: let "auto" time fp32 and bf16 in the first training step where no rule is certain.
         timeout: seconds that a rank waits for the others in a collective.
-        memory: what a rank has, in bytes or as "16GiB", where "auto" decides by what models need; else its device's memory.
-        replica_check: ranks that must hold the same parameters compare a checksum of them after the first updates of each optimizer and
-            after every so many, and the options of its param groups, too; a difference is a WorldError. None: 1000; 0: never.
+        memory: of a rank, in bytes or as "16GiB", by which "auto" decides; default: its device's memory.
+        replica_check: updates between two comparisons of the parameters, by checksums, and of param groups' options, on ranks that must
+            hold the same; the first updates are compared, too, and a difference is a WorldError. None: 1000; 0: never.
         debug: before each collective that the script calls (`gather`, `reduce` …) the ranks compare the call, and structure, dtypes and
-            shapes of what they pass. False: they do not. True: zero1 also compares the number of gradients in each step.
-        project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``); the working directory where there is none. From
-            `prepare` of an optimizer until `close`, the folder belongs to this run, and another process that trains with it is refused.
-            Runs that share a folder for logs name it as `ProjectConfiguration.logging_dir`.
+            shapes of the arguments. False: they do not. True: zero1 also compares the number of gradients in each step.
+        project_dir: a folder, or a URL of fsspec, for checkpoints (in ``checkpoints/``); default: the working directory.
         project_config: more about it: `ProjectConfiguration`.
-        log_with: what `log` writes to: "jsonl" (a file of JSON lines; the default), "tensorboard", "wandb", "mlflow", several of them,
-            "all" that are installed, "none", or a tracker of one's own (`Tracker`).
+        log_with: where `log` writes: "jsonl" (a file of JSON lines; the default), another tracker by name, several, "all" that are
+            installed, "none", or a tracker of your own (`Tracker`).
         save_on_signal: SIGTERM and SIGUSR1 end the run at the next batch of a prepared loader, or the next of `epochs`, with a checkpoint
             in the project's folder and exit code 75, all ranks together; one more signal, 5 seconds later or more, ends it at once.
             None: from `resume` on; True: from the beginning; False: never.
@@ -254,11 +251,9 @@ class Accelerator(Processes, Resuming, Weights):
                 spread, asked.strategy_options if strategy_options is None else strategy_options, handlers
             )
         except SettingError as error:
-            raise (
-                error
-                if strategy_options is not None or asked.strategy_options is None
-                else SettingError(f"{asked.source('strategy_options')[1]}: {error}")
-            ) from None
+            if strategy_options is not None or asked.strategy_options is None:
+                raise
+            raise SettingError(f"{asked.source('strategy_options')[1]}: {error}") from None
         plugin = gradient_accumulation_plugin or records.GradientAccumulationPlugin(plan.accumulation.value)
         self._sync_each_batch = plugin.sync_each_batch
         self._clock = StepClock(plan.accumulation.value, plugin.sync_with_dataloader)
@@ -287,11 +282,8 @@ class Accelerator(Processes, Resuming, Weights):
             self._scaler = precision.Scaler(precision.rule_from(scaling), self._world, scaled, guard)
             self._loading = dataloader_config or records.DataLoaderConfiguration()
             steps = self._world.size if scheduler_steps_per_process else 1
-            given = (
-                strategy_options is not None
-                or asked.strategy_options is not None
-                or records.DistributedDataParallelKwargs in handlers
-            )
+            own = strategy_options is not None or asked.strategy_options is not None
+            given = own or records.DistributedDataParallelKwargs in handlers
             schedule = partial(
                 self._make_scheduler, with_optimizer=step_scheduler_with_optimizer, steps=steps
             )
@@ -337,7 +329,7 @@ class Accelerator(Processes, Resuming, Weights):
             self._undo.callback(atexit.unregister, leave)
             begun.pop_all()
 
-    # -- the decision -------------------------------------------------------------------------------------------------
+    # -- the decision
 
     def _make_precision(self, asked: Settings) -> Any:
         kind = precision.PRECISIONS.get(self.plan.precision.value)
@@ -358,11 +350,10 @@ class Accelerator(Processes, Resuming, Weights):
         return f"{type(self).__name__}(process {self.process_index} of {self.num_processes}, {decided})"
 
     def __str__(self) -> str:
-        return self.plan.explain() + (
-            f"\nbatch         {self._prepared.batch}" if self._prepared.batch else ""
-        )
+        batch = f"\nbatch         {self._prepared.batch}" if self._prepared.batch else ""
+        return self.plan.explain() + batch
 
-    # -- what it is ---------------------------------------------------------------------------------------------------
+    # -- what it is
 
     @property
     def plan(self) -> Plan:
@@ -414,36 +405,19 @@ class Accelerator(Processes, Resuming, Weights):
     def state(self) -> AcceleratorState:
         return state.AcceleratorState()
 
-    @property
-    def split_batches(self) -> bool:
-        return self._loading.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        return self._loading.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        return self._loading.even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        return self._loading.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        return self._loading.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        return self._loading.use_stateful_dataloader
+    split_batches = property(lambda self: self._loading.split_batches)
+    dispatch_batches = property(lambda self: self._loading.dispatch_batches)
+    even_batches = property(lambda self: self._loading.even_batches)
+    use_seedable_sampler = property(lambda self: self._loading.use_seedable_sampler)
+    non_blocking = property(lambda self: self._loading.non_blocking)
+    use_stateful_dataloader = property(lambda self: self._loading.use_stateful_dataloader)
 
     @staticmethod
     def launch(processes: int | None = None) -> None:
         """`easymp.launch`: the same script again on several processes."""
         launcher.launch(processes)
 
-    # -- prepare ------------------------------------------------------------------------------------------------------
+    # -- prepare
 
     def prepare(
         self,
@@ -508,7 +482,7 @@ class Accelerator(Processes, Resuming, Weights):
     ) -> data.PreparedLoader:
         return self.prepare(data_loader, device_placement=[device_placement])
 
-    # -- the step -----------------------------------------------------------------------------------------------------
+    # -- the step
 
     def _look_at_data(self, unprepared: data.UnpreparedCheck) -> None:
         """Say, in the plan or once as a warning, that the data of several ranks comes from a loader that is not prepared."""
@@ -536,11 +510,8 @@ class Accelerator(Processes, Resuming, Weights):
         clock = self._clock
         if self._unprepared is not None:
             self._look_at_data(self._unprepared)
-        if (
-            not isinstance(loss, Tensor)
-            or not loss.requires_grad
-            or (loss.ndim and loss.numel() != 1 and "gradient" not in kwargs)
-        ):
+        scalar = isinstance(loss, Tensor) and (not loss.ndim or loss.numel() == 1 or "gradient" in kwargs)
+        if not scalar or not loss.requires_grad:
             raise StepError(wrapper.loss_trouble(loss))
         self._nonfinite.loss(loss)
         if num_items is not None:
@@ -560,7 +531,7 @@ class Accelerator(Processes, Resuming, Weights):
         for optimizer in prepared.optimizers:
             if (
                 optimizer.factor is not None
-            ):  # of a clip without a step: this backward adds to gradients that were clipped
+            ):  # a clip without a step: backward adds to gradients that were clipped
                 optimizer.apply_factor()
         clock.backwards += 1
         if self._logbook.waiting:
@@ -576,9 +547,7 @@ class Accelerator(Processes, Resuming, Weights):
             self._world.trains_here()
         reduces = self._world.size > 1 and clock.sync and not self._alone and not summed
         modules = [model.route.module for model in prepared.models] if reduces else []
-        replicas: list[Any] = (
-            [m for m in modules if isinstance(m, nn.parallel.DistributedDataParallel)] if modules else modules
-        )
+        replicas: list[Any] = [m for m in modules if isinstance(m, nn.parallel.DistributedDataParallel)]
         if replicas and kwargs.get("create_graph"):
             raise StepError(
                 "backward(create_graph=True) under ddp, which averages gradients in place and keeps no graph of them: take the inner "
@@ -615,21 +584,12 @@ class Accelerator(Processes, Resuming, Weights):
         """
         if self._foreign is None and self._clock.accumulation != 1:
             prepared = self._prepared
-            foreign = wrapper.ForeignSteps(
-                self._clock, prepared.owner, prepared.stepped_by, prepared.optimizers
-            )
-            self._foreign = self._undo.enter_context(foreign)
-        modules = (
-            ()
-            if self._sync_each_batch or self._world.size == 1
-            else [r.module for r in self._prepared.routes(models)]
-        )
-        return wrapper.MicroStep(
-            self._clock,
-            self._prepared.strategy,
-            modules,
-            self._prepared.sums.on and self._clock.accumulation != 1,
-        )
+            known = prepared.owner, prepared.stepped_by, prepared.optimizers
+            self._foreign = self._undo.enter_context(wrapper.ForeignSteps(self._clock, *known))
+        reduces = self._world.size > 1 and not self._sync_each_batch
+        modules = [route.module for route in self._prepared.routes(models)] if reduces else ()
+        local = self._prepared.sums.on and self._clock.accumulation != 1
+        return wrapper.MicroStep(self._clock, self._prepared.strategy, modules, local)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -693,16 +653,12 @@ class Accelerator(Processes, Resuming, Weights):
                 "join_uneven_inputs with gradient accumulation: a rank's last batch ends its window, in the middle of the windows of ranks "
                 "that have more batches. Keep even_batches=True, or set gradient_accumulation_steps=1"
             )
-        before = (
-            [(loader, loader.even_batches) for loader in self._prepared.loaders]
-            if even_batches is not None
-            else []
-        )
+        loaders = self._prepared.loaders if even_batches is not None else []
+        before = [(loader, loader.even_batches) for loader in loaders]
         for loader, _ in before:
             loader.even_batches = even_batches
-        self._scaler.agree = (
-            False  # ranks that are done do not take part; gradients are the same on those that are not
-        )
+        # Ranks that are done do not take part; gradients are the same on those that are not.
+        self._scaler.agree = False
         try:
             with (
                 self._not_compared(),
@@ -723,20 +679,16 @@ class Accelerator(Processes, Resuming, Weights):
         """Divide gradients by the loss scale, to look at them or change them before the step; acts once a window."""
         if self._clock.accumulation != 1 and not self._clock.sync:
             return
-        chosen = (
-            self._prepared.optimizers
-            if optimizer is None
-            else optimizer
-            if isinstance(optimizer, (list, tuple))
-            else [optimizer]
-        )
+        chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        if optimizer is None:
+            chosen = self._prepared.optimizers
         for item in chosen:
+            inner = item
             if isinstance(item, optim.PreparedOptimizer):
                 item.apply_factor()
                 item.gather(in_memory=True)
-            self._scaler.ensure_unscaled(
-                item.optimizer if isinstance(item, optim.PreparedOptimizer) else item
-            )
+                inner = item.optimizer
+            self._scaler.ensure_unscaled(inner)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -772,9 +724,7 @@ class Accelerator(Processes, Resuming, Weights):
         grads = []
         for parameter in self._unscaled(self._as_list(parameters)):
             if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = (
-                    parameter.grad.coalesce()
-                )  # a row that came in several parts is clamped whole
+                parameter.grad = parameter.grad.coalesce()  # so that a row of several parts is clamped whole
                 grads.append(parameter.grad._values())
             elif parameter.grad is not None:
                 grads.append(local(parameter.grad))
@@ -790,9 +740,8 @@ class Accelerator(Processes, Resuming, Weights):
     def _unscaled(self, parameters: list[Tensor]) -> list[Tensor]:
         """`parameters`, whose gradients are in memory what they shall be so far."""
         prepared = self._prepared
-        waiting = (
-            self._scaler.enabled or prepared.masters or any(o.factor is not None for o in prepared.optimizers)
-        )
+        left = any(optimizer.factor is not None for optimizer in prepared.optimizers)
+        waiting = self._scaler.enabled or prepared.masters or left
         for optimizer in prepared.optimizers_of(parameters) if waiting else ():
             optimizer.apply_factor()
             optimizer.gather(in_memory=True)
@@ -813,14 +762,11 @@ class Accelerator(Processes, Resuming, Weights):
         """
         if self.plan.settings.ema_decay is None:
             raise RefusedError(
-                "averaged() without averages: none are kept unless Accelerator(ema_decay=0.999) asks for them"
+                "averaged() needs averages of the weights: ask for them by Accelerator(ema_decay=0.999)"
             )
         self._world.settle()
-        chosen = (
-            {id(p) for route in self._prepared.routes(models) for p in route.original.parameters()}
-            if models
-            else None
-        )
+        routes = self._prepared.routes(models) if models else ()
+        chosen = {id(p) for route in routes for p in route.original.parameters()} if models else None
         with optim.averages_in(self._prepared.optimizers, chosen):
             yield
 
@@ -948,7 +894,7 @@ class Accelerator(Processes, Resuming, Weights):
         """
         return self._tracking.get(name, unwrap)
 
-    # -- loaders and models -------------------------------------------------------------------------------------------
+    # -- loaders and models
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The loader without its first `num_batches` batches, for one pass."""
@@ -970,7 +916,7 @@ class Accelerator(Processes, Resuming, Weights):
             )
         return wrapper.unwrap(model, keep_torch_compile)
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- the end
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of all that was prepared, and of `objects` (assign the Nones returned), and empty the device's cache."""
