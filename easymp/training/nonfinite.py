@@ -1,8 +1,7 @@
-"""Losses and gradient norms that are not finite: said once, with step, rank and loss scale, or raised on all ranks.
+"""Losses and gradient norms that are not finite: reported once, with step, rank and loss scale; skipped; or raised on all ranks.
 
-To say it, nothing waits for the device: numbers of some steps go to the host together, and are looked at when they have arrived. To skip,
-the gradients are checked before each step, as under a loss scale (`Scaler`, whose scale is 1 here where there is none). To raise, the
-losses are checked, too.
+A report waits for no device: numbers of some steps go to the host together, and are read when they have arrived. To skip, gradients are
+checked before each step, as under a loss scale (`Scaler`, whose scale is 1 here where there is none). To raise, losses are checked, too.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FOLLOWS = {
 
 
 class Nonfinite:
-    """What one run does about them.
+    """The guard of one run.
 
     Args:
         mode: "warn", "skip" or "raise"; None: "skip" under a loss scale, else "warn".
@@ -83,9 +82,8 @@ class Nonfinite:
             self._steps += 1
             if not scaler.scales:
                 self._note(GRADIENTS, found, self._updates())
-            elif (
-                found.device.type == "cpu" or self._steps % TOGETHER == 0
-            ):  # it goes on, once the scale is down there
+            elif found.device.type == "cpu" or self._steps % TOGETHER == 0:
+                # With a loss scale, an overflow is reported only once the scale is down at 1.
                 self._note(GRADIENTS, found * (scaler.current <= 1), self._updates())
 
     def finish(self) -> None:

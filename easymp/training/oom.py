@@ -23,12 +23,8 @@ from .state import accelerators, current_world
 
 logger = get_logger(__name__)
 
-SIGNS = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "status_alloc_failed",
-)  # the last: cuBLAS's and cuDNN's
+# The last is of cuBLAS and cuDNN.
+SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")
 AS_LONG_AS_IT_TAKES = timedelta(days=7)  # the others may have a whole training to finish
 
 
@@ -78,16 +74,10 @@ def find_executable_batch_size(
         RuntimeError: no size fits.
     """
     if function is None:
-        return functools.partial(
-            find_executable_batch_size,
-            starting_batch_size=starting_batch_size,
-            reduce_batch_size_fn=reduce_batch_size_fn,
-            keep_global_batch=keep_global_batch,
-        )
+        options = (starting_batch_size, reduce_batch_size_fn, keep_global_batch)
+        return lambda function: find_executable_batch_size(function, *options)
     if keep_global_batch and reduce_batch_size_fn is not None:
-        raise SettingError(
-            "keep_global_batch=True halves the batch, so reduce_batch_size_fn cannot decide: pass one of them"
-        )
+        raise SettingError("keep_global_batch=True halves the batch: leave reduce_batch_size_fn out")
     ours = 2 if keep_global_batch else 1
     names = list(inspect.signature(function).parameters)
     if len(names) < ours:

@@ -139,26 +139,11 @@ class GradientState:
     def __init__(self, clock: StepClock | None = None) -> None:
         self._clock = clock if clock is not None else _newest("GradientState").clock
 
-    @property
-    def sync_gradients(self) -> bool:
-        return self._clock.sync
-
-    @property
-    def num_steps(self) -> int:
-        return self._clock.accumulation
-
-    @property
-    def adjust_scheduler(self) -> bool:
-        """True: prepared schedulers count optimizer updates."""
-        return True
-
-    @property
-    def sync_with_dataloader(self) -> bool:
-        return self._clock.end_with_loader
-
-    @property
-    def active_dataloader(self) -> Any | None:
-        return self._clock.reading
+    sync_gradients = property(lambda self: self._clock.sync)
+    num_steps = property(lambda self: self._clock.accumulation)
+    adjust_scheduler = True  # prepared schedulers count optimizer updates
+    sync_with_dataloader = property(lambda self: self._clock.end_with_loader)
+    active_dataloader = property(lambda self: self._clock.reading)
 
     @property
     def in_dataloader(self) -> bool:
