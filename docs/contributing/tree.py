@@ -1,0 +1,32 @@
+"""Write the tree of architecture.md anew: each file of easymp with the first sentence of its docstring."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = Path(__file__).with_name("architecture.md")
+
+
+def sentence(path: Path) -> str:
+    """The first sentence of a file's docstring."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
+    return re.split(r"(?<=[a-z`)])[.:;] ", text)[0].rstrip(".")
+
+
+def lines() -> list[str]:
+    """One line a file."""
+    package, found = ROOT / "easymp", []
+    for path in sorted(package.rglob("*.py"), key=lambda p: (len(p.relative_to(package).parts) > 1, p)):
+        name = path.relative_to(package).as_posix().removesuffix("__init__.py")
+        if path.stat().st_size and name:
+            found.append(f"{name:<34} {sentence(path)}")
+    return found
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text(encoding="utf-8")
+    begin, end = page.index("```text tree\n") + 13, page.rindex("```")
+    PAGE.write_text(page[:begin] + "\n".join(lines()) + "\n" + page[end:], encoding="utf-8")
