@@ -24,17 +24,6 @@ def test_every_nth_micro_step_ends_a_window() -> None:
     assert ends(StepClock(1), 3) == [True] * 3
 
 
-def test_before_the_first_tick_nothing_is_open() -> None:
-    clock = StepClock(4)
-    assert (clock.sync, clock.micro, clock.backwards, clock.inside, clock.reading) == (
-        True,
-        0,
-        0,
-        False,
-        None,
-    )
-
-
 def test_a_tick_begins_with_no_backward() -> None:
     clock = StepClock(2)
     clock.tick()
@@ -90,10 +79,3 @@ def test_loops_may_end_in_any_order() -> None:
     clock.leave(a)
     clock.leave(a)
     assert clock.reading is None
-
-
-def test_the_window_may_change_its_length() -> None:
-    clock = StepClock(4)
-    assert ends(clock, 2) == [False, False]
-    clock.accumulation = 2
-    assert ends(clock, 3) == [True, False, True]

@@ -64,18 +64,6 @@ def test_the_global_batch_can_stay_by_more_micro_batches() -> None:
     assert tried == [(8, 1), (4, 2), (2, 4)]
 
 
-def test_ones_own_rule_for_the_next_size() -> None:
-    sizes = iter([7, 3])
-
-    @find_executable_batch_size(starting_batch_size=9, reduce_batch_size_fn=lambda: next(sizes))
-    def train(batch_size: int) -> int:
-        if batch_size > 3:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-        return batch_size
-
-    assert train() == 3
-
-
 def test_other_errors_pass() -> None:
     def train(batch_size: int) -> None:
         raise RuntimeError("shapes do not match")

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator
 from easymp.training.wrapper import make_view, unwrap
 
 T = TypeVar("T")
@@ -128,18 +127,6 @@ def test_nothing_is_set_on_the_users_module() -> None:
     assert set(vars(Net)) == kinds_names
 
 
-def test_train_and_eval() -> None:
-    model = Net()
-    view, _, _ = view_of(model)
-    assert view.eval() is view
-    assert not model.training
-    assert not model.layer.training
-    model.train()
-    assert view.training
-    view.requires_grad_(False)
-    assert not model.layer.weight.requires_grad
-
-
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_hooks_run_once_a_call() -> None:
     model, seen = Net(), []
@@ -227,43 +214,6 @@ def test_a_class_that_registers_its_subclasses() -> None:
     assert Registered.register == {"tagged": Tagged}
 
 
-class Base(nn.Module):
-    __slots__ = ("__private", "scale")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 2.0
-        self.__private = 1.0
-
-    def private(self) -> float:
-        return self.__private
-
-
-class Slotted(Base):
-    __slots__ = "offset"  # a word is as good as a tuple
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale
-
-
-def test_slots() -> None:
-    model = Slotted()
-    view, _, _ = view_of(model)
-    assert (view.scale, view.private()) == (2.0, 1.0)
-    torch.testing.assert_close(view(X), model(X) + 100)
-    view.scale = 5.0
-    assert model.scale == 5.0
-    assert not hasattr(view, "offset")
-    model.offset = 1
-    assert view.offset == 1
-    del view.offset
-    assert not hasattr(model, "offset")
-
-
 class Holding(nn.Module):
     """Has what a wrapper of DistributedDataParallel has, by itself."""
 
@@ -290,14 +240,6 @@ def test_what_scripts_ask_of_the_wrapper_of_ddp() -> None:
 # -- compiled and scripted ---------------------------------------------------------------------------------------------
 
 
-def test_compiling_what_was_prepared() -> None:
-    model = Net()
-    view, _, _ = view_of(model)
-    compiled = torch.compile(view, backend="eager")
-    torch.testing.assert_close(compiled(X), model(X) + 100)
-    assert unwrap(compiled, keep_torch_compile=False) is model
-
-
 # -- unwrap ------------------------------------------------------------------------------------------------------------
 
 
@@ -315,16 +257,3 @@ def test_unwrap() -> None:
 
 
 # -- through the face --------------------------------------------------------------------------------------------------
-
-
-def test_a_model_prepared_for_one_run_after_another() -> None:
-    model = Net()
-    for _ in range(2):
-        with Accelerator(cpu=True, mixed_precision="bf16") as accelerator:
-            view = accelerator.prepare(model)
-            assert type(view) is not Net
-            assert view(X).dtype == torch.float32
-            assert accelerator.unwrap_model(view) is model
-            pickled = through_pickle(view)
-    assert type(pickled) is Net
-    assert view(X).dtype == torch.float32  # still callable when the run is over

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import importlib
 import inspect
 import json
@@ -14,11 +13,9 @@ from pathlib import Path
 import pytest
 
 import easymp
-from easymp.base import lazy
 from easymp.registry import PRECISIONS, STRATEGIES
 
 HOUSE = Path(easymp.__file__).parent
-FILES = sorted(HOUSE.rglob("*.py"))
 
 
 def test_all_is_exactly_what_is_visible() -> None:
@@ -39,36 +36,15 @@ def test_each_name_loads_and_says_what_it_is(name: str) -> None:
 
 
 def test_what_the_scripts_of_others_import() -> None:
-    wanted = {
-        *(
-            "Accelerator",
-            "set_seed",
-            "find_executable_batch_size",
-            "release_memory",
-            "notebook_launcher",
-            "debug_launcher",
-        ),
-        *("DataLoaderConfiguration", "GradientAccumulationPlugin", "AutocastKwargs", "GradScalerKwargs"),
-        *(
-            "DistributedDataParallelKwargs",
-            "InitProcessGroupKwargs",
-            "ProfileKwargs",
-            "DistributedType",
-            "PrecisionType",
-        ),
-        *(
-            "PartialState",
-            "AcceleratorState",
-            "GradientState",
-            "gather",
-            "broadcast",
-            "reduce",
-            "send_to_device",
-        ),
-        *("recursively_apply", "find_batch_size", "concatenate", "pad_across_processes", "gather_object"),
-        *("broadcast_object_list", "skip_first_batches", "LoggerType", "GeneralTracker"),
-    }
-    assert wanted <= set(easymp.__all__)
+    wanted = (
+        "Accelerator set_seed find_executable_batch_size release_memory notebook_launcher debug_launcher "
+        "DataLoaderConfiguration GradientAccumulationPlugin AutocastKwargs GradScalerKwargs "
+        "DistributedDataParallelKwargs InitProcessGroupKwargs ProfileKwargs DistributedType "
+        "PrecisionType PartialState AcceleratorState GradientState gather broadcast reduce "
+        "send_to_device recursively_apply find_batch_size concatenate pad_across_processes gather_object "
+        "broadcast_object_list skip_first_batches LoggerType GeneralTracker"
+    )
+    assert {*wanted.split()} <= {*easymp.__all__}
 
 
 def test_type_checkers_see_each_name_where_it_is() -> None:
@@ -94,19 +70,6 @@ def test_type_checkers_see_each_name_where_it_is() -> None:
         assert set(seen) == set(package.__all__), file
         for name, home in seen.items():
             assert getattr(importlib.import_module(home), name) is getattr(package, name)
-
-
-@pytest.mark.parametrize("collects", [True, False])
-def test_the_garbage_collector_is_as_it_was_after_an_import(collects: bool) -> None:
-    (gc.enable if collects else gc.disable)()
-    try:
-        lazy.imported(".base.units", "easymp")
-        assert gc.isenabled() == collects
-        with pytest.raises(ModuleNotFoundError):
-            lazy.imported(".nothing", "easymp")
-        assert gc.isenabled() == collects
-    finally:
-        gc.enable()
 
 
 def test_a_wrong_name() -> None:

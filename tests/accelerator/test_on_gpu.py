@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -118,24 +117,6 @@ def test_an_optimizer_that_has_stepped_before_goes_on(tmp_path: Path) -> None:
 
 # -- the command line ----------------------------------------------------------------------------------------------------------
 
-SCRIPT = """\
-import torch
-from easymp import Accelerator
-
-acc = Accelerator(seed=0)
-net = torch.nn.Linear(64, 64)
-data = torch.randn(512, 64)
-net, optimizer, loader = acc.prepare(net, torch.optim.AdamW(net.parameters()), torch.utils.data.DataLoader(data, 32))
-for _ in range(3):
-    for x in loader:
-        loss = (net(x) - x).square().mean()
-        acc.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        acc.log({"loss": loss})
-acc.end_training()
-"""
-
 
 def easymp(folder: Path, *words: str) -> Any:
     """What a command prints as JSON, or else as text."""
@@ -144,34 +125,3 @@ def easymp(folder: Path, *words: str) -> Any:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout) if "--json" in words else done.stdout
-
-
-def test_the_command_tests_this_machine(tmp_path: Path) -> None:
-    found = easymp(tmp_path, "test", "--processes", "1", "--json")
-    assert found["good"] and "cuda:0" in found["plan"]
-    assert {row["check"]: row["outcome"] for row in found["rows"]}["precision"] == "good"
-
-
-def test_the_machine_is_described_and_a_plan_written(tmp_path: Path) -> None:
-    name = torch.cuda.get_device_name(0)
-    assert name in easymp(tmp_path, "env")
-    said = easymp(tmp_path, "config", "--yes", "--measure")
-    assert "is as fast as" in said or "times as" in said
-    assert (tmp_path / "easymp.toml").exists()
-
-
-def test_precisions_are_compared(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    words = (
-        "compare",
-        "train.py",
-        "--precision",
-        "fp32,bf16",
-        "--processes",
-        "1",
-        "--output",
-        "out",
-        "--json",
-    )
-    found = easymp(tmp_path, *words)
-    assert {run["status"] for summary in found["plans"] for run in summary["runs"]} == {"finished"}

@@ -126,15 +126,6 @@ def test_a_parameter_prepared_twice(acc: Accelerator) -> None:
         acc.prepare(model[2])
 
 
-def test_free_memory_lets_go_of_old_optimizers(acc: Accelerator) -> None:
-    model = make()
-    view, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    view, optimizer = acc.free_memory(view, optimizer)
-    assert view is None
-    assert optimizer is None
-    acc.prepare(model, torch.optim.Adam(model.parameters()))
-
-
 def test_a_scheduler_of_another_optimizer(acc: Accelerator) -> None:
     model, optimizer, _, _ = four()
     other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(make().parameters(), 0.1), 1)

@@ -18,7 +18,6 @@ from easymp import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
-    InitProcessGroupKwargs,
 )
 from easymp.training import collectives as ops
 
@@ -129,38 +128,7 @@ def test_a_scheduler_steps_once_an_update_not_once_a_process(ranks) -> None:
     assert ranks(scheduler_steps) == [(0.5, 0.25)] * 2
 
 
-def dropout() -> tuple[list[torch.Tensor], torch.Tensor]:
-    with Accelerator(mixed_precision="no", seed=11) as acc:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-        start = [p.detach().clone() for p in model.parameters()]
-        model = acc.prepare(model)
-        return start, nn.functional.dropout(torch.ones(64), 0.5)
-
-
-def test_ranks_start_alike_and_drop_differently(ranks) -> None:
-    (start0, drop0), (start1, drop1) = ranks(dropout)
-    assert all(torch.equal(a, b) for a, b in zip(start0, start1))
-    assert not torch.equal(drop0, drop1)
-
-
 # -- uneven inputs -----------------------------------------------------------------------------------------------------
-
-
-def uneven(precision: str) -> tuple[int, float]:
-    config = DataLoaderConfiguration(even_batches=False)
-    with Accelerator(mixed_precision=precision, dataloader_config=config) as acc:
-        model = make()
-        model, optimizer, loader = acc.prepare(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(20), batch_size=4)
-        )
-        seen = 0
-        with acc.join_uneven_inputs([model]):
-            for x, _, y in loader:
-                acc.backward(nn.functional.cross_entropy(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-                seen += 1
-        return seen, float(sum(p.detach().double().sum() for p in model.parameters()))
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
@@ -184,12 +152,6 @@ def test_metrics_see_every_sample_once(ranks, n: int, batch: int) -> None:
     for seen, objects, mine, total in ranks(metrics, n, batch, True, False):
         assert seen == objects == list(range(n))
         assert (mine, total) == (batch, 2 * batch)
-
-
-def test_split_batches_is_honoured(ranks) -> None:
-    for seen, _, mine, total in ranks(metrics, 21, 4, True, True):
-        assert seen == list(range(21))
-        assert (mine, total) == (2, 4)
 
 
 def metrics_wrongly() -> list[str]:
@@ -317,8 +279,6 @@ def test_a_running_process_group_is_adopted_and_left_running(ranks) -> None:
 
 # -- when ranks disagree or do not come --------------------------------------------------------------------------------
 
-AT_ONCE = [InitProcessGroupKwargs(timeout=3)]  # where it is waited out
-
 
 @contextmanager
 def given_up(path: Path) -> Iterator[Accelerator]:
@@ -361,7 +321,3 @@ def test_a_hang_says_where_each_rank_is(ranks, tmp_path: Path) -> None:
     assert "rank 1: " in failure.message
     assert "test_ranks.py:" in failure.message.split("rank 1: ")[1]
     assert "in a_hang" in failure.message.split("rank 1: ")[1]
-
-
-def alone() -> None:
-    Accelerator(mixed_precision="no", kwargs_handlers=AT_ONCE)

@@ -140,23 +140,6 @@ def test_a_sum_over_tokens_is_divided_by_the_count_of_the_whole_window() -> None
     assert same(grads[1], grads[3])
 
 
-SMALL = [GradScalerKwargs(init_scale=8.0)]
-
-
-def test_body_and_head_are_clipped_one_after_the_other() -> None:
-    with Accelerator(mixed_precision="fp16", kwargs_handlers=SMALL) as acc:
-        model = make()
-        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        late = model.late = nn.Parameter(torch.ones(2))
-        optimizer.add_param_group({"params": [late]})
-        acc.backward(model(torch.ones(2, 4)).sum() + late.sum())
-        acc.clip_grad_norm_(model[0].parameters(), 0.1)
-        acc.clip_grad_norm_(model[2].parameters(), 0.1)
-        assert acc.clip_grad_norm_([late], 9.0) == pytest.approx(2**0.5)
-        optimizer.step()
-        assert not acc.optimizer_step_was_skipped
-
-
 # -- called wrongly ----------------------------------------------------------------------------------------------------
 
 
@@ -206,15 +189,6 @@ def test_num_items_for_every_micro_batch_or_none() -> None:
             acc.backward(model(torch.ones(1, 4)).sum(), num_items=3)
         with acc.accumulate(model), pytest.raises(StepError, match="for every micro-batch, or for none"):
             acc.backward(model(torch.ones(1, 4)).sum())
-
-
-def test_a_model_that_was_not_prepared() -> None:
-    with (
-        Accelerator(mixed_precision="no") as acc,
-        pytest.raises(StepError, match="this Linear is not prepared"),
-    ):
-        with acc.no_sync(nn.Linear(1, 1)):
-            pass
 
 
 def test_clipping_acts_once_a_window() -> None:
