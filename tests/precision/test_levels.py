@@ -8,14 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, AutocastKwargs, GradScalerKwargs
-from easymp.errors import RefusedError
-from easymp.precision import PRECISIONS
-from easymp.precision.cast_lists import ListedCasts
-from easymp.precision.levels import O0, O1, O2, O3
+from easymp import Accelerator, AutocastKwargs, GradScalerKwargs, RefusedError
 
 FP16, FP32 = torch.float16, torch.float32
-CPU = torch.device("cpu")
 
 
 def net() -> nn.Module:
@@ -101,7 +96,8 @@ def test_buffers_and_tied_parameters_are_cast_once() -> None:
     model.register_buffer("index", torch.arange(3))
     model.frozen = nn.Linear(2, 2).requires_grad_(False)
     model.plain = nn.BatchNorm1d(4, affine=False)
-    O2().convert(model)
+    with Accelerator(mixed_precision="O2", cpu=True) as acc:
+        acc.prepare(model)
     assert model.head.weight is model.embed.weight
     assert {name: t.dtype for name, t in model.state_dict().items()} == {
         "embed.weight": FP16,
@@ -121,19 +117,19 @@ def test_nested_inputs_are_cast_in() -> None:
         def forward(self, batch: dict[str, Any], scale: Tensor) -> Any:
             return batch["x"].dtype, batch["n"].dtype, scale.dtype
 
-    for kind in (O2, O3):
-        seen = kind().forward(Reads(), CPU)(
-            {"x": torch.ones(2), "n": torch.arange(2)}, scale=torch.ones((), dtype=torch.float64)
-        )
+    for level in ("O2", "O3"):
+        with Accelerator(mixed_precision=level, cpu=True) as acc:
+            batch = {"x": torch.ones(2), "n": torch.arange(2)}
+            seen = acc.prepare(Reads())(batch, scale=torch.ones((), dtype=torch.float64))
         assert seen == (FP16, torch.int64, FP16)
 
 
-@pytest.mark.parametrize("kind", [O1, O2, O3])
-def test_outputs_as_asked(kind: Any) -> None:
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_outputs_have_the_dtype_that_was_asked_for(level: str) -> None:
     for asked, wanted in ((FP32, FP32), (None, FP16), (torch.bfloat16, torch.bfloat16)):
-        policy = kind(AutocastKwargs(output_dtype=asked))
-        model = policy.forward(policy.convert(nn.Linear(4, 4)), CPU)
-        assert model(torch.ones(2, 4)).dtype == wanted
+        options = [AutocastKwargs(output_dtype=asked)]
+        with Accelerator(mixed_precision=level, cpu=True, kwargs_handlers=options) as acc:
+            assert acc.prepare(nn.Linear(4, 4))(torch.ones(2, 4)).dtype == wanted
 
 
 def test_o1_outside_of_the_model() -> None:
@@ -148,16 +144,9 @@ def test_o1_outside_of_the_model() -> None:
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == FP32
 
 
-def test_o1_is_autocast_where_that_has_the_lists() -> None:
-    called = O1().forward(nn.Linear(2, 2), torch.device("cuda"))
-    assert type(called).__name__ == "Autocast"
-    assert isinstance(O1().casting(CPU, AutocastKwargs()), ListedCasts)
-
-
 def test_what_levels_refuse() -> None:
     with pytest.raises(RefusedError, match="fp8 needs"):
         Accelerator(mixed_precision="fp8", cpu=True)
-    assert PRECISIONS["O0"] is O0
 
 
 def test_another_scale() -> None:

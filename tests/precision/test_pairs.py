@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from easymp import Accelerator, GradScalerKwargs
-from easymp.errors import PrepareError, RefusedError
-from easymp.plan import together
-from easymp.precision import PRECISIONS
+from easymp import Accelerator, GradScalerKwargs, PrepareError, RefusedError
 from easymp.strategies import STRATEGIES
 
 ON_CPU = [
@@ -98,17 +95,3 @@ def test_every_pair_trains_or_is_refused(ranks, alone: list[float], strategy: st
             else:
                 assert got == pytest.approx(alone, rel=0.05), (strategy, precision)
     assert isinstance(found[0]["no"], list)
-
-
-def test_pairs_are_judged_by_what_they_need() -> None:
-    for precision in PRECISIONS.values():
-        for strategy in STRATEGIES.values():
-            refusal = together(precision, strategy)
-            assert (refusal is None) == (
-                (strategy.masters or not precision.masters) and (strategy.whole or not precision.swaps)
-            )
-    said = together(PRECISIONS["fp8"], STRATEGIES["tensor_parallel"])
-    assert (
-        str(said)
-        == "the layers of fp8 take whole tensors, and tensor_parallel gives them parts; use bf16, or strategy='fsdp'"
-    )

@@ -12,15 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from easymp.errors import BatchError
-from easymp.options import AutocastKwargs
-from easymp.precision import ALIASES, PRECISIONS
-from easymp.precision.fp32 import FP32, TF32
-from easymp.precision.mixed import BF16, FP16
-from easymp.protocols import Precision
+from easymp import Accelerator, AutocastKwargs, BatchError
 
-CPU = torch.device("cpu")
-HALF = [(BF16, torch.bfloat16), (FP16, torch.float16)]
+HALF = [("bf16", torch.bfloat16), ("fp16", torch.float16)]
 Pair = namedtuple("Pair", "logits extra")
 
 
@@ -41,64 +35,56 @@ class Tiny(nn.Module):
         return self.shape(self.layer(x))
 
 
-def outputs(policy: Precision, shape: Any = lambda y: y) -> Any:
-    return policy.forward(policy.convert(Tiny(shape)), CPU)(torch.randn(2, 4))
+def prepared(model: nn.Module, precision: str, **options: Any) -> nn.Module:
+    with Accelerator(mixed_precision=precision, cpu=True, kwargs_handlers=[AutocastKwargs(**options)]) as acc:
+        return acc.prepare(model)
 
 
-@pytest.mark.parametrize(("kind", "compute"), HALF)
-def test_products_run_in_half_and_come_out_in_fp32(kind: type[Precision], compute: torch.dtype) -> None:
+def outputs(precision: str, shape: Any = lambda y: y, **options: Any) -> Any:
+    return prepared(Tiny(shape), precision, **options)(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(("precision", "compute"), HALF)
+def test_products_run_in_half_and_come_out_in_fp32(precision: str, compute: torch.dtype) -> None:
     model = Tiny()
     seen: list[torch.dtype] = []
     model.layer.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
-    policy = kind()
-    called = policy.forward(policy.convert(model), CPU)
-    y = called(torch.randn(2, 4))
+    y = prepared(model, precision)(torch.randn(2, 4))
     assert seen == [compute]
     assert y.dtype == torch.float32
     y.sum().backward()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     assert not torch.is_autocast_enabled("cpu")
-    assert (policy.param, policy.compute, policy.reduce, policy.output) == (
-        torch.float32,
-        compute,
-        torch.float32,
-        torch.float32,
-    )
 
 
-@pytest.mark.parametrize("policy", [FP32(), TF32(), BF16(AutocastKwargs(enabled=False))])
-def test_a_precision_that_casts_nothing_is_the_model_itself(policy: Precision) -> None:
-    model = Tiny()
-    assert policy.convert(model) is model
-    assert policy.forward(model, CPU) is model
+@pytest.mark.parametrize(("precision", "options"), [("no", {}), ("bf16", {"enabled": False})])
+def test_a_precision_that_casts_nothing_computes_in_fp32(precision: str, options: dict[str, Any]) -> None:
+    model, x = Tiny(), torch.randn(2, 4)
+    torch.testing.assert_close(prepared(model, precision, **options)(x), model.layer(x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("kind", "compute"), HALF)
-def test_every_floating_output_is_fp32_in_its_own_container(
-    kind: type[Precision], compute: torch.dtype
-) -> None:
-    policy = kind()
-    assert outputs(policy).dtype == torch.float32
-    a, [b] = outputs(policy, lambda y: (y, [y]))
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_every_floating_output_is_fp32_in_its_own_container(precision: str) -> None:
+    a, [b] = outputs(precision, lambda y: (y, [y]))
     assert (a.dtype, b.dtype) == (torch.float32, torch.float32)
-    both = outputs(policy, lambda y: {"logits": y, "more": {"deep": (y,)}})
+    both = outputs(precision, lambda y: {"logits": y, "more": {"deep": (y,)}})
     assert both["logits"].dtype == both["more"]["deep"][0].dtype == torch.float32
-    pair = outputs(policy, lambda y: Pair(y, None))
+    pair = outputs(precision, lambda y: Pair(y, None))
     assert type(pair) is Pair
     assert (pair.logits.dtype, pair.extra) == (torch.float32, None)
-    best = outputs(policy, lambda y: y.max(dim=1))
+    best = outputs(precision, lambda y: y.max(dim=1))
     assert (best.values.dtype, best.indices.dtype) == (torch.float32, torch.int64)
-    for kind_ in (OrderedDict, UserDict):
-        kept = outputs(policy, lambda y, kind_=kind_: kind_(y=y))
-        assert type(kept) is kind_
+    for kind in (OrderedDict, UserDict):
+        kept = outputs(precision, lambda y, kind=kind: kind(y=y))
+        assert type(kept) is kind
         assert kept["y"].dtype == torch.float32
-    record = outputs(policy, Record)
+    record = outputs(precision, Record)
     assert (type(record), record.logits.dtype) == (Record, torch.float32)
 
 
 def test_packed_sequences() -> None:
-    packed = outputs(BF16(), lambda y: pack_sequence([y, y[:1]]))
+    packed = outputs("bf16", lambda y: pack_sequence([y, y[:1]]))
     assert type(packed) is PackedSequence
     assert packed.data.dtype == torch.float32
     assert packed.batch_sizes.tolist() == [2, 1]
@@ -114,24 +100,22 @@ def test_what_is_no_half_stays_itself() -> None:
         None,
         torch.ones(2, dtype=torch.complex64),
     )
-    given = outputs(BF16(), lambda y: (y, *extras))[1:]
+    given = outputs("bf16", lambda y: (y, *extras))[1:]
     assert all(a is b for a, b in zip(given, extras))
 
 
 def test_double_precision_is_not_thrown_away() -> None:
     """Autocast leaves float64 alone; so must what comes after it."""
-    y, z = outputs(BF16(), lambda y: (y, y.double() + 1e-12))
+    y, z = outputs("bf16", lambda y: (y, y.double() + 1e-12))
     assert (y.dtype, z.dtype) == (torch.float32, torch.float64)
 
 
 def test_another_output_type_or_none() -> None:
-    assert outputs(BF16(AutocastKwargs(output_dtype=None))).dtype == torch.bfloat16
-    assert outputs(BF16(AutocastKwargs(output_dtype=torch.bfloat16))).dtype == torch.bfloat16
-    assert outputs(FP16(AutocastKwargs(output_dtype=torch.bfloat16))).dtype == torch.bfloat16
-    policy = BF16(AutocastKwargs(output_dtype=None))
-    assert policy.output is None
+    assert outputs("bf16", output_dtype=None).dtype == torch.bfloat16
+    assert outputs("bf16", output_dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert outputs("fp16", output_dtype=torch.bfloat16).dtype == torch.bfloat16
     shown = object()
-    assert outputs(policy, lambda _: shown) is shown
+    assert outputs("bf16", lambda _: shown, output_dtype=None) is shown
 
 
 def test_outputs_that_cannot_be_rebuilt_are_said() -> None:
@@ -151,17 +135,17 @@ def test_outputs_that_cannot_be_rebuilt_are_said() -> None:
     with pytest.raises(
         BatchError, match=r"model's output cannot be given back in torch.float32.*output_dtype=None"
     ):
-        outputs(BF16(), lambda y: Odd(y, 1))
-    assert type(outputs(BF16(AutocastKwargs(output_dtype=None)), lambda y: Odd(y, 1))) is Odd
+        outputs("bf16", lambda y: Odd(y, 1))
+    assert type(outputs("bf16", output_dtype=None, shape=lambda y: Odd(y, 1))) is Odd
 
 
 def test_gradients_through_the_output_cast() -> None:
     torch.manual_seed(0)
     model, x = Tiny(), torch.randn(8, 4)
-    (BF16().forward(model, CPU)(x) ** 2).mean().backward()
+    (prepared(model, "bf16")(x) ** 2).mean().backward()
     cast = model.layer.weight.grad.clone()
     model.zero_grad()
-    (model(x) ** 2).mean().backward()
+    (model.layer(x) ** 2).mean().backward()
     assert not torch.equal(cast, model.layer.weight.grad)
     torch.testing.assert_close(cast, model.layer.weight.grad, rtol=0.05, atol=0.01)
 
@@ -169,31 +153,9 @@ def test_gradients_through_the_output_cast() -> None:
 def test_the_weight_cache_can_be_turned_off() -> None:
     def casts(cache_enabled: bool) -> int:
         layer = nn.Linear(4, 4)
+        called = prepared(nn.Sequential(layer, layer, layer), "bf16", cache_enabled=cache_enabled)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            BF16(AutocastKwargs(cache_enabled=cache_enabled)).forward(
-                nn.Sequential(layer, layer, layer), CPU
-            )(torch.ones(1, 4))
+            called(torch.ones(1, 4))
         return sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy")
 
     assert casts(True) < casts(False)
-
-
-def test_training_leaves_parameters_in_fp32() -> None:
-    torch.manual_seed(0)
-    model = Tiny()
-    called = FP16().forward(FP16().convert(model), CPU)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        called(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
-    assert {p.dtype for p in model.state_dict().values()} == {torch.float32}
-
-
-def test_the_registry() -> None:
-    assert {name: kind.name for name, kind in PRECISIONS.items()} == {name: name for name in PRECISIONS}
-    assert set(ALIASES.values()) <= set(PRECISIONS)
-    assert {name for name, kind in PRECISIONS.items() if kind().scaled} >= {"fp16", "O1", "O2", "fp16-true"}
-    assert {name for name, kind in PRECISIONS.items() if kind.masters} >= {"O2", "fp16-true"}
-    assert {name for name, kind in PRECISIONS.items() if kind.raises} >= {"bf16", "fp16", "fp8", "O1"}
-    assert {name for name, kind in PRECISIONS.items() if not kind.keeps_updates} >= {"O3"}
-    assert {name for name, kind in PRECISIONS.items() if kind.swaps} >= {"fp8"}
