@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from .strategies.tensor_parallel import TensorParallelOptions as TensorParallelOptions
     from .strategies.transforms import CompileOptions as CompileOptions
     from .trackers.own import GeneralTracker as GeneralTracker
+    from .training import memory as memory
     from .training.collectives import broadcast as broadcast
     from .training.collectives import broadcast_object_list as broadcast_object_list
     from .training.collectives import gather as gather
@@ -134,6 +135,7 @@ __all__, __getattr__, __dir__ = at_first_use(
     __name__,
     globals(),
     {module: names.split() for module, names in _HOMES.items()},
+    {"training.memory": ["memory"]},
     elsewhere=dict.fromkeys(
         _ACCELERATES.split(), "easymp.compat.accelerate has it, or says what replaces it"
     ),
