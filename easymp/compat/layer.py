@@ -31,13 +31,13 @@ class Layer:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.ignored: dict[str, str] = {}  # what → why it makes no difference, or what to do instead
-        self.native: dict[str, str] = {}  # what was used → lines of easymp that do the same
+        self.ignored: dict[str, str] = {}  # option → why it has no effect, or what to do instead
+        self.native: dict[str, str] = {}  # feature in use → lines of easymp that do the same
         self._warned = False
         LAYERS.append(self)
 
     def ignore(self, words: Mapping[str, str]) -> None:
-        """These options, by name, are known and have no effect, for the reasons given. The first are a warning, later ones are logged."""
+        """Note known options without effect, with the reasons. The first call warns, later ones log."""
         new = {what: why for what, why in words.items() if what not in self.ignored}
         if not new:
             return
@@ -54,7 +54,7 @@ class Layer:
         )
 
     def use(self, what: str, lines: str) -> None:
-        """`what` was used, and `lines` are how a script for easymp itself does it."""
+        """Record that `what` was used, and the `lines` that do the same in a script for easymp itself."""
         self.native[what] = lines
 
     def absent(
@@ -87,7 +87,7 @@ LAYERS: list[Layer] = []
 
 
 def explain() -> str:
-    """What the layers in use ignored, and the native lines that would do the same; printed, and returned."""
+    """Print and return the options that the layers ignored, and native lines that replace the layers."""
     parts = []
     for layer in LAYERS:
         if not (layer.native or layer.ignored):

@@ -840,11 +840,11 @@ def test_its_own_optimizers_and_contexts():
 
 
 def test_modules_that_scripts_import():
+    from easymp.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from easymp.compat.deepspeed.ops.lamb import FusedLamb
     from easymp.compat.deepspeed.runtime.lr_schedules import WarmupLR
     from easymp.compat.deepspeed.runtime.utils import see_memory_usage
 
-    from easymp.compat.deepspeed.optimizers import DeepSpeedCPUAdam, FusedAdam
     from easymp.compat.deepspeed.utils import RepeatingLoader, log_dist, logger
 
     p = nn.Parameter(torch.ones(2))

@@ -11,7 +11,7 @@ layer = Layer("Accelerate")
 
 
 def stand_in(name: str, instead: str) -> type:
-    """A class for imports, annotations and isinstance, that none is made of: RefusedError, with what to write `instead`."""
+    """A class for imports, annotations and isinstance; a call raises RefusedError, which says what to write `instead`."""
 
     def refuse(kind: type, *args: Any, **kwargs: Any) -> Any:
         raise RefusedError(f"{name} is not part of easymp: {instead}")

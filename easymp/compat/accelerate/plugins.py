@@ -46,7 +46,7 @@ class FullyShardedDataParallelPlugin:
     """Strategy "fsdp" (or "hsdp", "ddp") in Accelerate's words; a single process trains alone, as there.
 
     Attributes:
-        strategy, options: what it comes to.
+        strategy, options: the arguments of the Accelerator.
         activation_checkpointing: as the Accelerator's.
 
     Raises:
@@ -77,29 +77,16 @@ class FullyShardedDataParallelPlugin:
                     "sharding_strategy",
                     "reshard_after_forward",
                     "auto_wrap_policy",
-                    "cpu_offload",
                 )
                 raise SettingError(f"FullyShardedDataParallelPlugin has no {name!r}{nearest(name, known)}")
-        layer.ignore(
-            {
-                name: WITHOUT_EFFECT[name]
-                for name, value in others.items()
-                if name in WITHOUT_EFFECT and value is not None
-            }
-        )
+        given = [name for name, value in others.items() if name in WITHOUT_EFFECT and value is not None]
+        layer.ignore({name: WITHOUT_EFFECT[name] for name in given})
         self.strategy, kind, reshard = _sharding(sharding_strategy, reshard_after_forward)
         wrap = _wrapped(auto_wrap_policy, transformer_cls_names_to_wrap, min_num_params)
-        offload = getattr(
-            cpu_offload, "offload_params", cpu_offload
-        )  # FSDP1's and FSDP2's records, or a bool
-        host = (
-            bool(offload)
-            if isinstance(offload, (bool, type(None)))
-            else type(offload).__name__ == "CPUOffloadPolicy"
-        )
-        self.options = (
-            None if kind is None else kind(reshard_after_forward=reshard, wrap=wrap, cpu_offload=host)
-        )
+        # A bool, or a record of FSDP1 or FSDP2.
+        offload = getattr(cpu_offload, "offload_params", cpu_offload)
+        host = offload is True or type(offload).__name__ == "CPUOffloadPolicy"
+        self.options = kind and kind(reshard_after_forward=reshard, wrap=wrap, cpu_offload=host)
         self.activation_checkpointing = activation_checkpointing
         words = "" if kind is None or self.options == kind() else f", strategy_options={self.options!r}"
         words += ", activation_checkpointing=True" if activation_checkpointing else ""
@@ -134,17 +121,9 @@ def _wrapped(policy: Any, classes: Sequence[str] | None, smallest: int | None) -
     return smallest or "blocks"
 
 
-class DynamoBackend(StrEnum):
-    """Backends of torch.compile, by the names that scripts pass; one that torch does not have is refused by the Accelerator."""
-
-    NO = "NO"
-    EAGER = "EAGER"
-    AOT_EAGER = "AOT_EAGER"
-    INDUCTOR = "INDUCTOR"
-    CUDAGRAPHS = "CUDAGRAPHS"
-    ONNXRT = "ONNXRT"
-    TENSORRT = "TENSORRT"
-    TVM = "TVM"
+# Backends of torch.compile, by the names that scripts pass; the Accelerator refuses one that torch does not have.
+_BACKENDS = "NO EAGER AOT_EAGER INDUCTOR CUDAGRAPHS ONNXRT TENSORRT TVM".split()
+DynamoBackend = StrEnum("DynamoBackend", {name: name for name in _BACKENDS}, module=__name__)
 
 
 @dataclass
@@ -160,7 +139,7 @@ class TorchDynamoPlugin:
     use_regional_compilation: bool | None = None
 
     def compiling(self) -> CompileOptions | bool:
-        """What `Accelerator(compile=…)` takes."""
+        """The argument of `Accelerator(compile=…)`."""
         backend = str(self.backend or DynamoBackend.NO)
         if self.disable or backend.upper() == DynamoBackend.NO:
             return False

@@ -117,14 +117,7 @@ def patch_environment(**kwargs: Any) -> AbstractContextManager[None]:
     return env.override(**{key.upper(): str(value) for key, value in kwargs.items()})
 
 
-COMPARED = {
-    "<": operator.lt,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">=": operator.ge,
-    ">": operator.gt,
-}
+COMPARED = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">=": "ge", ">": "gt"}
 
 
 def compare_versions(library_or_version: str, operation: str, requirement_version: str) -> bool:
@@ -135,7 +128,8 @@ def compare_versions(library_or_version: str, operation: str, requirement_versio
     version = given if given[:1].isdigit() else importlib.metadata.version(given)
     mine, other = _numbers(version), _numbers(requirement_version)
     width = max(len(mine), len(other))
-    return bool(COMPARED[operation](mine + (0,) * (width - len(mine)), other + (0,) * (width - len(other))))
+    pairs = (numbers + (0,) * (width - len(numbers)) for numbers in (mine, other))
+    return bool(getattr(operator, COMPARED[operation])(*pairs))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -150,30 +144,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 # -- imports: what scripts ask before they import something or choose a path ----------------------------------------
 
 
-def is_cuda_available() -> bool:
-    return torch.cuda.is_available()
-
-
-def is_xpu_available() -> bool:
-    return torch.xpu.is_available()
-
-
-def is_mps_available(min_version: str = "1.12") -> bool:
-    return torch.backends.mps.is_available()
-
-
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Whether the GPU has native bf16; True on CPUs, which always compute it."""
     return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True
-
-
-def is_fp16_available() -> bool:
-    """True: fp16 computes on every device. `easymp env` says where it is fast."""
-    return True
-
-
-def is_rocm_available() -> bool:
-    return torch.version.hip is not None and torch.cuda.is_available()
 
 
 def _installed(*packages: str) -> Callable[..., bool]:
@@ -199,27 +172,22 @@ _checks: dict[str, Any] = {
     **{name: _installed() for name in NEVER.split()},
 }
 _imports = {f"is_{name}_available": check for name, check in _checks.items()}
+_imports |= {
+    "is_cuda_available": lambda: torch.cuda.is_available(),
+    "is_xpu_available": lambda: torch.xpu.is_available(),
+    "is_mps_available": lambda min_version="1.12": torch.backends.mps.is_available(),
+    "is_fp16_available": lambda: True,  # on every device; `easymp env` says where it is fast
+    "is_rocm_available": lambda: torch.version.hip is not None and torch.cuda.is_available(),
+}
 for _name, _check in _imports.items():
     _check.__name__ = _check.__qualname__ = _name
-_imports |= {
-    f.__name__: f
-    for f in (is_bf16_available, is_cuda_available, is_fp16_available, is_mps_available)
-    + (is_rocm_available, is_xpu_available)
-}
+_imports["is_bf16_available"] = is_bf16_available
 
 # -- dataclasses --------------------------------------------------------------------------------------------------
 
 
-class RNGType(StrEnum):
-    """Words for `rng_types`, which has no effect: the order of data is the same on all ranks by itself."""
-
-    TORCH = "torch"
-    CUDA = "cuda"
-    NPU = "npu"
-    XLA = "xla"
-    XPU = "xpu"
-    GENERATOR = "generator"
-
+# Words for `rng_types`, which has no effect: the order of data is the same on all ranks by itself.
+RNGType = StrEnum("RNGType", "TORCH CUDA NPU XLA XPU GENERATOR", module=__name__)
 
 _RECORDS = (
     "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs "
@@ -262,26 +230,13 @@ _memory = {
     "release_memory": release_memory,
     "should_reduce_batch_size": out_of_memory,
 }
+_TREES = ("concatenate", "find_batch_size", "recursively_apply", "send_to_device", "slice_tensors")
+_RANKS = ("broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "reduce")
+_own = (convert_outputs_to_fp32, convert_to_fp32, find_device, is_torch_tensor, listify)
 _operations = {
-    **{
-        f.__name__: f
-        for f in (convert_outputs_to_fp32, convert_to_fp32, find_device, is_torch_tensor, listify)
-    },
-    **{
-        name: getattr(pytree, name)
-        for name in ["concatenate", "find_batch_size", "recursively_apply", "send_to_device", "slice_tensors"]
-    },
-    **{
-        name: getattr(collectives, name)
-        for name in [
-            "broadcast",
-            "broadcast_object_list",
-            "gather",
-            "gather_object",
-            "pad_across_processes",
-            "reduce",
-        ]
-    },
+    **{f.__name__: f for f in _own},
+    **{name: getattr(pytree, name) for name in _TREES},
+    **{name: getattr(collectives, name) for name in _RANKS},
 }
 _environment = {
     f.__name__: f for f in (get_int_from_env, parse_flag_from_env, patch_environment, str_to_bool)

@@ -15,17 +15,9 @@ from ...precision.levels import cast, cast_model
 from .layer import layer
 
 __all__ = [
-    "BN_convert_float",
-    "FP16Model",
-    "clip_grad_norm",
-    "convert_module",
-    "convert_network",
-    "master_params_to_model_params",
-    "model_grads_to_master_grads",
-    "network_to_half",
-    "prep_param_lists",
-    "to_python_float",
-    "tofp16",
+    *("BN_convert_float", "FP16Model", "clip_grad_norm", "convert_module", "convert_network"),
+    *("master_params_to_model_params", "model_grads_to_master_grads", "network_to_half", "prep_param_lists"),
+    *("to_python_float", "tofp16"),
 ]
 
 _AMP = "use amp.initialize(model, optimizer, opt_level='O2') and amp.scale_loss"

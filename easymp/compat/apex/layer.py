@@ -9,4 +9,4 @@ layer = Layer("Apex")
 
 
 class ApexError(EasympError, RuntimeError):
-    """What Apex would refuse, too, with a RuntimeError; and what it would let pass and compute wrongly."""
+    """An error that Apex raises as RuntimeError, or a case that Apex would compute wrongly without an error."""

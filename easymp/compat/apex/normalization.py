@@ -15,17 +15,9 @@ from torch import Tensor, nn
 from .layer import layer
 
 __all__ = [
-    "FusedLayerNorm",
-    "FusedRMSNorm",
-    "MixedFusedLayerNorm",
-    "MixedFusedRMSNorm",
-    "fused_layer_norm",
-    "fused_layer_norm_affine",
-    "fused_rms_norm",
-    "fused_rms_norm_affine",
-    "manual_rms_norm",
-    "mixed_dtype_fused_layer_norm_affine",
-    "mixed_dtype_fused_rms_norm_affine",
+    *("FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm", "fused_layer_norm"),
+    *("fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine", "manual_rms_norm"),
+    *("mixed_dtype_fused_layer_norm_affine", "mixed_dtype_fused_rms_norm_affine"),
 ]
 
 __getattr__ = layer.absent("apex.normalization", {}, lambda: __all__)
@@ -38,52 +30,44 @@ def _told(memory_efficient: bool) -> None:
         layer.ignore({"memory_efficient": "torch keeps what layer-norm needs for backward"})
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class _Norm:
+    """The constructor of Apex's norms, before torch's class."""
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        _told(memory_efficient)
+        super().__init__(normalized_shape, eps, elementwise_affine)  # type: ignore[call-arg]
+
+
+class FusedLayerNorm(_Norm, nn.LayerNorm):
     """torch.nn.LayerNorm."""
 
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        _told(memory_efficient)
-        super().__init__(normalized_shape, eps, elementwise_affine)
 
-
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_Norm, nn.RMSNorm):
     """torch.nn.RMSNorm."""
 
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        _told(memory_efficient)
-        super().__init__(normalized_shape, eps, elementwise_affine)
 
-
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """Its output has the type of its weights, whatever comes in."""
+class _Mixed:
+    """Casts inputs to the type of the weights, before Apex's norms."""
 
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
-        super().__init__(normalized_shape, eps, True, memory_efficient)
+        super().__init__(normalized_shape, eps, True, memory_efficient)  # type: ignore[call-arg]
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.to(self.weight.dtype))
+        return super().forward(input.to(self.weight.dtype))  # type: ignore[misc, attr-defined]
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
-    """Its output has the type of its weights, whatever comes in."""
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+    """LayerNorm whose output has the type of its weights."""
 
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
-        super().__init__(normalized_shape, eps, True, memory_efficient)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
+    """RMSNorm whose output has the type of its weights."""
 
 
 def _sizes(shape: Shape) -> list[int]:

@@ -38,7 +38,7 @@ optimizer = easymp.optim.{name}(model.parameters(), …)  # or torch.optim's, wh
 
 
 class _Apexs(FusedOptimizer):
-    """What all have in common."""
+    """Base of Apex's optimizers."""
 
     _none = True
 

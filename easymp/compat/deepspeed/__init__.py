@@ -61,24 +61,10 @@ submodules(
 )
 
 __all__ = [
-    "DeepSpeedEngine",
-    "LRRangeTest",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "__version__",
-    "add_config_arguments",
-    "checkpointing",
-    "comm",
-    "get_accelerator",
-    "init_distributed",
-    "initialize",
-    "ops",
-    "runtime",
-    "utils",
-    "zero",
-]
+    "DeepSpeedEngine", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "__version__",
+    "add_config_arguments", "checkpointing", "comm", "get_accelerator", "init_distributed", "initialize", "ops",
+    "runtime", "utils", "zero",
+]  # fmt: skip
 
 
 def initialize(
@@ -96,7 +82,9 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """(engine, optimizer, training_dataloader, lr_scheduler); what is not there is None.
+    """Make the engine.
+
+    Returns (engine, optimizer, training_dataloader, lr_scheduler), with None for those that are not there.
 
     Args:
         args: may have `deepspeed_config`, the path of the configuration.
@@ -122,13 +110,8 @@ def initialize(
         raise SettingError(
             "the configuration is given twice: by config=, config_params= or args.deepspeed_config; leave one of them"
         )
-    layer.ignore(
-        {
-            name: "how ranks are arranged is the strategy's"
-            for name, value in (("mpu", mpu), ("mesh_param", mesh_param))
-            if value is not None
-        }
-    )
+    meshes = {"mpu": mpu, "mesh_param": mesh_param}
+    layer.ignore({name: "the strategy arranges ranks" for name, value in meshes.items() if value is not None})
     asked = read(given[0], read_ranks().size)
     engine = DeepSpeedEngine(
         model, asked, optimizer, model_parameters, training_data, lr_scheduler, collate_fn

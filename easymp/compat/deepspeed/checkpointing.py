@@ -20,24 +20,18 @@ _cpu: bool | None = None  # None before `configure`
 def configure(
     mpu_: Any = None, deepspeed_config: Any = None, checkpoint_in_cpu: bool | None = None, **others: Any
 ) -> None:
-    """Say where inputs of checkpointed parts are kept.
+    """Set where inputs of checkpointed parts are kept.
 
     Args:
         checkpoint_in_cpu: in the host's memory.
         others: known to DeepSpeed (partition_activations …), without effect.
     """
     global _cpu
-    section = (
-        deepspeed_config.get("activation_checkpointing", {}) if isinstance(deepspeed_config, dict) else {}
-    )
+    config = deepspeed_config if isinstance(deepspeed_config, dict) else {}
+    section = config.get("activation_checkpointing", {})
     _cpu = bool(section.get("cpu_checkpointing", False) if checkpoint_in_cpu is None else checkpoint_in_cpu)
-    layer.ignore(
-        {
-            f"checkpointing.configure({name}=…)": "torch keeps inputs whole"
-            for name, value in others.items()
-            if value
-        }
-    )
+    ignored = [f"checkpointing.configure({name}=…)" for name, value in others.items() if value]
+    layer.ignore(dict.fromkeys(ignored, "torch keeps inputs whole"))
 
 
 def is_configured() -> bool:
@@ -49,7 +43,7 @@ def reset() -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, of which backward keeps the arguments only."""
+    """``function(*args)``; only the arguments are kept for backward."""
     with torch.autograd.graph.save_on_cpu() if _cpu else nullcontext():
         return recompute(function, *args, use_reentrant=False)
 

@@ -72,7 +72,7 @@ def get_local_rank() -> int:
 
 
 def log_summary(*args: Any, **kwargs: Any) -> None:
-    """Nothing was logged: `Accelerator.profile` shows what communication takes."""
+    """Do nothing: `Accelerator.profile` shows the time of communication."""
 
 
 def destroy_process_group(group: Any = None) -> None:
@@ -86,5 +86,5 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """All else is torch.distributed's: all_reduce, broadcast, barrier, ReduceOp …"""
+    """Every other name is torch.distributed's: all_reduce, broadcast, barrier, ReduceOp …"""
     return getattr(dist, name)

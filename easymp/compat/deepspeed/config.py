@@ -17,60 +17,29 @@ from ...cli.wizard.deepspeed_file import DEEPSPEED
 from ...errors import SettingError, nearest
 
 OFF = (None, False, "none", {}, [])
-# Sections, and keys of them, that this layer honours. What else is known has no effect.
+# Keys that this layer honours, as a whole or these keys of a section. Other known keys have no effect.
+_WHOLE = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer scheduler steps_per_print "
+    "wall_clock_breakdown dataloader_drop_last flops_profiler zero_allow_untested_optimizer zero_force_ds_cpu_optimizer data_types"
+)
+_FP16 = "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale"
 HONOURED: dict[str, tuple[str, ...] | None] = {
-    "train_batch_size": None,
-    "train_micro_batch_size_per_gpu": None,
-    "gradient_accumulation_steps": None,
-    "gradient_clipping": None,
-    "optimizer": None,
-    "scheduler": None,
-    "steps_per_print": None,
-    "wall_clock_breakdown": None,
-    "dataloader_drop_last": None,
-    "fp16": (
-        *(
-            "enabled",
-            "auto_cast",
-            "loss_scale",
-            "initial_scale_power",
-            "loss_scale_window",
-            "hysteresis",
-            "consecutive_hysteresis",
-        ),
-        "min_loss_scale",
-    ),
+    **dict.fromkeys(_WHOLE.split()),
+    "fp16": tuple(_FP16.split()),
     "bf16": ("enabled",),
     "zero_optimization": ("stage", "offload_optimizer", "offload_param", "cpu_offload"),
     "activation_checkpointing": ("cpu_checkpointing",),
-    "flops_profiler": None,
-    "zero_allow_untested_optimizer": None,
-    "zero_force_ds_cpu_optimizer": None,
-    "data_types": None,
 }
 OLD = {"bfloat16": "bf16"}
 MONITORS = ("tensorboard", "wandb", "csv_monitor")
 LOGGED = "log by engine.accelerator: EASYMP_LOG_WITH=tensorboard, wandb or jsonl, and accelerator.log"
-FLOPS = (
-    "enabled",
-    "profile_step",
-    "module_depth",
-    "top_modules",
-    "detailed",
-    "output_file",
-    "recompute_fwd_factor",
-)
-PROFILED = (
-    "module_depth",
-    "top_modules",
-    "detailed",
-    "recompute_fwd_factor",
-)  # of the flops profiler, without effect
+PROFILED = ("module_depth", "top_modules", "detailed", "recompute_fwd_factor")  # without effect
+FLOPS = ("enabled", "profile_step", "output_file", *PROFILED)
 
 
 @dataclass(frozen=True)
 class Half:
-    """What a section of the configuration asks for.
+    """The precision that a section of the configuration asks for.
 
     Attributes:
         precision: easymp's name.
@@ -99,11 +68,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Config:
-    """What was asked for, in one record.
+    """The whole configuration.
 
     Attributes:
         batch: the triangle, solved.
-        half: of what is enabled, or `FULL`.
+        half: the enabled precision, or `FULL`.
         scale: arguments of `GradScalerKwargs`, under fp16.
         stage: of ZeRO, 0 to 3.
         offload: weights and states lie in the host's memory.
@@ -111,7 +80,7 @@ class Config:
         optimizer, scheduler: (type, parameters) or None.
         every: updates between two lines in the log.
         flops: options of the flops profiler, where it is on.
-        cpu_checkpointing: what recomputation starts from lies in the host's memory.
+        cpu_checkpointing: inputs of recomputed parts lie in the host's memory.
         ignored: keys without effect, with the reason.
     """
 
@@ -204,17 +173,16 @@ def _ignored(content: Mapping[str, Any]) -> dict[str, str]:
     """Known keys with a value that asks for something, and no effect."""
     found = {}
     for key, value in content.items():
-        kept = HONOURED.get(key, ())
-        if key == "flops_profiler" and isinstance(value, Mapping) and value.get("enabled"):
-            found.update({f"{key}.{n}": "the whole model is counted" for n in PROFILED if n in value})
-        elif kept is None or key in HONOURED:
-            names = (
-                ()
-                if kept is None or not isinstance(value, Mapping)
-                else [n for n in value if n not in kept and value[n] not in OFF]
+        inner = value if isinstance(value, Mapping) else {}
+        if key == "flops_profiler" and inner.get("enabled"):
+            found.update(
+                {f"{key}.{name}": "the whole model is counted" for name in PROFILED if name in inner}
             )
+        elif key in HONOURED:
+            kept = HONOURED[key]
+            names = [n for n in inner if kept is not None and n not in kept and inner[n] not in OFF]
             found.update({f"{key}.{name}": "the strategy and torch decide it" for name in names})
-        elif value not in OFF and not (isinstance(value, Mapping) and value.get("enabled") is False):
+        elif value not in OFF and inner.get("enabled") is not False:
             found[key] = LOGGED if key in MONITORS else "easymp has no such part, or does it by itself"
     return found
 

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,16 +32,30 @@ logger = get_logger(__name__)
 
 LATEST = "latest"
 COUNTERS, SCHEDULE = "state/object_0", "state/scheduler_0"  # in a checkpoint
-STRATEGIES = {
-    0: "auto",
-    1: "zero1",
-    2: "zero1",
-    3: "fsdp",
-}  # up to stage 2 each rank holds whole parameters, which scripts read and save
+# Up to stage 2 each rank holds whole parameters, which scripts read and save.
+STRATEGIES = {0: "auto", 1: "zero1", 2: "zero1", 3: "fsdp"}
+
+
+COUNTED = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
+# Methods of the engine that tell its configuration.
+ANSWERS: dict[str, Callable[[Config], Any]] = {
+    "train_batch_size": lambda config: config.batch.train,
+    "train_micro_batch_size_per_gpu": lambda config: config.batch.micro,
+    "gradient_accumulation_steps": lambda config: config.batch.steps,
+    "get_batch_info": lambda config: (config.batch.train, config.batch.micro, config.batch.steps),
+    "gradient_clipping": lambda config: config.clip,
+    "fp16_enabled": lambda config: config.half.scaled,
+    "bfloat16_enabled": lambda config: config.half.low and not config.half.scaled,
+    "dynamic_loss_scale": lambda config: bool(config.half.scaled and config.scale.get("dynamic", True)),
+    "zero_optimization": lambda config: config.stage > 0,
+    "zero_optimization_stage": lambda config: config.stage,
+    "wall_clock_breakdown": lambda config: config.breakdown,
+    "steps_per_print": lambda config: config.every,
+}
 
 
 class Counters:
-    """What the engine counts, and the caller's own state; in every checkpoint."""
+    """The engine's counters and the caller's own state; in every checkpoint."""
 
     def __init__(self) -> None:
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
@@ -54,13 +69,15 @@ class Counters:
 
 
 class DeepSpeedEngine(nn.Module):
-    """What `initialize` returns first; call it as the model.
+    """The engine that `initialize` returns; call it as the model.
 
     Attributes:
         module: the user's model.
         optimizer, lr_scheduler, training_dataloader: prepared, or None.
-        accelerator: what does the work.
+        accelerator: the Accelerator that does the work.
         global_steps, micro_steps, skipped_steps, global_samples: updates, backward passes, updates that an overflow skipped, samples.
+
+    `ANSWERS` has its methods that tell the configuration.
     """
 
     def __init__(
@@ -75,7 +92,7 @@ class DeepSpeedEngine(nn.Module):
     ) -> None:
         super().__init__()
         self.module = model
-        self._config = config
+        self.config = config
         layer.ignore(config.ignored)
         self.accelerator = acc = _accelerator(config)
         layer.use(
@@ -87,12 +104,11 @@ class DeepSpeedEngine(nn.Module):
                 clip=config.clip or None,
             ),
         )
+        given = parameters if parameters is not None else model.parameters()
         if optimizer is None and config.optimizer is not None:
-            optimizer = optimizers.optimizer(
-                *config.optimizer, parameters if parameters is not None else model.parameters()
-            )
+            optimizer = optimizers.optimizer(*config.optimizer, given)
         elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = optimizer(parameters if parameters is not None else model.parameters())
+            optimizer = optimizer(given)
         if scheduler is None and config.scheduler is not None:
             scheduler = optimizers.scheduler(*config.scheduler)
         if scheduler is not None and not hasattr(scheduler, "step"):
@@ -101,21 +117,11 @@ class DeepSpeedEngine(nn.Module):
                     "a scheduler without an optimizer: name one in the configuration, or pass it to initialize()"
                 )
             scheduler = scheduler(optimizer)
-        loader = None
-        if data is not None:
-            loader = DataLoader(
-                data,
-                batch_size=config.batch.micro,
-                shuffle=True,
-                collate_fn=collate,
-                drop_last=config.drop_last,
-            )
+        loader = None if data is None else self._loader(data, config.batch.micro, collate)
         called, self.optimizer, self.lr_scheduler, self.training_dataloader = acc.prepare(
             model, optimizer, scheduler, loader
         )
-        object.__setattr__(
-            self, "_called", called
-        )  # not a module of this one: its parameters are the module's
+        object.__setattr__(self, "_called", called)  # no submodule: its parameters are the module's
         self._counters = Counters()
         acc.register_for_checkpointing(self._counters)
         self._micro: AbstractContextManager[None] | None = None
@@ -187,7 +193,7 @@ class DeepSpeedEngine(nn.Module):
                 "backward() on an engine without an optimizer: name one in the configuration, or pass it to initialize()"
             )
         self._begin()
-        steps = self._config.batch.steps
+        steps = self.config.batch.steps
         if not scale_wrt_gas:
             loss = loss * steps
         with self._watches("backward"), self._apart():
@@ -198,11 +204,11 @@ class DeepSpeedEngine(nn.Module):
         return loss.detach() / steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch that is being worked on ends its update."""
-        return (self._counters.micro_steps + 1) % self._config.batch.steps == 0
+        """Whether the current micro-batch ends its update."""
+        return (self._counters.micro_steps + 1) % self.config.batch.steps == 0
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """The end of a micro-batch; on the last one of an update also clipping, the optimizer's step, and the scheduler's.
+        """End a micro-batch; on the last one of an update also clip, and step the optimizer and the scheduler.
 
         Raises:
             StepError: no backward since the last step.
@@ -215,11 +221,11 @@ class DeepSpeedEngine(nn.Module):
         acc, counters = self.accelerator, self._counters
         with self._watches("step"):
             if acc.sync_gradients:
-                self._norm = acc.clip_grad_norm_(self._called.parameters(), self._config.clip or float("inf"))
+                self._norm = acc.clip_grad_norm_(self._called.parameters(), self.config.clip or float("inf"))
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 counters.global_steps += 1
-                self._applied = not (self._config.half.scaled and acc.optimizer_step_was_skipped)
+                self._applied = not (self.config.half.scaled and acc.optimizer_step_was_skipped)
                 if not self._applied:
                     counters.skipped_steps += 1
                 elif self.lr_scheduler is not None:
@@ -231,8 +237,8 @@ class DeepSpeedEngine(nn.Module):
         ended = acc.sync_gradients
         self._end()
         counters.micro_steps += 1
-        counters.global_samples += self._config.batch.micro * self._config.batch.world
-        if ended and self._config.every and counters.global_steps % self._config.every == 0:
+        counters.global_samples += self.config.batch.micro * self.config.batch.world
+        if ended and self.config.every and counters.global_steps % self.config.every == 0:
             logger.info(
                 "step=%d, skipped=%d, lr=%s", counters.global_steps, counters.skipped_steps, self.get_lr()
             )
@@ -251,29 +257,18 @@ class DeepSpeedEngine(nn.Module):
     # -- what it is ---------------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
+        """Counters, `ANSWERS`, and the attributes of the user's model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in COUNTED:
+                return getattr(self._counters, name)
+            if name in ANSWERS:
+                return partial(ANSWERS[name], self.config)
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
             raise
-
-    @property
-    def global_steps(self) -> int:
-        return self._counters.global_steps
-
-    @property
-    def micro_steps(self) -> int:
-        return self._counters.micro_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        return self._counters.skipped_steps
-
-    @property
-    def global_samples(self) -> int:
-        return self._counters.global_samples
 
     @property
     def device(self) -> torch.device:
@@ -295,72 +290,24 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """Of the next backward; 1.0 unless fp16."""
+        """The loss scale of the next backward; 1.0 unless fp16."""
         return self.accelerator.scaler.get_scale()
 
-    @property
-    def config(self) -> Config:
-        return self._config
-
     def get_lr(self) -> list[float]:
-        """Of each param group."""
-        return (
-            [float(group["lr"]) for group in self.optimizer.param_groups]
-            if self.optimizer is not None
-            else []
-        )
+        """The rate of each param group."""
+        return [float(group["lr"]) for group in (self.optimizer.param_groups if self.optimizer else ())]
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of each param group."""
-        return [
-            group["betas"] if "betas" in group else group.get("momentum")
-            for group in self.optimizer.param_groups
-        ]
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the gradients at the last update, before clipping; None before the first."""
         return None if self._norm is None else float(self._norm)
 
-    def train_batch_size(self) -> int:
-        return self._config.batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self._config.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._config.batch.steps
-
-    def gradient_clipping(self) -> float:
-        return self._config.clip
-
-    def fp16_enabled(self) -> bool:
-        return self._config.half.scaled
-
-    def bfloat16_enabled(self) -> bool:
-        return self._config.half.low and not self._config.half.scaled
-
-    def zero_optimization(self) -> bool:
-        return self._config.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        return self._config.stage
-
-    def wall_clock_breakdown(self) -> bool:
-        return self._config.breakdown
-
     def was_step_applied(self) -> bool:
         """Whether the last `step` ended an update, and no overflow skipped it."""
         return self._applied
-
-    def dynamic_loss_scale(self) -> bool:
-        return bool(self._config.half.scaled and self._config.scale.get("dynamic", True))
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples an update, samples a micro-batch of one rank, micro-batches an update."""
-        return self._config.batch.train, self._config.batch.micro, self._config.batch.steps
-
-    def steps_per_print(self) -> int | None:
-        return self._config.every
 
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, **others: Any
@@ -370,18 +317,21 @@ class DeepSpeedEngine(nn.Module):
             raise RefusedError(
                 f"deepspeed_io({', '.join(others)}=…) is not honoured: make the DataLoader, and pass it to engine.accelerator.prepare"
             )
-        size = batch_size or self._config.batch.micro
-        loader = DataLoader(
-            dataset, batch_size=size, shuffle=True, collate_fn=collate_fn, drop_last=self._config.drop_last
+        return self.accelerator.prepare(
+            self._loader(dataset, batch_size or self.config.batch.micro, collate_fn)
         )
-        return self.accelerator.prepare(loader)
+
+    def _loader(self, data: Any, size: int, collate: Any) -> DataLoader[Any]:
+        return DataLoader(
+            data, batch_size=size, shuffle=True, collate_fn=collate, drop_last=self.config.drop_last
+        )
 
     def module_state_dict(self) -> dict[str, Any]:
         """The module's own."""
         return self.module.state_dict()
 
     def destroy(self) -> None:
-        """Let go of everything; another engine can be made afterwards."""
+        """Close the run; another engine can be made afterwards."""
         self._end()
         self.accelerator.close()
 
@@ -457,22 +407,18 @@ class DeepSpeedEngine(nn.Module):
         if load_module_only or not load_optimizer_states:
             states = open_checkpoint(place).manifest.states
             counters = unpack(states[COUNTERS], _no_tensors)
-            rates = (
-                unpack(states[SCHEDULE], _no_tensors) if schedule is not None and SCHEDULE in states else None
-            )
+            has_rates = schedule is not None and SCHEDULE in states
+            rates = unpack(states[SCHEDULE], _no_tensors) if has_rates else None
             load_weights(self._called, place, strict=load_module_strict)
             if not load_module_only:
                 self._counters.load_state_dict(counters)
                 if schedule is not None and rates is not None:
                     schedule.load_state_dict(rates)
             return place, counters["client"]
-        kept = (
-            copy.deepcopy(self.lr_scheduler.state_dict())
-            if self.lr_scheduler is not None and schedule is None
-            else None
-        )
+        keep = self.lr_scheduler is not None and schedule is None
+        kept = copy.deepcopy(self.lr_scheduler.state_dict()) if keep else None
         self.accelerator.load_state(place, strict=load_module_strict)
-        if kept is not None:
+        if keep:
             self.lr_scheduler.load_state_dict(kept)
         return place, self._counters.client
 

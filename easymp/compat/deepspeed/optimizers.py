@@ -17,22 +17,11 @@ from .schedules import SCHEDULES
 
 ADAM = (*ADAMS, "adamw")
 OURS = {word: getattr(optim, name) for word, name in NAMES.items()}
-NOT_HERE = {
-    "onebitadam": "AdamW",
-    "zerooneadam": "AdamW",
-    "onebitlamb": "Lamb",
-    "muadam": "Adam",
-    "muadamw": "AdamW",
-    "musgd": "SGD",
-}
+NOT_HERE = {"onebitadam": "AdamW", "zerooneadam": "AdamW", "onebitlamb": "Lamb"}
+NOT_HERE |= {"muadam": "Adam", "muadamw": "AdamW", "musgd": "SGD"}
 # Of DeepSpeed's own Adams and Lamb, and what they change here: nothing.
-WITHOUT_EFFECT = (
-    "bias_correction",
-    "set_grad_none",
-    "fp32_optimizer_states",
-    "fused",
-    "freeze_step",
-    "cuda_aware",
+WITHOUT_EFFECT = tuple(
+    "bias_correction set_grad_none fp32_optimizer_states fused freeze_step cuda_aware".split()
 )
 
 
@@ -84,7 +73,7 @@ def optimizer(kind: str, params: dict[str, Any], parameters: Iterable[Any]) -> t
 
 
 def scheduler(kind: str, params: dict[str, Any]) -> Callable[[torch.optim.Optimizer], Any]:
-    """What makes the schedule `kind`, of DeepSpeed's or of torch's names, for an optimizer.
+    """A function that makes the schedule `kind`, one of DeepSpeed's or torch's names, for an optimizer.
 
     Raises:
         SettingError: no such schedule, or no such parameter of it.
@@ -119,15 +108,8 @@ class FusedAdam:
         amsgrad: bool = False,
         **others: Any,
     ) -> Any:
-        given = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "adam_w_mode": adam_w_mode,
-        }
-        return optimizer(ADAM[0], {**given, **others}, params)
+        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        return optimizer(ADAM[0], {**given, "adam_w_mode": adam_w_mode, **others}, params)
 
 
 class DeepSpeedCPUAdam:
@@ -145,14 +127,5 @@ class DeepSpeedCPUAdam:
         adamw_mode: bool = True,
         **others: Any,
     ) -> Any:
-        return FusedAdam(
-            model_params,
-            lr,
-            True,
-            betas,
-            eps,
-            others.pop("adam_w_mode", adamw_mode),
-            weight_decay,
-            amsgrad,
-            **others,
-        )
+        decoupled = others.pop("adam_w_mode", adamw_mode)
+        return FusedAdam(model_params, lr, True, betas, eps, decoupled, weight_decay, amsgrad, **others)

@@ -81,10 +81,8 @@ class WarmupLR(Schedule):
                 stacklevel=2,
             )
         top = rates[0] if warmup_max_lr is None else warmup_max_lr
-        self.min_lrs, self.max_lrs = (
-            self._each(warmup_min_lr, "warmup_min_lr"),
-            self._each(top, "warmup_max_lr"),
-        )
+        self.min_lrs = self._each(warmup_min_lr, "warmup_min_lr")
+        self.max_lrs = self._each(top, "warmup_max_lr")
         self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -93,7 +91,7 @@ class WarmupLR(Schedule):
         return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs)]
 
     def share(self, i: int) -> float:
-        """Of the way from the smallest rate to the largest."""
+        """Part of the way from the smallest rate to the largest."""
         return _rise(i, self.warmup_num_steps, self.warmup_type) if i < self.warmup_num_steps else 1.0
 
 
@@ -135,11 +133,8 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        self.total_num_steps, self.warmup_min_ratio, self.cos_min_ratio = (
-            total_num_steps,
-            warmup_min_ratio,
-            cos_min_ratio,
-        )
+        self.total_num_steps = total_num_steps
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
         self.org_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         super().__init__(optimizer, last_batch_iteration)
@@ -151,12 +146,10 @@ class WarmupCosineLR(Schedule):
         if i < 0:
             return 0.0
         if i < self.warmup_num_steps:
-            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * _rise(
-                i, self.warmup_num_steps, self.warmup_type
-            )
-        done = min(
-            1.0, (i - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps)
-        )
+            rise = _rise(i, self.warmup_num_steps, self.warmup_type)
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * rise
+        steps = max(1, self.total_num_steps - self.warmup_num_steps)
+        done = min(1.0, (i - self.warmup_num_steps + 1) / steps)
         return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
 
 
@@ -191,17 +184,12 @@ class OneCycle(Schedule):
         optimizer = getattr(optimizer, "optimizer", optimizer)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        self.sizes, self.stairs = (
-            (float(cycle_first_step_size), float(second)),
-            (cycle_first_stair_count, stairs),
-        )
+        self.sizes = float(cycle_first_step_size), float(second)
+        self.stairs = cycle_first_stair_count, stairs
         self.total_size = sum(self.sizes)
         self.low, self.high = float(cycle_min_lr), float(cycle_max_lr)
-        self.decay_lr_rate, self.decay_mom_rate, self.decay_step_size = (
-            decay_lr_rate,
-            decay_mom_rate,
-            decay_step_size,
-        )
+        self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
+        self.decay_step_size = decay_step_size
         self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
         self.low_mom, self.high_mom = float(cycle_min_mom), float(cycle_max_mom)
         super().__init__(optimizer, last_batch_iteration)
@@ -255,11 +243,8 @@ class LRRangeTest(Schedule):
     ) -> None:
         self.optimizer = getattr(optimizer, "optimizer", optimizer)
         self.min_lr = self._each(lr_range_test_min_lr, "lr_range_test_min_lr")
-        self.step_size, self.step_rate, self.staircase = (
-            lr_range_test_step_size,
-            lr_range_test_step_rate,
-            lr_range_test_staircase,
-        )
+        self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, i: int) -> list[float]:

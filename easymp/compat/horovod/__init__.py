@@ -32,35 +32,10 @@ from .states import allgather_object, broadcast_object, broadcast_optimizer_stat
 
 __all__ = [
     *operations.__all__,
-    *[
-        "DistributedOptimizer",
-        "HorovodInternalError",
-        "NotInitializedError",
-        "SyncBatchNorm",
-        "allgather_object",
-        "broadcast_object",
-    ],
-    *[
-        "broadcast_optimizer_state",
-        "broadcast_parameters",
-        "cross_rank",
-        "cross_size",
-        "elastic",
-        "gloo_built",
-        "gloo_enabled",
-        "init",
-    ],
-    *[
-        "is_homogeneous",
-        "is_initialized",
-        "local_rank",
-        "local_size",
-        "mpi_built",
-        "mpi_enabled",
-        "mpi_threads_supported",
-        "nccl_built",
-    ],
-    *["rank", "shutdown", "size"],
+    *"DistributedOptimizer HorovodInternalError NotInitializedError SyncBatchNorm allgather_object".split(),
+    *"broadcast_object broadcast_optimizer_state broadcast_parameters cross_rank cross_size elastic".split(),
+    *"gloo_built gloo_enabled init is_homogeneous is_initialized local_rank local_size mpi_built".split(),
+    *"mpi_enabled mpi_threads_supported nccl_built rank shutdown size".split(),
 ]
 
 
@@ -84,14 +59,14 @@ def mpi_built() -> bool:
 
 mpi_enabled = mpi_threads_supported = mpi_built
 
+GROUPS = "use torch.distributed.new_group for parts of the ranks"
 __getattr__ = layer.absent(
     "horovod.torch",
     {
-        "ProcessSet": "use torch.distributed.new_group for parts of the ranks",
-        "add_process_set": "use torch.distributed.new_group for parts of the ranks",
-        "global_process_set": "use torch.distributed.new_group for parts of the ranks",
-        "start_timeline": "use `Accelerator.profile`, which writes a Chrome trace a rank",
-        "stop_timeline": "use `Accelerator.profile`, which writes a Chrome trace a rank",
+        **dict.fromkeys(("ProcessSet", "add_process_set", "global_process_set"), GROUPS),
+        **dict.fromkeys(
+            ("start_timeline", "stop_timeline"), "use `Accelerator.profile`, which writes traces"
+        ),
         "run": "start the script with `easymp launch --processes N script.py`, or use easymp.notebook_launcher",
         "sparse_allreduce_async": "pass sparse_as_dense=True to DistributedOptimizer",
     },

@@ -1,8 +1,8 @@
-"""Training that goes on after a failure: committed states, samplers that know what was processed, and a function that is run again.
+"""Elastic training: committed states, samplers that know the processed samples, and a function that is run again after a failure.
 
-What failed in all processes at once (an operation) is put right in them: the last commit is restored. A process that died comes back
-by its launcher, ``easymp launch --max-restarts N``; the commit it goes on from lies in the folder that ``project_dir`` names (an argument
-here, or EASYMP_PROJECT_DIR), as safetensors. Hosts that join while it runs are the launcher's matter, too.
+When an operation fails on all processes, they restore the last commit. A process that died is restarted by its launcher, ``easymp launch
+--max-restarts N``; its commit is read from the folder that ``project_dir`` names (an argument here, or EASYMP_PROJECT_DIR), as
+safetensors. Hosts that join during a run are also the launcher's task.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HostsUpdatedInterrupt(Exception):
 
 
 class ObjectState:
-    """Values that are kept together: ``state.epoch``, ``state.batch``, as attributes."""
+    """Values with commits: ``state.epoch``, ``state.batch``, as attributes."""
 
     def __init__(self, **values: Any) -> None:
         self._values = dict(values)
@@ -54,10 +54,10 @@ class ObjectState:
             callback()
 
     def restore_world(self) -> None:
-        """What depends on the number of ranks."""
+        """Adapt to another number of ranks."""
 
     def save(self) -> None:
-        """Keep the values of now, in memory."""
+        """Keep the current values in memory."""
         for name in self._values:
             self._values[name] = copy.deepcopy(getattr(self, name))
 
@@ -114,7 +114,7 @@ class TorchState(ObjectState):
             save_tree({"kept": self._saved, "values": self._values}, self._file)
 
     def recall(self) -> None:
-        """Take the commit of a run before this one, if there is one."""
+        """Load the commit of an earlier run, if there is one."""
         if self._file is None or not os.path.exists(self._file):
             return
         found = load(self._file)
@@ -187,7 +187,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Share the rest out among the ranks of now, all of which get as many: the first ones are repeated to fill up."""
+        """Divide the rest among the current ranks equally; the first samples are repeated to fill up."""
         rank, size = (engine.rank(), engine.size()) if engine.is_initialized() else (0, 1)
         left = [i for i in range(len(self.dataset)) if i not in self.processed_indices]
         if self.shuffle:

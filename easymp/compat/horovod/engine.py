@@ -1,7 +1,7 @@
 """Operations by name, in one order on all ranks, while the program goes on.
 
-Ranks may ask in different orders: backward passes do. So each rank says what it asks for in the store, rank 0 writes down what
-every rank has asked for, and each rank's thread carries out what stands there, in that order. Nobody looks again and again: a thread
+Ranks may ask in different orders, as backward passes do. Each rank writes its requests to the store, rank 0 writes orders for the
+operations that every rank has asked for, and each rank's thread carries out the orders in sequence. There is no polling: a thread
 sleeps in the store until there is a next line. Operations that come together are reduced together.
 """
 
@@ -46,7 +46,7 @@ class Pending:
     Attributes:
         tensor: the input; None for a barrier and a join.
         into: where the output goes, for operations in place.
-        finish: makes what the caller gets of the output and the order.
+        finish: makes the caller's result of the output and the order.
         ready: on a GPU: the input is computed.
         done: the output is there; on a GPU, it is in `event`'s stream.
     """
@@ -84,10 +84,8 @@ class Engine:
         self._carrier = Carrier(group, world.rank, world.size, world.device)
         number = world.store().add(f"horovod/{world.rank}", 1)
 
-        def line() -> dist.Store:
-            return dist.PrefixStore(
-                f"horovod/{number}", world.store()
-            )  # a connection of its own, as each thread sleeps in one
+        def line() -> dist.Store:  # a connection of its own, as each thread sleeps in one
+            return dist.PrefixStore(f"horovod/{number}", world.store())
 
         self._start("requests", self._send, line())
         self._start("orders", self._follow, line())
@@ -127,13 +125,10 @@ class Engine:
                 )
             self._pending[name] = pending
         if self._alone:
-            request = pending.request
-            order = (
-                Order(Request("join", "join", root=0))
-                if request.kind == "join"
-                else agree({0: request}, 1, [])
+            joins = pending.request.kind == "join"
+            self._carry(
+                [Order(Request("join", "join", root=0)) if joins else agree({0: pending.request}, 1, [])]
             )
-            self._carry([order])
         else:
             self._requests.put(pending.request)
 
@@ -156,7 +151,7 @@ class Engine:
                 if isinstance(part, Tensor) and part.is_cuda:
                     part.record_stream(
                         here
-                    )  # it was allocated for another stream, which may not have it back before
+                    )  # it was allocated on another stream, which must not reuse it earlier
         return pending.result
 
     def close(self, why: str, patience: float) -> None:
@@ -175,14 +170,13 @@ class Engine:
 
     def _stalled(self, pending: Pending) -> None:
         name, watch, limit = pending.request.name, self._world.watch, self._world.timeout
+        report = watch.report() if watch else ""
         if limit > STALLED:
-            logger.warning(
-                "%s waits for other ranks since %g s\n%s", name, STALLED, watch.report() if watch else ""
-            )
+            logger.warning("%s waits for other ranks since %g s\n%s", name, STALLED, report)
         if limit <= STALLED or not pending.done.wait(limit - STALLED):
-            raise HorovodInternalError(
-                f"{name}: not every rank asked for it within {limit:g} s (EASYMP_TIMEOUT says how long)\n{watch.report() if watch else ''}"
-            )
+            report = watch.report() if watch else ""
+            late = f"not every rank asked for it within {limit:g} s (EASYMP_TIMEOUT sets the limit)"
+            raise HorovodInternalError(f"{name}: {late}\n{report}")
 
     # -- the threads' side --------------------------------------------------------------------------------------------
 
@@ -212,7 +206,7 @@ class Engine:
                 return
 
     def _follow(self, store: dist.Store) -> None:
-        """Carry out what stands there, line by line."""
+        """Carry out the orders, line by line."""
         if self._world.device.type == "cuda":
             torch.cuda.set_device(self._world.device)
         here = self._world.size
@@ -227,7 +221,7 @@ class Engine:
             for batch in fusable([order for order in orders if order.request.kind != "leave"]):
                 self._carry(batch)
             left = [order.request.root for order in orders if order.request.kind == "leave"]
-            here -= len(left)  # who has left reads no further
+            here -= len(left)  # ranks that left read no further
             if self._world.rank in left:
                 return
 
@@ -279,7 +273,7 @@ class Engine:
             pending.done.set()
 
     def _break(self, why: str) -> None:
-        """The ranks no longer talk: whoever waits shall hear of it."""
+        """The ranks no longer talk: end every operation that is waited for with an error."""
         watch = self._world.watch
         with self._lock:
             self._broken = self._broken or f"the ranks no longer talk ({why})"
@@ -294,9 +288,9 @@ class Engine:
 
 
 def _into(found: list[Pending | None], outputs: list[Tensor | None]) -> list[Tensor | None]:
-    """What is done in place goes where it belongs; of all else, what is handed out.
+    """Copy results of in-place operations to their tensors, and return the results.
 
-    What was reduced together is cut apart: a small one shall not hold the memory of all.
+    Parts of a fused reduction are cloned, so that a small one does not hold the memory of all.
     """
     given: list[Tensor | None] = []
     with torch.no_grad():
@@ -329,7 +323,7 @@ class NotInitializedError(EasympError, ValueError):
 
 @dataclass
 class Run:
-    """What `init` made."""
+    """The world and engine that `init` made."""
 
     world: World
     engine: Engine
@@ -369,9 +363,9 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """Leave the others. What is in flight, and what they ask for afterwards, is a HorovodInternalError. Without `init` it does nothing.
+    """Leave the other ranks: operations in flight, and later ones, raise HorovodInternalError there. Without `init` it does nothing.
 
-    It is also called when the process ends; by an error, too, of which the others hear.
+    It is also called when the process ends; the other ranks are told the error that ended it.
     """
     global _run
     if _run is None or _run.process != os.getpid():  # a forked child has no part in it
@@ -379,17 +373,15 @@ def shutdown() -> None:
     run, _run = _run, None
     atexit.unregister(shutdown)
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    why = (
-        "hvd.shutdown(), or the end of its script"
-        if error is None
-        else f"{type(error).__name__}: {error}".splitlines()[0]
-    )
+    why = "hvd.shutdown(), or the end of its script"
+    if error is not None:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
     run.engine.close(why, PATIENCE if error is None else 0.0)
     run.world.close()
 
 
 def running() -> Run:
-    """What `init` made.
+    """The run that `init` made.
 
     Raises:
         NotInitializedError: a ValueError, as in Horovod.

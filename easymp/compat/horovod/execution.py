@@ -1,4 +1,4 @@
-"""How an agreed operation is carried out, by torch.distributed, on every rank at once."""
+"""Requests of the ranks, the orders that rank 0 makes of them, and their execution by torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...distributed.process_group import MOVABLE, OPS, odd_one_out
 FUSED = 64 << 20  # bytes that are reduced at a time
 
 
-# What each kind of operation needs to be alike on all ranks.
+# Fields that must be equal on all ranks, by kind of operation.
 ALIKE = {
     "allreduce": ("shape", "dtype", "op", "prescale", "postscale", "device"),
     "allgather": ("dtype", "device"),
@@ -59,7 +59,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Order:
-    """What all ranks do next.
+    """An agreed operation, which all ranks carry out next.
 
     Attributes:
         request: rank 0's, or of the first rank that is not done.
@@ -78,7 +78,7 @@ class Order:
 
 @dataclass
 class Table:
-    """Rank 0's view of who has asked for what.
+    """Rank 0's table of the ranks' requests.
 
     Attributes:
         size: ranks.
@@ -103,7 +103,7 @@ class Table:
                 self._waiting.setdefault(request.name, {})[rank] = request
 
     def complete(self) -> list[Order]:
-        """Operations that every rank has asked for or joined before, or that a rank left; they leave the table. Then who left."""
+        """Remove and return operations that every rank asked for (or joined before), or that a rank left; then the ranks that left."""
         joined = set(self.joined)
         ready = [name for name, asked in self._waiting.items() if len(asked.keys() | joined) == self.size]
         orders = [agree(self._waiting.pop(name), self.size, self.joined) for name in ready]
@@ -133,20 +133,16 @@ class Table:
 
 
 def agree(asked: Mapping[int, Request], size: int, joined: list[int]) -> Order:
-    """What comes of the ranks' requests of one name."""
+    """The order that follows from the ranks' requests of one name."""
     ranks = sorted(asked)
     first = asked[ranks[0]]
     fault = _fault(asked, ranks, first, size, joined)
-    rows = (
-        tuple(asked[r].shape[0] if r in asked and asked[r].shape else 0 for r in range(size))
-        if first.kind in ROWS
-        else ()
-    )
-    splits = (
-        tuple(asked[r].splits if r in asked else (0,) * size for r in range(size))
-        if first.kind == "alltoall"
-        else ()
-    )
+    rows: tuple[int, ...] = ()
+    splits: tuple[tuple[int, ...], ...] = ()
+    if first.kind in ROWS:
+        rows = tuple(asked[r].shape[0] if r in asked and asked[r].shape else 0 for r in range(size))
+    if first.kind == "alltoall":
+        splits = tuple(asked[r].splits if r in asked else (0,) * size for r in range(size))
     return Order(first, rows, splits, tuple(joined), fault)
 
 
@@ -197,33 +193,21 @@ def _request(entry: dict[str, Any]) -> Request:
     return Request(**{**entry, "shape": tuple(entry["shape"]), "splits": tuple(entry["splits"])})
 
 
-def dtype_of(word: str) -> torch.dtype:
-    found = getattr(torch, word)
-    assert isinstance(found, torch.dtype)
-    return found
-
-
 def fusable(orders: Sequence[Order]) -> Iterator[list[Order]]:
     """`orders` in their order; neighbours that one reduction can do are together, up to 64 MiB."""
 
     def alike(order: Order) -> object:
         request = order.request
         fuses = request.kind == "allreduce" and request.op != "adasum" and not order.error
-        return (
-            (request.op, request.dtype, request.device, request.prescale, request.postscale)
-            if fuses
-            else id(order)
-        )
+        how = (request.op, request.dtype, request.device, request.prescale, request.postscale)
+        return how if fuses else id(order)
 
     for _, several in groupby(orders, alike):
         batch: list[Order] = []
         held = 0
         for order in several:
-            size = (
-                dtype_of(order.request.dtype).itemsize * torch.Size(order.request.shape).numel()
-                if order.request.dtype
-                else 0
-            )
+            dtype, shape = order.request.dtype, torch.Size(order.request.shape)
+            size = getattr(torch, dtype).itemsize * shape.numel() if dtype else 0
             if batch and held + size > FUSED:
                 yield batch
                 batch, held = [], 0
@@ -242,11 +226,8 @@ class Carrier:
         """Outputs, of `orders` that `fusable` put together; a tensor that is None is that of a rank that joined."""
         first = orders[0].request
         if first.kind == "allreduce":
-            return list(
-                self._reduce(
-                    orders, [t if t is not None else self._zeros(o) for o, t in zip(orders, tensors)]
-                )
-            )
+            given = [t if t is not None else self._zeros(o) for o, t in zip(orders, tensors)]
+            return list(self._reduce(orders, given))
         (order,), (tensor,) = orders, tensors
         if first.kind == "barrier":
             if self._group is not None:
@@ -266,7 +247,7 @@ class Carrier:
         request = order.request
         shape = (0, *request.shape[1:]) if request.kind == "allgather" else request.shape
         device = self._device if request.device == self._device.type else torch.device(request.device)
-        return torch.zeros(shape, dtype=dtype_of(request.dtype), device=device)
+        return torch.zeros(shape, dtype=getattr(torch, request.dtype), device=device)
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
@@ -309,9 +290,8 @@ class Carrier:
     def _scatter(self, order: Order, tensor: Tensor) -> Tensor:
         request = order.request
         whole = self._reduced(_copy(tensor), request.op, request.prescale, request.postscale)
-        return _copy(
-            whole.tensor_split(self._size)[self._rank]
-        )  # earlier ranks have one row more, where it does not divide
+        # Earlier ranks get one row more, where the size does not divide.
+        return _copy(whole.tensor_split(self._size)[self._rank])
 
     # -- what moves as it is, as bytes --------------------------------------------------------------------------------
 
@@ -322,11 +302,8 @@ class Carrier:
         padded = torch.zeros((longest, *rest), dtype=tensor.dtype, device=tensor.device)
         padded[: tensor.shape[0]] = tensor.detach()
         flat = padded.reshape(-1).view(torch.uint8)
-        parts = [
-            part.view(tensor.dtype).view(longest, *rest)[:rows]
-            for part, rows in zip(self._all(flat), order.rows)
-        ]
-        return torch.cat(parts)
+        parts = zip(self._all(flat), order.rows)
+        return torch.cat([part.view(tensor.dtype).view(longest, *rest)[:rows] for part, rows in parts])
 
     def _broadcast(self, order: Order, tensor: Tensor) -> Tensor:
         done = _copy(tensor)
@@ -339,11 +316,7 @@ class Carrier:
         if self._group is None:
             return mine.clone()
         received = [splits[self._rank] for splits in order.splits]
-        row = (
-            mine[:1].numel() * mine.element_size()
-            if mine.shape[0]
-            else torch.Size(mine.shape[1:]).numel() * mine.element_size()
-        )
+        row = torch.Size(mine.shape[1:]).numel() * mine.element_size()  # bytes
         out = torch.empty((sum(received), *mine.shape[1:]), dtype=mine.dtype, device=mine.device)
         sent = order.splits[self._rank]
         dist.all_to_all_single(
@@ -357,12 +330,12 @@ class Carrier:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Contiguous, and no view: what is returned may be changed in place, under autograd too."""
+    """A contiguous copy: callers may change results in place, under autograd too."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def adasum(tensors: Sequence[Tensor]) -> Tensor:
-    """Of the ranks' tensors of one shape, in rank order; with an odd number the last one goes up the tree as it is."""
+    """Adasum of the ranks' tensors in rank order, as a tree; with an odd number the last one moves up unchanged."""
     level = list(tensors)
     while len(level) > 1:
         pairs = [pair(a, b) for a, b in zip(level[::2], level[1::2])]
@@ -371,7 +344,7 @@ def adasum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def pair(a: Tensor, b: Tensor) -> Tensor:
-    """Of two; dot products in double precision, and a tensor of zeros takes no part."""
+    """Adasum of two tensors; dot products in double precision, and a tensor of zeros has no effect."""
     x, y = a.double(), b.double()
     dot, xx, yy = (x * y).sum(), (x * x).sum(), (y * y).sum()
     left = 1 - dot / (2 * xx) if xx > 0 else 1.0

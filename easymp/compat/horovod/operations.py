@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Op(Enum):
-    """What a reduction does. Averages of integers are rounded toward zero."""
+    """Kind of a reduction. Averages of integers are rounded toward zero."""
 
     Average = "average"
     Sum = "sum"
@@ -40,28 +40,24 @@ Average, Sum, Adasum, Min, Max, Product = Op
 
 
 class NoneCompressor:
-    """As they are."""
+    """Tensors travel as they are."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What travels, and what `decompress` needs to know."""
+        """The tensor that travels, and the context of `decompress`."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        return tensor
+        return tensor if ctx is None else tensor.to(ctx)
 
 
-class FP16Compressor:
-    """Floating-point tensors as fp16, which holds 6e-8 to 65,504; back in their own type."""
+class FP16Compressor(NoneCompressor):
+    """Floating-point tensors travel as fp16, which holds 6e-8 to 65,504, and come back in their own type."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
         return (tensor.to(torch.float16), tensor.dtype) if tensor.dtype.is_floating_point else (tensor, None)
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        return tensor if ctx is None else tensor.to(ctx)
 
 
 class Compression:
@@ -79,27 +75,31 @@ _numbers = count(1)
 
 
 def synchronize(handle: int) -> Any:
-    """The result of an asynchronous operation, waited for; once a handle.
+    """Wait for the result of an asynchronous operation; once a handle.
 
     Raises:
         ValueError: no such handle, or one that was synchronized.
         HorovodInternalError: the operation failed on all ranks.
     """
+    pending = _pending(handle)
+    del _handles[handle]
+    return running().engine.wait(pending)
+
+
+def _pending(handle: int) -> Pending:
     if handle not in _handles:
         raise ValueError(f"handle {handle} was not created or has been cleared")
-    return running().engine.wait(_handles.pop(handle))
+    return _handles[handle]
 
 
 def forget(handle: int) -> None:
-    """Its result is of no use any more."""
+    """Drop a result that is of no use any more."""
     _handles.pop(handle, None)
 
 
 def poll(handle: int) -> bool:
     """Whether it has ended, so that `synchronize` will not wait."""
-    if handle not in _handles:
-        raise ValueError(f"handle {handle} was not created or has been cleared")
-    return _handles[handle].done.is_set()
+    return _pending(handle).done.is_set()
 
 
 def _submit(pending: Pending) -> int:
@@ -137,36 +137,27 @@ def _op(average: bool | None, op: Op | None) -> Op:
     return op if op is not None else Average
 
 
-def allreduce_async(
+def _reduce(
     tensor: Tensor,
+    into: Tensor | None,
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """A handle; the result is a new tensor."""
-    return _ask(
-        "allreduce",
-        tensor,
-        name,
-        op=_op(average, op).value,
-        prescale=float(prescale_factor),
-        postscale=float(postscale_factor),
-    )
-
-
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """A handle; the result is `tensor` itself."""
     factors = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
-    return _ask("allreduce", tensor, name, tensor, op=_op(average, op).value, **factors)
+    return _ask("allreduce", tensor, name, into, op=_op(average, op).value, **factors)
+
+
+def allreduce_async(tensor: Tensor, *args: Any, **kwargs: Any) -> int:
+    """A handle of a reduction into a new tensor; arguments as of `allreduce`, without compression."""
+    return _reduce(tensor, None, *args, **kwargs)
+
+
+def allreduce_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> int:
+    """As `allreduce_async`, into `tensor` itself."""
+    return _reduce(tensor, tensor, *args, **kwargs)
 
 
 def allgather_async(tensor: Tensor, name: str | None = None) -> int:
@@ -229,14 +220,17 @@ def reducescatter_async(tensor: Tensor, name: str | None = None, op: Op = Averag
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, op: Op, pre: float, post: float) -> Tensor:
+    def forward(
+        ctx: Any, names: Sequence[str | None], op: Op, pre: float, post: float, *tensors: Tensor
+    ) -> Any:
         ctx.how = (op, pre, post)
-        return synchronize(allreduce_async(tensor, None, name, op, pre, post))
+        handles = [allreduce_async(tensor, None, name, *ctx.how) for tensor, name in zip(tensors, names)]
+        return tuple(synchronize(handle) for handle in handles)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        op, pre, post = ctx.how
-        return allreduce(grad, op=op, prescale_factor=pre, postscale_factor=post), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        names = _names(grads, None, "allreduce")
+        return (None, None, None, None, *_AllReduce.apply(names, *ctx.how, *grads))
 
 
 class _AllGather(torch.autograd.Function):
@@ -310,9 +304,8 @@ def allreduce(
         HorovodInternalError: shapes or types differ between the ranks; on all of them.
     """
     small, ctx = compression.compress(tensor)
-    return compression.decompress(
-        _AllReduce.apply(small, name, _op(average, op), prescale_factor, postscale_factor), ctx
-    )
+    done = _AllReduce.apply([name], _op(average, op), prescale_factor, postscale_factor, small)
+    return compression.decompress(done[0], ctx)
 
 
 def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -363,20 +356,6 @@ def _names(tensors: Sequence[Tensor], name: str | None, kind: str) -> list[str]:
     return [f"{name}_{i + 1}of{len(tensors)}" for i in range(len(tensors))]
 
 
-class _GroupedAllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, op: Op, pre: float, post: float, *tensors: Tensor) -> Any:
-        ctx.how = (op, pre, post)
-        handles = grouped_allreduce_async(
-            tensors, None, name, op=op, prescale_factor=pre, postscale_factor=post
-        )
-        return tuple(synchronize(handle) for handle in handles)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (None, None, None, None, *_GroupedAllReduce.apply(None, *ctx.how, *grads))
-
-
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -387,12 +366,11 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Several at once, which travel together; as `allreduce`. Gradients flow through them."""
-    small, contexts = zip(*map(compression.compress, tensors)) if tensors else ((), ())
-    done = (
-        _GroupedAllReduce.apply(name, _op(average, op), prescale_factor, postscale_factor, *small)
-        if tensors
-        else ()
-    )
+    if not tensors:
+        return []
+    small, contexts = zip(*map(compression.compress, tensors))
+    names = _names(tensors, name, "allreduce")
+    done = _AllReduce.apply(names, _op(average, op), prescale_factor, postscale_factor, *small)
     return [compression.decompress(tensor, ctx) for tensor, ctx in zip(done, contexts)]
 
 
@@ -405,18 +383,16 @@ def grouped_allreduce_async(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, **how: Any
 ) -> list[int]:
     """Handles, one a tensor."""
-    return [
-        allreduce_async(t, average, n, **how) for t, n in zip(tensors, _names(tensors, name, "allreduce"))
-    ]
+    names = _names(tensors, name, "allreduce")
+    return [allreduce_async(tensor, average, each, **how) for tensor, each in zip(tensors, names)]
 
 
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, **how: Any
 ) -> list[int]:
     """Handles, one a tensor, in place."""
-    return [
-        allreduce_async_(t, average, n, **how) for t, n in zip(tensors, _names(tensors, name, "allreduce"))
-    ]
+    names = _names(tensors, name, "allreduce")
+    return [allreduce_async_(tensor, average, each, **how) for tensor, each in zip(tensors, names)]
 
 
 def grouped_allgather(tensors: Sequence[Tensor], name: str | None = None) -> list[Tensor]:

@@ -101,8 +101,8 @@ def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
         raise ValueError(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters()."
         )
-    names = [name for name, _ in entries]
-    double = sorted(name for name, times in Counter(names).items() if times > 1)
+    counts = Counter(name for name, _ in entries)
+    double = sorted(name for name, times in counts.items() if times > 1)
     if double:
         raise ValueError(
             f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(double)}"
@@ -122,17 +122,16 @@ def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
 
 
 class _Reduction:
-    """What a DistributedOptimizer knows beside its optimizer."""
+    """The state of a DistributedOptimizer beside its optimizer."""
 
     def __init__(
         self, names: dict[Tensor, str], compression: Any, passes: int, op: Op, predivide: float, dense: bool
     ) -> None:
         self.names, self.compression, self.passes, self.op, self.dense = names, compression, passes, op, dense
         size = running().world.size
-        self.scales = (
-            (1.0 / predivide, predivide / size) if op is Average and predivide != 1.0 else (1.0, 1.0)
-        )
-        self.sent = Sum if self.scales != (1.0, 1.0) else op
+        divides = op is Average and predivide != 1.0
+        self.scales = (1.0 / predivide, predivide / size) if divides else (1.0, 1.0)
+        self.sent = Sum if divides else op
         self.seen: dict[Tensor, int] = {}  # backward passes since the last step
         self.flying: dict[Tensor, tuple[int, Tensor, Any]] = {}
         self.synchronized = self.skip = False
@@ -141,7 +140,7 @@ class _Reduction:
         self.hook()
 
     def hook(self) -> None:
-        """Hear of the gradients of all parameters; no longer than the optimizer lives, for another one may come after it."""
+        """Register hooks on all parameters, for as long as the optimizer lives."""
         if not self.active or self.op is Adasum:
             return
         me = weakref.ref(self)
@@ -207,12 +206,12 @@ class _Reduction:
         self.synchronized = False
 
     def land(self) -> None:
-        """Let what travels arrive, for nobody: a step was broken off, and its gradients do not count. Then begin anew."""
+        """Wait for reductions in flight and drop their results, because a step was broken off. Then begin anew."""
         try:
             for handle, _, _ in self.flying.values():
                 synchronize(handle)
         except HorovodInternalError:
-            pass  # the ranks have lost one another: what is loaded now is to mend that
+            pass  # the connection is lost, and the state that is loaded now repairs the run
         for parameter in self.names if self.flying else ():
             parameter.grad = None
         self.clear()
@@ -264,7 +263,7 @@ class _Reducing:
         return reduced
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer's own; the new parameters are reduced, too."""
+        """Add a group; its gradients are reduced, too."""
         super().add_param_group(param_group)  # type: ignore[misc]
         it, group = self._horovod, len(self.param_groups) - 1  # type: ignore[attr-defined]
         for i, parameter in enumerate(self.param_groups[group]["params"]):  # type: ignore[attr-defined]
@@ -272,7 +271,7 @@ class _Reducing:
         it.hook()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer's own; schedules made before go on, and what was in flight is forgotten."""
+        """Load the state; schedules made before stay valid, and reductions in flight are dropped."""
         self._horovod.land()
         load_in_place(self, state_dict, super().load_state_dict)  # type: ignore[arg-type, misc]
 
@@ -286,7 +285,7 @@ class _Reducing:
 
 
 class _Adasum(_Reducing):
-    """Steps alone, and combines what the ranks' steps changed."""
+    """Steps alone, and combines the changes of the ranks' steps."""
 
     def synchronize(self) -> None:
         """Nothing travels before the step."""

@@ -1,4 +1,4 @@
-"""What is on one rank, on all of them: parameters, optimizer states, objects."""
+"""Broadcasts of parameters, optimizer states and objects."""
 
 from __future__ import annotations
 
@@ -60,11 +60,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
         if not (isinstance(leaf, tuple) and len(leaf) == 5 and leaf[0] == "tensor"):
             return leaf
         _, number, shape, dtype, kind = leaf
-        tensor = (
-            tensors[number]
-            if root
-            else torch.empty(shape, dtype=dtype, device=device if kind == device.type else kind)
-        )
+        place = device if kind == device.type else kind
+        tensor = tensors[number] if root else torch.empty(shape, dtype=dtype, device=place)
         handles.append(broadcast_async_(tensor, root_rank, f"state.{number}"))
         return tensor
 
@@ -81,7 +78,7 @@ def load_in_place(
 ) -> None:
     """`load` the state; param groups and state stay the objects that they were.
 
-    torch puts new ones in their place, of which a schedule made before, or a wrapper, would not hear: rates would differ between ranks.
+    torch replaces them by new ones; a schedule or wrapper made before would keep the old ones, and rates would differ between ranks.
     """
     groups, values = optimizer.param_groups, optimizer.state
     load(state)
@@ -105,7 +102,7 @@ def _mapped(tree: Any, change: Any) -> Any:
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
-    """Root's object, on every rank; the others' is not looked at."""
+    """Root's object, on every rank; the others' objects are ignored."""
     return running().world.broadcast_objects([obj], root_rank)[0]
 
 

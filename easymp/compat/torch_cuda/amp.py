@@ -33,7 +33,7 @@ __getattr__ = layer.absent("torch.cuda.amp", {}, lambda: __all__)
 
 
 def device_type() -> str:
-    """Of the accelerator that is here, or "cpu"."""
+    """Type of the accelerator of this machine, or "cpu"."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found.type if found is not None else "cpu"
 
@@ -42,8 +42,8 @@ class autocast(torch.autocast):
     """`torch.autocast` on the device that is here; a context manager and a decorator.
 
     Args:
-        enabled: False turns off what is around it.
-        dtype: of what gains by it: torch.float16, or torch.bfloat16.
+        enabled: False turns off an autocast around it.
+        dtype: of the functions on autocast's list: torch.float16, or torch.bfloat16.
         cache_enabled: keep the casts of weights until the outermost block ends.
     """
 
@@ -61,8 +61,8 @@ class GradScaler(Scaler):
 
     Args:
         init_scale: the first scale.
-        growth_factor: what it is multiplied by after `growth_interval` good steps in a row.
-        backoff_factor: what it is multiplied by after an overflow.
+        growth_factor: multiplies the scale after `growth_interval` good steps in a row.
+        backoff_factor: multiplies the scale after an overflow.
         enabled: False scales by one and skips nothing.
 
     Raises:

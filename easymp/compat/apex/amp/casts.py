@@ -72,26 +72,11 @@ def _under(cast: Cast, function: Callable[..., Any]) -> Callable[..., Any]:
         if not casts.active:
             return function(*args, **kwargs)
         args, kwargs = as_listed(cast, function, args, kwargs)
-        # What was said of a function counts more than the list that it is on.
+        # A cast that was asked for goes before the list that the function is on.
         with casts.suspended() if function in cast_table() else nullcontext():
             return function(*args, **kwargs)
 
     return wrapper
-
-
-def half_function(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator: under O1 `fn` gets its floating-point arguments in fp16."""
-    return _under(Cast.HALF, fn)
-
-
-def float_function(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator: under O1 `fn` gets its floating-point arguments in fp32."""
-    return _under(Cast.FLOAT, fn)
-
-
-def promote_function(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator: under O1 `fn` gets its floating-point arguments in the widest type among them."""
-    return _under(Cast.WIDEST, fn)
 
 
 def _register(cast: Cast, module: Any, name: str) -> None:
@@ -103,20 +88,26 @@ def _register(cast: Cast, module: Any, name: str) -> None:
     setattr(module, name, _under(cast, function))
 
 
-def register_half_function(module: Any, name: str) -> None:
-    """Put `half_function` around ``module.name``, in place: for code that looks it up there.
+def _decorator(cast: Cast, words: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return _under(cast, fn)
 
-    Raises:
-        ApexError: there is none.
-    """
-    _register(Cast.HALF, module, name)
-
-
-def register_float_function(module: Any, name: str) -> None:
-    """Put `float_function` around ``module.name``, in place; as `register_half_function`."""
-    _register(Cast.FLOAT, module, name)
+    decorate.__doc__ = f"A decorator: under O1 `fn` gets its floating-point arguments in {words}."
+    return decorate
 
 
-def register_promote_function(module: Any, name: str) -> None:
-    """Put `promote_function` around ``module.name``, in place; as `register_half_function`."""
-    _register(Cast.WIDEST, module, name)
+def _registration(cast: Cast, words: str) -> Callable[[Any, str], None]:
+    def register(module: Any, name: str) -> None:
+        _register(cast, module, name)
+
+    register.__doc__ = (
+        f"Cast arguments of ``module.name`` to {words} under O1, for code that looks it up there."
+    )
+    return register
+
+
+_TYPES = {Cast.HALF: "fp16", Cast.FLOAT: "fp32", Cast.WIDEST: "the widest type among them"}
+half_function, float_function, promote_function = (_decorator(*pair) for pair in _TYPES.items())
+register_half_function, register_float_function, register_promote_function = (
+    _registration(*pair) for pair in _TYPES.items()
+)

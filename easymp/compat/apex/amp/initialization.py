@@ -47,8 +47,8 @@ def initialize(
         optimizers: one, a list, or None: then only models are returned.
         enabled: False changes nothing, and `scale_loss` hands out the loss.
         opt_level: "O0" fp32, "O1" casts around functions, "O2" fp16 with fp32 masters, "O3" fp16.
-        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: where the level is to be another; None is
-            what it has. Booleans may be strings.
+        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override the level's
+            properties; None keeps them. Booleans may be strings.
         cast_model_outputs: type of the models' outputs. By default O0, O2 and O3 give fp32, O1 what the last function made.
         num_losses: how many losses have a scale of their own (`scale_loss`'s loss_id).
         verbosity: 0 prints nothing.
@@ -112,7 +112,7 @@ def _say(opt_level: str, given: dict[str, Any]) -> None:
 
 
 def check(models: list[nn.Module]) -> None:
-    """What cannot be initialised, before anything has changed.
+    """Refuse models that cannot be initialized, before anything has changed.
 
     Raises:
         ApexError: a model that is wrapped already, or is not fp32.
@@ -137,7 +137,7 @@ def check(models: list[nn.Module]) -> None:
 
 
 def prepare(model: nn.Module, level: Properties, outputs: torch.dtype | None) -> None:
-    """Cast `model`'s parameters, and what goes in and comes out of it.
+    """Cast `model`'s parameters, inputs and outputs.
 
     Args:
         outputs: their type; None: fp32 where inputs are cast, and else what the last function made of them.
@@ -176,7 +176,7 @@ class CastOutputs:
 
 @dataclass
 class InFP32:
-    """A hook after state_dict: what is `dtype` in the model is fp32 in there, so that checkpoints are alike at every level."""
+    """A hook after state_dict: tensors of `dtype` become fp32, so that checkpoints are alike at every level."""
 
     dtype: torch.dtype
 

@@ -1,4 +1,4 @@
-"""What `initialize` does to optimizers: fp32 masters, gradients that stay apart while scaled ones come, and steps that are skipped.
+"""Optimizers under amp: fp32 masters, accumulated gradients kept apart from scaled ones, skipped steps, and `scale_loss`.
 
 In place: an optimizer gets a subclass of its own class, so that schedulers that were made before go on with it, and its half
 parameters are replaced by masters.
@@ -22,7 +22,7 @@ from .state import LossScaler, Properties, state
 
 
 class Share:
-    """What amp knows of an optimizer between two steps.
+    """The state of amp for one optimizer between two steps.
 
     Attributes:
         masters: None where parameters are stepped themselves.
@@ -36,16 +36,15 @@ class Share:
         self.scaler: LossScaler | None = None
         self.overflow: LossScaler | None = None
         self._stash: list[tuple[Tensor, Tensor]] = []  # divided by the scale already, of the contexts before
-        self._strange: list[
-            tuple[Tensor, Tensor, int]
-        ] = []  # gradients of a loss that this optimizer was not given with
+        # Gradients of a loss that this optimizer was not given with.
+        self._strange: list[tuple[Tensor, Tensor, int]] = []
 
     def parameters(self) -> Iterator[Tensor]:
-        """As the optimizer holds them."""
+        """The parameters of the optimizer."""
         return (p for group in self._groups for p in group["params"])
 
     def begin(self, scaler: LossScaler) -> None:
-        """Scaled gradients are coming: what is there is put aside, unless it is scaled, too.
+        """Put present gradients aside before scaled ones come, unless they are scaled, too.
 
         Raises:
             ApexError: it is scaled by another loss's scale, or comes from a loss that this optimizer was not given with.
@@ -74,7 +73,7 @@ class Share:
 
     @torch.no_grad()
     def end(self) -> None:
-        """The scaled gradients have been divided: what was put aside comes back and is added."""
+        """Add the gradients that were put aside to the divided ones."""
         for parameter, stashed in self._stash:
             if parameter.grad is None:
                 parameter.grad = stashed
@@ -85,7 +84,7 @@ class Share:
         self._stash, self.scaler = [], None
 
     def abort(self) -> None:
-        """The block failed: what was put aside is all there is."""
+        """Restore the gradients that were put aside, after a failed block."""
         for parameter in self.parameters():
             parameter.grad = None
         if self.masters is not None:
@@ -105,7 +104,7 @@ class Share:
         return [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in self.parameters()]
 
     def compare(self, before: Iterable[tuple[Tensor, Tensor | None, int]]) -> None:
-        """After it: gradients that changed are multiplied by a scale that nobody knows of, until they are cleared."""
+        """Note gradients that changed since: they are multiplied by an unknown scale until they are cleared."""
         for parameter, grad, version in before:
             now = parameter.grad
             if now is not None and (now is not grad or now._version != version):
@@ -146,7 +145,7 @@ class Stepping:
             return None
         _check_ready(share)
         if share.masters is not None:
-            share.masters.pairs()  # which take over what was loaded into the model since
+            share.masters.pairs()  # take over weights that were loaded into the model since
         with casts.suspended():
             result = super().step(*args, **kwargs)  # type: ignore[misc]
         if share.masters is not None:
@@ -184,7 +183,7 @@ def _check_ready(share: Share) -> None:
 
 
 def check(optimizers: list[torch.optim.Optimizer]) -> None:
-    """What cannot be initialised, before anything has changed.
+    """Refuse optimizers that cannot be initialized, before anything has changed.
 
     Raises:
         ApexError: an optimizer that has been, or whose step was replaced.
@@ -213,14 +212,13 @@ def prepare(optimizer: torch.optim.Optimizer, level: Properties) -> None:
 
 
 def share_of(optimizer: Any) -> Share:
-    """What amp knows of `optimizer`.
+    """The state of amp for `optimizer`.
 
     Raises:
         ApexError: it was not given to `initialize`.
     """
-    inside = (
-        optimizer.optim if isinstance(optimizer, LARC) and not isinstance(optimizer, Stepping) else optimizer
-    )
+    outer = isinstance(optimizer, LARC) and not isinstance(optimizer, Stepping)
+    inside = optimizer.optim if outer else optimizer
     if not isinstance(inside, Stepping):
         raise ApexError(
             f"this {type(inside).__name__} was not passed to amp.initialize: model, optimizer = amp.initialize(model, optimizer, "
@@ -230,7 +228,7 @@ def share_of(optimizer: Any) -> Share:
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """What the optimizer steps: fp32 masters, up to date, and parameters without one. For clipping, after `scale_loss`."""
+    """The tensors that the optimizer steps: fp32 masters, up to date, and parameters without one. For clipping, after `scale_loss`."""
     if isinstance(optimizer, Stepping) and optimizer._amp.masters is not None:
         optimizer._amp.masters.pairs()
     return (p for group in optimizer.param_groups for p in group["params"])

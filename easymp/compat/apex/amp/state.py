@@ -1,4 +1,4 @@
-"""What amp holds for this process: its level, one loss scale a loss, the optimizers, and how much it says."""
+"""The state of amp in this process: level, a loss scale for each loss, optimizers, verbosity."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LossScaler:
         self._counted = 0
 
     def loss_scale(self) -> float:
-        """What the loss is multiplied by. Waits for the device."""
+        """The factor of the loss. Waits for the device."""
         return self.scaler.get_scale()
 
     @property
@@ -64,7 +64,7 @@ class LossScaler:
 
 
 class State:
-    """Of the last `initialize`; its optimizers, of all that live.
+    """The state that the last `initialize` left; `optimizers` has all that are alive.
 
     Attributes:
         properties: None before, and where it was turned off.
@@ -133,10 +133,10 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Properties:
-    """What becomes of models, functions, optimizers and losses.
+    """Properties of a level: treatment of models, functions, optimizers and losses.
 
     Attributes:
-        brief: what the level is, in a few words.
+        brief: the level in a few words.
         cast_model_type: of parameters, buffers and inputs; None leaves them.
         patch_torch_functions: torch's functions cast their arguments by Apex's lists.
         keep_batchnorm_fp32: batch-norm with parameters of its own stays fp32.
@@ -168,7 +168,7 @@ LEVELS = {
 
 
 def properties(level: str, given: dict[str, Any]) -> Properties:
-    """Those of `level`, with what was `given` and is not None.
+    """Properties of `level`, overridden by those `given` that are not None.
 
     Raises:
         ApexError: a level or value that is not known, or a property that the level does not take.

@@ -230,7 +230,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.register_comm_hook(self._way, _travel)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As the module's.
+        """Run the module.
 
         Raises:
             ApexError: the last backward left a parameter without a gradient.
@@ -246,11 +246,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             ) from error
 
     def disable_allreduce(self) -> None:
-        """From the next backward on, gradients stay this rank's, where they add up."""
+        """From the next backward on, gradients stay on this rank and accumulate."""
         self._way.alone = True
 
     def enable_allreduce(self) -> None:
-        """From the next backward on, gradients are reduced, with what has added up."""
+        """From the next backward on, gradients are reduced, with those that have accumulated."""
         self._way.alone = False
 
 
