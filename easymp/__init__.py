@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from .hardware import Hardware as Hardware
     from .hardware import detect as detect
     from .launcher import launch as launch
-    from .launcher.functions import debug_launcher as debug_launcher
-    from .launcher.functions import notebook_launcher as notebook_launcher
+    from .launcher.entrypoints import debug_launcher as debug_launcher
+    from .launcher.entrypoints import notebook_launcher as notebook_launcher
     from .logging import get_logger as get_logger
     from .logging import tqdm as tqdm
     from .options import AutocastKwargs as AutocastKwargs
@@ -71,7 +71,6 @@ if TYPE_CHECKING:
     from .strategies.tensor_parallel import TensorParallelOptions as TensorParallelOptions
     from .strategies.transforms import CompileOptions as CompileOptions
     from .trackers.own import GeneralTracker as GeneralTracker
-    from .training import memory as memory
     from .training.collectives import broadcast as broadcast
     from .training.collectives import broadcast_object_list as broadcast_object_list
     from .training.collectives import gather as gather
@@ -99,7 +98,7 @@ _HOMES = {
     "PrepareError RefusedError SettingError StepError TrackerError WorldError",
     "hardware": "Hardware detect",
     "launcher": "launch",
-    "launcher.functions": "debug_launcher notebook_launcher",
+    "launcher.entrypoints": "debug_launcher notebook_launcher",
     "logging": "get_logger tqdm",
     "options": "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs "
     "GradientAccumulationPlugin InitProcessGroupKwargs LoggerType ProfileKwargs ProjectConfiguration",
@@ -135,7 +134,6 @@ __all__, __getattr__, __dir__ = at_first_use(
     __name__,
     globals(),
     {module: names.split() for module, names in _HOMES.items()},
-    {"training.memory": ["memory"]},
     elsewhere=dict.fromkeys(
         _ACCELERATES.split(), "easymp.compat.accelerate has it, or says what replaces it"
     ),

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from easymp import SettingError
 from easymp.cli import main
-from easymp.errors import SettingError
-from easymp.launcher import launch
-from easymp.launcher.slurm import Asked, asked, batch_script, meet, submit
+from easymp.launcher.slurm import Asked, asked, batch_script, find_nodes, submit
 
 from .test_slurm import BATCH, STEP, TASK
 from .test_slurm import slurm as slurm
@@ -34,21 +33,6 @@ from .test_slurm import slurm as slurm
 )
 def test_asked(text, action, options):
     assert asked(text) == Asked(action, options)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("run", "it takes print or submit, and then options of sbatch"),
-        ("submit gpu", "'gpu' is no option of sbatch, which start with a dash"),
-        ("submit --comment='a", "No closing quotation"),
-        ("submit --comment=a\nrm", "it takes print or submit"),
-    ],
-)
-def test_asked_for_something_else(text, words):
-    with pytest.raises(SettingError, match=words) as caught:
-        asked(text)
-    assert f"--slurm {text!r}" in str(caught.value)
 
 
 # -- the script --------------------------------------------------------------------------------------------------------
@@ -114,15 +98,6 @@ def test_slurm_s_own_options_go_before_ours(options, given, there, gone):
     assert not [line for line in found for name in gone if line.startswith(name)]
 
 
-def test_a_script_must_know_the_processes_and_the_nodes_once():
-    with pytest.raises(
-        SettingError, match=r"need not be like this machine: say how many processes .* with --processes N"
-    ):
-        batch_script("train", ["train.py"], processes=None)
-    with pytest.raises(SettingError, match="nodes are given twice, as --nodes 2 and among Slurm's options"):
-        batch_script("train", ["train.py"], ["-N 4"], processes=1, nodes="2")
-
-
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (75, True), (143, False)])
 def test_a_run_that_saved_itself_goes_back_into_the_queue(tmp_path, code, requeued):
     (tmp_path / "srun").write_text(f'#!/bin/sh\necho "srun $1"\nexit {code}\n')
@@ -140,10 +115,6 @@ def test_a_run_that_saved_itself_goes_back_into_the_queue(tmp_path, code, requeu
     assert done.stdout.splitlines() == ["srun --cpus-per-task=4", *["scontrol requeue 17"] * requeued]
 
 
-def test_a_job_that_must_not_be_requeued_is_not():
-    assert "scontrol" not in batch_script("train", ["train.py"], ["--no-requeue"], processes=1)
-
-
 NASTY = [
     "$(touch pwned).py", "`touch pwned`.py", "it's.py", 'a"b;touch pwned;".py', "a b #c.py", "a\\.py", "*.py", "!x&&y|z>.py", "${HOME}é.py",
 ]  # fmt: skip
@@ -154,20 +125,8 @@ def test_what_stands_in_the_batch_script_is_handed_on_as_it_is(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     Path(script).write_text("")
     words = [*NASTY, "two\nlines\ntouch pwned", ""]
-    assert (
-        main(
-            [
-                "launch",
-                "--slurm",
-                "print -p 'a;touch pwned' --comment='$(touch pwned) \"'",
-                "--processes",
-                "2",
-                script,
-                *words,
-            ]
-        )
-        == 0
-    )
+    asked = "print -p 'a;touch pwned' --comment='$(touch pwned) \"'"
+    assert main(["launch", "--slurm", asked, "--processes", "2", script, *words]) == 0
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
     srun.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
@@ -229,7 +188,7 @@ def met(
     address: str | None = None,
     port: int | None = None,
 ) -> tuple:
-    found, variables = meet(nodes, node_rank, address, port, 600.0)
+    found, variables = find_nodes(nodes, node_rank, address, port, 600.0)
     return found.nodes, found.most, found.node_rank, found.address, found.port, variables
 
 
@@ -297,11 +256,6 @@ def test_what_does_not_fit_is_said(slurm):
         met("1")
 
 
-def test_a_script_that_launches_itself_does_not_in_a_task(slurm):
-    slurm(**STEP)
-    assert launch(2) is None  # it would end this process
-
-
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -322,20 +276,8 @@ def printed(capsys, *words: str) -> tuple[list[str], list[str]]:
 
 
 def test_command(train, capsys, monkeypatch):
-    options, told = printed(
-        capsys,
-        "--slurm",
-        "print -p gpu",
-        "--processes",
-        "2",
-        "--nodes",
-        "3",
-        "--grace",
-        "90",
-        train,
-        "--lr",
-        "1",
-    )
+    words = ["--processes", "2", "--nodes", "3", "--grace", "90"]
+    options, told = printed(capsys, "--slurm", "print -p gpu", *words, train, "--lr", "1")
     assert {"--job-name=train", "--nodes=3", "--gpus-per-node=2", "--signal=USR1@120", "-p gpu"} <= set(
         options
     )

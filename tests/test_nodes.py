@@ -15,14 +15,12 @@ import textwrap
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from easymp.base import env
 from easymp.cli import main
-from easymp.errors import SettingError, WorldError
-from easymp.launcher import agent, knocking, meeting, place
+from easymp.launcher import agent, rendezvous
 
 from .pool import hold_port
 from .versions import grace
@@ -140,13 +138,8 @@ def test_a_signal_reaches_the_ranks_of_all_nodes_and_saving_may_take_as_long_as_
         open(sys.argv[1] + str(rank), "w").write(str(len(caught)))
     """)
     words = ["--nodes", "2", path, str(tmp_path / "x")]
-    found = ranks(
-        launched,
-        port,
-        [["--node-rank", "0", *words], ["--node-rank", "1", *grace(1), *words]],
-        str(tmp_path / "xready"),
-        0b11,
-    )
+    each = [["--node-rank", "0", *words], ["--node-rank", "1", *grace(1), *words]]
+    found = ranks(launched, port, each, str(tmp_path / "xready"), 0b11)
     assert found == [(143, "stopped by SIGTERM (signal 15)\n")] * 2
     assert (tmp_path / "x0").read_text() == "1"  # once
     assert not (tmp_path / "x1").exists()
@@ -222,42 +215,19 @@ def test_a_taken_port_is_said_by_the_main_node_and_at_once(script, capsys):
 
 
 def test_what_listens_there_is_no_launcher(script, capsys, monkeypatch):
-    monkeypatch.setattr(knocking, "CONNECT", 0.3)
+    monkeypatch.setattr(rendezvous, "CONNECT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert (
-            main(
-                [
-                    "launch",
-                    "--nodes",
-                    "2",
-                    "--node-rank",
-                    "1",
-                    "--main-address",
-                    f"127.0.0.1:{port}",
-                    script(""),
-                ]
-            )
-            == 1
-        )
+        words = f"launch --nodes 2 --node-rank 1 --main-address 127.0.0.1:{port}".split()
+        assert main([*words, script("")]) == 1
     assert (
-        f"what listens at 127.0.0.1:{port} does not answer as the main node's launcher"
+        f"the program that listens at 127.0.0.1:{port} does not answer as the main node's launcher"
         in capsys.readouterr().err
     )
 
 
 def test_a_main_node_that_never_comes(script, capsys, port):
-    words = [
-        "launch",
-        "--nodes",
-        "2",
-        "--node-rank",
-        "1",
-        "--wait",
-        "0.5",
-        "--main-address",
-        f"127.0.0.1:{port}",
-    ]
+    words = f"launch --nodes 2 --node-rank 1 --wait 0.5 --main-address 127.0.0.1:{port}".split()
     assert main([*words, script("")]) == 1
     assert capsys.readouterr().err == (
         f"easymp: the main node did not answer at 127.0.0.1:{port} for 0.5 seconds (Connection refused): start it there with "
@@ -298,40 +268,12 @@ def test_nodes_that_contradict_one_another(ranks, script, second, others, wait, 
     assert words in found[1][1]
 
 
-def test_a_run_that_was_closed_by_a_main_node_that_is_gone_by_now():
-    from torch.distributed import DistNetworkError
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError
-
-    def fail(error):
-        raise error
-
-    late = object.__new__(meeting.Meeting)  # no node is met
-    late._place, late._round, late._restarts, late._others_wait = place.Place(2, 1, "main", 7), 0, 0, False
-    late._torchs = SimpleNamespace(next_rendezvous=lambda: fail(RendezvousClosedError()))
-    late._store = SimpleNamespace(add=lambda key, by: fail(DistNetworkError("Failed to recv, got 0 bytes")))
-    with pytest.raises(
-        WorldError, match=r"the main node at main:7 is gone, and with it this run \(Failed to recv"
-    ):
-        late.next_rendezvous()
-    late._store = SimpleNamespace(add=lambda key, by: 0)  # nobody failed
-    late._told = 0
-    with pytest.raises(
-        WorldError, match="the run at main:7 is over, and this node came too late to take part"
-    ):
-        late.next_rendezvous()
-    late._round = 1
-    with pytest.raises(
-        WorldError, match="is over, before this node's ranks could start again: the others' output says how"
-    ):
-        late.next_rendezvous()
-
-
 # -- real trainings, in launchers of their own -------------------------------------------------------------------------
 
 QUICK = """
 import sys
-from easymp.launcher import meeting
-meeting.LAST_CALL, meeting.HEARTBEAT, meeting.MISSED = 1, 1, 4
+from easymp.launcher import rendezvous
+rendezvous.LAST_CALL, rendezvous.HEARTBEAT, rendezvous.MISSED = 1, 1, 4
 from easymp.cli import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -446,13 +388,9 @@ def test_a_node_that_joins_and_one_that_dies(script, node, tmp_path):
 @pytest.fixture
 def hosts(tmp_path):
     """Two network namespaces with a cable between them: what to write before a command, for each, and the first one's address."""
-    lacking = [
-        package
-        for package, tool in (("iproute2", "ip"), ("util-linux", "unshare"))
-        if shutil.which(tool) is None
-    ]
+    lacking = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
     if lacking:
-        pytest.skip(f"optional packages are not installed: {' and '.join(lacking)}")
+        pytest.skip(f"optional packages are not installed (iproute2, util-linux): {' and '.join(lacking)}")
     names, address = [f"easymp-{os.getpid()}-{k}" for k in (0, 1)], "10.77.0.{}"
     lookups = tmp_path / "nsswitch.conf"
     lookups.write_text("hosts: files\n")  # no name server is reached from there
@@ -464,30 +402,15 @@ def hosts(tmp_path):
                     "needs hardware: two hosts, or a machine that gives this user network namespaces in their place, and this one "
                     f"does not: {made.stderr.strip()}"
                 )
-        subprocess.run(
-            [
-                "ip",
-                "link",
-                "add",
-                "left",
-                "netns",
-                names[0],
-                "type",
-                "veth",
-                "peer",
-                "right",
-                "netns",
-                names[1],
-            ],
-            check=True,
-        )
+        cable = f"link add left netns {names[0]} type veth peer right netns {names[1]}"
+        subprocess.run(["ip", *cable.split()], check=True)
         for k, (name, end) in enumerate(zip(names, ("left", "right"))):
             for words in (
-                ["addr", "add", f"{address.format(k + 1)}/24", "dev", end],
-                ["link", "set", "lo", "up"],
-                ["link", "set", end, "up"],
+                f"addr add {address.format(k + 1)}/24 dev {end}",
+                "link set lo up",
+                f"link set {end} up",
             ):
-                subprocess.run(["ip", "-n", name, *words], check=True)
+                subprocess.run(["ip", "-n", name, *words.split()], check=True)
         bind = 'mount --bind "$0" /etc/nsswitch.conf && exec "$@"'
         yield (
             [
@@ -519,13 +442,3 @@ def test_two_hosts_find_out_who_is_the_main_one_and_train_over_the_cable(script,
         f"3.0 {main} left",
         f"3.0 {main} right",
     ]
-
-
-def test_a_port_that_this_user_may_not_open_is_no_other_programs(monkeypatch):
-    class Guarded(socket.socket):
-        def bind(self, address):
-            raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(place.socket, "socket", Guarded)
-    with pytest.raises(SettingError, match=r"port 80 may not be opened by this user .*: take one above 1023"):
-        place.listening(80)

@@ -9,7 +9,7 @@ import torch
 
 from easymp.base import env
 from easymp.distributed import Ranks, World, read_ranks
-from easymp.distributed.ranks import Task, read_task
+from easymp.distributed.ranks import hosts
 from easymp.errors import EasympWarning, WorldError
 
 # Rank 5 of 8, on the second of two nodes.
@@ -47,36 +47,33 @@ def slurm(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "task"),
     [
-        ({}, Task(5, 8, 1, 4, "n007", 15345)),
-        ({**STEP, "SLURM_TASKS_PER_NODE": "4(x2)"}, Task(5, 8, 1, 4, "n007", 15345)),
-        ({"SLURM_TASKS_PER_NODE": "3,5"}, Task(5, 8, 1, 5, "n007", 15345)),
-        ({"SLURM_TASKS_PER_NODE": "2(x3),2", "SLURM_NODEID": 3}, Task(5, 8, 1, 2, "n007", 15345)),
-        ({"SLURM_NTASKS_PER_NODE": 4}, Task(5, 8, 1, 4, "n007", 15345)),
+        ({}, (5, 8, 1, 4, "n007", 15345)),
+        ({**STEP, "SLURM_TASKS_PER_NODE": "4(x2)"}, (5, 8, 1, 4, "n007", 15345)),
+        ({"SLURM_TASKS_PER_NODE": "3,5"}, (5, 8, 1, 5, "n007", 15345)),
+        ({"SLURM_TASKS_PER_NODE": "2(x3),2", "SLURM_NODEID": 3}, (5, 8, 1, 2, "n007", 15345)),
+        ({"SLURM_NTASKS_PER_NODE": 4}, (5, 8, 1, 4, "n007", 15345)),
         # a step on some of the job's nodes
         ({**STEP, "SLURM_NTASKS": 99, "SLURM_STEP_NODELIST": "n008", "SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": 0,
-          "SLURM_TASKS_PER_NODE": "1"}, Task(5, 8, 1, 8, "n008", 15345)),
+          "SLURM_TASKS_PER_NODE": "1"}, (5, 8, 1, 8, "n008", 15345)),
         # one's own place to meet, or half of one
-        ({"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": 4000}, Task(5, 8, 1, 4, "10.1.1.1", 4000)),
-        ({"MASTER_ADDR": "10.1.1.1"}, Task(5, 8, 1, 4, "10.1.1.1", 15345)),
-        ({"MASTER_PORT": 4000}, Task(5, 8, 1, 4, "n007", 4000)),
-        ({"MASTER_ADDR": "10.1.1.1", "SLURM_JOB_NODELIST": None, "SLURM_TASKS_PER_NODE": "4(x2)"}, Task(5, 8, 1, 4, "10.1.1.1", 15345)),
-        ({"MASTER_PORT": 4000, "SLURM_JOB_ID": None}, Task(5, 8, 1, 4, "n007", 4000)),
+        ({"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": 4000}, (5, 8, 1, 4, "10.1.1.1", 4000)),
+        ({"MASTER_ADDR": "10.1.1.1"}, (5, 8, 1, 4, "10.1.1.1", 15345)),
+        ({"MASTER_PORT": 4000}, (5, 8, 1, 4, "n007", 4000)),
+        ({"MASTER_ADDR": "10.1.1.1", "SLURM_JOB_NODELIST": None, "SLURM_TASKS_PER_NODE": "4(x2)"}, (5, 8, 1, 4, "10.1.1.1", 15345)),
+        ({"MASTER_PORT": 4000, "SLURM_JOB_ID": None}, (5, 8, 1, 4, "n007", 4000)),
         # the last four digits of the job's number
-        ({"SLURM_JOB_ID": 7}, Task(5, 8, 1, 4, "n007", 15007)),
-        ({"SLURM_JOB_ID": 19999}, Task(5, 8, 1, 4, "n007", 24999)),
+        ({"SLURM_JOB_ID": 7}, (5, 8, 1, 4, "n007", 15007)),
+        ({"SLURM_JOB_ID": 19999}, (5, 8, 1, 4, "n007", 24999)),
         # `srun bash run.sh`, and srun in an allocation of salloc: several tasks, none at a terminal
-        ({**STEP, "SLURM_JOB_NAME": "bash"}, Task(5, 8, 1, 4, "n007", 15345)),
-        ({**STEP, "SLURM_JOB_NAME": "interactive"}, Task(5, 8, 1, 4, "n007", 15345)),
+        ({**STEP, "SLURM_JOB_NAME": "bash"}, (5, 8, 1, 4, "n007", 15345)),
+        ({**STEP, "SLURM_JOB_NAME": "interactive"}, (5, 8, 1, 4, "n007", 15345)),
         # srun in a batch script
-        ({**STEP, "ENVIRONMENT": "BATCH"}, Task(5, 8, 1, 4, "n007", 15345)),
+        ({**STEP, "ENVIRONMENT": "BATCH"}, (5, 8, 1, 4, "n007", 15345)),
     ],
 )  # fmt: skip
 def test_task(slurm, changes, task):
     slurm(**changes)
-    assert read_task() == (task, "Slurm's srun")
-    assert read_ranks() == Ranks(
-        task.rank, 8, task.local_rank, task.local_size, "Slurm's srun", meeting=(task.address, task.port)
-    )
+    assert read_ranks() == Ranks(*task[:4], "Slurm's srun", meeting=task[4:])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +98,6 @@ def test_task(slurm, changes, task):
 )
 def test_no_task(slurm, changes, why):
     slurm(**changes)
-    assert read_task() == (None, why)
     assert read_ranks() == Ranks(alone=f"no launcher announced others: {why}" if why else Ranks().alone)
 
 
@@ -109,7 +105,7 @@ def test_a_shell_at_a_terminal_is_no_task(slurm, monkeypatch):
     """`srun -n 8 --pty bash`, and then python: the other seven never come."""
     slurm(**STEP, SLURM_JOB_NAME="bash", SLURM_PROCID=0)
     monkeypatch.setattr(os, "isatty", lambda number: number == 0)
-    assert read_task()[0] is None
+    assert read_ranks().size == 1
 
 
 def test_a_batch_script_that_forgets_srun_is_told_so(slurm):
@@ -199,3 +195,49 @@ def test_a_task_that_never_comes_is_named(ranks):
     (failure,) = ranks.fails(as_tasks, 3, 0.5, processes=1)
     assert "Slurm's srun announced 3 tasks, but rank 1, 2 did not arrive within 0.5 s" in failure.message
     assert "RANK" not in failure.message
+
+
+# -- lists of hosts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n5", "n5"),
+        ("n[5-9,12]", "n5 n6 n7 n8 n9 n12"),
+        ("n[007-010]", "n007 n008 n009 n010"),
+        ("n[9-11]", "n9 n10 n11"),
+        ("n[3]", "n3"),
+        ("b,a", "b a"),
+        ("login,n[1-2],gpu-[08,10].local", "login n1 n2 gpu-08.local gpu-10.local"),
+        ("rack[1-2]-n[01-02]", "rack1-n01 rack1-n02 rack2-n01 rack2-n02"),
+        ("r[1-2][5,7]x,c", "r15x r17x r25x r27x c"),
+        ("[10-11]", "10 11"),
+        ("10.0.0.[1-2]", "10.0.0.1 10.0.0.2"),
+        ("n[1-2,4-5],n7", "n1 n2 n4 n5 n7"),
+    ],
+)
+def test_hosts(text, names):
+    assert hosts(text) == names.split()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "separated by commas"),
+        ("n[1-2", "brackets that are closed"),
+        ("n1]", "brackets that are closed"),
+        ("n[1-[2-3]]", "brackets that are closed"),
+        ("a,,b", "separated by commas"),
+        ("a b", "separated by commas"),
+        ("n[]", r"\[\] should hold numbers"),
+        ("n[a-b]", r"\[a-b\] should hold numbers"),
+        ("n[1-2-3]", r"\[1-2-3\] should hold numbers"),
+        ("n[1,]", r"\[1,\] should hold numbers"),
+        ("n[9-5]", "9-5 counts down"),
+    ],
+)
+def test_what_is_no_list_is_quoted_with_the_reason(text, words):
+    with pytest.raises(WorldError, match=words) as caught:
+        hosts(text)
+    assert repr(text) in str(caught.value)

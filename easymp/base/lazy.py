@@ -1,4 +1,4 @@
-"""Lazy imports: names and modules load at first use, so that ``import easymp`` and ``easymp --help`` stay fast."""
+"""Names that are loaded when they are first asked for: a run pays for what it uses, and ``easymp --help`` for nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-Homes = Mapping[str, Sequence[str]]  # names by module below the package
+Homes = Mapping[str, Sequence[str]]  # file below the package → the names that it has
 
 
 def at_first_use(
@@ -23,9 +23,9 @@ def at_first_use(
     Args:
         package: its ``__name__``.
         namespace: its ``globals()``, which keep what was loaded.
-        public: names in ``__all__``, by module.
-        inner: names that ``__all__`` leaves out. A name that ends its module's path is the module itself.
-        elsewhere: names of other libraries with a hint. They raise ImportError, because Python replaces the text of other errors in
+        public: names for everyone.
+        inner: names for other rooms of this house, which ``__all__`` leaves out.
+        elsewhere: names that are looked for here, and where they are: an ImportError, for Python replaces the words of others in
             ``from … import``.
     """
     home = {name: file for homes in (public, inner or {}) for file, names in homes.items() for name in names}
@@ -36,8 +36,7 @@ def at_first_use(
             raise ImportError(f"{package} has no {name!r}: {elsewhere[name]}")
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = imported(f".{home[name]}", package)
-        value = namespace[name] = module if home[name].endswith(f".{name}") else getattr(module, name)
+        value = namespace[name] = getattr(imported(f".{home[name]}", package), name)
         return value
 
     return listed, load, lambda: listed

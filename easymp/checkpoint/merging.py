@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from ..base.units import read_bytes
-from ..errors import CheckpointError, SettingError
+from ..errors import CheckpointError, SettingError, nearest
 from .blocks import Part, Tick, as_bytes, no_tick
 from .commit import begin
 from .folders import Opened, inside, open_checkpoint, open_storage, parted, write_manifest
@@ -23,7 +23,6 @@ from .manifest import INDEX, FileRecord, Stored
 from .progress import expect
 from .read_plan import one_by_one, room
 from .snapshot import Brought, Division, FilePlan, divide, group
-from .source import weights_of
 
 SHARD_SIZE = "5GB"
 MODEL = "model"
@@ -60,7 +59,20 @@ def merge(
 
 
 def _merge_weights(source: Opened, out: str | os.PathLike[str], most: int, model: str, tick: Tick) -> None:
-    tensors, aliases = weights_of(source, model)
+    known = dict.fromkeys(group(name) for name in source.manifest.tensors if group(name).startswith("model"))
+    if model not in known:
+        raise CheckpointError(
+            f"{source.place} has no weights of {model!r}{nearest(model, known) or '.'} It has: {', '.join(known) or 'no model'}"
+        )
+    prefix = f"{model}/"
+    tensors = {
+        name.removeprefix(prefix): t for name, t in source.manifest.tensors.items() if name.startswith(prefix)
+    }
+    aliases = {
+        n.removeprefix(prefix): of.removeprefix(prefix)
+        for n, of in source.manifest.aliases.items()
+        if n.startswith(prefix)
+    }
     shards = cut([Item(name, stored.dtype, stored.shape) for name, stored in tensors.items()], most)
     parts = _pass(source, (tensors[name] for name in order(shards)), tick)
     root, name = parted(out)

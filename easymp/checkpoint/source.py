@@ -1,11 +1,11 @@
-"""Weights to load: where they lie, and which of them goes where in a live model, by names, shapes and dtypes. No tensor is read."""
+"""Where weights come from: one safetensors file, a Hugging Face folder, or a checkpoint of ours, all described in the same words."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,30 +14,14 @@ from ..base.dtensor import local
 from ..errors import CheckpointError, nearest
 from ..logging import get_logger
 from .codec import loads
-from .folders import (
-    Opened,
-    SourceFile,
-    current,
-    file_in,
-    found_at,
-    open_checkpoint,
-    open_storage,
-    read_header,
-)
+from .folders import SourceFile, current, file_in, found_at, open_checkpoint, open_storage, read_header
 from .header import PARTS, filed
 from .layout import whole
 from .manifest import COMMIT, INDEX, MANIFEST, Piece, Stored
 from .storage import Storage
 
-T = TypeVar("T")
-logger = get_logger(__name__)
-
 SINGLE = "model.safetensors"
 LARGEST_INDEX = 2**28  # bytes
-SHOWN = 8  # names in a message
-INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, torch's checkpoint_wrapper
-WRAPPERS = (*INSIDE, "_fsdp_wrapped_module.")  # also torch's first FSDP
-OUTER = "module."  # DistributedDataParallel, DataParallel
 
 
 @dataclass(frozen=True)
@@ -62,15 +46,15 @@ class Source:
 
 
 def open_source(place: str | os.PathLike[str], which: str = "model") -> Source:
-    """The weights at `place`: a ``.safetensors`` file, an ``.index.json``, or a folder with either of them, or a checkpoint.
+    """What there is at `place`: a ``.safetensors`` file, an ``.index.json``, or a folder with either of them or of ours.
 
     In a folder that holds both, the single file counts, as for Hugging Face's libraries.
 
     Args:
-        which: the model, of a checkpoint: "model", or "model_1" and so on.
+        which: whose weights, of a checkpoint of ours.
 
     Raises:
-        CheckpointError: there are none, or they are damaged.
+        CheckpointError: nothing of that kind is there, or it is damaged.
     """
     said = os.fspath(place)
     try:
@@ -169,37 +153,34 @@ def _indexed(place: str, folder: Storage, name: str) -> Source:
 
 def _committed(place: str, which: str) -> Source:
     found = open_checkpoint(place)
-    tensors, aliases = weights_of(found, which)
-    used = {piece.file for stored in tensors.values() for piece in stored.pieces}
-    return Source(place, tensors, aliases, {name: file for name, file in found.files.items() if name in used})
-
-
-def weights_of(found: Opened, which: str) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The tensors and aliases of one model in a checkpoint, by the names that the model gives them.
-
-    Raises:
-        CheckpointError: there is no such model.
-    """
-    tensors, prefix = found.manifest.tensors, f"{which}/"
+    tensors, others = found.manifest.tensors, found.manifest.aliases
     known = dict.fromkeys(name.partition("/")[0] for name in tensors if name.startswith("model"))
     if which not in known:
         raise CheckpointError(
-            f"{found.place} has no weights of {which!r}{nearest(which, known) or '.'} It has: {', '.join(known) or 'no model'}"
+            f"{place} has no weights of {which!r}{nearest(which, known) or '.'} It has: {', '.join(known) or 'no model'}"
         )
-    aliases = {n: of.removeprefix(prefix) for n, of in found.manifest.aliases.items() if n.startswith(prefix)}
-    return _without(prefix, tensors), _without(prefix, aliases)
+    prefix = f"{which}/"
+    mine = {name.removeprefix(prefix): stored for name, stored in tensors.items() if name.startswith(prefix)}
+    aliases = {
+        name.removeprefix(prefix): of.removeprefix(prefix)
+        for name, of in others.items()
+        if name.startswith(prefix)
+    }
+    used = {piece.file for stored in mine.values() for piece in stored.pieces}
+    return Source(place, mine, aliases, {name: file for name, file in found.files.items() if name in used})
 
 
-def _without(prefix: str, table: Mapping[str, T]) -> dict[str, T]:
-    return {name.removeprefix(prefix): value for name, value in table.items() if name.startswith(prefix)}
+# -- What of some files goes where in a live model: by names, shapes and dtypes, before a byte of a tensor is read.
 
 
-# -- match ----------------------------------------------------------------------------------------------------------------
+logger = get_logger(__name__)
+
+SHOWN = 8  # names in a message
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """Names that `load_weights` skipped; only ``strict=False`` skips any.
+    """What `load_weights` passed over, which only ``strict=False`` lets it do.
 
     Attributes:
         missing: the model's names for which nothing was found; they keep what they had.
@@ -235,7 +216,9 @@ class Live:
     tensor: Tensor
     names: list[str] = field(default_factory=list)
     stored: Stored | None = None
-    twins: list[str] = field(default_factory=list)  # further names in the files of this one tensor
+    twins: list[str] = field(
+        default_factory=list
+    )  # names in the files for what is one tensor here, beyond the first
 
 
 def name_of(model: nn.Module) -> str:
@@ -270,7 +253,7 @@ def live_tensors(model: nn.Module) -> dict[str, Live]:
 
 
 def memory(tensor: Tensor) -> Any:
-    """A key that is equal for tensors of the same memory, shape and strides."""
+    """Something equal for tensors that are the same memory, seen alike."""
     here = None if tensor.is_meta else local(tensor.detach())
     if here is None or not here.numel() or here.layout != torch.strided:
         return id(tensor)
@@ -302,7 +285,7 @@ def renamed_in(source: Source, live: Collection[str]) -> dict[str, str]:
 
 
 def match(source: Source, renamed: Mapping[str, str], live: Mapping[str, Live]) -> Skipped:
-    """Set `stored` of each live tensor; returns what does not fit."""
+    """Find what goes where; what does not is returned."""
     found = {plain: source.tensors[name] for name, plain in renamed.items()}
     for name, of in source.aliases.items():
         found.setdefault(name if name in live else without_wrappers(name), source.tensors[of])
@@ -325,7 +308,7 @@ def match(source: Source, renamed: Mapping[str, str], live: Mapping[str, Live]) 
 
 
 def as_complex(stored: Stored, live: Tensor) -> Stored:
-    """`stored`; of complex numbers without a safetensors type, seen as such rather than as real and imaginary parts."""
+    """`stored`, or for complex numbers that safetensors has no type for, what it keeps as their real and imaginary parts."""
     parts = filed(live.dtype, live.shape)
     if live.dtype in PARTS and (stored.dtype, stored.shape) == parts:
         (piece,) = stored.pieces
@@ -358,15 +341,23 @@ def dtype_fault(one: Live, wanted: torch.dtype | str | None) -> str | None:
     return f"{there} in the files, and {live} in the model: {remedy}"
 
 
+# -- Names of tensors, whatever wrapped the module that holds them.
+
+
+INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, and torch's checkpoint_wrapper
+WRAPPERS = (*INSIDE, "_fsdp_wrapped_module.")  # also torch's first FSDP
+OUTER = "module."  # DistributedDataParallel and DataParallel, around the whole
+
+
 def canonical(name: str) -> str:
-    """A live name without the parts that torch's wrappers of submodules add. ``module.`` stays: it may be the user's own."""
+    """A live name without what torch's wrappers of submodules put in. ``module.`` stays: it may be the user's own."""
     for word in INSIDE:
         name = name.replace(word, "")
     return name
 
 
 def without_wrappers(name: str) -> str:
-    """The name of a tensor in a file, as the plain module has it."""
+    """A name in a file that somebody wrote, as the plain module has it."""
     for word in WRAPPERS:
         name = name.replace(word, "")
     while name.startswith(OUTER):

@@ -27,7 +27,7 @@ from .. import settings
 from ..base import env
 from ..errors import SettingError
 from ..launcher import launch_script, slurm
-from ..launcher.scripts import check_script
+from ..launcher.entrypoints import check_script
 from ..settings import VARIABLE
 
 RESTARTS = 3  # where nodes may come and go: each that goes takes the others' ranks with it
@@ -104,11 +104,11 @@ def run(args: argparse.Namespace) -> int:
         settings.resolve()  # what is wrong in it is said once, and not by each worker
         if args.slurm is not None:
             return _slurm(args, wanted)
-        meeting, variables = slurm.meet(
+        rendezvous, variables = slurm.find_nodes(
             wanted.nodes, args.node_rank, wanted.main_address, wanted.main_port, wanted.wait
         )
         restarts = (
-            wanted.max_restarts if wanted.max_restarts is not None else RESTARTS if meeting.elastic else 0
+            wanted.max_restarts if wanted.max_restarts is not None else RESTARTS if rendezvous.elastic else 0
         )
         return launch_script(
             args.script,
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
             wanted.processes,
             module=args.module,
             max_restarts=restarts,
-            place=meeting,
+            rendezvous=rendezvous,
             grace=wanted.grace,
             numa=wanted.numa,
             variables=variables,

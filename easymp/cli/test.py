@@ -18,7 +18,7 @@ import dataclasses
 import json
 
 from .. import hardware
-from ..launcher.devices import default_processes
+from ..launcher.entrypoints import default_processes
 from ..settings import resolve_launching
 from .selftest import Tried, try_out
 from .terminal import GREEN, RED, paint, table, wrap

@@ -178,12 +178,8 @@ class PreparedLoader:
             begun = True
             yield from self.read(0)
         finally:
-            if (
-                not begun
-                and self._resume
-                and self._loads == loads
-                and (clock.went_on or clock.resuming <= {id(self)})
-            ):
+            dropped = not begun and self._resume and self._loads == loads
+            if dropped and (clock.went_on or clock.resuming <= {id(self)}):
                 self._begin(0)
                 self._inner, self._over = True, False
                 self._end()
@@ -262,11 +258,8 @@ class PreparedLoader:
         if self._pass is not None:  # a pass left early and not yet collected, or a loop inside a loop
             self._end()
         for part, told in zip(self._parts(), self._told):
-            if (
-                part is not self.dataset
-                and (now := getattr(part, "epoch", None)) != told
-                and isinstance(now, int)
-            ):
+            now = getattr(part, "epoch", None)
+            if part is not self.dataset and now != told and isinstance(now, int):
                 self.set_epoch(now)  # the script called the sampler's set_epoch, as with DistributedSampler
         if id(self) in self._clock.resuming:
             self._clock.resuming.remove(id(self))
@@ -311,15 +304,9 @@ class PreparedLoader:
     def _parts(self) -> list[Any]:
         """The user's objects that have `set_epoch`."""
         given = self._given
-        parts = [
-            given.dataset,
-            given.sampler,
-            given.batch_sampler,
-            getattr(given.batch_sampler, "sampler", None),
-        ]
-        return [
-            part for part in {id(p): p for p in parts}.values() if callable(getattr(part, "set_epoch", None))
-        ]
+        samplers = (given.sampler, given.batch_sampler, getattr(given.batch_sampler, "sampler", None))
+        parts = {id(part): part for part in (given.dataset, *samplers)}.values()
+        return [part for part in parts if callable(getattr(part, "set_epoch", None))]
 
     def _tell(self) -> None:
         for part in self._parts():
@@ -378,9 +365,7 @@ class PreparedLoader:
 
 
 def _stateful(dataset: Any) -> bool:
-    return callable(getattr(dataset, "state_dict", None)) and callable(
-        getattr(dataset, "load_state_dict", None)
-    )
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
@@ -408,11 +393,8 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     if isinstance(loader.dataset, IterableDataset):
         return SkippedLoader(loader, num_batches)
     without = Without(loader.batch_sampler or loader.sampler, num_batches)
-    how = (
-        {"batch_size": None, "sampler": without}
-        if loader.batch_sampler is None
-        else {"batch_sampler": without}
-    )
+    whole = loader.batch_sampler is None
+    how = {"batch_size": None, "sampler": without} if whole else {"batch_sampler": without}
     return rebuild(loader, loader.dataset, loader.pin_memory, generator=loader.generator, **how)
 
 

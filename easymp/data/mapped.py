@@ -79,18 +79,14 @@ class MapSource:
         self._sampler, self._ranks, self._whole = sampler, ranks, whole
         self._world, self._seeded, self._alone, self._ahead = world, seeded, alone, ahead
         self._ready = given.batch_sampler is None  # the data set's items are batches already
-        self._in_order = (
-            getattr(given, "in_order", True) or len(ranks) > 1
-        )  # rounds are built from shares in order
+        # Rounds are built from shares in order.
+        self._in_order = getattr(given, "in_order", True) or len(ranks) > 1
         self._checked = False
         self._drawn: int | None = None  # seed of the current order, if it is not f(seed, epoch)
         self._redraw: dict[int, int] = {}  # seeds by epoch, to draw an order again after a resume
         self._upcoming = Rounds()
-        how = (
-            {"batch_size": None, "sampler": self._upcoming}
-            if self._ready
-            else {"batch_sampler": self._upcoming}
-        )
+        batches = {"batch_sampler": self._upcoming}
+        how = {"batch_size": None, "sampler": self._upcoming} if self._ready else batches
         self.loader = rebuild(given, given.dataset, pin_memory, in_order=self._in_order, **how)
 
     def batches(self, rank: int) -> int | None:
@@ -140,15 +136,8 @@ class MapSource:
                     notes.append(Note(rank, end, -1 if surplus else 0, None, last))
                     yield items[0]
                 else:
-                    notes.append(
-                        Note(
-                            rank,
-                            end,
-                            -1 if unknown else surplus,
-                            len(items) if self._in_order else None,
-                            last,
-                        )
-                    )
+                    size = len(items) if self._in_order else None
+                    notes.append(Note(rank, end, -1 if unknown else surplus, size, last))
                     yield items
 
     def _shares(self, order: Any, start: int) -> Iterator[Share]:

@@ -54,9 +54,8 @@ class Permutation(Sequence[int]):
 
     def __init__(self, indices: Tensor) -> None:
         self._memory = indices.to(torch.int64).contiguous()  # the ctypes view below does not own the memory
-        self._indices = (
-            (ctypes.c_int64 * len(indices)).from_address(self._memory.data_ptr()) if len(indices) else []
-        )
+        at = self._memory.data_ptr()
+        self._indices = (ctypes.c_int64 * len(indices)).from_address(at) if len(indices) else []
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -129,11 +128,8 @@ def generators(sampler: Any) -> list[torch.Generator]:
         if isinstance(value, torch.Generator) and value is not torch.default_generator:
             found.append(value)
         elif hasattr(value, "__iter__") and hasattr(value, "__dict__") and not hasattr(value, "__getitem__"):
-            found += [
-                v
-                for v in vars(value).values()
-                if isinstance(v, torch.Generator) and v is not torch.default_generator
-            ]
+            held = [v for v in vars(value).values() if isinstance(v, torch.Generator)]
+            found += [v for v in held if v is not torch.default_generator]
     return list({id(g): g for g in found}.values())
 
 

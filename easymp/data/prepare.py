@@ -193,11 +193,8 @@ class UnpreparedCheck:
             if type(sampler) in PLAIN:
                 plain.append((it._dataset, type(sampler).__name__))
         if not read or len(plain) + len(streams) < len(read):
-            return Choice(
-                "as given",
-                "no prepared DataLoader is read: the program itself splits the data",
-                Origin.DETECTED,
-            )
+            why = "no prepared DataLoader is read: the program itself splits the data"
+            return Choice("as given", why, Origin.DETECTED)
         if streams:
             why = f"a DataLoader that was not passed to prepare() is read: {streams[0]} must split its samples by rank itself"
             return Choice("not prepared", why, Origin.DETECTED)
@@ -205,9 +202,8 @@ class UnpreparedCheck:
         self._own = repr([(sampler, outline(dataset, iter(range(MOST)))) for dataset, sampler in plain])
         self._store = self._world.store()
         self._store.set(f"unprepared/{self._rank}", self._own)
-        return Choice(
-            "not prepared", f"{self._what} that was not passed to prepare() is read", Origin.DETECTED
-        )
+        why = f"{self._what} that was not passed to prepare() is read"
+        return Choice("not prepared", why, Origin.DETECTED)
 
     def look_again(self) -> bool:
         """Whether to look again. Rank 0 warns as soon as all ranks report the same data."""
@@ -237,11 +233,9 @@ def outline(value: Any, left: Iterator[int], depth: int = 0) -> Any:
         return value
     if depth > DEPTH or next(left, None) is None:
         return None
-    if isinstance(value, torch.Tensor) and (
-        value.layout != torch.strided or value.is_nested or value.is_meta
-    ):
-        return secrets.token_hex(8)  # no elements to read: different on each rank
     if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_nested or value.is_meta:
+            return secrets.token_hex(8)  # no elements to read: different on each rank
         flat = value.detach().flatten() if value.is_contiguous() else value.new_empty(0)
         return tuple(value.shape), str(value.dtype), flat[:: max(1, len(flat) // FEW)].tolist()
     if hasattr(value, "__array_interface__"):
@@ -249,7 +243,6 @@ def outline(value: Any, left: Iterator[int], depth: int = 0) -> Any:
     if isinstance(value, (list, tuple, range)):
         return len(value), [outline(item, left, depth + 1) for item in value[:: max(1, len(value) // FEW)]]
     if isinstance(value, dict):
-        return len(value), [
-            (str(key), outline(item, left, depth + 1)) for key, item in list(value.items())[:FEW]
-        ]
+        few = list(value.items())[:FEW]
+        return len(value), [(str(key), outline(item, left, depth + 1)) for key, item in few]
     return type(value).__qualname__, outline(getattr(value, "__dict__", None), left, depth + 1)

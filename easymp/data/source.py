@@ -161,11 +161,8 @@ class Dispatched:
         self._inner.cut = cut
 
     def read(self, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, Note]]:
-        sent = (
-            self._send(_rounds(self._inner.read(epoch, start, skip)))
-            if self._world.rank == 0
-            else self._receive()
-        )
+        sends = self._world.rank == 0
+        sent = self._send(_rounds(self._inner.read(epoch, start, skip))) if sends else self._receive()
         for shares, following in sent:
             if self._rank < len(shares):
                 batch, note = shares[self._rank]

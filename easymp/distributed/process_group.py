@@ -94,9 +94,8 @@ class World:
         self.backend: str | None = None
         self.settling: list[Callable[[], None]] = []  # see `settle`
         self.forwards = 0  # of models whose forward needs every rank
-        self.carried: list[
-            Any
-        ] = []  # what a journey of gradients leaves on this rank for the next, with a state_dict
+        # State of gradient hooks (with a state_dict) that a later world of this process takes over.
+        self.carried: list[Any] = []
         self._process = os.getpid()
         self._left = False
         self.owned = False  # whether we started the process group, and so end it
@@ -165,9 +164,8 @@ class World:
         atexit.unregister(self.close)
         if self._process != os.getpid():
             return  # a forked child that ends: the connections are its parent's
-        reachable = True
+        reachable = self._watch is None or self._watch.reachable()
         if self._watch is not None:
-            reachable = self._watch.reachable()
             self._watch.leave((self._number, self._compared + 1))
             self._watch.close()
             self._watch = None
@@ -191,9 +189,8 @@ class World:
         deadline, pause = time.monotonic() + seconds, 0.001
         try:
             self._store.set(f"farewell/{self.rank}", "")
-            while time.monotonic() < deadline and not self._store.check(
-                [f"farewell/{r}" for r in range(self.size)]
-            ):
+            keys = [f"farewell/{r}" for r in range(self.size)]
+            while time.monotonic() < deadline and not self._store.check(keys):
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
         except RuntimeError:
@@ -226,10 +223,10 @@ class World:
         """Cut this rank's connections, so that ranks that wait for it in a collective get an error now. Then `restart`."""
         if self._watch is not None:
             self._watch.leave((self._number, self._compared + 1))
-        if self._watch is not None and self.device.type != "cpu":
-            self._watch.abort_others(
-                self._number
-            )  # their kernels wait on the device, where a closed socket is not seen
+            if (
+                self.device.type != "cpu"
+            ):  # their kernels wait on the device, where a closed socket is not seen
+                self._watch.abort_others(self._number)
         self._abort(self._number)
 
     def _abort(self, number: int) -> None:
@@ -347,11 +344,8 @@ class World:
         with self.explained(f"reduce ({op})"):
             dist.all_reduce(moved, OPS[op])
         if op == "mean":
-            moved = (
-                moved / self.size
-                if moved.is_floating_point()
-                else moved.div(self.size, rounding_mode="trunc")
-            )
+            rounding = None if moved.is_floating_point() else "trunc"
+            moved = moved.div(self.size, rounding_mode=rounding)
         return moved.to(tensor.dtype)
 
     def average_(self, tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -412,9 +406,8 @@ class World:
         padded = tensor.new_zeros((longest, *tensor.shape[1:]))
         padded[: tensor.shape[0]] = tensor
         whole = self.gather(padded)
-        return torch.cat(
-            [whole[r * longest : r * longest + n] for r, n in enumerate(lengths) if r % every == 0]
-        )
+        kept = [(r, n) for r, n in enumerate(lengths) if r % every == 0]
+        return torch.cat([whole[r * longest : r * longest + n] for r, n in kept])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """The tensor of rank `source`, as a new tensor on every rank; shapes must agree."""
@@ -505,20 +498,12 @@ def _sign_in(ranks: Ranks, timeout: float) -> tuple[dist.Store, list[str]]:
         if shared:
             store = next(iter(dist.rendezvous("env://", ranks.rank, ranks.size, timeout=limit)))[0]
         else:
-            kept = None
-            if not ranks.unknown and ranks.local_size == ranks.size:  # all ranks are on this machine
+            kept, here = None, not ranks.unknown and ranks.local_size == ranks.size
+            if here:  # all ranks are on this machine
                 address = LOOPBACK
                 kept = _listen_here(port) if ranks.rank == 0 else None
-            store = dist.TCPStore(
-                address,
-                port,
-                None,
-                ranks.rank == 0,
-                limit,
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=kept,
-            )
+            options = {"wait_for_workers": False, "multi_tenant": True, "master_listen_fd": kept}
+            store = dist.TCPStore(address, port, None, ranks.rank == 0, limit, **options)
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
         raise WorldError(
             f"rank {ranks.rank} of {ranks.size} could not reach rank 0 at {address}:{port} within {timeout:g} s "
@@ -638,20 +623,23 @@ def first_difference(lists: Sequence[Sequence[str]]) -> list[str]:
     return []
 
 
-# -- What torch's DTensor keeps of a world that has ended: caches that hold its meshes, and numbers that hold for the rank this process was.
+# -- DTensor's caches --------------------------------------------------------------------------------------------------
 
 
 def forget_meshes() -> None:
-    """Empty those caches. Some are a thread's own: what torch's threads for the backward of other devices have is out of reach."""
+    """Empty DTensor's caches of a world that has ended.
+
+    To torch two meshes are equal where their shapes, names and devices are, whichever groups they have and whichever rank asks. A later
+    world of this process would find layouts whose mesh has the old groups and, where the process is another rank now, the lengths of
+    uneven shards that it had then. Some caches are a thread's own: those of torch's backward threads are out of reach.
+    """
     if "torch.distributed.tensor" not in sys.modules:
         return
     for clear in _clearing():
         clear()
     from torch.distributed.tensor import _random
 
-    _random._rng_tracker = (
-        None  # all ranks of the next world agree on their random numbers anew, and none of them before
-    )
+    _random._rng_tracker = None  # all ranks of the next world agree on their random numbers anew
 
 
 def _clearing() -> Iterator[Any]:
@@ -665,10 +653,11 @@ def _clearing() -> Iterator[Any]:
     yield _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear
     yield _redistribute._gen_transform_infos.cache_clear
     # Not every version of torch has these.
-    for owner, name in (
-        (_redistribute, "clear_redistribute_planner_cache"),
-        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
-    ):
+    owners = {
+        "clear_redistribute_planner_cache": _redistribute,
+        "_clear_DTensor_sharding_propagator_cache": torch._C,
+    }
+    for name, owner in owners.items():
         clear = getattr(owner, name, None)
         if clear is not None:
             yield clear

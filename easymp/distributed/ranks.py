@@ -1,4 +1,15 @@
-"""Who this process is, as a launcher announced it: pure reading, nothing is started."""
+"""Who this process is, as a launcher announced it in variables: pure reading, nothing is started.
+
+The variables, in the order in which they are read:
+
+- ``RANK`` and ``WORLD_SIZE``: torchrun, `easymp launch`, Ray, Kubernetes. PyTorchJob of Kubeflow sets ``RANK`` to the pod's number.
+- ``PET_NNODES``, ``PET_NODE_RANK``, ``PET_NPROC_PER_NODE``, …: torchrun's own options as variables, which Kubeflow sets
+  (torch/distributed/argparse_util.py).
+- The rows of `LAUNCHERS`. A task of srun may be a daemon of mpirun, which is why mpirun goes before Slurm.
+- ``SLURM_…``. A batch script before its srun, and a shell in an allocation, have some of the same variables, and are no task:
+  there a program trains alone. The shell is known by its job's name, ``bash`` or ``interactive``, which ``srun bash run.sh`` and srun
+  in an allocation of salloc have, too: those are several tasks (SLURM_STEP_NUM_TASKS) without a terminal.
+"""
 
 from __future__ import annotations
 
@@ -13,121 +24,49 @@ from typing import NamedTuple
 from ..base import env
 from ..errors import EasympWarning, WorldError
 
+PORT = 29500  # torchrun's
+FIRST_PORT = 15000
+LOOPBACK = "127.0.0.1"
+EXPLICIT = "RANK and WORLD_SIZE"
+ONE = f"{EXPLICIT} announced one process"
+BATCH = "this is Slurm's batch script, before any srun"
+INTERACTIVE = ("bash", "interactive")  # names of jobs
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+# Who announces, and its variables: rank, size, local rank, local size, and the job's identifier, the same in all processes of a run.
+LAUNCHERS = (
+    ("Open MPI's mpirun", *(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), "PMIX_NAMESPACE"),
+    ("MVAPICH2's mpirun", *(f"MV2_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), ""),
+    ("PMI (mpirun of MPICH or Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ""),
+    ("submitit", *(f"SUBMITIT_LOCAL_{n}" for n in ("GLOBALID", "NTASKS", "LOCALID", "NTASKS", "JOB_ID"))),
+)  # fmt: skip
+
 
 class Ranks(NamedTuple):
-    """This process among all processes of the run."""
+    """This process among all processes of the run.
+
+    Attributes:
+        local_rank, local_size: on this node.
+        announced: by "RANK and WORLD_SIZE", "the process group", "Slurm's srun" and so on; ``""`` for a process alone.
+        bound: it sees one accelerator only, chosen for it by the launcher (as Slurm's --gpus-per-task does).
+        meeting: rank 0's address and port, where MASTER_ADDR and MASTER_PORT do not say them.
+        alone: why there is one process.
+        unknown: "rank": local_rank and local_size stand for one machine until `locate` counts them by host; "size": local_size does.
+    """
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0  # on this node
+    local_rank: int = 0
     local_size: int = 1
-    announced: str = (
-        ""  # who said so: "RANK and WORLD_SIZE", "the process group", "Slurm's srun", or "" where nobody did
-    )
-    bound: bool = (
-        False  # sees one accelerator only, chosen for it by the launcher (as Slurm's --gpus-per-task does)
-    )
-    # rank 0's address and port, where MASTER_ADDR and MASTER_PORT do not say them
+    announced: str = ""
+    bound: bool = False
     meeting: tuple[str | None, int | None] | None = None
-    alone: str = "no launcher announced others"  # why there is one process, where nobody announced it
-    # "rank": local_rank and local_size stand for one machine until `locate` counts them by host; "size": local_size does
+    alone: str = "no launcher announced others"
     unknown: str = ""
 
     @property
     def nodes(self) -> int:
         return max(1, self.size // max(1, self.local_size))
-
-
-def read_ranks() -> Ranks:
-    """The running process group's ranks, or what a launcher announced, or one process.
-
-    Raises:
-        WorldError: the launch variables are incomplete or contradict each other, or announce processes that this one cannot join.
-    """
-    import torch.distributed as dist  # here: the launcher reads variables without torch
-
-    if dist.is_available() and dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        local, beside = env.integer("LOCAL_RANK"), env.integer("LOCAL_WORLD_SIZE")
-        return _ranks(rank, size, local, beside, "the process group")
-    found, why = read()
-    if found is None:
-        if why == BATCH and env.integer("SLURM_NTASKS", 1) > 1:
-            warnings.warn(
-                f"one process trains, of the {env.read('SLURM_NTASKS')} tasks of Slurm's job: its batch script starts all of them "
-                "with srun before the command",
-                EasympWarning,
-                stacklevel=3,
-            )
-        return Ranks(alone=f"no launcher announced others: {why}") if why else Ranks()
-    if found.processes != 1 or found.most is not None or found.rank is None:
-        raise WorldError(
-            f"{found.by} announce {found.size} node{'s' * (found.size > 1)} with {found.processes or 'several'} processes each, and "
-            "this process was started as one: start it with torchrun or `easymp launch`, which take their part in it, or unset "
-            "PET_NNODES and PET_NPROC_PER_NODE"
-        )
-    meeting = None if found.by == EXPLICIT else (found.address, found.port)
-    return _ranks(found.rank, found.size, found.local_rank, found.local_size, found.by, meeting)
-
-
-def _ranks(
-    rank: int,
-    size: int,
-    local: int | None,
-    beside: int | None,
-    by: str,
-    meeting: tuple[str | None, int | None] | None = None,
-) -> Ranks:
-    unknown = "" if size == 1 else "rank" if local is None else "size" if beside is None else ""
-    local = local if local is not None else rank
-    return Ranks(rank, size, local, beside or max(size, local + 1), by, bound(), meeting, unknown=unknown)
-
-
-def bound() -> bool:
-    """Whether a visible-devices variable leaves this process one accelerator."""
-    shown = [
-        env.read(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    ]
-    return any(
-        text is not None and len(text.split(",")) == 1 and text.strip() not in ("", "-1") for text in shown
-    )
-
-
-# -- What a launcher's variables say of this process: pure reading, nothing is started.
-
-
-PORT = 29500  # torchrun's
-LOOPBACK = "127.0.0.1"
-EXPLICIT = "RANK and WORLD_SIZE"
-ONE = f"{EXPLICIT} announced one process"
-# Who announces, and its variables: rank, size, local rank, local size, and the job's identifier, the same in all processes of a run.
-LAUNCHERS = (
-    *[
-        (
-            "Open MPI's mpirun",
-            *(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-            "PMIX_NAMESPACE",
-        )
-    ],
-    *[
-        (
-            "MVAPICH2's mpirun",
-            *(f"MV2_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-            "",
-        )
-    ],
-    *[
-        (
-            "PMI (mpirun of MPICH or Intel MPI)",
-            "PMI_RANK",
-            "PMI_SIZE",
-            "MPI_LOCALRANKID",
-            "MPI_LOCALNRANKS",
-            "",
-        )
-    ],
-    *[("submitit", *(f"SUBMITIT_LOCAL_{n}" for n in ("GLOBALID", "NTASKS", "LOCALID", "NTASKS", "JOB_ID")))],
-)
 
 
 class Announced(NamedTuple):
@@ -153,6 +92,48 @@ class Announced(NamedTuple):
     processes: int = 1
 
 
+def read_ranks() -> Ranks:
+    """The running process group's ranks, or those that a launcher announced, or one process.
+
+    Raises:
+        WorldError: the launch variables are incomplete or contradict each other, or announce processes that this one cannot join.
+    """
+    import torch.distributed as dist  # here: the launcher reads variables without torch
+
+    if dist.is_available() and dist.is_initialized():
+        local, beside = env.integer("LOCAL_RANK"), env.integer("LOCAL_WORLD_SIZE")
+        return _ranks(
+            Announced(dist.get_rank(), dist.get_world_size(), local, beside, by="the process group")
+        )
+    found, why = read()
+    if found is None:
+        if why == BATCH and env.integer("SLURM_NTASKS", 1) > 1:
+            warnings.warn(
+                f"one process trains, of the {env.read('SLURM_NTASKS')} tasks of Slurm's job: its batch script starts all of them "
+                "with srun before the command",
+                EasympWarning,
+                stacklevel=3,
+            )
+        return Ranks(alone=f"no launcher announced others: {why}") if why else Ranks()
+    if found.processes != 1 or found.most is not None or found.rank is None:
+        raise WorldError(
+            f"{found.by} announce {found.size} node{'s' * (found.size > 1)} with {found.processes or 'several'} processes each, and "
+            "this process was started as one: start it with torchrun or `easymp launch`, which take their part in it, or unset "
+            "PET_NNODES and PET_NPROC_PER_NODE"
+        )
+    return _ranks(found)
+
+
+def _ranks(found: Announced) -> Ranks:
+    rank, size, local, beside, by = found.rank, found.size, found.local_rank, found.local_size, found.by
+    unknown = "" if size == 1 else "rank" if local is None else "size" if beside is None else ""
+    local = rank if local is None else local
+    shown = [text.split(",") for name in VISIBLE if (text := env.read(name)) is not None]
+    bound = any(len(cards) == 1 and cards[0].strip() not in ("", "-1") for cards in shown)
+    meeting = None if by in (EXPLICIT, "the process group") else (found.address, found.port)
+    return Ranks(rank, size, local, beside or max(size, local + 1), by, bound, meeting, unknown=unknown)
+
+
 def read() -> tuple[Announced | None, str]:
     """This process among those that a launcher announced, or None and the reason why it trains alone (``""``: nothing is announced).
 
@@ -160,16 +141,15 @@ def read() -> tuple[Announced | None, str]:
         WorldError: variables are incomplete or contradict each other, or say that there are others and not how to reach them.
     """
     rank, size = _pair("RANK", "WORLD_SIZE", "Start with `easymp launch`")
-    within = (
-        env.read("LOCAL_RANK") is not None or env.read("TORCHELASTIC_RUN_ID") is not None
-    )  # started by torchrun, as a rank
-    if not within:
-        node = _node()
-        if node is not None and (rank is None or node.processes > 1):
-            return node, ""
+    # Whether torchrun started this process, as a rank.
+    within = env.read("LOCAL_RANK") is not None or env.read("TORCHELASTIC_RUN_ID") is not None
+    node = None if within else _read_pet()
+    if node is not None and (rank is None or node.processes > 1):
+        return node, ""
+    own = Announced(rank, size or 1, *_local("LOCAL_RANK", "LOCAL_WORLD_SIZE"), *_master())
     if size is not None and (size > 1 or within):
-        return Announced(rank, size, *_local("LOCAL_RANK", "LOCAL_WORLD_SIZE"), *_meeting()), ""
-    found, why = _by_launcher()
+        return own, ""
+    found, why = _read_launcher()
     if size is None:
         return found, why
     if found is not None:
@@ -177,9 +157,7 @@ def read() -> tuple[Announced | None, str]:
             f"RANK={rank} and WORLD_SIZE=1 are in the environment, and {found.by} announces {found.size} processes: unset RANK and "
             f"WORLD_SIZE to train on all {found.size}"
         )
-    if None in _meeting():
-        return None, ONE
-    return Announced(rank, 1, *_local("LOCAL_RANK", "LOCAL_WORLD_SIZE"), *_meeting()), ""
+    return (None, ONE) if None in _master() else (own, "")
 
 
 def read_node() -> tuple[Announced | None, str]:
@@ -196,33 +174,8 @@ def read_node() -> tuple[Announced | None, str]:
             "rank would launch a run of its own: run the script with python, or start the launch outside of the ranks; for a run apart, "
             "unset TORCHELASTIC_RUN_ID, RANK and WORLD_SIZE"
         )
-    node = _node()
+    node = _read_pet()
     return (node, "") if node is not None else read()
-
-
-def _by_launcher() -> tuple[Announced | None, str]:
-    for by, *names, job in LAUNCHERS:
-        rank, size = _pair(names[0], names[1], f"{by} sets both")
-        if rank is None or size is None:
-            continue
-        tasks = (env.integer("SLURM_PROCID"), env.integer("SLURM_STEP_NUM_TASKS"))
-        if names[0] == "PMI_RANK" and tasks == (rank, size):
-            continue  # srun's own, which says more
-        if size == 1:
-            return None, f"{by} started one process"
-        local = _local(names[2], names[3])
-        return Announced(
-            rank, size, *local, *_place(by, rank, size, local[1], env.read(job) if job else None), by
-        ), ""
-    task, why = read_task()
-    if task is not None:
-        return Announced(*task, why), why
-    if env.read("PMIX_RANK") is not None and env.read("SLURM_PROCID") is None:
-        raise WorldError(
-            f"PMIX_RANK={env.read('PMIX_RANK')} is in the environment, and no variable says how many processes there are: start with "
-            "mpirun or srun, export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or unset PMIX_RANK to train in one process"
-        )
-    return None, why
 
 
 def _pair(rank: str, size: str, remedy: str) -> tuple[int | None, int | None]:
@@ -249,13 +202,72 @@ def _local(rank: str, size: str) -> tuple[int | None, int | None]:
     return (None, None) if number is None else (number, many if many is None else max(number + 1, many))
 
 
-def _meeting() -> tuple[str | None, int | None]:
+def _master() -> tuple[str | None, int | None]:
     return env.read("MASTER_ADDR") or None, env.integer("MASTER_PORT")
 
 
-def _place(by: str, rank: int, size: int, local_size: int | None, job: str | None) -> tuple[str, int]:
+def _read_pet() -> Announced | None:
+    """This node among those that are to call torchrun, by its options in variables."""
+    nodes = re.fullmatch(r"(\d+)(?::(\d+))?", (text := env.read("PET_NNODES") or "1").strip())
+    if nodes is None or int(nodes[1]) < 1:
+        raise WorldError(
+            f"PET_NNODES={text!r} is not a number of nodes, such as 2 or 1:4: check the job's settings"
+        )
+    least, most = int(nodes[1]), int(nodes[2] or nodes[1])
+    each = env.read("PET_NPROC_PER_NODE") or "1"
+    processes = int(each) if each.isdecimal() else 0  # "auto", "gpu", "cpu"
+    if most == 1 and processes in (0, 1):
+        return None
+    rank = env.integer("PET_NODE_RANK", env.integer("RANK"))
+    host, _, port = (env.read("PET_RDZV_ENDPOINT") or "").rpartition(":")
+    address = env.read("PET_MASTER_ADDR") or host or env.read("MASTER_ADDR") or None
+    number = env.integer(
+        "PET_MASTER_PORT", int(port) if port.isdecimal() else env.integer("MASTER_PORT", PORT)
+    )
+    if most == least and rank is None and most > 1:
+        raise WorldError(
+            f"PET_NNODES={text} is in the environment but PET_NODE_RANK is not: set it to the node's number, from 0"
+        )
+    if rank is not None and not 0 <= rank < most:
+        raise WorldError(
+            f"PET_NODE_RANK={rank} does not lie in 0 … {most - 1}, as it must for PET_NNODES={text}"
+        )
+    if most > 1 and address is None:
+        raise WorldError(
+            f"PET_NNODES={text} is in the environment but PET_MASTER_ADDR is not: set it to the first node's address"
+        )
+    by = "PET_NNODES and PET_NPROC_PER_NODE"
+    return Announced(rank, least, None, None, address, number, by, most if most > least else None, processes)
+
+
+# -- MPI and submitit --------------------------------------------------------------------------------------------------
+
+
+def _read_launcher() -> tuple[Announced | None, str]:
+    for by, *names, job in LAUNCHERS:
+        rank, size = _pair(names[0], names[1], f"{by} sets both")
+        if rank is None or size is None:
+            continue
+        tasks = (env.integer("SLURM_PROCID"), env.integer("SLURM_STEP_NUM_TASKS"))
+        if names[0] == "PMI_RANK" and tasks == (rank, size):
+            continue  # srun's own, which says more
+        if size == 1:
+            return None, f"{by} started one process"
+        local = _local(names[2], names[3])
+        place = _mpi_master(by, rank, size, local[1], env.read(job) if job else None)
+        return Announced(rank, size, *local, *place, by), ""
+    task, why = _read_slurm()
+    if task is None and env.read("PMIX_RANK") is not None and env.read("SLURM_PROCID") is None:
+        raise WorldError(
+            f"PMIX_RANK={env.read('PMIX_RANK')} is in the environment, and no variable says how many processes there are: start with "
+            "mpirun or srun, export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or unset PMIX_RANK to train in one process"
+        )
+    return task, why
+
+
+def _mpi_master(by: str, rank: int, size: int, local_size: int | None, job: str | None) -> tuple[str, int]:
     """Where rank 0 of an MPI launcher listens: MASTER_ADDR and MASTER_PORT if set; else worked out from the launcher's variables."""
-    address, port = _meeting()
+    address, port = _master()
     if port is None:
         port = FIRST_PORT + zlib.crc32(job.encode()) % 10_000 if job else PORT
     if address is None and local_size == size:
@@ -274,68 +286,13 @@ def _place(by: str, rank: int, size: int, local_size: int | None, job: str | Non
     return address, port
 
 
-def _node() -> Announced | None:
-    """This node among those that are to call torchrun, by its options in variables."""
-    nodes = re.fullmatch(r"(\d+)(?::(\d+))?", (text := env.read("PET_NNODES") or "1").strip())
-    if nodes is None or int(nodes[1]) < 1:
-        raise WorldError(
-            f"PET_NNODES={text!r} is not a number of nodes, such as 2 or 1:4: check the job's settings"
-        )
-    least, most = int(nodes[1]), int(nodes[2] or nodes[1])
-    each = env.read("PET_NPROC_PER_NODE") or "1"
-    processes = int(each) if each.isdecimal() else 0  # "auto", "gpu", "cpu"
-    explicit = env.read("RANK") is not None
-    if most == 1 and processes in (0, 1):
-        return None
-    rank = env.integer("PET_NODE_RANK", env.integer("RANK") if explicit else None)
-    host, _, port = (env.read("PET_RDZV_ENDPOINT") or "").rpartition(":")
-    address = env.read("PET_MASTER_ADDR") or host or env.read("MASTER_ADDR") or None
-    number = env.integer(
-        "PET_MASTER_PORT", int(port) if port.isdecimal() else env.integer("MASTER_PORT", PORT)
-    )
-    by = "PET_NNODES and PET_NPROC_PER_NODE"
-    if most == least and rank is None and most > 1:
-        raise WorldError(
-            f"PET_NNODES={text} is in the environment but PET_NODE_RANK is not: set it to the node's number, from 0"
-        )
-    if rank is not None and not 0 <= rank < most:
-        raise WorldError(
-            f"PET_NODE_RANK={rank} does not lie in 0 … {most - 1}, as it must for PET_NNODES={text}"
-        )
-    if most > 1 and address is None:
-        raise WorldError(
-            f"PET_NNODES={text} is in the environment but PET_MASTER_ADDR is not: set it to the first node's address"
-        )
-    return Announced(rank, least, None, None, address, number, by, most if most > least else None, processes)
+# -- Slurm -------------------------------------------------------------------------------------------------------------
 
 
-# -- What Slurm's variables say of this process: pure reading, nothing is started.
+def _read_slurm() -> tuple[Announced | None, str]:
+    """This process as one of several tasks of srun, or None and the reason (``""`` outside of Slurm).
 
-
-INTERACTIVE = ("bash", "interactive")  # names of jobs
-BATCH = "this is Slurm's batch script, before any srun"
-FIRST_PORT = 15000
-COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # "4(x2)": two nodes with four tasks each
-
-
-class Task(NamedTuple):
-    """This process among the tasks that srun started, two or more."""
-
-    rank: int
-    size: int
-    local_rank: int  # on this node
-    local_size: int
-    address: str  # where the tasks meet
-    port: int
-
-
-def read_task() -> tuple[Task | None, str]:
-    """This process as one of several tasks, and the reason: who said so, or why it is none (``""`` outside of Slurm).
-
-    Where they meet is MASTER_ADDR and MASTER_PORT if set, else the step's first host and 15000 + the last four digits of the job's number.
-
-    Raises:
-        WorldError: variables are missing, or contradict each other.
+    They meet at MASTER_ADDR and MASTER_PORT if set, else at the step's first host and 15000 + the last four digits of the job's number.
     """
     rank, tasks = env.integer("SLURM_PROCID"), env.integer("SLURM_STEP_NUM_TASKS")
     if rank is None:
@@ -344,103 +301,80 @@ def read_task() -> tuple[Task | None, str]:
         return None, BATCH
     if env.read("SLURM_JOB_NAME") in INTERACTIVE and (tasks in (None, 1) or os.isatty(0)):
         return None, f"Slurm's job is interactive, by its name {env.read('SLURM_JOB_NAME')!r}"
-    size = env.integer("SLURM_NTASKS") if tasks is None else tasks
-    if size is None:
-        raise WorldError(
-            f"SLURM_PROCID={rank} is in the environment but SLURM_NTASKS is not: srun sets both. Start with srun, "
-            "or unset SLURM_PROCID to train in one process"
-        )
+    counted = "SLURM_NTASKS" if tasks is None else "SLURM_STEP_NUM_TASKS"
+    size, local = env.integer(counted), env.integer("SLURM_LOCALID")
+    for name, value in (("SLURM_NTASKS", size), ("SLURM_LOCALID", local)):
+        if value is None and size != 1:
+            raise WorldError(
+                f"SLURM_PROCID={rank} is in the environment but {name} is not: srun sets both. Start with srun, "
+                "or unset SLURM_PROCID to train in one process"
+            )
     if not 0 <= rank < size:
-        counted = "SLURM_NTASKS" if tasks is None else "SLURM_STEP_NUM_TASKS"
         raise WorldError(
             f"SLURM_PROCID={rank} does not lie in 0 … {size - 1}, as it must for {counted}={size}: start with srun, which sets both"
         )
     if size == 1:
         return None, "Slurm's srun started one task"
-    local = env.integer("SLURM_LOCALID")
-    if local is None:
-        raise WorldError(
-            f"SLURM_PROCID={rank} is in the environment but SLURM_LOCALID is not: start with srun, which sets both"
-        )
-    return Task(rank, size, local, _local_size(local, size), _address(), _port()), "Slurm's srun"
+    nodes = _slurm("NODELIST") or env.read("SLURM_JOB_NODELIST") or None
+    local_size = _slurm_local_size(local, size, nodes)
+    return Announced(rank, size, local, local_size, *_slurm_master(nodes), "Slurm's srun"), "Slurm's srun"
 
 
-def _local_size(local: int, size: int) -> int:
-    """How many tasks this node has."""
-    text, node = _step("TASKS_PER_NODE"), env.integer("SLURM_NODEID", 0)
-    if text is not None:
-        said = f"SLURM_{'STEP_' * bool(env.read('SLURM_STEP_TASKS_PER_NODE'))}TASKS_PER_NODE={text!r}"
-        counts = []
-        for part in text.split(","):
-            match = COUNT.fullmatch(part)
-            if match is None:
-                raise WorldError(
-                    f"{said} is no list of counts such as '4(x2),3': start with srun, which sets it"
-                )
-            counts += [int(match[1])] * int(match[2] or 1)
-        if not 0 <= node < len(counts) or local >= counts[node]:
-            raise WorldError(
-                f"SLURM_NODEID={node} and SLURM_LOCALID={local} do not lie in {said}: start with srun, which sets all three"
-            )
-        return counts[node]
-    nodes = _nodelist()
-    return max(
-        local + 1, env.integer("SLURM_NTASKS_PER_NODE") or (-(-size // len(hosts(nodes))) if nodes else 1)
-    )
-
-
-def _address() -> str:
-    asked, nodes = env.read("MASTER_ADDR"), _nodelist()
-    if asked:
-        return asked
-    if not nodes:
-        raise WorldError(
-            "SLURM_PROCID is in the environment but SLURM_JOB_NODELIST is not, whose first host the tasks meet at: "
-            "start with srun, or export MASTER_ADDR"
-        )
-    return hosts(nodes)[0]
-
-
-def _port() -> int:
-    asked, job = env.integer("MASTER_PORT"), env.read("SLURM_JOB_ID", "")
-    if asked is not None:
-        return asked
-    if not job.isdecimal():
-        found = f"SLURM_JOB_ID={job!r} is no number" if job else "SLURM_JOB_ID is not in the environment"
-        raise WorldError(
-            f"{found}, and the port that the tasks meet at is made of it: start with srun, or export MASTER_PORT"
-        )
-    return FIRST_PORT + int(job[-4:])
-
-
-def _nodelist() -> str | None:
-    return _step("NODELIST") or env.read("SLURM_JOB_NODELIST") or None
-
-
-def _step(name: str) -> str | None:
+def _slurm(name: str) -> str | None:
     """A variable of this step, which may run on some of the job's nodes only; else the job's."""
     return env.read(f"SLURM_STEP_{name}") or env.read(f"SLURM_{name}") or None
 
 
-# -- Slurm's short form of host names: ``n[5-9,12],login1`` for n5, n6, n7, n8, n9, n12 and login1.
+def _slurm_local_size(local: int, size: int, nodes: str | None) -> int:
+    """Number of tasks on this node. SLURM_TASKS_PER_NODE "4(x2),3" means two nodes with four tasks each, and one with three."""
+    text, node = _slurm("TASKS_PER_NODE"), env.integer("SLURM_NODEID", 0)
+    if text is None:
+        each = env.integer("SLURM_NTASKS_PER_NODE") or (-(-size // len(hosts(nodes))) if nodes else 1)
+        return max(local + 1, each)
+    said, counts = f"SLURM_{'STEP_' * bool(env.read('SLURM_STEP_TASKS_PER_NODE'))}TASKS_PER_NODE={text!r}", []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise WorldError(f"{said} is no list of counts such as '4(x2),3': start with srun, which sets it")
+        counts += [int(match[1])] * int(match[2] or 1)
+    if not 0 <= node < len(counts) or local >= counts[node]:
+        raise WorldError(
+            f"SLURM_NODEID={node} and SLURM_LOCALID={local} do not lie in {said}: start with srun, which sets all three"
+        )
+    return counts[node]
 
 
-ITEM = r"(?:[^\[\],\s]|\[[^\[\]]*\])+"  # up to a comma outside of brackets
-LIST = re.compile(rf"{ITEM}(?:,{ITEM})*")
-RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+def _slurm_master(nodes: str | None) -> tuple[str, int]:
+    address, port = _master()
+    job = env.read("SLURM_JOB_ID", "")
+    if address is None and not nodes:
+        raise WorldError(
+            "SLURM_PROCID is in the environment but SLURM_JOB_NODELIST is not, whose first host the tasks meet at: "
+            "start with srun, or export MASTER_ADDR"
+        )
+    if port is None and not job.isdecimal():
+        found = f"SLURM_JOB_ID={job!r} is no number" if job else "SLURM_JOB_ID is not in the environment"
+        raise WorldError(
+            f"{found}, and the port that the tasks meet at is made of it: start with srun, or export MASTER_PORT"
+        )
+    return address or hosts(nodes)[0], FIRST_PORT + int(job[-4:]) if port is None else port
 
 
 def hosts(text: str) -> list[str]:
-    """The names, in Slurm's order: of several brackets in a name the last one counts fastest; leading zeros are kept.
+    """The names in a list as Slurm shortens it: ``n[5-9,12],login1`` is n5, n6, n7, n8, n9, n12 and login1.
+
+    Read here and not by ``scontrol show hostnames``, which containers do not have. Of several brackets in a name the last one
+    counts fastest; leading zeros are kept.
 
     Raises:
         WorldError: it is no such list.
     """
-    if not LIST.fullmatch(text):
-        raise _wrong(text, "names are separated by commas, and numbers stand in brackets that are closed")
+    item = r"(?:[^\[\],\s]|\[[^\[\]]*\])+"  # up to a comma outside of brackets
+    if not re.fullmatch(rf"{item}(?:,{item})*", text):
+        raise _no_hosts(text, "names are separated by commas, and numbers stand in brackets that are closed")
     found = []
-    for item in re.findall(ITEM, text):
-        plain, *rest = re.split(r"\[([^\]]*)\]", item)
+    for name in re.findall(item, text):
+        plain, *rest = re.split(r"\[([^\]]*)\]", name)
         choices = [list(_numbers(text, inside)) for inside in rest[::2]]
         for numbers in product(*choices):
             found.append(plain + "".join(number + tail for number, tail in zip(numbers, rest[1::2])))
@@ -449,15 +383,14 @@ def hosts(text: str) -> list[str]:
 
 def _numbers(text: str, inside: str) -> Iterator[str]:
     for part in inside.split(","):
-        match = RANGE.fullmatch(part)
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise _wrong(text, f"[{inside}] should hold numbers and ranges of numbers")
+            raise _no_hosts(text, f"[{inside}] should hold numbers and ranges of numbers")
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first):
-            raise _wrong(text, f"{part} counts down")
-        for number in range(int(first), int(last) + 1):
-            yield f"{number:0{len(first)}d}"
+            raise _no_hosts(text, f"{part} counts down")
+        yield from (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
 
 
-def _wrong(text: str, why: str) -> WorldError:
+def _no_hosts(text: str, why: str) -> WorldError:
     return WorldError(f"{text!r} is no list of hosts as Slurm writes them, such as 'n[5-9,12]': {why}")

@@ -1,8 +1,13 @@
-"""torchrun's engine, with its voice turned down and its answer turned into ours."""
+"""torch's elastic agent for the ranks of one node: signals, which failure is the cause, and the endings of other nodes.
+
+torch's `elastic_launch` on top of the agent is not used: it waits 5 minutes for nodes whose ranks have failed and then succeeds, its
+"root cause" may be a rank that lost its peer (or the agent's own SIGKILL), and it hides the agent, which a second signal needs.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 import shutil
@@ -10,29 +15,39 @@ import signal
 import tempfile
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+
 from ..base import env
+from ..distributed.hang_report import Watch
 from ..errors import RefusedError
-from .alone import Alone
-from .failure import RESTART, Failure, collect
-from .meeting import Ended, Meeting
-from .place import Place, interface, own_address
-from .reports import Report, first
+from .rendezvous import Ended, MultiNode, RendezvousConfig, Report, SingleNode, interface, own_address
+from .worker import FATAL, RECORD, RESTART, Failure
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # handed on to the workers
 LOUD = ("torch.distributed.elastic", "torch.distributed.launcher", "torchelastic-events-null")
-GRACE = 30.0  # seconds
+GRACE = 30.0  # seconds, torch's own
 STAY = 300.0  # seconds that a node whose ranks are done waits for those of the others, as elastic does
-AGAIN = (
-    2.0  # seconds: who signals a process and its group (a terminal, timeout, a scheduler) does so within less
-)
+# Seconds: a program that signals a process and its group (a terminal, timeout, a scheduler) does so within less.
+AGAIN = 2.0
+CAUSE, PEER, TOLD = range(3)  # went wrong by itself; lost another rank; was told to stop
+# The types in which a backend says that another rank is gone: a user's own error of another type never means that.
+PEER_TYPES = {
+    "RuntimeError",
+    "DistError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "WorldError",
+}
 
 
 class RanksFailed(Exception):
@@ -40,9 +55,17 @@ class RanksFailed(Exception):
 
     def __init__(self, failures: list[Failure], size: int, node: str = "") -> None:
         super().__init__(failures[0].words)
-        self.failures = failures
-        self.size = size
-        self.node = node
+        self.failures, self.size, self.node = failures, size, node
+
+    def explain(self) -> str:
+        """The first failure's own text, under a line that says whose it is; that line alone where it was another node's."""
+        first = self.failures[0]
+        if self.node:
+            return (
+                f"rank {first.rank} of {self.size} failed first, on {self.node}: {first.words}; "
+                "the launcher there says more"
+            )
+        return f"rank {first.rank} of {self.size} failed first: {first.words}\n{first.text}".rstrip()
 
 
 class Interrupted(Exception):
@@ -53,17 +76,72 @@ class Interrupted(Exception):
         self.number, self.saved, self.node = number, saved, node
 
 
+class Agent(LocalElasticAgent):
+    """torch's agent, with the ranks that were alive when it began to stop them, and a wait for other nodes that hears of failures.
+
+    torch lists the signals by which it ended ranks among the failures, as if they had come from elsewhere.
+    """
+
+    def __init__(self, spec: WorkerSpec, directory: str, grace: dict[str, Any]) -> None:
+        # Functions are forked: one from a notebook cannot be sent. Scripts are started afresh.
+        super().__init__(spec, DefaultLogsSpecs(log_dir=directory), start_method="fork", **grace)
+        self.stopped: set[int] = set()
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        self.stopped.clear()
+        context, stopped, first = self._pcontext, self.stopped, worker_group.workers[0].global_rank
+        close = context.close
+
+        def noted(*args: Any, **options: Any) -> None:
+            if not stopped:
+                stopped.update(first + local for local, process in context.pids().items() if _alive(process))
+            close(*args, **options)
+
+        context.close = noted
+        return started
+
+    def _exit_barrier(self) -> None:
+        """Wait for the other nodes' ranks when those here have ended well.
+
+        Raises:
+            Ended: the run has ended on another node.
+        """
+        group, deadline = self.get_worker_group(), time.monotonic() + STAY
+        if group.group_world_size == 1:
+            return
+        with suppress(RuntimeError):  # the main node is gone, and with it everything to wait for
+            self._store.add("ended", 1)  # of this round: nodes that begin again count anew
+            while self._store.add("ended", 0) < group.group_world_size and time.monotonic() < deadline:
+                time.sleep(0.1)
+                group.spec.rdzv_handler.num_nodes_waiting()
+
+    def kill(self) -> None:
+        """Kill the workers that run, at once."""
+        for process in self._pcontext.pids().values() if self._pcontext is not None else ():
+            if _alive(process):
+                os.kill(process, signal.SIGKILL)
+
+
+def _alive(child: int) -> bool:
+    """Whether a child process runs; it is not reaped."""
+    try:
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
 def run(
     entrypoint: Callable[..., Any] | str,
     arguments: list[Any],
     processes: int,
     *,
-    place: Place,
+    config: RendezvousConfig,
     max_restarts: int,
     monitor_interval: float,
     threads: int,
     variables: dict[str, str | None],
-    grace: float = GRACE,
+    grace: float,
 ) -> dict[int, Any]:
     """Run `processes` workers on this node to their end; return values by rank, where the entry point is a function.
 
@@ -77,146 +155,124 @@ def run(
         WorldError, SettingError: the nodes did not come together.
         RefusedError: `grace` is below 0, or this torch cannot give it.
     """
-    from torch.distributed.elastic.agent.server import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-
     directory = tempfile.mkdtemp(prefix="easymp-launch-")
-    workers: list[Any] = []
+    agents: list[Agent] = []
     try:
-        with (
-            env.override(**surroundings(place, threads), **variables),
-            _signals(workers, SignalException),
-            _quiet(),
-        ):
-            meeting = Meeting(place) if place.limit > 1 else Alone(place)
+        with env.override(**surroundings(config, threads), **variables), _signals(agents), _quiet():
+            rendezvous = MultiNode(config) if config.limit > 1 else SingleNode(config)
+            spec = WorkerSpec(
+                role="default",
+                local_world_size=processes,
+                entrypoint=entrypoint,
+                args=tuple(arguments),
+                rdzv_handler=rendezvous,
+                max_restarts=max_restarts,
+                monitor_interval=monitor_interval,
+            )
             over = True
             try:
-                spec = WorkerSpec(
-                    role="default",
-                    local_world_size=processes,
-                    entrypoint=entrypoint,
-                    args=tuple(arguments),
-                    rdzv_handler=meeting,
-                    max_restarts=max_restarts,
-                    monitor_interval=monitor_interval,
-                )
-                agent = LocalElasticAgent(
-                    spec,
-                    DefaultLogsSpecs(log_dir=directory),
-                    start_method="fork",  # of functions: one from a notebook cannot be sent. Scripts are started afresh
-                    **_grace(LocalElasticAgent, grace),
-                )
-                stopped: set[int] = set()
-                # Weakly: an agent that holds itself would keep the store, and its port, until garbage is collected.
-                agent._start_workers = partial(
-                    _start_workers, LocalElasticAgent._start_workers, weakref.proxy(agent), stopped
-                )
-                if place.limit > 1:
-                    agent._exit_barrier = partial(_leave_together, weakref.proxy(agent), meeting)
-                group = agent.get_worker_group()
-                workers.append(group)
-                result = agent.run()
-                if not result.is_failed():
-                    return result.return_values
-                codes = {
-                    rank: failure.exitcode for rank, failure in result.failures.items() if rank not in stopped
-                }
-                own = Report("", tuple(collect(Path(directory), codes, group.workers[0].global_rank)))
-                meeting.tell(own)
-                raise _ending(own, meeting.hear(own), group.workers[0].world_size)
-            except SignalException as error:
-                own = Report("", tuple(collect(Path(directory), {})), error.sigval)
-                saved = bool(own.failures) and all(failure.code == RESTART for failure in own.failures)
-                meeting.tell(Report("", (), error.sigval, saved))
+                agents.append(Agent(spec, directory, _grace(grace)))
+                return _results(agents[0], Path(directory))
+            except SignalException:
                 over = False
-                raise Interrupted(error.sigval, saved) from None
-            except Ended as error:
-                raise _ending(Report(""), error.reports, group.workers[0].world_size) from None
+                raise
             finally:
-                meeting.close(over)
-    except SignalException as error:  # before there was anything to stop
-        raise Interrupted(error.sigval) from None
+                rendezvous.close(over)
+    except SignalException as error:
+        raise Interrupted(error.sigval, _saved(Path(directory))) from None
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _start_workers(start: Callable[[Any, Any], Any], agent: Any, stopped: set[int], group: Any) -> Any:
-    """elastic's start of the workers, and in `stopped` the ranks that were alive when it began to stop them.
-
-    elastic lists the signals by which it ended those among the failures, as if they had come from elsewhere.
-    """
-    started = start(agent, group)
-    stopped.clear()
-    first, close = group.workers[0].global_rank, agent._pcontext.close
-
-    def noted(*args: Any, **options: Any) -> None:
-        if not stopped:
-            stopped.update(
-                first + local for local, process in agent._pcontext.pids().items() if _alive(process)
-            )
-        close(*args, **options)
-
-    agent._pcontext.close = noted
-    return started
-
-
-def _alive(child: int) -> bool:
-    """Whether a child process runs; it is not reaped."""
+def _results(agent: Agent, directory: Path) -> dict[int, Any]:
+    group = agent.get_worker_group()
+    rendezvous = group.spec.rdzv_handler
     try:
-        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:
-        return False
-
-
-def _leave_together(agent: Any, meeting: Meeting) -> None:
-    """Wait for the other nodes' ranks when those here have ended well, in place of elastic's wait, which hears of no failure there.
-
-    Raises:
-        Ended: the run has ended on another node.
-    """
-    deadline = time.monotonic() + STAY
-    try:
-        agent._store.add("ended", 1)  # of this round: nodes that begin again count anew
-        while (
-            agent._store.add("ended", 0) < agent.get_worker_group().group_world_size
-            and time.monotonic() < deadline
-        ):
-            time.sleep(0.1)
-            meeting.num_nodes_waiting()
-    except RuntimeError:
-        pass  # the main node is gone: nobody is left to wait for
+        result = agent.run()
+    except SignalException as error:
+        rendezvous.tell(Report(signal=error.sigval, saved=_saved(directory)))
+        raise
+    except Ended as error:
+        raise _ending(Report(), error.reports, group.workers[0].world_size) from None
+    if not result.is_failed():
+        return result.return_values
+    codes = {rank: failure.exitcode for rank, failure in result.failures.items() if rank not in agent.stopped}
+    failures = collect(directory, codes, group.workers[0].global_rank)
+    caused = any(blame(failure)[0] == CAUSE and failure.code != RESTART for failure in failures)
+    own = Report(tuple(failures), caused)
+    rendezvous.tell(own)
+    raise _ending(own, rendezvous.hear(own), group.workers[0].world_size)
 
 
 def _ending(own: Report, others: list[Report], size: int) -> RanksFailed | Interrupted:
-    """What became of the run, by what all nodes say."""
-    if not own.caused:
-        for report in others:
-            if report.signal is not None and not report.caused:
-                return Interrupted(report.signal, report.saved, report.node)
-    failure, node = first(own, others)
-    if failure is None:  # told without a rank's failure: nothing is known but where
+    """How the run ended, by what all nodes say: the likeliest cause of all. Machines' clocks are taken as they are."""
+    for report in others:
+        if report.signal is not None and not own.caused and not report.caused:
+            return Interrupted(report.signal, report.saved, report.node)
+    where = {id(failure): report.node for report in others for failure in report.failures}
+    failures = sorted([*own.failures, *(f for report in others for f in report.failures)], key=blame)
+    if not failures:  # told without a rank's failure: nothing is known but where
         return RanksFailed([Failure(0, 1)], size, others[0].node)
-    rest = [other for other in own.failures if other is not failure]
-    return RanksFailed([failure, *rest], size, node)
+    return RanksFailed(failures, size, where.get(id(failures[0]), ""))
 
 
-def _grace(agent: type, seconds: float) -> dict[str, Any]:
+def collect(directory: Path, codes: Mapping[int, int], first_rank: int = 0) -> list[Failure]:
+    """The failures of the last attempt, the likeliest cause first: the ranks' records, and bare exit codes of those without.
+
+    Args:
+        directory: elastic's log directory.
+        codes: exit codes by global rank, of the ranks that elastic saw fail.
+        first_rank: global rank of this node's first process.
+    """
+    attempts = sorted(directory.glob("*/attempt_*"), key=lambda p: int(p.name.rpartition("_")[2]))
+    last = attempts[-1] if attempts else directory
+    found = {}
+    for path in last.glob(f"*/{RECORD}"):
+        failure = Failure(**json.loads(path.read_text(encoding="utf-8")))
+        found[failure.rank] = failure
+    for rank, code in codes.items():
+        if rank not in found:
+            fatal = last / str(rank - first_rank) / FATAL
+            text = fatal.read_text(encoding="utf-8", errors="replace") if fatal.exists() else ""
+            found[rank] = Failure(rank, code, text=text)
+    return by_blame(found.values())
+
+
+def _saved(directory: Path) -> bool:
+    """Whether ranks have ended with a record, and all of them with the code for a saved state."""
+    failures = collect(directory, {})
+    return bool(failures) and all(failure.code == RESTART for failure in failures)
+
+
+def by_blame(failures: Iterable[Failure]) -> list[Failure]:
+    """The likeliest cause first: what went wrong by itself, then lost connections, then who was told to stop; each by time."""
+    return sorted(failures, key=blame)
+
+
+def blame(failure: Failure) -> tuple[int, float, int]:
+    """What `by_blame` sorts by: CAUSE, PEER or TOLD, the time, and the rank."""
+    if not failure.type and failure.code == -signal.SIGTERM:
+        return TOLD, failure.timestamp, failure.rank  # elastic ends the others so, once one has failed
+    if failure.type in PEER_TYPES and Watch.caused_by_peer(RuntimeError(failure.message)):
+        return PEER, failure.timestamp, failure.rank
+    # A killed rank cannot say when: it goes first, for that is how the others lost it.
+    return CAUSE, failure.timestamp if failure.code >= 0 else 0.0, failure.rank
+
+
+def _grace(seconds: float) -> dict[str, Any]:
     """elastic's option for it, where this torch has one."""
     if seconds < 0:
         raise RefusedError(f"a grace of {seconds:g} seconds is below 0: use 0 to kill at once")
-    if "shutdown_timeout" in inspect.signature(agent).parameters:
+    if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters:
         return {"shutdown_timeout": seconds}
     if seconds != GRACE:
-        import torch  # `easymp --help` imports none; the agent's class is torch's, so here it is loaded
-
         raise RefusedError(
-            f"torch {torch.__version__} gives workers {GRACE:g} seconds after a signal, whatever is asked for: torch 2.13 takes {seconds:g}"
+            f"torch {torch.__version__} gives workers {GRACE:g} seconds after a signal: torch 2.13 takes {seconds:g}"
         )
     return {}
 
 
-def surroundings(place: Place, threads: int) -> dict[str, str | None]:
+def surroundings(config: RendezvousConfig, threads: int) -> dict[str, str | None]:
     """Variables for workers on this machine, where the user has not set them."""
     found: dict[str, str | None] = {
         # Each worker would otherwise take all cores.
@@ -226,35 +282,30 @@ def surroundings(place: Place, threads: int) -> dict[str, str | None]:
         # elastic would install its handlers over ours: a name that is no signal's.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "none",
     }
-    if place.limit > 1 and not env.read("GLOO_SOCKET_IFNAME"):
+    if config.limit > 1 and not env.read("GLOO_SOCKET_IFNAME"):
         # gloo would take the address that the host's name stands for, on many machines the loopback's.
-        found["GLOO_SOCKET_IFNAME"] = interface(own_address(place.address, place.port))
+        found["GLOO_SOCKET_IFNAME"] = interface(own_address(config.address, config.port))
     return found
 
 
 @contextmanager
-def _signals(groups: list[Any], stop: type[Exception]) -> Iterator[None]:
-    """The launcher's own handlers: the first signal raises `stop`, and the same after a while kills the workers of `groups`.
+def _signals(agents: list[Agent]) -> Iterator[None]:
+    """The launcher's own handlers: the first signal raises SignalException, and a later one kills the workers of `agents`.
 
     Put back at the end: in a notebook the process lives on.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    import psutil  # not needed by every import of easymp
-
     since: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         if not since:
             since.append(time.monotonic())
-            raise stop(signal.Signals(number).name, sigval=signal.Signals(number))
+            raise SignalException(signal.Signals(number).name, sigval=signal.Signals(number))
         if time.monotonic() - since[0] > AGAIN:
-            for worker in (worker for group in groups for worker in group.workers):
-                with suppress(psutil.Error):
-                    process = psutil.Process(worker.id)
-                    if process.ppid() == os.getpid():  # a number may be somebody else's by now
-                        process.kill()
+            for agent in agents:
+                agent.kill()
 
     numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in numbers}
@@ -271,12 +322,8 @@ def _signals(groups: list[Any], stop: type[Exception]) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """elastic's log lines go nowhere, unless LOGLEVEL asks for them: what they say is said better at the end."""
-    if env.read("LOGLEVEL"):
-        yield
-        return
-    silence = logging.NullHandler()
-    loggers = [logging.getLogger(name) for name in LOUD]
-    before = [logger.propagate for logger in loggers]
+    loggers = [] if env.read("LOGLEVEL") else [logging.getLogger(name) for name in LOUD]
+    before, silence = [logger.propagate for logger in loggers], logging.NullHandler()
     for logger in loggers:
         logger.addHandler(silence)
         logger.propagate = False

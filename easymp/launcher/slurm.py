@@ -1,4 +1,4 @@
-"""Launching under Slurm: where the launchers of a job's nodes meet, and the batch script that starts them.
+"""Launching in a job: where the launchers of its nodes meet, and the batch script of Slurm that starts them.
 
 One task a node, each of which starts its node's processes. A minute before the job's time is up, and where Slurm is set to send the same
 before it preempts, SIGUSR1 comes: a run that has called ``resume`` saves itself and ends with exit code 75, the script puts the job
@@ -13,15 +13,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from ..base import env
 from ..distributed import ranks
 from ..distributed.ranks import BATCH
 from ..errors import SettingError
-from .failure import RESTART
-from .place import Place, place, read_nodes
+from .rendezvous import RendezvousConfig, read_config, read_nodes
+from .worker import RESTART
 
 CPUS = 4  # a process with a GPU: it, and what loads its data
 ACTIONS = ("print", "submit")
@@ -50,10 +50,10 @@ fi
 """
 
 
-def meet(
+def find_nodes(
     nodes: str | None, node_rank: int | None, main_address: str | None, main_port: int | None, wait: float
-) -> tuple[Place, dict[str, str | None]]:
-    """Where this launcher meets the others, and variables for its workers: as `place`; what is not given is as announced.
+) -> tuple[RendezvousConfig, dict[str, str | None]]:
+    """Where this launcher meets the others, and variables for its workers: as `read_config`; what is not given is as announced.
 
     Each announced task (of srun, mpirun, a pod of Kubeflow) is a launcher, and counts as a node.
 
@@ -70,22 +70,21 @@ def meet(
             "starts it on all (`easymp launch --slurm print` shows how), or pass --nodes 1 to use this one"
         )
     if found is None or (found.size == 1 and found.most is None):
-        return place(nodes, node_rank, main_address, main_port, wait), {}
+        return read_config(nodes, node_rank, main_address, main_port, wait), {}
     if nodes and not least <= found.size <= most:
         raise SettingError(
             f"nodes={nodes!r}, but {found.by} announced {found.size}: leave --nodes out, or start as many launchers, one on each node"
         )
     there = str(found.size) if found.most is None else f"{found.size}:{found.most}"
     rank = found.rank if node_rank is None else node_rank
-    met = place(nodes or there, rank, main_address or found.address, main_port or found.port, wait)
+    met = read_config(nodes or there, rank, main_address or found.address, main_port or found.port, wait)
     # The worker's entry counts local ranks over all launchers of this machine: each of them numbers its own workers from 0.
     several = found.local_size is not None and found.local_size > 1
     return met, {"EASYMP_LAUNCHER": f"{found.local_rank} of {found.local_size}"} if several else {}
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What ``--slurm`` asks for: an action, and options of sbatch, one a line of the script."""
+class Asked(NamedTuple):
+    """The value of ``--slurm``: an action, and options of sbatch, one a line of the script."""
 
     action: str
     options: list[str]
@@ -173,14 +172,10 @@ def batch_script(
         for key, value in ours.items()
         if value is not None and not given & {key, *SAME.get(key, ())}
     }
-    lines = [
-        f"#SBATCH {line}"
-        for line in (*(f"{key}={value}" if value else key for key, value in kept.items()), *options)
-    ]
+    lines = [*(f"{key}={value}" if value else key for key, value in kept.items()), *options]
     words = shlex.join([sys.executable, "-m", "easymp", "launch", *command])
-    return TEMPLATE.format(
-        options="\n".join(lines), command=words, again="" if "--no-requeue" in given else AGAIN
-    )
+    again = "" if "--no-requeue" in given else AGAIN
+    return TEMPLATE.format(options="\n".join(f"#SBATCH {line}" for line in lines), command=words, again=again)
 
 
 def _name(option: str) -> str:

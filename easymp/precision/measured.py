@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from statistics import median
 from typing import Any, ClassVar
 
 import torch
@@ -122,11 +123,9 @@ class Measured:
         figure: list[Any] = [None]
         try:
             # Every rank takes every step, since a forward may hold a collective; rank 0 says when it is enough, and its figure counts.
-            figure = [
-                time_pairs(
-                    plain, cast, args, kwargs, lambda enough: self._world.broadcast_objects([enough])[0]
-                )
-            ]
+            figure[0] = time_pairs(
+                plain, cast, args, kwargs, lambda enough: self._world.broadcast_objects([enough])[0]
+            )
         finally:
             self._world.broadcast_objects(figure)
         if figure[0] is None:
@@ -142,9 +141,8 @@ class Measured:
         else:
             reason = f"bf16 takes {ratio:.2f} times fp32's time in this model's own step: no gain"
         many = f"{pairs} pairs" if pairs > 1 else "one pair"
-        self.settle(
-            Choice("bf16" if ratio < GAIN else "fp32", f"{reason} (median of {many})", Source.DETECTED)
-        )
+        winner = "bf16" if ratio < GAIN else "fp32"
+        self.settle(Choice(winner, f"{reason} (median of {many})", Source.DETECTED))
 
 
 class Undecided(nn.Module):
@@ -177,12 +175,10 @@ def by_width(model: nn.Module) -> Choice[str]:
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and weight.ndim >= 2 and not isinstance(module, nn.Embedding):
             widest = max(widest, min(weight.shape[0], weight[0].numel()))
-    if widest >= WIDE:
-        return Choice("bf16", f"bf16 instructions, and a layer {widest} wide (not measured)", Source.DETECTED)
-    return Choice(
-        "fp32",
-        f"the widest layer is {widest}: too narrow for bf16 to pay off on a CPU (not measured)",
-        Source.DETECTED,
+    wide = f"bf16 instructions, and a layer {widest} wide (not measured)"
+    narrow = f"the widest layer is {widest}: too narrow for bf16 to pay off on a CPU (not measured)"
+    return (
+        Choice("bf16", wide, Source.DETECTED) if widest >= WIDE else Choice("fp32", narrow, Source.DETECTED)
     )
 
 
@@ -210,13 +206,10 @@ def time_pairs(
         while len(ratios) < PAIRS[1]:
             fp32 = _step(plain, parameters, args, kwargs)
             ratios.append(_step(cast, parameters, args, kwargs) / fp32)
-            if (
-                agree(time.perf_counter() - begin > (BUDGET if len(ratios) >= PAIRS[0] else PATIENCE))
-                is not False
-            ):
+            limit = BUDGET if len(ratios) >= PAIRS[0] else PATIENCE
+            if agree(time.perf_counter() - begin > limit) is not False:
                 break
-    ratios.sort()
-    return (ratios[(len(ratios) - 1) // 2] + ratios[len(ratios) // 2]) / 2, len(ratios)
+    return median(ratios), len(ratios)
 
 
 @contextmanager

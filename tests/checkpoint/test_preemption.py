@@ -13,7 +13,7 @@ import torch
 
 from easymp import Accelerator
 from easymp.checkpoint import preemption
-from easymp.launcher.failure import RESTART
+from easymp.launcher.worker import RESTART
 
 from ..conftest import Ranks
 from .runs import Case, signalled, train

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from easymp.cli import launch, main
-from easymp.launcher.place import Place
+from easymp.launcher.rendezvous import RendezvousConfig
 from easymp.settings import resolve
 
 
@@ -34,17 +34,17 @@ def launched(monkeypatch):
         (
             "--nodes 2 --main-address a:7 --node-rank 1 --wait 5 t.py",
             ("t.py", [], None),
-            {"place": Place(2, 1, "a", 7, wait=5.0)},
+            {"rendezvous": RendezvousConfig(2, 1, "a", 7, wait=5.0)},
         ),
         (
             "--nodes 1:4 --main-address a t.py",
             ("t.py", [], None),
-            {"place": Place(1, None, "a", 29500, most=4), "max_restarts": 3},
+            {"rendezvous": RendezvousConfig(1, None, "a", 29500, most=4), "max_restarts": 3},
         ),
         (
             "--nodes 1:4 --main-address a --max-restarts 0 t.py",
             ("t.py", [], None),
-            {"place": Place(1, None, "a", 29500, most=4)},
+            {"rendezvous": RendezvousConfig(1, None, "a", 29500, most=4)},
         ),
     ],
 )
@@ -53,7 +53,7 @@ def test_words(launched, words, args, options):
     plain = {
         "module": False,
         "max_restarts": 0,
-        "place": Place(),
+        "rendezvous": RendezvousConfig(),
         "grace": 30.0,
         "numa": True,
         "variables": {},
@@ -63,11 +63,11 @@ def test_words(launched, words, args, options):
 
 def test_one_node_has_no_use_for_another_s_address_and_says_so(launched, caplog):
     assert main(["launch", "--main-address", "192.0.2.1", "t.py"]) == 9
-    assert launched[0][1]["place"] == Place()
+    assert launched[0][1]["rendezvous"] == RendezvousConfig()
     assert "main_address='192.0.2.1' is not this machine, and not used" in caplog.text
     caplog.clear()
     assert main(["launch", "--main-address", "localhost:7777", "t.py"]) == 9
-    assert launched[1][1]["place"].port == 7777 and not caplog.text
+    assert launched[1][1]["rendezvous"].port == 7777 and not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -122,16 +122,18 @@ def test_the_file_of_config_is_the_launchers_and_the_workers(launched, tmp_path,
     )
     assert main(["launch", "--config", "mine.toml", "--node-rank", "1", "--processes", "3", "t.py"]) == 9
     (args, options, seed) = seen[0]
-    assert (args[2], options["place"], options["max_restarts"], options["numa"], seed) == (
+    assert (args[2], options["rendezvous"], options["max_restarts"], options["numa"], seed) == (
         3,
-        Place(2, 1, "a", 7),
+        RendezvousConfig(2, 1, "a", 7),
         1,
         False,
         3,
     )
     assert resolve().seed is None
     assert main(["launch", "--config", "mine.toml", "--nodes", "1", "t.py"]) == 9
-    assert seen[1][1]["place"] == Place(1, None, "127.0.0.1", 7)  # its main machine is another one
+    assert seen[1][1]["rendezvous"] == RendezvousConfig(
+        1, None, "127.0.0.1", 7
+    )  # its main machine is another one
 
 
 def test_a_wrong_setting_is_said_once_and_before_anything_starts(tmp_path, capsys):

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
     Sampler,
@@ -21,7 +20,6 @@ from torch.utils.data import (
 )
 
 from easymp.base.accumulation import StepClock
-from easymp.data import prepare_loader
 from easymp.errors import BatchError
 
 from .loaders import Numbers, gathered, numbers, passes, prepared
@@ -100,32 +98,10 @@ def test_what_is_known_with_each_batch(workers: int) -> None:
     )
 
 
-def test_only_this_ranks_samples_are_loaded() -> None:
-    data = Numbers(12)
-    assert passes(prepared(DataLoader(data, 2), 1, 3)) == [[[2, 3], [8, 9]]]
-    assert data.loaded == [2, 3, 8, 9]
-
-
 def test_split_batches_divide_the_loaders_own() -> None:
     loaders = [prepared(DataLoader(Numbers(10), 4), rank, 2, split_batches=True) for rank in range(2)]
     assert [passes(loader)[0] for loader in loaders] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
     assert loaders[0].batch_size == 2 and loaders[0].total_batch_size == 4
-
-
-def test_uneven_ranks_run_out_at_different_times() -> None:
-    loaders = [prepared(DataLoader(Numbers(9), 2), rank, 3, even_batches=False) for rank in range(3)]
-    assert [passes(loader)[0] for loader in loaders] == [[[0, 1], [6, 7]], [[2, 3], [8]], [[4, 5]]]
-    assert [len(loader) for loader in loaders] == [2, 2, 1] and loaders[0].uneven
-    last = [loaders[2].last for _ in loaders[2]]
-    assert last == [True]
-
-
-def test_evenness_can_be_changed_between_two_passes() -> None:
-    loader = prepared(DataLoader(Numbers(6), 2), 1, 2)
-    loader.even_batches = False
-    assert (passes(loader), len(loader), loader.uneven) == ([[[2, 3]]], 1, True)
-    loader.even_batches = True
-    assert (passes(loader), len(loader), loader.uneven) == ([[[2, 3], [0, 1]]], 2, False)
 
 
 # -- epochs -------------------------------------------------------------------------------------------------------------
@@ -150,14 +126,6 @@ def test_a_loop_left_early_makes_the_next_one_a_new_epoch() -> None:
         break
     assert (loader.epoch, loader.position) == (1, 0)
     assert passes(loader) == [second]
-
-
-def test_set_epoch_inside_a_loop_is_for_the_next_one() -> None:
-    loader = prepared(DataLoader(Numbers(8), 4))
-    for _ in loader:
-        loader.set_epoch(5)
-        assert loader.epoch == 0
-    assert loader.epoch == 5
 
 
 def test_set_epoch_reaches_those_who_shuffle_themselves() -> None:
@@ -213,28 +181,6 @@ def test_the_clock_knows_the_innermost_loop() -> None:
     assert clock.reading is None
 
 
-def fail_inside(loader: Any) -> None:
-    for _ in loader:
-        raise ZeroDivisionError
-
-
-def test_the_clock_hears_of_loops_left_by_break_and_by_error() -> None:
-    clock = StepClock()
-    loader = prepared(DataLoader(Numbers(4), 2), clock=clock)
-    for _ in loader:
-        break
-    assert clock.reading is None
-    with pytest.raises(ZeroDivisionError):
-        fail_inside(loader)
-    assert clock.reading is None and loader.epoch == 2
-
-
-def test_the_last_batch_of_a_loader_ends_the_window() -> None:
-    clock = StepClock(accumulation=2)
-    loader = prepared(DataLoader(Numbers(5), 1), clock=clock)
-    assert [clock.tick() for _ in loader] == [False, True, False, True, True]
-
-
 # -- samplers -----------------------------------------------------------------------------------------------------------
 
 
@@ -273,12 +219,6 @@ def test_custom_batch_samplers_can_be_split() -> None:
     assert gathered(loaders) == list(range(11))
 
 
-def test_torchs_own_batch_sampler_is_no_custom_one() -> None:
-    sampler = BatchSampler(range(10), 3, drop_last=True)
-    loader = prepared(DataLoader(Numbers(10), batch_sampler=sampler), 0, 3)
-    assert loader.batch_size == 3 and passes(loader) == [[[0, 1, 2]]]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_endless_samplers_are_streamed(workers: int) -> None:
     loaders = [
@@ -291,17 +231,6 @@ def test_endless_samplers_are_streamed(workers: int) -> None:
             break
     with pytest.raises(BatchError, match="no length, because its Endless has none"):
         len(loaders[0])
-
-
-def test_a_batch_sampler_without_length_is_streamed_and_named() -> None:
-    class Pairs(Sampler[list[int]]):
-        def __iter__(self) -> Iterator[list[int]]:
-            yield from ([0, 1], [2, 3], [4, 5])
-
-    loader = prepared(DataLoader(Numbers(6), batch_sampler=Pairs()), 1, 2)
-    assert passes(loader) == [[[2, 3], [0, 1]]]
-    with pytest.raises(BatchError, match="no length, because its Pairs has none"):
-        len(loader)
 
 
 def test_items_that_are_batches_are_dealt_in_turn() -> None:
@@ -337,28 +266,6 @@ def test_the_loaders_own_random_order_stays_on_request() -> None:
 # -- batches ------------------------------------------------------------------------------------------------------------
 
 
-def collate(items: list[int]) -> dict[str, Any]:
-    return {"point": Point(torch.tensor(items), [str(i) for i in items]), "pair": (torch.ones(len(items)), 3)}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_nested_batches_and_collate_functions_come_through(workers: int) -> None:
-    loader = prepared(DataLoader(Numbers(4), 2, collate_fn=collate, num_workers=workers))
-    batches = list(loader)
-    assert [b["point"].x.tolist() for b in batches] == [[0, 1], [2, 3]]
-    assert (
-        batches[1]["point"].y == ["2", "3"]
-        and type(batches[0]["point"]) is Point
-        and batches[0]["pair"][1] == 3
-    )
-
-
-def test_batches_are_moved() -> None:
-    loader = prepared(DataLoader(Numbers(4), 2, collate_fn=collate), device=torch.device("meta"))
-    assert [b["point"].x.device.type for b in loader] == ["meta", "meta"]
-    assert [loader.last for _ in loader] == [False, True]
-
-
 def seed_of_worker(_: list[int]) -> int:
     return torch.initial_seed()
 
@@ -370,20 +277,6 @@ def test_worker_seeds_are_reproducible_and_differ_by_rank_and_epoch() -> None:
 
     first, again, other = seeds(0), seeds(0), seeds(1)
     assert first == again and len({*first, *other}) == 4
-
-
-def pid(_: list[int]) -> int:
-    import os
-
-    return os.getpid()
-
-
-def test_persistent_workers_persist() -> None:
-    loader = prepared(
-        DataLoader(Numbers(8), 2, collate_fn=pid, num_workers=2, persistent_workers=True, shuffle=True)
-    )
-    workers = [set(loader) for _ in range(3)]
-    assert len(workers[0]) == 2 and workers[0] == workers[1] == workers[2]
 
 
 def test_persistent_workers_get_each_epochs_order() -> None:
@@ -399,13 +292,6 @@ def test_persistent_workers_survive_a_loop_left_early() -> None:
         for _ in x:
             break
     assert passes(loader, 2) == passes(plain, 2)
-
-
-def test_a_loop_inside_a_loop_over_one_loader_is_a_pass_of_its_own() -> None:
-    loader = prepared(DataLoader(Numbers(6), 2))
-    assert [numbers(a) + numbers(b) for a in loader for b in loader] == [
-        [*a, *b] for a in ([0, 1], [2, 3], [4, 5]) for b in ([0, 1], [2, 3], [4, 5])
-    ]
 
 
 # -- resuming -----------------------------------------------------------------------------------------------------------
@@ -442,21 +328,6 @@ def test_a_pass_goes_on_where_it_was_saved_at_any_world_size(
     assert gathered(resumed) == orders[epoch + 1]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_custom_samplers_resume_too(workers: int) -> None:
-    def make() -> Any:
-        return prepared(DataLoader(Numbers(13), batch_sampler=Uneven(13), num_workers=workers))
-
-    whole = passes(make())[0]
-    loader = make()
-    for number, _ in enumerate(loader):
-        if number == 2:
-            state = loader.state_dict()
-    resumed = make()
-    resumed.load_state_dict(state)
-    assert passes(resumed)[0] == whole[3:]
-
-
 def test_between_two_passes_the_state_is_the_next_epochs() -> None:
     loader = prepared(DataLoader(Numbers(8), 2, shuffle=True))
     passes(loader)
@@ -472,13 +343,6 @@ def test_saved_at_the_last_batch_the_resumed_pass_is_empty() -> None:
     resumed = prepared(DataLoader(Numbers(8), 2))
     resumed.load_state_dict(state)
     assert passes(resumed) == [[]] and resumed.epoch == 1
-
-
-def test_another_epoch_drops_the_position() -> None:
-    loader = prepared(DataLoader(Numbers(8), 2))
-    loader.load_state_dict({"epoch": 3, "position": 4, "seed": 7})
-    loader.set_epoch(0)
-    assert len(passes(loader)[0]) == 4
 
 
 def test_a_data_set_with_a_state_is_asked() -> None:
@@ -507,11 +371,6 @@ def test_states_that_do_not_fit_are_refused() -> None:
 # -- what goes wrong ----------------------------------------------------------------------------------------------------
 
 
-def test_prepared_twice_is_prepared_once() -> None:
-    loader = prepared(DataLoader(Numbers(4), 2))
-    assert prepared(loader) is loader  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("make", "config", "sentence"),
     [
@@ -528,11 +387,6 @@ def test_prepared_twice_is_prepared_once() -> None:
 def test_wrong_loaders_are_refused(make: Any, config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(BatchError, match=sentence):
         prepared(make(), 0, 2, **config)
-
-
-def test_dropping_everything_is_worth_a_warning() -> None:
-    with pytest.warns(UserWarning, match="drop_last=True leaves nothing: 3 samples"):
-        prepared(DataLoader(Numbers(3), 2, drop_last=True), 0, 2)
 
 
 def test_loaders_that_iterate_their_own_way_are_worth_a_warning() -> None:
@@ -555,21 +409,3 @@ def test_out_of_order_reading_says_what_it_cannot_know() -> None:
     assert loader.state_dict()["epoch"] == 1
     full = prepared(DataLoader(Numbers(8), 2, in_order=False, num_workers=1), 0, 2)
     assert [full.surplus for _ in full] == [0, 0]
-
-
-def test_what_the_user_hung_on_the_loader_stays_readable() -> None:
-    plain = DataLoader(Numbers(4), 2, num_workers=0)
-    plain.name = "train"  # type: ignore[attr-defined]
-    loader = prepared(plain)
-    assert loader.name == "train" and loader.num_workers == 0 and loader.dataset is plain.dataset
-    with pytest.raises(AttributeError):
-        _ = loader.nothing
-
-
-def test_prepare_takes_the_documented_keywords() -> None:
-    import inspect
-
-    names = list(inspect.signature(prepare_loader).parameters)
-    assert names[0] == "loader" and set(names[1:]) == {
-        "clock", "world", "data_rank", "data_size", "device", "config", "seed", "device_placement",
-    }  # fmt: skip

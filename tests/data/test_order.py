@@ -19,7 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from easymp.data.order import Permutation, Randomness, draw, length, mix, own_seed
+from easymp.data.order import draw, length, mix
 
 
 class Everything(Sampler[float]):
@@ -85,14 +85,6 @@ def test_one_seed_one_order_and_no_generator_touched(sampler: Any) -> None:
     assert before == (states(), own and own.get_state().tolist())
 
 
-def test_random_samplers_counts() -> None:
-    whole = list(draw(RandomSampler(range(9), num_samples=25), 5, 8))
-    assert sorted(whole[:9]) == sorted(whole[9:18]) == list(range(9)) and len(set(whole[18:])) == 7
-    assert sorted(draw(DistributedSampler(range(9), num_replicas=4, rank=2), 0, 8)) == list(range(9))
-    own = [list(draw(DistributedSampler(range(99), 4, 2, seed=s), 0, 8)) for s in (0, 1)]
-    assert own[0] != own[1]
-
-
 @pytest.mark.parametrize("generator", [None, torch.Generator()])
 def test_endless_samplers_are_read_in_chunks_under_a_state_of_their_own(generator: Any) -> None:
     before = states()
@@ -103,22 +95,3 @@ def test_endless_samplers_are_read_in_chunks_under_a_state_of_their_own(generato
     first += islice(reader, 5)
     assert first == list(islice(draw(Endless(generator), 3, 11), 11))
     assert before == states()
-
-
-def test_randomness_is_put_back_after_an_error() -> None:
-    before = states()
-    with pytest.raises(ZeroDivisionError), Randomness(1):
-        _ = torch.rand(3), random.random(), np.random.rand(), 1 / 0
-    assert before == states()
-
-
-def test_permutations_slice_to_lists() -> None:
-    order = Permutation(torch.tensor([3, 1, 2]))
-    assert (order[1:], order[0], len(order), list(order)) == ([1, 2], 3, 3, [3, 1, 2])
-
-
-def test_a_samplers_own_seed_is_drawn_as_a_plain_loader_does() -> None:
-    torch.manual_seed(11)
-    plain = [int(i) for batch in torch.utils.data.DataLoader(range(20), 4, shuffle=True) for i in batch]
-    torch.manual_seed(11)
-    assert list(draw(RandomSampler(range(20)), own_seed(RandomSampler(range(20))), 1)) == plain

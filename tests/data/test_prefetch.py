@@ -14,7 +14,7 @@ from easymp.data import prefetch
 from easymp.data.prefetch import moved
 from easymp.data.source import Note
 
-from .loaders import Numbers, prepared
+from .loaders import prepared
 
 CUDA = torch.device("cuda", 0)
 
@@ -28,13 +28,6 @@ def feed(n: int, log: list[str]) -> Iterator[tuple[Any, Note]]:
 def test_on_the_cpu_nothing_is_put_in_between() -> None:
     reader = feed(2, [])
     assert moved(reader, torch.device("cpu"), True) is reader
-
-
-def test_elsewhere_batches_move_in_turn() -> None:
-    log: list[str] = []
-    for batch, note in moved(feed(2, log), torch.device("meta"), True):
-        log.append(f"step {note.end} {batch['x'].device}")
-    assert log == ["load 0", "step 0 meta", "load 1", "step 1 meta"]
 
 
 class Side:
@@ -116,14 +109,6 @@ def test_what_is_no_plain_tensor_moves_when_its_turn_comes(log: list[str]) -> No
     assert log == ["copy 0", "copy 1", *turns[0], *turns[1]]
     for k, (plain, graph, (words, rest)) in enumerate(arrived):
         assert (plain.device, graph, words.data.device, rest.device) == (meta, f"graph {k} there", meta, meta)
-
-
-@pytest.mark.parametrize(
-    ("device", "workers", "pinned"), [("cpu", 1, False), ("cuda", 1, True), ("cuda", 0, False)]
-)
-def test_workers_pin_for_cuda(device: str, workers: int, pinned: bool) -> None:
-    loader = prepared(DataLoader(Numbers(4), 2, num_workers=workers), device=torch.device(device))
-    assert loader.loader.pin_memory is pinned
 
 
 @pytest.mark.gpu

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from itertools import cycle, islice
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easymp.data.order import Cut, Share, flagged, halves, parts, rounds, shares
+from easymp.data.order import Cut, Share, halves, parts, rounds, shares
 
 cuts = st.builds(
     Cut, batch=st.integers(1, 5), ranks=st.integers(1, 5), even=st.booleans(), drop_last=st.booleans()
@@ -122,30 +121,3 @@ def test_split_batches_keep_every_sample(
         dealt = list(parts(round_, part, range(ranks)))
         assert [i for share in dealt for i in share.items] == round_.items
         assert not even or ({len(share.items) for share in dealt} == {part} and len(dealt) == ranks)
-
-
-def test_a_stream_that_already_stands_somewhere_counts_on_from_there() -> None:
-    read = list(rounds(iter("cdefg"), 2, complete=True, start=2, at=2))
-    assert [(r.items, r.end, r.surplus) for r in read] == [
-        (["c", "d"], 4, 0),
-        (["e", "f"], 6, 0),
-        (["g", "c"], 7, 1),
-    ]
-
-
-def test_batches_of_unknown_size_count_as_one_and_their_repeats_are_unknown() -> None:
-    read = list(rounds(iter([object()] * 3), 2, complete=True, weigh=lambda _: None))
-    assert [(len(r.items), r.end, r.surplus) for r in read] == [(2, 2, 0), (2, 3, -1)]
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 5])
-def test_flagged_marks_the_last(n: int) -> None:
-    assert list(flagged(range(n))) == [(i, i == n - 1) for i in range(n)]
-
-
-def test_one_rank_alone_keeps_its_short_batch() -> None:
-    assert [share.items for share in shares(range(5), Cut(2, 1), 0)] == [[0, 1], [2, 3], [4]]
-
-
-def test_a_tiny_data_set_is_cycled() -> None:
-    assert [next(shares(range(3), Cut(4, 2), rank)).items for rank in (0, 1)] == [[0, 1, 2, 0], [1, 2, 0, 1]]

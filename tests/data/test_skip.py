@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from easymp.base.accumulation import StepClock
 from easymp.data import skip_first_batches
 from easymp.errors import BatchError
 
@@ -31,14 +30,6 @@ def test_a_prepared_loader_skips_for_one_pass(make: Any, size: int) -> None:
     assert loader.epoch == 2
 
 
-def test_the_position_counts_the_skipped() -> None:
-    loader = prepared(DataLoader(Numbers(10), 2))
-    skipped = skip_first_batches(skip_first_batches(loader, 1), 2)
-    assert len(skipped) == 2 and len(loader) == 5 and skipped.batch_size == 2
-    assert [loader.position for _ in skipped] == [8, 10]
-    assert prepared(skipped) is skipped
-
-
 def test_skipped_samples_are_not_loaded() -> None:
     data = Numbers(10)
     read(skip_first_batches(prepared(DataLoader(data, 2), 0, 2), 1))
@@ -46,12 +37,6 @@ def test_skipped_samples_are_not_loaded() -> None:
     data.loaded.clear()
     read(skip_first_batches(DataLoader(data, 2), 3))
     assert data.loaded == [6, 7, 8, 9]
-
-
-def test_the_clock_sees_the_prepared_loader() -> None:
-    clock = StepClock()
-    loader = prepared(DataLoader(Numbers(4), 2), clock=clock)
-    assert [clock.reading is loader and loader.last for _ in skip_first_batches(loader, 1)] == [True]
 
 
 @pytest.mark.parametrize(

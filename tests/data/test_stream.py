@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from operator import length_hint
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
-from easymp.data.stream import rows
 from easymp.errors import BatchError
 
 from .loaders import Numbers, Stream, gathered, numbers, passes, prepared
@@ -99,38 +97,12 @@ def test_every_worker_cuts_its_own_stream() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_evenness_can_be_changed_between_two_passes(workers: int) -> None:
-    loader = prepared(DataLoader(Stream(6), 2, num_workers=workers, persistent_workers=bool(workers)), 1, 2)
-    for even, batches in [(True, [[2, 3], [0, 1]]), (False, [[2, 3]]), (True, [[2, 3], [0, 1]])]:
-        loader.even_batches = even
-        assert passes(loader, 2) == [batches, batches]
-
-
-def test_lengths_come_from_the_data_set() -> None:
-    assert len(prepared(DataLoader(Counted(9), 2), 0, 2)) == 3
-    with pytest.raises(BatchError, match="no length, because its Stream has none"):
-        len(prepared(DataLoader(Stream(9), 2)))
-
-
-def test_what_asks_for_a_length_by_the_way_goes_on_without() -> None:
-    """`list`, tqdm and `operator.length_hint` ask, and take a TypeError for an answer."""
-    loader = prepared(DataLoader(Stream(9), 2))
-    assert len(list(loader)) == 5
-    assert length_hint(loader, 7) == 7
-
-
-@pytest.mark.parametrize("workers", [0, 1])
 def test_ready_batches_are_dealt_in_turn(workers: int) -> None:
     loaders = [prepared(DataLoader(Ready(9), None, num_workers=workers), rank, 2) for rank in range(2)]
     assert [passes(loader)[0] for loader in loaders] == [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6], [0]]]
     assert gathered(loaders) == list(range(9))
     assert loaders[0].uneven and loaders[0].batch_size is None
     assert [x.local_size for x in [loaders[1]] for _ in x] == [2, 1, 1]
-
-
-def test_rows_of_a_ready_batch() -> None:
-    assert rows({"name": "x", "scalar": torch.ones(()), "image": torch.ones(3, 2)}) == 3
-    assert rows(["a", "b"]) is None
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
@@ -196,28 +168,3 @@ def test_a_stream_with_a_state_of_its_own_is_asked(workers: int) -> None:
 def test_set_epoch_reaches_the_workers(persistent: bool) -> None:
     loader = prepared(DataLoader(Epochs(), 4, num_workers=1, persistent_workers=persistent))
     assert passes(loader, 3) == [[[0] * 4], [[1] * 4], [[2] * 4]]
-
-
-def shift(worker: int) -> None:
-    dataset = get_worker_info().dataset
-    dataset.n = dataset.n // 2
-    assert isinstance(dataset, IterableDataset)
-
-
-def test_worker_init_functions_see_the_data_set() -> None:
-    loader = prepared(DataLoader(Stream(8), 2, num_workers=1, worker_init_fn=shift))
-    assert passes(loader) == [[[0, 1], [2, 3]]]
-
-
-@pytest.mark.parametrize("context", ["fork", "forkserver"])
-def test_the_wrapped_data_set_travels_to_its_workers(context: str) -> None:
-    loader = prepared(DataLoader(Stream(8), 2, num_workers=1, multiprocessing_context=context), 1, 2)
-    assert passes(loader) == [[[2, 3], [6, 7]]]
-
-
-def test_the_data_set_stays_the_users() -> None:
-    data = Stream(3)
-    loader = prepared(DataLoader(data, 2))
-    assert loader.dataset is data and loader.loader.dataset.n == 3
-    loader.loader.dataset.n = 5
-    assert data.n == 5

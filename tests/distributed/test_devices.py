@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import easymp.distributed.process_group as of_world
-from easymp.distributed import Ranks, World, read_ranks
-from easymp.distributed.hang_report import Watch, last_collective
+from easymp.distributed import Ranks, World
+from easymp.distributed.hang_report import last_collective
 
 CPU = torch.device("cpu")
 
@@ -52,56 +50,7 @@ def test_a_group_has_a_backend_for_the_host_and_is_bound_where_it_can_be_split(
     assert (asked["backend"], asked["device_id"]) == (backend, bound)
 
 
-def objects_by_the_host() -> list[Any]:
-    world = World(read_ranks(), CPU, timeout=20)
-    try:
-        world.device = torch.device("cuda", world.rank)  # which is not here: nothing may be put there
-        return world.broadcast_objects([{"of": world.rank}, None]) + world.gather_objects(world.rank)
-    finally:
-        world.device = CPU
-        world.close()
-
-
-def test_objects_take_no_way_by_a_device(ranks: Any) -> None:
-    assert ranks(objects_by_the_host) == [[{"of": 0}, None, 0, 1]] * 2
-
-
 # -- breaking off ------------------------------------------------------------------------------------------------------
-
-
-def test_who_breaks_off_says_which_group_it_leaves() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
-    told: list[int] = []
-    heard = threading.Event()
-
-    def abort(group: int) -> None:
-        told.append(group)
-        heard.set()
-
-    both = [
-        Watch(rank, 2, dist.PrefixStore("here", server), abort) for rank in range(2)
-    ]  # two ranks' in one process
-    both[0].abort_others(7)
-    arrived = heard.wait(10)
-    for watch in both:
-        watch.close()
-    assert arrived and told == [7]
-
-
-def test_a_word_about_a_group_that_is_gone_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, ended = World(Ranks(), CPU), []
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append("destroyed"))
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: ended.append("aborted"))
-    world._number = 2
-    world._abort(1)
-    assert ended == []
-    world._abort(2)
-    world.device = torch.device(
-        "cuda", 0
-    )  # where to destroy it would wait for what nobody else does any more
-    world._abort(2)
-    assert ended == ["destroyed", "aborted"]
 
 
 # -- what was the last to be asked for ------------------------------------------------------------------------------------

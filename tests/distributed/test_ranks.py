@@ -13,20 +13,11 @@ def announce(monkeypatch, **variables):
         monkeypatch.setenv(name, str(value))
 
 
-def test_nobody_announced_anything():
-    assert read_ranks() == Ranks(0, 1, 0, 1, "")
-
-
 def test_torchrun(monkeypatch):
     announce(monkeypatch, RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4)
     ranks = read_ranks()
     assert (ranks.rank, ranks.size, ranks.local_rank, ranks.local_size, ranks.nodes) == (5, 8, 1, 4, 2)
     assert ranks.announced
-
-
-def test_one_announced_process_is_a_world(monkeypatch):
-    announce(monkeypatch, RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500)
-    assert read_ranks().announced
 
 
 def test_one_announced_process_that_has_nowhere_to_meet_is_alone(monkeypatch):
@@ -40,11 +31,6 @@ def test_without_local_ranks_all_are_on_this_node_until_they_are_counted_by_host
     announce(monkeypatch, RANK=1, WORLD_SIZE=2)
     ranks = read_ranks()
     assert (ranks.local_rank, ranks.local_size, ranks.nodes, ranks.unknown) == (1, 2, 1, "rank")
-
-
-def test_size_of_one_alone_is_no_announcement(monkeypatch):
-    announce(monkeypatch, WORLD_SIZE=1)
-    assert read_ranks() == Ranks()
 
 
 @pytest.mark.parametrize(

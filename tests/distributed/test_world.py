@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import re
 import signal
@@ -15,10 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import easymp.distributed.process_group
-from easymp.distributed import Ranks, World, read_ranks
-from easymp.distributed.hang_report import Watch, last_collective
-from easymp.distributed.process_group import odd_one_out
+from easymp.distributed import Ranks, World, process_group, read_ranks
 
 from .hurry import hurry
 
@@ -99,17 +95,6 @@ def test_reduce(ranks, dtype):
     assert ranks(reduce_all, dtype) == [expected] * 2
 
 
-def reduce_complex():
-    with joined() as world:
-        world.reduce(torch.ones(2, dtype=torch.complex64))
-
-
-def test_reduce_of_complex_numbers_names_the_way(ranks):
-    for failure in ranks.fails(reduce_complex):
-        assert failure.type == "WorldError"
-        assert "view_as_real" in failure.message
-
-
 def move(dtype):
     with joined() as world:
         given = torch.tensor([[0, 1], [1, world.rank]]).to(dtype)
@@ -166,29 +151,6 @@ def test_a_world_can_be_left_and_joined_again(ranks):
     assert ranks(again_and_again) == [False, False]
 
 
-def slow_to_connect(path):
-    """Whether rank 1, which takes its time to connect, has joined when this rank has."""
-    real = dist.init_process_group
-
-    def slow(*args, **options):
-        real(*args, **options)
-        if os.environ["RANK"] == "1":
-            time.sleep(0.3)
-            path.touch()
-
-    dist.init_process_group = slow
-    try:
-        with joined():
-            return path.exists()
-    finally:
-        dist.init_process_group = real
-
-
-def test_who_has_joined_finds_the_others_joined(ranks, tmp_path):
-    """Else what fails at once on one rank would be a connection that failed on another."""
-    assert ranks(slow_to_connect, tmp_path / "connected") == [True, True]
-
-
 def adopt():
     dist.init_process_group("gloo")
     world = World(read_ranks(), CPU)
@@ -206,11 +168,11 @@ def test_a_running_group_is_adopted_and_left_running(ranks):
 @contextmanager
 def patient(seconds):
     """Leaving waits so long for the others."""
-    before, easymp.distributed.process_group.FAREWELL = easymp.distributed.process_group.FAREWELL, seconds
+    before, process_group.FAREWELL = process_group.FAREWELL, seconds
     try:
         yield
     finally:
-        easymp.distributed.process_group.FAREWELL = before
+        process_group.FAREWELL = before
 
 
 def wait_for(path):
@@ -218,21 +180,6 @@ def wait_for(path):
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.02)
-
-
-def leave_in_time(directory):
-    """Whether the other rank was about to leave when this one had left."""
-    world = World(read_ranks(), CPU)
-    if world.rank == 1:
-        time.sleep(0.3)
-    (directory / f"leaves {world.rank}").touch()
-    with patient(1000.0):  # nobody waits that long
-        world.close()
-    return (directory / f"leaves {1 - world.rank}").exists()
-
-
-def test_leaving_waits_for_the_others_and_no_longer(ranks, tmp_path):
-    assert ranks(leave_in_time, tmp_path) == [True, True]
 
 
 def leave_long_before(late, directory):
@@ -394,56 +341,6 @@ def test_a_dead_rank_is_called_so(ranks):
     assert "rank 1: no answer: it has ended, was killed, or is stopped" in survivor.message
 
 
-def barrier_alone(path):
-    with given_up(path) as world:
-        if world.rank == 1:
-            late_here(path)
-            return
-        hurry(world, 1.0)
-        world.barrier()
-
-
-def test_a_barrier_names_the_missing_rank(ranks, tmp_path):
-    failure, _ = ranks.fails(barrier_alone, tmp_path / "given up")
-    assert failure.type == "WorldError"
-    assert "gave up in barrier" in failure.message
-    assert "rank 1" in failure.message
-
-
-def own_error():
-    with joined() as world:
-        with world.explained("something"):
-            raise RuntimeError("shapes do not match")
-
-
-def test_an_error_of_ones_own_stays_as_it_is(ranks):
-    assert ranks.fails(own_error) == [("RuntimeError", "shapes do not match")] * 2
-
-
-def test_signs_of_a_peer():
-    assert Watch.caused_by_peer(RuntimeError("[../pair.cc:598] Connection closed by peer [127.0.0.1]:8"))
-    assert Watch.caused_by_peer(RuntimeError("Timed out waiting 1000ms for recv operation to complete"))
-    assert not Watch.caused_by_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-
-
-def test_odd_one_out():
-    assert odd_one_out([1, 2, 1]) == "rank 1 has 2, the others 1"
-    assert odd_one_out([1, 2]) == "rank 0 has 1, rank 1 has 2"
-    assert odd_one_out([1, 2, 3, 1]) == "rank 0 has 1, rank 1 has 2, rank 2 has 3, rank 3 has 1"
-
-
-def recorded():
-    with joined() as world:  # not asked before: torch 2.8 takes the recorder to be off for good then
-        world.reduce(torch.ones(3))
-        return last_collective()
-
-
-def test_last_collective_is_in_words(ranks):
-    for text in ranks(recorded):
-        assert text.startswith("last collective #")
-        assert "all_reduce" in text
-
-
 def wrapped():
     with joined() as world:
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -458,16 +355,3 @@ def wrapped():
 def test_leaving_after_ddp_never_hangs(ranks):
     for _ in range(40):
         assert ranks(wrapped) == [[1.0] * 4] * 2
-
-
-def captured():
-    """Whether torch's functions of a group, imported while one runs, have it as their default."""
-    sys.modules.pop("torch.distributed.nn.functional", None)
-    with joined():
-        return (
-            importlib.import_module("torch.distributed.nn.functional").all_gather.__defaults__[0] is not None
-        )
-
-
-def test_no_import_holds_the_group_for_good(ranks):
-    assert ranks(captured) == [False] * 2

@@ -14,10 +14,9 @@ from easymp.distributed import Ranks, World, read_ranks
 from easymp.options import AutocastKwargs
 from easymp.precision import Measured, measured
 from easymp.precision.measured import by_width
-from easymp.protocols import Choice, Facts, Source
+from easymp.protocols import Choice, Source
 
 from ..conftest import Ranks as Processes
-from ..hardware.machines import MACHINES
 
 CPU = torch.device("cpu")
 ALONE = World(Ranks(), CPU)
@@ -99,19 +98,6 @@ def test_it_decides_once_for_all_models(outcome: Any) -> None:
     assert policy.forward(later, CPU) is not later  # already under autocast, nothing left to decide
 
 
-def test_calls_before_training_do_not_decide(outcome: Any) -> None:
-    outcome(0.5)
-    policy, called, said = undecided(net())
-    called.module.eval()
-    called(torch.randn(1, 4))
-    called.module.train()
-    with torch.no_grad():
-        called(torch.randn(4, 4))
-    assert (policy.choice, said) == (None, [])
-    called(torch.randn(4, 4))
-    assert len(said) == 1
-
-
 def test_the_step_leaves_no_trace(outcome: Any) -> None:
     """One training step after a measurement is the step that would have been without."""
     outcome(2.0)
@@ -137,48 +123,6 @@ def test_the_step_leaves_no_trace(outcome: Any) -> None:
     plain, probed = step(False), step(True)
     assert plain["1.num_batches_tracked"] == 1
     torch.testing.assert_close(probed, plain, rtol=0, atol=0)
-
-
-def test_gradients_that_are_there_stay(outcome: Any) -> None:
-    outcome(0.5)
-    model = net()
-    for p in model.parameters():
-        p.grad = torch.full_like(p, 7.0)
-    undecided(model)[1](torch.randn(4, 4))
-    assert all((p.grad == 7).all() for p in model.parameters())
-
-
-class Restless(nn.Module):
-    """Replaces a buffer in every forward, draws from every stream, and works on its input in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("absent", None)
-
-    def forward(self, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        self.calls = self.calls + 1
-        batch["scale"].mul_(2)
-        noise = random.random() + numpy.random.rand() + torch.rand(1)
-        return self.layer(x.add_(1)) * noise * batch["scale"]
-
-
-def test_buffers_that_are_replaced_and_inputs_worked_on_in_place(outcome: Any) -> None:
-    outcome(2.0)
-    model = Restless()
-    called = undecided(model)[1]
-    buffer, x, batch = model.calls, torch.zeros(2, 3), {"scale": torch.ones(())}
-    random.seed(0)
-    called(x, batch=batch)
-    assert model.calls == 1
-    assert buffer == 0
-    assert (x == 1).all()
-    assert batch["scale"] == 2
-    drawn = random.random()
-    random.seed(0)
-    random.random()
-    assert drawn == random.random()
 
 
 class NoHalf(nn.Module):
@@ -210,21 +154,6 @@ def test_an_error_of_the_callers_own_decides_nothing(outcome: Any) -> None:
     assert policy.choice is None
     called(torch.randn(4, 4))
     assert len(said) == 1
-
-
-class Frozen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Any:
-        return {"y": self.layer(x), "n": 3}
-
-
-def test_models_with_nothing_to_train(outcome: Any) -> None:
-    outcome(0.5)
-    assert undecided(Frozen())[1](torch.ones(2, 3))["y"].dtype == torch.float32
-    assert undecided(Frozen())[1](torch.ones(2, 3, requires_grad=True))["n"] == 3
 
 
 def test_real_measurement_has_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,11 +191,6 @@ def test_probing_off_decides_when_prepared(monkeypatch: pytest.MonkeyPatch) -> N
     policy, _, said = undecided(nn.Linear(4, 4), measure=False)
     assert policy.name == "fp32"
     assert policy.forward(narrow := nn.Linear(4, 4), CPU) is narrow
-
-
-def test_it_is_for_cpus() -> None:
-    assert Measured.refuse(Facts(MACHINES["Zen 4 server"], "cpu", 1)) is None
-    assert Measured.refuse(Facts(MACHINES["A100"], "cuda", 1)) is not None
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from easymp.cli.wizard.measuring import Measurement, Speed
 from easymp.cli.wizard.questions import PRECISION, QUESTIONS, STRATEGY
 from easymp.distributed import Ranks
 from easymp.errors import RefusedError, SettingError
-from easymp.launcher.place import read_nodes
+from easymp.launcher.rendezvous import read_nodes
 from easymp.plan import make_plan
 from easymp.precision import PRECISIONS
 from easymp.settings import NAMES, Launching, Settings, resolve, resolve_launching

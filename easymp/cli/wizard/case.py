@@ -13,7 +13,7 @@ from typing import Any
 
 from ...distributed import Ranks
 from ...errors import RefusedError, SettingError
-from ...launcher.place import read_nodes
+from ...launcher.rendezvous import read_nodes
 from ...plan import Plan, make_plan
 from ...protocols import Source
 from ...settings import LAUNCHING, NAMES, Settings, checked

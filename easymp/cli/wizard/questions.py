@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import SettingError
-from ...launcher.place import read_nodes
+from ...launcher.rendezvous import read_nodes
 from ...protocols import Facts
 from ...registry import PRECISIONS, STRATEGIES
 from ...settings import checked

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...data import PreparedLoader, skip_first_batches
 from ...distributed.processes import DistributedType
-from ...launcher.functions import debug_launcher, notebook_launcher
+from ...launcher.entrypoints import debug_launcher, notebook_launcher
 from ...optim import PreparedOptimizer
 from ...strategies.local_sgd import LocalSGD
 from ...trackers import GeneralTracker, on_main_process

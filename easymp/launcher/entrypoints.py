@@ -1,0 +1,406 @@
+"""What users call: a script or a function on several processes.
+
+Functions run in forked processes, because a notebook's function cannot be sent to a fresh one. A fork copies only the calling thread,
+which has two consequences: a parent that has initialised CUDA cannot have children that use it (refused), and torch's thread pool
+is gone in the children while its bookkeeping says it is there, so they compute on one thread (a second one would wait forever).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import hardware, settings
+from ..base import env
+from ..base.lazy import modules_at_first_use
+from ..distributed import ranks
+from ..errors import EasympWarning, RefusedError, SettingError, WorldError
+from ..logging import get_logger
+from . import slurm, worker
+from .rendezvous import WAIT, RendezvousConfig, read_address
+from .worker import RESTART, signal_name
+
+if TYPE_CHECKING:
+    from ..hardware import numa as nodes
+    from . import agent
+
+# These import torch, which a mistyped script need not wait for.
+modules_at_first_use(globals(), "agent", nodes=".hardware.numa")
+
+GRACE = 30.0  # seconds
+
+
+def launch_script(
+    script: str,
+    arguments: Sequence[str] = (),
+    processes: int | None = None,
+    *,
+    module: bool = False,
+    max_restarts: int = 0,
+    rendezvous: RendezvousConfig | None = None,
+    grace: float = GRACE,
+    numa: bool = True,
+    variables: Mapping[str, str | None] | None = None,
+) -> int:
+    """Run a script on several processes of this machine, and wait for it.
+
+    On failure the first failing rank's own traceback goes to stderr, last and alone; where that rank is another node's, a line that
+    names it.
+
+    Args:
+        script: path, or with `module` the name after ``python -m``.
+        arguments: the script's own, as they are.
+        processes: how many on this machine; None takes one an accelerator, or 1 without any.
+        module: `script` is a module's name.
+        max_restarts: how often all workers are started again after one failed.
+        rendezvous: where the nodes meet; None for this machine alone.
+        grace: seconds that the ranks have to save themselves when a signal comes. A second signal, 2 seconds later or more, kills them.
+        numa: on Linux machines with several NUMA nodes, each rank runs on the cores of one (`hardware.numa`).
+        variables: for the workers' environment.
+
+    Returns:
+        0, or the exit code of the rank that failed first: 1 for an exception, n for ``sys.exit(n)``, 128 + n for signal n. 75 where a
+        signal came and all ranks saved themselves.
+
+    Raises:
+        SettingError: no such script, or an impossible number of processes.
+        RefusedError: `grace` is below 0, or this torch cannot give it.
+        WorldError: the nodes did not meet, or a port is taken.
+    """
+    check_script(script, module)
+    _check_restarts(max_restarts)
+    processes = checked_processes(processes)
+    masks, threads = _bind(processes, numa)
+    # elastic fills in ${local_rank} in arguments; a doubled $ comes out as the user's own.
+    kind = "module" if module else "script"
+    words = [str(word).replace("$", "$$") for word in (worker.__file__, kind, masks, script, *arguments)]
+    flags = subprocess._args_from_interpreter_flags()  # -W, -X, -O … as multiprocessing hands them on
+    try:
+        agent.run(
+            sys.executable,
+            [*flags, *words],
+            processes,
+            config=rendezvous or RendezvousConfig(),
+            max_restarts=max_restarts,
+            monitor_interval=0.1,
+            threads=threads,
+            variables=dict(variables or {}),
+            grace=grace,
+        )
+    except agent.RanksFailed as error:
+        sys.stdout.flush()
+        _say(error.explain())
+        return error.failures[0].exit_code
+    except agent.Interrupted as error:
+        by = f"stopped by {signal_name(error.number)}{f' on {error.node}' * bool(error.node)}"
+        _say(f"{by}; the ranks saved their state and can be started again" if error.saved else by)
+        return RESTART if error.saved else 128 + error.number
+    return 0
+
+
+def launch(processes: int | None = None) -> None:
+    """Make a plain ``python train.py`` run on several processes: call it first thing in the script.
+
+    In a process that a launcher started as a rank, or srun or mpirun as one of several tasks, it returns at once, and so it does for
+    one process. Otherwise this process runs the same command on `processes` workers, and exits with their exit code. In a pod that
+    is announced as a node of several processes it takes that node's part.
+
+    Args:
+        processes: how many; None takes one an accelerator, or 1 without any.
+
+    Raises:
+        SettingError: there is no script to run again (a notebook, ``python -c``, an interactive session).
+    """
+    found, why = ranks.read()
+    if why == ranks.ONE or (found is not None and found.processes == 1 and found.most is None):
+        return
+    processes = checked_processes(processes)
+    if processes == 1 and found is None:
+        return
+    name, module = _this_script()
+    config, variables = (None, {}) if found is None else slurm.find_nodes(None, None, None, None, WAIT)
+    sys.exit(
+        launch_script(name, sys.argv[1:], processes, module=module, rendezvous=config, variables=variables)
+    )
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str | None = None,
+    use_port: int | str | None = None,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> list[Any]:
+    """Run ``function(*args)`` on several processes of this machine, from a notebook or a script.
+
+    Build the Accelerator and everything else that touches a device inside the function.
+
+    Args:
+        function: any function, also one defined in a cell.
+        args: its arguments.
+        num_processes: how many on this node; None takes one an accelerator, or 1 without any. With one process (on one
+            node) the function is called directly.
+        mixed_precision: setting for the Accelerators made in the function; None leaves it to them.
+        use_port: where the ranks meet; None finds a free port.
+        master_addr, node_rank, num_nodes: for several machines, each of which runs this call: node 0's address, this
+            node's number, and how many there are. They need `use_port`.
+        rdzv_backend: "static" or "c10d", which here are the same.
+        rdzv_endpoint: ``"host:port"`` of node 0, in place of `master_addr` and `use_port`.
+        rdzv_conf: ``{"timeout": seconds}`` that the nodes wait for one another (or "join_timeout"), and nothing else.
+        rdzv_id, log_line_prefix_template: refused.
+        max_restarts: how often all processes are started again after one failed.
+        monitor_interval: seconds between looks at the processes.
+
+    Returns:
+        What the function returned on this node's ranks, in rank order; None, with a warning, for a value that cannot be
+        sent to another process.
+
+    Raises:
+        RefusedError: CUDA is initialised in this process already, a process group is running, or an option has no counterpart here.
+        SettingError: an impossible number of processes or nodes, or no possible port or address.
+        WorldError: the nodes did not meet, or a rank failed; the message ends with the first failing rank's own traceback.
+        KeyboardInterrupt: the run was interrupted; the processes are gone. (SystemExit for SIGTERM.)
+    """
+    processes = checked_processes(num_processes)
+    _refuse_options(rdzv_backend, dict(rdzv_conf or {}), rdzv_id, log_line_prefix_template)
+    port = None if use_port is None else _port(use_port)
+    if rdzv_endpoint:
+        master_addr, port = read_address(rdzv_endpoint)
+    wait = float(next(iter((rdzv_conf or {}).values()), WAIT))
+    config = RendezvousConfig(num_nodes, node_rank, master_addr, port, wait=wait)
+    _check_restarts(max_restarts)
+    variables = {} if mixed_precision is None else {"EASYMP_MIXED_PRECISION": mixed_precision}
+    if processes == 1 and num_nodes == 1:
+        with env.override(**variables):
+            return [function(*args)]
+    return _fork(function, args, processes, config, max_restarts, monitor_interval, variables)
+
+
+def debug_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+) -> list[Any]:
+    """Run ``function(*args)`` on a few CPU processes, to see whether it works on several ranks.
+
+    Returns and raises what `notebook_launcher` does; accelerators are not used.
+    """
+    processes = checked_processes(num_processes)
+    return _fork(function, args, processes, RendezvousConfig(), 0, 0.05, {"EASYMP_CPU": "1"})
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_script(script: str, module: bool) -> None:
+    """Raises SettingError where a script is no file."""
+    if not module and not Path(script).is_file():
+        raise SettingError(f"{script!r} is no file: pass the script's path, or -m and a module's name")
+
+
+def checked_processes(processes: int | None) -> int:
+    """`processes`, or the number that suits this machine. Raises SettingError for an impossible number."""
+    if processes is None:
+        return default_processes()
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+        raise SettingError(f"{processes!r} is no number of processes: use a whole number of at least 1")
+    return processes
+
+
+def default_processes() -> int:
+    """The number announced for each node; else one an accelerator, or 1 without any (or with ``cpu`` set).
+
+    Several announced tasks on one machine run one process each.
+    """
+    found, _ = ranks.read_node()
+    if found is not None and found.processes > 1:
+        return found.processes
+    if settings.resolve().cpu or (found is not None and (found.local_size or 1) > 1):
+        return 1
+    import torch
+
+    # By NVML where it can: a process that has initialised CUDA cannot fork workers that use it.
+    return max(1, torch.cuda.device_count(), torch.xpu.device_count())
+
+
+def _check_restarts(count: int) -> None:
+    if count < 0:
+        raise SettingError(f"max_restarts={count} is below 0: use 0 for no restart")
+
+
+def _refuse_options(backend: str, conf: dict[str, Any], run: str, prefix: str | None) -> None:
+    """Raises RefusedError for an option of Accelerate's notebook_launcher that has no counterpart here."""
+    unknown = [name for name in conf if name not in ("timeout", "join_timeout")]
+    if backend not in ("static", "c10d"):
+        raise RefusedError(
+            f"rdzv_backend={backend!r} does not exist here: nodes meet at node 0, leave it out"
+        )
+    if len(set(conf.values())) > 1:
+        raise RefusedError(
+            f"rdzv_conf={conf!r} has two timeouts, and there is one wait: leave one of them out"
+        )
+    if unknown:
+        raise RefusedError(
+            f"rdzv_conf has {unknown[0]!r}, which has no counterpart here: it takes 'timeout' only"
+        )
+    if run != "none":
+        raise RefusedError(f"rdzv_id={run!r} has no counterpart here: runs differ by node 0's port, use_port")
+    if prefix is not None:
+        raise RefusedError(
+            "log_line_prefix_template has no counterpart here: ranks write to this process's output as they are"
+        )
+
+
+def _port(value: int | str) -> int:
+    try:
+        port = int(value)
+    except ValueError:
+        port = 0
+    if not 0 < port < 65536:
+        raise SettingError(f"use_port={value!r} is no port: use a number from 1 to 65535")
+    return port
+
+
+# -- scripts -----------------------------------------------------------------------------------------------------------
+
+
+def _bind(processes: int, numa: bool) -> tuple[str, int]:
+    """Masks of the cores of each rank (``""``: ranks are not bound), and the threads that each computes on."""
+    usable = hardware.detect(use_accelerators=False).cpu.threads
+    if not numa:
+        return "", max(1, usable // processes)
+    chosen, threads = nodes.plan(processes, usable, gpus=not settings.resolve().cpu)
+    masks = ";".join(f"{sum(1 << core for core in cores):x}" for cores in chosen)
+    if masks:
+        get_logger(__name__).info(
+            f"each rank runs on the cores of its NUMA node: {masks} (--no-numa: everywhere)"
+        )
+    return masks, threads
+
+
+def _this_script() -> tuple[str, bool]:
+    """What python was started with: a path, or a module's name and True."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return spec.name.removesuffix(".__main__"), True
+    path = getattr(main, "__file__", None)
+    if path is None or not os.path.isfile(path):
+        raise SettingError(
+            "launch() starts the script again on every process, and an interactive session has no script: "
+            "put the training into a function and call notebook_launcher(function, num_processes=…)"
+        )
+    return sys.argv[0] if os.path.isfile(sys.argv[0]) else path, False
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Unsendable:
+    """Stands for a result that cannot be sent back, and says why."""
+
+    why: str
+
+
+def _fork(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    processes: int,
+    config: RendezvousConfig,
+    max_restarts: int,
+    monitor_interval: float,
+    variables: dict[str, str | None],
+) -> list[Any]:
+    _refuse_fork(cpu=variables.get("EASYMP_CPU") == "1")
+    # torch.cuda.is_available(), which elastic calls, would initialise the driver in this process without it.
+    variables = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **variables}
+    try:
+        results = agent.run(
+            lambda: _in_child(function, args),
+            [],
+            processes,
+            config=config,
+            max_restarts=max_restarts,
+            monitor_interval=monitor_interval,
+            threads=1,
+            variables=variables,
+            grace=GRACE,
+        )
+    except agent.RanksFailed as error:
+        raise WorldError(error.explain()) from None
+    except agent.Interrupted as error:
+        if error.number == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + error.number) from None
+    values = [results[rank] for rank in sorted(results)]
+    for rank, value in enumerate(values):
+        if isinstance(value, _Unsendable):
+            text = f"rank {rank}'s result cannot be sent back ({value.why}): it is None here"
+            warnings.warn(text, EasympWarning, stacklevel=3)
+    return [None if isinstance(value, _Unsendable) else value for value in values]
+
+
+def _refuse_fork(cpu: bool) -> None:
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise RefusedError(
+            "a process group is running in this process, and forked processes would share its connections: end it "
+            "(Accelerator.end_training() or torch.distributed.destroy_process_group()), or restart the notebook's kernel"
+        )
+    if torch.cuda.is_initialized() and not cpu:
+        raise RefusedError(
+            "CUDA is already in use in this process, and a forked process cannot use it again: restart the notebook's kernel, "
+            "and build models, tensors on the GPU and the Accelerator inside the function only"
+        )
+
+
+def _in_child(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    import torch
+
+    os.setsid()  # Ctrl-C in a terminal goes to its whole group: the launcher hands it on, once
+    torch.set_num_threads(1)
+    # A forked process ends without its exit handlers, and starts with its parent's. Its own are run, the parent's are not.
+    atexit._clear()
+    sys.last_value = None  # an error of an earlier cell is not this process's
+    try:
+        value = function(*args)
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        tb = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        worker.record(env.read("TORCHELASTIC_ERROR_FILE"), env.integer("RANK", 0), error, code, tb)
+        sys.last_value = error
+        raise
+    finally:
+        atexit._run_exitfuncs()
+    sink = Connection(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), readable=False)
+    try:
+        sink.send(value)  # as elastic sends it later
+    except Exception as error:
+        return _Unsendable(str(error))
+    finally:
+        sink.close()
+    return value

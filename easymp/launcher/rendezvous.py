@@ -1,0 +1,610 @@
+"""The rendezvous of a launch: its configuration, and the handlers that torch's elastic agent asks for the ranks' places.
+
+One node needs a free port only. Several nodes meet by torch's c10d rendezvous, in the order of the node ranks, at a store that the
+main node's launcher opens; that node cannot be replaced. A node that fails for good, or is stopped, leaves a report in the store; the
+others see it within a second, stop their ranks, and know whose traceback matters.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+from ..errors import SettingError, WorldError
+from ..logging import get_logger
+from .worker import Failure, say
+
+logger = get_logger(__name__)
+PORT = 29500  # torchrun's
+WAIT = 600.0  # seconds
+LOOPBACK = "127.0.0.1"
+RUN = "easymp"
+OVER = "over"  # the terms of a run that is closing: the next one may already try to connect at the same port
+CONNECT, ANSWER = (
+    10.0,
+    60.0,
+)  # seconds that the main node's port has to prove itself a store, and that the store has for an answer
+RETRY, PATIENT = 0.3, 5.0  # seconds between two tries to connect, and without a word about waiting
+LAST_CALL = 10  # seconds for more nodes, once there are enough
+HEARTBEAT, MISSED = 5, 3  # seconds; a node that misses so many is gone
+LOOK = 1.0  # seconds between looks at the store
+HEARING, BRIEF = (
+    15.0,
+    3.0,
+)  # seconds for the others' reports, where a failure here must have its cause there, or has it here
+LINGER = 10.0  # seconds that the main node stays for the others to read
+
+
+@dataclass(frozen=True)
+class RendezvousConfig:
+    """Where the ranks meet. One node needs none of it: a free port on the loopback is found.
+
+    Attributes:
+        nodes: how many take part; with `most`, at least.
+        node_rank: which one this is, in the order of its ranks; 0 is the main node. None: the node that has `address` is the main
+            one, and the others follow as they come.
+        address, port: of the main node, where the launchers meet and rank 0 listens.
+        most: nodes that may take part, where they come and go; None for exactly `nodes`.
+        wait: seconds that the nodes wait for one another.
+    """
+
+    nodes: int = 1
+    node_rank: int | None = None
+    address: str = LOOPBACK
+    port: int | None = None
+    most: int | None = None
+    wait: float = WAIT
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise SettingError(f"{self.nodes} nodes cannot train: use at least 1")
+        if self.most is not None and self.most < self.nodes:
+            raise SettingError(
+                f"nodes={self.nodes}:{self.most} ends below its start: write the smaller number first"
+            )
+        if self.node_rank is not None and not 0 <= self.node_rank < self.limit:
+            raise SettingError(
+                f"node_rank={self.node_rank} does not lie in 0 … {self.limit - 1} for {self.words}"
+            )
+        if self.limit > 1 and self.port is None:
+            raise SettingError(
+                f"{self.words} need a port to meet at on {self.address}: pass the same free port on each"
+            )
+
+    @property
+    def limit(self) -> int:
+        """Nodes that may take part."""
+        return self.nodes if self.most is None else self.most
+
+    @property
+    def elastic(self) -> bool:
+        """Whether nodes may come and go."""
+        return self.limit > self.nodes
+
+    @property
+    def words(self) -> str:
+        """``"2 nodes"``, ``"1 to 4 nodes"``."""
+        return (
+            f"{self.nodes} to {self.limit} nodes"
+            if self.elastic
+            else f"{self.nodes} node{'s' * (self.nodes > 1)}"
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """``"host:29500"``."""
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+
+def read_config(
+    nodes: str | None = None,
+    node_rank: int | None = None,
+    main_address: str | None = None,
+    main_port: int | None = None,
+    wait: float = WAIT,
+) -> RendezvousConfig:
+    """The configuration that a command line asks for: ``"2"`` or ``"1:4"`` nodes, ``"host"`` or ``"host:port"``.
+
+    Raises:
+        SettingError: the options contradict one another, or something is missing.
+    """
+    least, most = read_nodes(nodes or "1")
+    if most == 1 and node_rank is not None:
+        raise SettingError(
+            f"--node-rank {node_rank} says which of several machines this is: say how many with --nodes, too"
+        )
+    address, port = (LOOPBACK, None) if main_address is None else read_address(main_address)
+    if most > 1:
+        if main_address is None:
+            raise SettingError(
+                f"{most} nodes must know where to meet: pass --main-address HOST[:PORT], an address of the first node, on all of them"
+            )
+        port = port or main_port or PORT
+    elif not is_here(address):
+        logger.warning(
+            "main_address=%r is not this machine, and not used: this run has one node (more: --nodes)",
+            main_address,
+        )
+        address = LOOPBACK
+    return RendezvousConfig(
+        least, node_rank, address, port or main_port, None if most == least else most, wait
+    )
+
+
+def read_nodes(text: str) -> tuple[int, int]:
+    """Fewest and most nodes of ``"2"`` or ``"1:4"``."""
+    match = re.fullmatch(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise SettingError(
+            f"nodes={text!r} is no number of nodes: use 2, or 1:4 for at least 1 and at most 4"
+        )
+    return least, most
+
+
+def read_address(text: str) -> tuple[str, int | None]:
+    """Host and port of ``"host"``, ``"host:29500"``, ``"::1"`` or ``"[::1]:29500"``."""
+    bracketed = re.fullmatch(r"\[([0-9a-fA-F:.%\w]+)\](?::(\d+))?", text)
+    if not (match := bracketed or re.fullmatch(r"([^:\s\[\]]+)(?::(\d+))?", text)):
+        try:
+            return str(ipaddress.IPv6Address(text)), None
+        except ValueError:
+            raise SettingError(
+                f"main_address={text!r} is no address: use HOST, HOST:PORT or [IPV6]:PORT"
+            ) from None
+    port = None if match[2] is None else int(match[2])
+    if port is not None and not 0 < port < 65536:
+        raise SettingError(f"main_address={text!r} has no possible port: use one from 1 to 65535")
+    return match[1], port
+
+
+# -- addresses and ports -----------------------------------------------------------------------------------------------
+
+
+def own_address(address: str, port: int | None) -> str:
+    """This machine's address on its way to another, by the routing table; ``""`` where there is no way. Nothing is sent."""
+    try:
+        found = socket.getaddrinfo(address, port or PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(*found[:3]) as probe:
+            probe.connect(found[4])
+            return probe.getsockname()[0]
+    except OSError:
+        return ""
+
+
+def is_here(address: str) -> bool:
+    """Whether this machine has the address: the way to it ends where it starts."""
+    try:
+        targets = {info[4][0] for info in socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)}
+    except OSError:
+        return False
+    return own_address(address, None) in targets
+
+
+def interface(address: str) -> str | None:
+    """The name of the network interface that has one of this machine's addresses."""
+    import psutil  # needed by runs on several machines only
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address.partition("%")[0] == address.partition("%")[0] for found in addresses):
+            return name
+    return None
+
+
+def refuse_taken(config: RendezvousConfig) -> None:
+    """Raise WorldError where a program listens at the main node's port already, and SettingError where this user may not."""
+    port = config.port
+    if port is None:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections do not count
+        try:
+            probe.bind(("", port))
+        except PermissionError as error:
+            raise SettingError(
+                f"port {port} may not be opened by this user ({error}): take one above 1023"
+            ) from error
+        except OSError:
+            several = config.limit > 1
+            which = "the main node, which is this one," if several else "this machine"
+            other = "on all nodes" if several else "or leave it out to have a free one found"
+            raise WorldError(
+                f"port {port} on {which} is taken by another program: pass a free one, --main-address {config.address}:PORT, "
+                f"{other}; `ss -ltnp 'sport = :{port}'` shows who listens there"
+            ) from None
+
+
+def hold_port() -> tuple[socket.socket, int]:
+    """A free port, and a socket that keeps other programs from getting it, until it is closed.
+
+    Ranks open theirs when they have imported torch, which takes seconds. A program that names the port and sets SO_REUSEADDR, as
+    torch's store does, may listen there meanwhile. That is so on Linux only; elsewhere the port is not kept.
+    """
+    kept = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    kept.bind(("", 0))
+    port = kept.getsockname()[1]
+    if sys.platform == "linux":
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    else:
+        kept.close()
+    return kept, port
+
+
+# -- handlers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a node's part of the run ended, as its launcher tells the others.
+
+    Attributes:
+        failures: of its ranks, likeliest cause first.
+        caused: whether something went wrong there by itself, and not for want of another rank.
+        signal: that stopped its launcher.
+        saved: its ranks say that they can be started again.
+        node: ``"node 1 (host)"``.
+        main: the node that the others meet at.
+    """
+
+    failures: tuple[Failure, ...] = ()
+    caused: bool = False
+    signal: int | None = None
+    saved: bool = False
+    node: str = ""
+    main: bool = False
+
+    def to_json(self) -> str:
+        """Without the tracebacks: those are shown where they were raised."""
+        return json.dumps(
+            {**asdict(self), "failures": [f._replace(text="")._asdict() for f in self.failures]}
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        found = json.loads(text)
+        return cls(**{**found, "failures": tuple(Failure(**f) for f in found["failures"])})
+
+
+class Ended(Exception):
+    """The run ended on other nodes; `reports` say how."""
+
+    def __init__(self, reports: list[Report]) -> None:
+        super().__init__("the run ended on another node")
+        self.reports = reports
+
+
+class SingleNode:
+    """The rendezvous of one node: a port for its ranks.
+
+    Raises:
+        WorldError: another program listens at the port that was asked for.
+    """
+
+    use_agent_store = (
+        False  # of the launcher, by the ranks: its keys of an earlier attempt would be read again
+    )
+
+    def __init__(self, config: RendezvousConfig) -> None:
+        self._config, self._round = config, 0
+        self._kept = socket.socket()  # from the first round on it keeps the ranks' port for them
+        refuse_taken(config)
+
+    def next_rendezvous(self) -> Any:
+        """A round in which the ranks meet; from the second on because one failed."""
+        from torch.distributed import HashStore
+        from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+
+        if self._round:
+            say(f"a rank failed; restart {self._round}")
+        self._round += 1
+        # Another port each time: what a killed rank has forked may have the last one open for some seconds.
+        store, port = HashStore(), self._config.port or self._next_port()
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self._config.address, port))
+
+    def _next_port(self) -> int:
+        self._kept.close()
+        self._kept, port = hold_port()
+        return port
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return RUN
+
+    def get_backend(self) -> str:
+        return "easymp"
+
+    def tell(self, report: Report) -> None:
+        """Leave a report for the others."""
+
+    def hear(self, own: Report) -> list[Report]:
+        """The others' reports, after `tell(own)`."""
+        return []
+
+    def close(self, over: bool) -> None:
+        """Leave; `over`: no node may join any more."""
+        self._kept.close()
+
+
+class MultiNode(SingleNode):
+    """The rendezvous of this node with others.
+
+    Raises:
+        WorldError: the main node's port is taken, or it does not answer in time.
+        SettingError: the main node was started for another number of nodes.
+    """
+
+    def __init__(self, config: RendezvousConfig) -> None:
+        from torch.distributed.elastic.rendezvous import RendezvousParameters
+        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+        self._config, self._kept, host = config, socket.socket(), socket.gethostname()
+        self._main = is_here(config.address) if config.node_rank is None else config.node_rank == 0
+        self._own = own_address(config.address, config.port) or host
+        self._name = host if config.node_rank is None else f"node {config.node_rank} ({host})"
+        self._store = _open_store(config, self._main, self._name)
+        asked = RendezvousParameters(
+            "c10d",
+            config.endpoint,
+            RUN,
+            config.nodes,
+            config.limit,
+            self._own,
+            join_timeout=max(1, int(config.wait)),
+            last_call_timeout=LAST_CALL,
+            keep_alive_interval=HEARTBEAT,
+            keep_alive_max_attempt=MISSED,
+        )
+        self._torchs = create_handler(self._store, C10dRendezvousBackend(self._store, RUN), asked)
+        self._round, self._restarts, self._size = 0, 0, 0  # nodes, once they have met
+        self._looked, self._others_wait, self._lost = 0.0, False, False
+        self._told = 0  # our report's number
+
+    def next_rendezvous(self) -> Any:
+        """A round in which the nodes meet, in their order; from the second on because a rank failed, or a node came or went.
+
+        Raises:
+            Ended: the run has ended elsewhere.
+            WorldError: too few nodes came, or the main one is gone.
+            SettingError: two nodes have the same rank.
+        """
+        from torch.distributed import PrefixStore
+        from torch.distributed.elastic import rendezvous
+
+        failed = self._round > 0 and not self._others_wait
+        self._restarts += failed
+        try:
+            found = self._torchs.next_rendezvous()
+            order, names = self._in_order(found)
+            rank, store = order.index(found.rank), PrefixStore("ordered", found.store)
+            address = self._config.address if self._main else self._own
+            meet = rendezvous.RendezvousStoreInfo.build(rank, store, address, self._next_port())
+        except rendezvous.RendezvousTimeoutError:
+            raise WorldError(self._too_few()) from None
+        except (rendezvous.RendezvousClosedError, rendezvous.RendezvousGracefulExitError):
+            raise self._ended() from None
+        except (SettingError, WorldError):
+            raise
+        except (rendezvous.RendezvousError, RuntimeError) as error:
+            raise self._gone(error) from error
+        self._round, self._others_wait = self._round + 1, False
+        if self._round > 1:
+            why = f"a rank failed; restart {self._restarts}" if failed else "the workers start again"
+            say(f"{why}, on {len(order)} node{'s' * (len(order) > 1)}: {', '.join(names)}")
+        return rendezvous.RendezvousInfo(found.store, rank, len(order), meet)
+
+    def _ended(self) -> Ended | WorldError:
+        try:
+            ends = self._final_reports()
+        except RuntimeError as error:  # the main node closed the run and did not wait for this one
+            return self._gone(error)
+        if ends:
+            return Ended(ends)
+        late = (
+            "before this node's ranks could start again"
+            if self._round
+            else "and this node came too late to take part"
+        )
+        return WorldError(
+            f"the run at {self._config.endpoint} is over, {late}: the others' output says how it ended"
+        )
+
+    def _gone(self, error: Exception) -> WorldError:
+        return WorldError(f"the main node at {self._config.endpoint} is gone, and with it this run ({error})")
+
+    def _in_order(self, found: Any) -> tuple[list[int], list[str]]:
+        """Torch's numbers of the nodes in the order of ours, and their names: the main node, then by node rank, then as torch has them."""
+        limit, own = self._config.limit, self._config.node_rank
+        found.store.set(
+            f"node/{found.rank}", json.dumps([not self._main, limit if own is None else own, self._name])
+        )
+        nodes = [json.loads(found.store.get(f"node/{i}")) for i in range(found.world_size)]
+        self._size = len(nodes)
+        order = sorted(range(len(nodes)), key=lambda i: (*nodes[i][:2], i))
+        for one, other in pairwise(order):
+            if nodes[one][1] == nodes[other][1] < limit:
+                raise SettingError(
+                    f"{nodes[one][2]} and {nodes[other][2]} say the same --node-rank {nodes[one][1]}: each machine needs its own"
+                )
+        return order, [nodes[i][2] for i in order]
+
+    def _too_few(self) -> str:
+        names = ", ".join(
+            self._store.get(f"came/{i + 1}").decode() for i in range(self._store.add("came", 0))
+        )
+        return (
+            f"{self._config.words} were to meet at {self._config.endpoint}, and after {self._config.wait:g} seconds not enough are "
+            f"there (so far came: {names}): start the others, ask for fewer with --nodes, or wait longer with --wait SECONDS"
+        )
+
+    def num_nodes_waiting(self) -> int:
+        """Nodes that want to join. Where the main node is done and gone, the ranks here run to their own end.
+
+        Raises:
+            Ended: the run has ended on another node.
+        """
+        now = time.monotonic()
+        if self._lost or now - self._looked < LOOK:
+            return 0
+        self._looked = now
+        try:
+            ends = self._final_reports()
+            waiting = self._torchs.num_nodes_waiting()
+        except RuntimeError:  # a RendezvousError is one, too
+            self._lost = True
+            return 0
+        if ends:
+            self._store.add("heard", 1)
+            raise Ended(ends)
+        self._others_wait = waiting > 0
+        return waiting
+
+    def tell(self, report: Report) -> None:
+        try:
+            self._told = self._store.add("told", 1)
+            self._store.set(f"told/{self._told}", replace(report, node=self._name, main=self._main).to_json())
+        except RuntimeError:
+            self._lost = True
+
+    def hear(self, own: Report) -> list[Report]:
+        """The others' reports, waited for as long as they may change which failure is the cause."""
+        deadline = time.monotonic() + (BRIEF if own.caused else HEARING)
+        others: list[Report] = []
+        while not self._lost:
+            try:
+                others, silent = self._others(), self._store.add("heard", 0)
+            except RuntimeError:
+                self._lost = True
+                break
+            certain = not own.caused and any(self._is_final(r) and (r.caused or r.signal) for r in others)
+            if certain or len(others) + silent >= self._size - 1 or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        return others
+
+    def close(self, over: bool) -> None:
+        """Leave; the main node stays until the others have left, too, and read what was told."""
+        self._kept.close()
+        try:
+            if over or self._main or not self._config.elastic:
+                self._torchs.shutdown()
+            if self._main:
+                self._store.set("terms", OVER)
+                self._store.set("over", "")
+            elif over and not self._told:
+                # Else the same node's next run would find this run's store, and leave it as it finds another.
+                with suppress(RuntimeError):
+                    self._store.wait(["over"], timedelta(seconds=BRIEF))
+            left, deadline = self._store.add("left", 1), time.monotonic() + LINGER
+            while self._main and left < self._size and time.monotonic() < deadline:
+                time.sleep(0.1)
+                left = self._store.add("left", 0)
+        except RuntimeError:
+            self._lost = True
+
+    def _others(self) -> list[Report]:
+        told = range(1, self._store.add("told", 0) + 1)
+        return [Report.from_json(self._store.get(f"told/{i}").decode()) for i in told if i != self._told]
+
+    def _final_reports(self) -> list[Report]:
+        return [report for report in self._others() if self._is_final(report)]
+
+    def _is_final(self, report: Report) -> bool:
+        """Whether it ends the run here, too: where nodes may come and go, one that was stopped only leaves."""
+        return report.signal is None or report.main or not self._config.elastic
+
+
+# -- the store of several nodes ----------------------------------------------------------------------------------------
+
+
+def _open_store(config: RendezvousConfig, main: bool, name: str) -> Any:
+    """The store of this run, opened by the main node; `name` is written down there.
+
+    Raises:
+        WorldError: the port is taken, or the main node does not answer in time.
+        SettingError: the main node was started for another number of nodes.
+    """
+    terms, start = json.dumps([config.nodes, config.limit]), time.monotonic()
+    if main:
+        if not is_here(config.address):
+            raise WorldError(
+                f"{config.address!r} is no address of this machine, which is to be the main node: pass one of its own with "
+                "--main-address, on all nodes, or --node-rank 0 on the machine that has it"
+            )
+        refuse_taken(config)
+    while True:
+        if not main:
+            _wait_for_port(config, start)
+        try:
+            store = _connect(config, main)
+            if main:
+                store.set("terms", terms)
+            theirs = store.get("terms").decode()
+            if theirs == terms:
+                store.set(f"came/{store.add('came', 1)}", name)
+                return store
+        except (RuntimeError, TimeoutError) as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise WorldError(
+                f"the program that listens at {config.endpoint} does not answer as the main node's launcher: pass its address and "
+                f"port ({why})"
+            ) from error
+        if theirs != OVER:
+            least, most = json.loads(theirs)
+            raise SettingError(
+                f"the main node at {config.endpoint} was started for {RendezvousConfig(least, 0, port=1, most=most).words}, this "
+                f"one for {config.words}: pass the same --nodes on all"
+            )
+        del store
+        if time.monotonic() - start >= config.wait:
+            raise _unanswered(config, "the run there is over")
+        time.sleep(RETRY)
+
+
+def _connect(config: RendezvousConfig, main: bool) -> Any:
+    from torch.distributed import PrefixStore, TCPStore
+
+    from ..distributed.hang_report import in_time  # imports torch
+
+    limit = timedelta(seconds=CONNECT)
+    store = in_time(
+        lambda: TCPStore(config.address, config.port, is_master=main, wait_for_workers=False, timeout=limit),
+        CONNECT,
+    )
+    store.set_timeout(timedelta(seconds=ANSWER))
+    return PrefixStore(RUN, store)
+
+
+def _wait_for_port(config: RendezvousConfig, start: float) -> None:
+    """Wait until a program listens at the main node's port. By hand, for torch's store cannot be interrupted while it waits."""
+    said = False
+    while True:
+        try:
+            socket.create_connection((config.address, config.port), timeout=CONNECT).close()
+            return
+        except OSError as error:
+            why, waited = error.strerror or str(error), time.monotonic() - start
+        if waited >= config.wait:
+            raise _unanswered(config, why)
+        if waited >= PATIENT and not said:
+            say(f"waiting for the main node at {config.endpoint} ({why})")
+            said = True
+        time.sleep(RETRY)
+
+
+def _unanswered(config: RendezvousConfig, why: str) -> WorldError:
+    return WorldError(
+        f"the main node did not answer at {config.endpoint} for {config.wait:g} seconds ({why}): start it there with "
+        "--node-rank 0, correct --main-address, or wait longer with --wait SECONDS"
+    )
