@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from easymp import SettingError
 from easymp.base import env
-from easymp.errors import SettingError
 
 
 def test_flag(monkeypatch):

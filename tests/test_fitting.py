@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from typing import Any
 
 import pytest
 import torch
 
 from easymp import Accelerator, DistributedDataParallelKwargs
-from easymp.base import env
 
 from .conftest import Ranks
 from .strategies import models
@@ -45,7 +45,9 @@ def train(memory: list[str], asked: dict[str, Any]) -> dict[str, Any]:
     """A training in which each rank has its own of `memory`."""
     with (
         Heard() as heard,
-        Accelerator(memory=memory[env.integer("RANK", 0)], mixed_precision="fp32", cpu=True, **asked) as acc,
+        Accelerator(
+            memory=memory[int(os.environ.get("RANK", 0))], mixed_precision="fp32", cpu=True, **asked
+        ) as acc,
     ):
         before = acc.plan.strategy.value
         done = models.train(acc, "tied")

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from easymp.logging import get_logger, tqdm
+from easymp import get_logger, tqdm
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from easymp import Accelerator
+from easymp import Accelerator, PrepareError, SettingError
 from easymp.base.dtensor import local
-from easymp.errors import PrepareError, SettingError
 from easymp.precision import PRECISIONS
 from easymp.strategies import STRATEGIES
 from easymp.strategies.transforms import find_recomputed, recompute

@@ -7,8 +7,7 @@ import time
 import pytest
 import torch
 
-from easymp import Accelerator, find_executable_batch_size
-from easymp.errors import SettingError
+from easymp import Accelerator, SettingError, find_executable_batch_size
 from easymp.training.state import current_world
 
 

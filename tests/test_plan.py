@@ -11,14 +11,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from easymp import Hardware, Plan, RefusedError, Settings, Source, make_plan, resolve
 from easymp.base import env
 from easymp.distributed import Ranks
-from easymp.errors import RefusedError
-from easymp.hardware import Hardware
-from easymp.plan import Plan, candidates, make_plan, room
+from easymp.plan import candidates, room
 from easymp.precision import PRECISIONS
-from easymp.protocols import Source
-from easymp.settings import NAMES, Settings, resolve
+from easymp.settings import NAMES
 from easymp.strategies import STRATEGIES
 from easymp.training.memory import Memory, by_memory, estimate, fits
 

@@ -5,31 +5,22 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp.training.wrapper import make_view, unwrap
-
-T = TypeVar("T")
+from easymp import Accelerator
 
 
-class Wrapper(nn.Module):
-    """Stands for autocast and DDP: counts, and marks what it returns."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.calls = 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self.module(*args, **kwargs) + 100
+@pytest.fixture
+def acc() -> Iterator[Accelerator]:
+    """Under autocast, so that a prepared model is called in another way than the module."""
+    with Accelerator(cpu=True, mixed_precision="bf16") as made:
+        yield made
 
 
 class Net(nn.Module):
@@ -38,16 +29,11 @@ class Net(nn.Module):
         self.layer = nn.Linear(2, 2)
         self.register_buffer("seen", torch.zeros(()))
         self.rate = 0.5
+        self.under_autocast = False
 
     def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        self.under_autocast = torch.is_autocast_enabled("cpu")
         return self.layer(x) * self.rate + shift
-
-    def predict(self, x: Tensor) -> Tensor:
-        """Calls itself, as generate() does."""
-        return self(x).argmax(-1)
-
-    def raw(self, x: Tensor) -> Tensor:
-        return self(x)
 
     @property
     def double_rate(self) -> float:
@@ -61,10 +47,6 @@ class Net(nn.Module):
     def width(self) -> int:
         return self.layer.in_features
 
-    @classmethod
-    def build(cls) -> Net:
-        return cls()
-
     def __len__(self) -> int:
         return 0  # an empty container is still a model
 
@@ -72,34 +54,28 @@ class Net(nn.Module):
 X = torch.ones(1, 2)
 
 
-def view_of(model: nn.Module) -> tuple[Any, Any, Wrapper]:
-    wrapper = Wrapper(model)
-    view, route = make_view(model, wrapper)
-    return view, route, wrapper
-
-
-def test_the_call_goes_through_the_wrapper() -> None:
+def test_the_call_goes_through_autocast(acc: Accelerator) -> None:
     model = Net()
-    view, _, wrapper = view_of(model)
-    torch.testing.assert_close(view(X, shift=1.0), model(X, shift=1.0) + 100)
-    assert wrapper.calls == 1
+    view = acc.prepare(model)
+    assert view(X, shift=1.0).dtype == torch.float32
+    assert model.under_autocast
     model(X)
-    assert wrapper.calls == 1
+    assert not model.under_autocast
 
 
-def test_it_is_the_users_class_in_name_and_kind() -> None:
-    view, _, _ = view_of(Net())
+def test_it_is_the_users_class_in_name_and_kind(acc: Accelerator) -> None:
+    view = acc.prepare(Net())
     assert isinstance(view, Net)
     assert issubclass(type(view), Net)
     assert type(view).__module__ == Net.__module__
     assert type(view).__doc__ == Net.__doc__
     assert len(view) == 0
-    assert repr(view).replace("PreparedNet", "Net") == repr(unwrap(view))
+    assert repr(view).replace("PreparedNet", "Net") == repr(acc.unwrap_model(view))
 
 
-def test_attributes_are_one_and_the_same() -> None:
+def test_attributes_are_one_and_the_same(acc: Accelerator) -> None:
     model = Net()
-    view, _, _ = view_of(model)
+    view = acc.prepare(model)
     assert view.layer is model.layer
     view.rate = 3.0
     assert model.rate == 3.0
@@ -116,11 +92,11 @@ def test_attributes_are_one_and_the_same() -> None:
         view.nothing  # noqa: B018
 
 
-def test_nothing_is_set_on_the_users_module() -> None:
+def test_nothing_is_set_on_the_users_module(acc: Accelerator) -> None:
     model = Net()
     names, kind = set(vars(model)), type(model)
     kinds_names = set(vars(Net))
-    view, _, _ = view_of(model)
+    view = acc.prepare(model)
     view(X)
     assert set(vars(model)) == names
     assert type(model) is kind
@@ -128,9 +104,9 @@ def test_nothing_is_set_on_the_users_module() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_hooks_run_once_a_call() -> None:
+def test_hooks_run_once_a_call(acc: Accelerator) -> None:
     model, seen = Net(), []
-    view, _, _ = view_of(model)
+    view = acc.prepare(model)
     handles = [
         view.register_forward_pre_hook(lambda *_: seen.append("pre")),
         view.register_forward_hook(lambda m, i, o: seen.append(type(m).__name__)),
@@ -160,28 +136,16 @@ def through_torch(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, through_pickle, through_torch])
-def test_a_copy_is_the_plain_module(again: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_copy_is_the_plain_module(acc: Accelerator, again: Callable[[nn.Module], nn.Module]) -> None:
     model = Net()
-    view, _, _ = view_of(model)
+    view = acc.prepare(model)
     made = again(view)
     assert type(made) is Net
     assert made is not model
-    torch.testing.assert_close(made(X), model(X))
+    made(X)
+    assert not made.under_autocast
     made.rate = 9.0
     assert model.rate == 0.5
-
-
-class Counted(Net):
-    """With copying and pickling of its own."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Counted:
-        made = Counted()
-        made.load_state_dict(self.state_dict())
-        made.copied = True
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "pickled": True}
 
 
 # -- classes that make it hard -----------------------------------------------------------------------------------------
@@ -207,9 +171,9 @@ class Tagged(Registered, tag="tagged"):
         return self.layer(x)
 
 
-def test_a_class_that_registers_its_subclasses() -> None:
+def test_a_class_that_registers_its_subclasses(acc: Accelerator) -> None:
     for _ in range(2):
-        view, _, _ = view_of(Tagged())
+        view = acc.prepare(Tagged())
         assert view(X).shape == (1, 2)
     assert Registered.register == {"tagged": Tagged}
 
@@ -225,35 +189,21 @@ class Holding(nn.Module):
         return "own"
 
 
-def test_what_scripts_ask_of_the_wrapper_of_ddp() -> None:
+def test_what_scripts_ask_of_the_wrapper_of_ddp(acc: Accelerator) -> None:
     model, holding = Net(), Holding()
-    view, route = make_view(model, Wrapper(model), no_sync=lambda: nullcontext("quiet"))
+    view, own = acc.prepare(model, holding)
     assert view.module is model
-    with view.no_sync() as inside:
-        assert inside == "quiet"
-    own, _, _ = view_of(holding)
+    with view.no_sync():
+        view(X).sum().backward()
     assert (own.module, own.no_sync()) == (holding.module, "own")
     assert not hasattr(model, "no_sync")
-    assert route.original is model
 
 
-# -- compiled and scripted ---------------------------------------------------------------------------------------------
-
-
-# -- unwrap ------------------------------------------------------------------------------------------------------------
-
-
-def test_unwrap() -> None:
+def test_unwrap(acc: Accelerator) -> None:
     model = Net()
-    view, _, _ = view_of(model)
-    assert unwrap(view) is model
-    assert unwrap(model) is model
-    assert unwrap(nn.DataParallel(view)) is model
-    again, _, _ = view_of(view)  # prepared for another run
-    torch.testing.assert_close(again(X), model(X) + 200)
-    assert unwrap(again) is model
+    view = acc.prepare(model)
+    assert acc.unwrap_model(view) is model
+    assert acc.unwrap_model(model) is model
+    assert acc.unwrap_model(nn.DataParallel(view)) is model
     holder = nn.Sequential(view)
-    assert unwrap(holder) is holder
-
-
-# -- through the face --------------------------------------------------------------------------------------------------
+    assert acc.unwrap_model(holder) is holder

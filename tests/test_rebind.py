@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from easymp import PrepareError
 from easymp.base.dtensor import follow, names_of, rebind
-from easymp.errors import PrepareError
 
 
 def replace(model: nn.Module) -> None:

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from easymp.errors import SettingError
-from easymp.options import (
-    HANDLERS,
+from easymp import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    FSDPOptions,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    HSDPOptions,
     InitProcessGroupKwargs,
+    SettingError,
 )
-from easymp.strategies.fsdp import FSDPOptions
-from easymp.strategies.hsdp import HSDPOptions
+from easymp.options import HANDLERS
 
 RECORDS = (*HANDLERS, DataLoaderConfiguration, FSDPOptions, HSDPOptions, GradientAccumulationPlugin)
 

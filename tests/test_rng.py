@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from easymp import set_seed
 from easymp.base import env, rng
-from easymp.base.rng import diverge, mix, set_seed
+from easymp.base.rng import diverge, mix
 
 from .conftest import Ranks
 

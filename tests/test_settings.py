@@ -12,11 +12,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from easymp import Accelerator
+from easymp import Accelerator, SettingError, Settings, Source, resolve
 from easymp.base import env
-from easymp.errors import SettingError
-from easymp.protocols import Source
-from easymp.settings import Launching, Settings, resolve, resolve_launching
+from easymp.settings import Launching, resolve_launching
 
 
 @pytest.fixture(autouse=True)

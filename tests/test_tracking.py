@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from easymp import Accelerator
-from easymp.errors import SettingError, StepError, TrackerError
+from easymp import Accelerator, SettingError, StepError, TrackerError
 from easymp.trackers import logbook
 
 from .conftest import Ranks

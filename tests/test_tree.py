@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+from easymp import BatchError
 from easymp.base import pytree
-from easymp.errors import BatchError
 
 Point = namedtuple("Point", "x y")
 

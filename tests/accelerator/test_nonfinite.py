@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from easymp import Accelerator, GradScalerKwargs
-from easymp.errors import NonfiniteError, StepError
+from easymp import Accelerator, GradScalerKwargs, NonfiniteError, StepError
 
 from ..strategies.models import whole
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from easymp import Accelerator, PreparedLoader
-from easymp.errors import PrepareError, RefusedError, SettingError
+from easymp import Accelerator, PreparedLoader, PrepareError, RefusedError, SettingError
 from easymp.optim import PreparedOptimizer, PreparedScheduler
 from easymp.settings import NAMES
 from easymp.training.state import is_open

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+import easymp as ops
 from easymp import (
     Accelerator,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
 )
-from easymp.training import collectives as ops
 
 from ..distributed.hurry import hurry
 from .models import data, make, train

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from easymp import Accelerator, GradientState, GradScalerKwargs
-from easymp.errors import StepError
+from easymp import Accelerator, GradientState, GradScalerKwargs, StepError
 
 from .models import data, make, train
 
