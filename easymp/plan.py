@@ -90,7 +90,7 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
     device = _device(settings, hardware, ranks)
     facts = _facts(hardware, ranks, device.value)
     precision, strategy = _precision(settings, facts), _strategy(settings, facts)
-    refusal = together(PRECISIONS.get(precision.value, Measured), STRATEGIES[strategy.value])
+    refusal = incompatible(PRECISIONS.get(precision.value, Measured), STRATEGIES[strategy.value])
     if refusal is not None:
         raise RefusedError(
             f"precision {precision.value} and strategy {strategy.value} do not go together: {refusal}"
@@ -224,10 +224,10 @@ def candidates(plan: Plan) -> Iterator[str]:
     facts = _facts(plan.hardware, plan.ranks, plan.device.value)
     precision = PRECISIONS.get(plan.precision.value, Measured)
     fit = (name for name in AUTOMATIC if STRATEGIES[name].refuse(facts) is None)
-    return (name for name in fit if together(precision, STRATEGIES[name]) is None)
+    return (name for name in fit if incompatible(precision, STRATEGIES[name]) is None)
 
 
-def room(plan: Plan) -> int:
+def rank_memory(plan: Plan) -> int:
     """Bytes that a rank has: as set, its device's memory, or on a CPU its share of the machine's."""
     if plan.settings.memory is not None:
         return plan.settings.memory
@@ -238,7 +238,7 @@ def room(plan: Plan) -> int:
     return plan.hardware.cpu.memory // max(1, plan.ranks.local_size)
 
 
-def together(precision: type[Precision], strategy: type[Strategy]) -> Refusal | None:
+def incompatible(precision: type[Precision], strategy: type[Strategy]) -> Refusal | None:
     """Why a precision cannot be had under a strategy."""
     if precision.masters and not strategy.masters:
         return Refusal(

@@ -15,7 +15,7 @@ import pytest
 import easymp
 from easymp.registry import PRECISIONS, STRATEGIES
 
-HOUSE = Path(easymp.__file__).parent
+PACKAGE = Path(easymp.__file__).parent
 
 
 def test_all_is_exactly_what_is_visible() -> None:
@@ -49,13 +49,13 @@ def test_what_the_scripts_of_others_import() -> None:
 
 def test_type_checkers_see_each_name_where_it_is() -> None:
     """They read no table of names, but the imports under TYPE_CHECKING, which are to be the same."""
-    assert (HOUSE / "py.typed").exists()
+    assert (PACKAGE / "py.typed").exists()
     for file in (
         "__init__",
-        *(f"{room}/__init__" for room in ("checkpoint", "hardware", "launcher", "optim", "profiling")),
+        *(f"{name}/__init__" for name in ("checkpoint", "hardware", "launcher", "optim", "profiling")),
     ):
-        path = HOUSE / f"{file}.py"
-        package = importlib.import_module(".".join(("easymp", *path.parent.relative_to(HOUSE).parts)))
+        path = PACKAGE / f"{file}.py"
+        package = importlib.import_module(".".join(("easymp", *path.parent.relative_to(PACKAGE).parts)))
         lines = [
             node
             for node in ast.walk(ast.parse(path.read_text()))
@@ -103,7 +103,7 @@ def loaded_by(statement: str) -> set[str]:
         text=True,
         check=True,
         timeout=100,
-        cwd=HOUSE.parent,
+        cwd=PACKAGE.parent,
     )
     return set(json.loads(done.stdout))
 

@@ -102,21 +102,21 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
-    for _, leaf in places(tree):
+    for _, leaf in leaf_paths(tree):
         yield leaf
 
 
-def places(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its place (``"['a'][0]"``), depth first, in the order of `map_leaves`."""
+def leaf_paths(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its path (``"['a'][0]"``), depth first, in the order of `map_leaves`."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from places(value, f"{place}[{key!r}]")
+            yield from leaf_paths(value, f"{place}[{key!r}]")
     elif isinstance(tree, (list, tuple)) and not _moves_itself(tree):
         for number, item in enumerate(tree):
-            yield from places(item, f"{place}[{number}]")
+            yield from leaf_paths(item, f"{place}[{number}]")
     elif _is_record(tree):
         for name, value in _fields(tree).items():
-            yield from places(value, f"{place}.{name}")
+            yield from leaf_paths(value, f"{place}.{name}")
     else:
         yield place, tree
 

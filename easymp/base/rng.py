@@ -45,14 +45,14 @@ def seed_host(seed: int) -> None:
 
 
 def host_states() -> list[Any]:
-    """Where the streams of `seed_host` stand."""
+    """The states of the streams of `seed_host`."""
     numpy = sys.modules.get("numpy")
     drawn = None if numpy is None else numpy.random.get_state()
     return [random.getstate(), drawn, torch.default_generator.get_state()]
 
 
-def put_host_states(states: list[Any]) -> None:
-    """Let them go on from there."""
+def set_host_states(states: list[Any]) -> None:
+    """Let the streams of `seed_host` go on from `states`."""
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy"].random.set_state(states[1])
@@ -60,13 +60,13 @@ def put_host_states(states: list[Any]) -> None:
 
 
 @contextmanager
-def apart() -> Iterator[None]:
-    """Whatever is seeded and drawn on the CPU inside, the outside does not see."""
+def isolated() -> Iterator[None]:
+    """Inside, seeds and draws on the CPU leave the streams outside as they are."""
     states = host_states()
     try:
         yield
     finally:
-        put_host_states(states)
+        set_host_states(states)
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:

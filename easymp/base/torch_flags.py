@@ -1,4 +1,4 @@
-"""Which torch this is, for the few places where releases differ in what they do right."""
+"""The version of torch, and its process-wide flags, set for a run and put back after it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 TORCH = numbers(torch.__version__)
-
-
-# -- torch's process-wide switches, set for a run and put back after it.
 
 
 def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:

@@ -17,7 +17,7 @@ from io import BytesIO
 from itertools import islice
 from typing import Any, TypeVar
 
-from ..base.rng import apart
+from ..base.rng import isolated
 from ..errors import CheckpointError
 from . import blocks
 from .blocks import PIECE, Part, Runs, Tick, block_count, check, check_size, crc32, cut, no_tick
@@ -284,7 +284,7 @@ def _import_client(kind: str) -> None:
     """Import what reaches URLs of this `kind`; some packages draw from Python's global stream while they are imported."""
     import fsspec
 
-    with apart():
+    with isolated():
         fsspec.get_filesystem_class(kind)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from ..base.rng import host_states, mix, put_host_states, seed_host
+from ..base.rng import host_states, mix, seed_host, set_host_states
 from ..errors import BatchError
 
 
@@ -116,7 +116,7 @@ class Randomness:
         return [host_states(), *(g.get_state() for g in self._generators)]
 
     def _put(self, states: list[Any]) -> None:
-        put_host_states(states[0])
+        set_host_states(states[0])
         for generator, state in zip(self._generators, states[1:]):
             generator.set_state(state)
 

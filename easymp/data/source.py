@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from ..base.rng import apart, seed_host
+from ..base.rng import isolated, seed_host
 from ..distributed.process_group import World
 from ..errors import BatchError
 from .order import Cut
@@ -130,7 +130,7 @@ def aside(items: Iterable[Any]) -> Iterator[Any]:
     """Yield `items`, read apart from the random streams of the training. The producer seeds its own."""
     reader = iter(items)
     while True:
-        with apart():
+        with isolated():
             try:
                 item = next(reader)
             except StopIteration:

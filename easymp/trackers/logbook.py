@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..base.rng import apart
+from ..base.rng import isolated
 from ..errors import EasympError, TrackerError, failing
 from ..logging import get_logger
 from . import TRACKERS
@@ -144,7 +144,7 @@ class Logbook:
     def _start(self, name: str, tracker: Any) -> Any:
         config = {**plain(self._config), "easymp": plain(self._facts())}
         try:
-            with apart():  # packages draw while they are imported, and names of runs
+            with isolated():  # packages draw while they are imported, and names of runs
                 tracker.start(self.run, config, self._positions.get(name))
         except EasympError:
             raise

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..base.lazy import modules_at_first_use
-from ..base.pytree import leaves, map_leaves, places, recursively_apply
+from ..base.pytree import leaf_paths, leaves, map_leaves, recursively_apply
 from ..errors import ALIKE, BatchError, SettingError, WorldError
 
 if TYPE_CHECKING:
@@ -137,12 +137,12 @@ def _together(
 ) -> Any:
     """`tree` with ``one(leaf)`` for every leaf, once the ranks of `world` (None: only this one) have compared their trees.
 
-    The leaves' turns follow the names of their places, so that dicts may have their keys in another order on each rank.
+    The leaves' turns follow the names of their leaf_paths, so that dicts may have their keys in another order on each rank.
 
     Args:
         free: dimension whose length may differ.
     """
-    found = list(places(tree))
+    found = list(leaf_paths(tree))
     if world is not None:
         world.compare(call, lambda: {place: _form(leaf, free) for place, leaf in found}, remedy=remedy)
     for place, leaf in found:

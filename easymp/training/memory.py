@@ -29,7 +29,7 @@ from ..base.pytree import map_leaves
 from ..base.units import size, unit
 from ..errors import BatchError, SettingError, nearest
 from ..logging import get_logger
-from ..plan import AUTO, candidates, room
+from ..plan import AUTO, candidates, rank_memory
 from ..precision import ALIASES, PRECISIONS
 from ..precision.mixed import LOW
 from ..protocols import Choice, Layout, Precision, Source, Strategy
@@ -508,8 +508,8 @@ class AutoStrategy:
             return strategy
         if self._needs is not None:
             self._needs += self._need(strategy.name, models, optimizers)
-            if not fits(self._needs, room(plan)):
-                short = by_memory({strategy.name: self._needs}, room(plan)).reason
+            if not fits(self._needs, rank_memory(plan)):
+                short = by_memory({strategy.name: self._needs}, rank_memory(plan)).reason
                 logger.warning(
                     "strategy %s stays, for models are wrapped already; with this one %s",
                     strategy.name,
@@ -518,7 +518,7 @@ class AutoStrategy:
             return strategy
         names = candidates(plan) if self._free else iter([strategy.name])
         first = next(names)
-        seen = world.gather_objects((room(plan), self._need(first, models, optimizers)))
+        seen = world.gather_objects((rank_memory(plan), self._need(first, models, optimizers)))
         available, needs = min(have for have, _ in seen), {first: seen[0][1]}  # the same figures on all ranks
         choice = self._planned
         if not fits(needs[first], available):
@@ -544,7 +544,7 @@ class AutoStrategy:
         sizes = (
             (p.numel(), p.element_size()) for many, _ in self._alone for m in many for p in m.parameters()
         )
-        available = room(self._run.plan)
+        available = rank_memory(self._run.plan)
         if sum(count * (8 * each + 3 * FP32) for count, each in sizes) <= available * (1 - SPARE):
             return  # more than any precision and usual optimizer takes
         need = reduce(add, (self._need(name, *known) for known in self._alone))
@@ -571,7 +571,7 @@ class AutoStrategy:
         if strategy.early is None:
             need = self._need(strategy.name, models, optimizers, strategy.options)
             whole = sum(p.numel() * FP32 for model in models for p in model.parameters() if p.requires_grad)
-            available = min(self._run.world.gather_objects(room(self._run.plan)))
+            available = min(self._run.world.gather_objects(rank_memory(self._run.plan)))
             strategy.early = not fits(replace(need, reducing=need.reducing + whole), available)
             fit = "do not fit" if strategy.early else "fit"
             words = f": {size(whole)} of whole gradients {fit} beside {size(need.total)} a rank of "

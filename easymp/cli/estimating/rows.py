@@ -13,7 +13,7 @@ from ...base.units import size
 from ...distributed import Ranks
 from ...errors import EasympError, RefusedError, SettingError
 from ...hardware import Hardware
-from ...plan import Plan, make_plan, room, together
+from ...plan import Plan, incompatible, make_plan, rank_memory
 from ...precision import ALIASES, PRECISIONS
 from ...protocols import Facts
 from ...settings import Settings
@@ -168,7 +168,7 @@ def estimates(
                 except EasympError as error:  # this model, under this strategy
                     refused.append(f"{strategy} on {world} with {precision}: {error}")
                 else:
-                    rows.append(Row(need, room(plan)))
+                    rows.append(Row(need, rank_memory(plan)))
     if not rows:
         raise SettingError(f"nothing is left to estimate: {'; '.join(refused) or 'no processes'}")
     preferred = [name for name in _ordered(here, kinds, memory is not None) if name in kinds]
@@ -226,7 +226,7 @@ def _need(
     options: Any,
     activations: int | None,
 ) -> Memory:
-    why = together(PRECISIONS[precision], STRATEGIES[strategy])
+    why = incompatible(PRECISIONS[precision], STRATEGIES[strategy])
     if why is not None:
         raise RefusedError(str(why))
     return estimate(
