@@ -1,6 +1,6 @@
-"""The command line: one file a command, imported when its command is typed, so that ``--help`` waits for nothing.
+"""The command line: one file a command, imported when its command is typed, so that ``--help`` is fast.
 
-Exit codes: 0 done, 1 an error (said in a sentence), 2 wrong usage, 130 interrupted; ``launch`` passes on the script's own.
+Exit codes: 0 done, 1 an error, 2 wrong usage, 130 interrupted; ``launch`` passes on the script's own.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ..errors import EasympError, nearest
 from ..protocols import Command
 from ..version import __version__
 
-# A command is a file of its name here, with `arguments(parser)` and `run(args)`.
+# A command is a module of this name here, with `arguments(parser)` and `run(args)`.
 COMMANDS = {
     "launch": "run a script on several processes",
-    "test": "train something small on every rank, and compare it with what must come out",
-    "env": "show what this machine has, and what would be decided on it",
-    "config": "look at this machine, ask what is open, and write easymp.toml",
+    "test": "train something small on every rank, and compare it with the known answer",
+    "env": "show this machine, and the plan that a run has on it",
+    "config": "ask how to train on this machine, and write easymp.toml",
     "compare": "run a script under several plans: time, memory, loss and accuracy side by side",
-    "estimate": "say how much memory a model needs, and what fits this machine",
-    "completion": "print the script by which bash, zsh or fish completes these words",
+    "estimate": "estimate the memory that a model needs, and what fits this machine",
+    "completion": "print a script by which bash, zsh or fish completes these words",
     "checkpoint": "list, inspect, verify, merge, convert, compare and prune checkpoints",
 }
 
@@ -38,43 +38,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `| head` has seen enough; what Python flushes at its end goes nowhere
+    except BrokenPipeError:  # as by `| head`; Python flushes the rest at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except SystemExit as end:  # argparse has said what there was to say
+    except SystemExit as end:  # argparse has printed its message
         return end.code if isinstance(end.code, int) else 0
 
 
 def _main(words: list[str]) -> int:
-    front = _front()
+    parser = front()
     if not words:
-        front.print_help()
+        parser.print_help()
         return 2
     if words[0].startswith("-"):
-        front.parse_args(words)  # --help and --version end here, and so does anything else
+        parser.parse_args(words)  # --help and --version end here, and so does anything else
         return 2
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
-        front.error(
+        parser.error(
             f"there is no command {name!r}{nearest(name, COMMANDS) or '.'} Known: {', '.join(COMMANDS)}"
         )
-    command: Command = importlib.import_module(f".{name}", __name__)
-    return command.run(parser_of(name, command).parse_args(rest))
-
-
-def parser_of(name: str, command: Command) -> argparse.ArgumentParser:
-    """What reads the words after ``easymp NAME``."""
-    parser = argparse.ArgumentParser(
-        f"easymp {name}",
-        description=command.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    command = module_of(name)
+    form = argparse.RawDescriptionHelpFormatter
+    words_of = argparse.ArgumentParser(
+        f"easymp {name}", description=command.__doc__, formatter_class=form, allow_abbrev=False
     )
-    command.arguments(parser)
-    return parser
+    command.arguments(words_of)
+    return command.run(words_of.parse_args(rest))
 
 
-def _front() -> argparse.ArgumentParser:
+def module_of(name: str) -> Command:
+    """The module of a command."""
+    return importlib.import_module(f".{name}", __name__)
+
+
+def front() -> argparse.ArgumentParser:
+    """The parser of ``easymp`` alone, which lists the commands."""
     width = max(map(len, COMMANDS))
     listing = "\n".join(f"  {name:<{width}}  {words}" for name, words in COMMANDS.items())
     parser = argparse.ArgumentParser(

@@ -1,4 +1,4 @@
-"""Look at checkpoints, check them, and put them in another form. PLACE is a folder or a URL.
+"""Show, check and convert checkpoints. PLACE is a folder or a URL.
 
 examples:
   easymp checkpoint list runs/digits                   which there are, and which is the newest
@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from .. import checkpoint
 from ..base.units import size
 from ..errors import CheckpointError
-from .terminal import plain, table
+from .terminal import plain, print_json, table
 
 FEW = 3  # names in a sentence before the rest is counted
 
@@ -34,69 +32,40 @@ FEW = 3  # names in a sentence before the rest is counted
 def arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    def action(name: str, words: str, *places: str) -> argparse.ArgumentParser:
-        made = actions.add_parser(
-            name, help=words, description=f"{words[0].upper()}{words[1:]}.", allow_abbrev=False
-        )
+    def action(name: str, words: str, *places: str) -> Any:
+        text = f"{words[0].upper()}{words[1:]}."
+        made = actions.add_parser(name, help=words, description=text, allow_abbrev=False)
         for place in places:
             made.add_argument(place, metavar=place.upper())
         made.add_argument("--json", action="store_true", help="for programs")
-        return made
+        return made.add_argument
 
-    action("list", "which checkpoints lie in a folder, and why others do not count", "place")
-    made = action("inspect", "what a checkpoint holds: the plan, tensors by groups, states", "place")
-    made.add_argument("--tensors", action="store_true", help="each tensor, too")
-    action(
-        "verify",
-        "check every byte of a checkpoint against its checksum, and headers against the manifest",
-        "place",
+    action("list", "list the checkpoints in a folder, and why others do not count", "place")
+    add = action("inspect", "show what a checkpoint holds: the plan, tensors by groups, states", "place")
+    add("--tensors", action="store_true", help="each tensor, too")
+    action("verify", "check every byte of a checkpoint against its checksum", "place")
+    action("diff", "show the tensors, values and states that differ in two checkpoints", "one", "other")
+    add = action(
+        "merge", "write whole tensors from a sharded checkpoint, as Hugging Face reads them", "place", "out"
     )
-    action("diff", "which tensors, values and states of two checkpoints differ", "one", "other")
-    made = action(
-        "merge",
-        "whole tensors from a sharded checkpoint, as Hugging Face's tools read weights",
-        "place",
-        "out",
-    )
-    made.add_argument(
-        "--all",
-        action="store_true",
-        help="all of the checkpoint, for load_state, in place of the weights alone",
-    )
-    made.add_argument(
-        "--model", default="model", metavar="NAME", help="whose weights, where there are several (model)"
-    )
-    made.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
-    made = action(
-        "convert",
-        "weights of any kind that is read here, as safetensors, in another precision if asked",
-        "place",
-        "out",
-    )
-    made.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="of floating-point tensors (as they are)"
-    )
-    made.add_argument(
-        "--model", default="model", metavar="NAME", help="whose weights, of a checkpoint of ours (model)"
-    )
-    made.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
-    made.add_argument(
-        "--trust",
-        action="store_true",
-        help="read files of torch.save (.bin, .pt), too; nothing in them is run",
-    )
-    made = action("prune", "remove older checkpoints, and what dead writers left", "place")
-    made.add_argument(
-        "--keep", type=int, required=True, metavar="N", help="the last N of the current line stay"
-    )
-    made.add_argument("--abandoned", action="store_true", help="remove the last one of each other line, too")
-    made.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    add("--all", action="store_true", help="the whole checkpoint, for load_state, and not the weights alone")
+    add("--model", default="model", metavar="NAME", help="which weights, where there are several (model)")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
+    add = action("convert", "write weights as safetensors, in another precision if asked", "place", "out")
+    add("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="of floating-point tensors (as they are)")
+    add("--model", default="model", metavar="NAME", help="which weights of a checkpoint (model)")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (5GB)")
+    add("--trust", action="store_true", help="also files of torch.save (.bin, .pt); no code in them is run")
+    add = action("prune", "remove older checkpoints, and leftovers of writers that died", "place")
+    add("--keep", type=int, required=True, metavar="N", help="the last N of the current line stay")
+    add("--abandoned", action="store_true", help="remove the last one of each other line, too")
+    add("--dry-run", action="store_true", help="show what would go, and remove nothing")
 
 
 def run(args: argparse.Namespace) -> int:
     try:
         return ACTIONS[args.action](args)
-    except BrokenPipeError:  # an OSError, and no error of a checkpoint's
+    except BrokenPipeError:
         raise
     except OSError as error:
         raise CheckpointError(str(error)) from error
@@ -109,7 +78,7 @@ def run_list(args: argparse.Namespace) -> int:
             f"{args.place}: there is no such folder: pass the folder that holds checkpoints"
         )
     if args.json:
-        return tell([dataclasses.asdict(entry) for entry in found])
+        return print_json([dataclasses.asdict(entry) for entry in found])
     if not found:
         print(f"no checkpoint in {args.place}")
         return 0
@@ -117,18 +86,7 @@ def run_list(args: argparse.Namespace) -> int:
     for e in found:
         state = e.why or ("newest" if e.newest else "not on the current line" if e.abandoned else "")
         when = f"{e.written[:19]}+00:00" if e.written else ""
-        rows.append(
-            [
-                e.name,
-                known(e.step),
-                when,
-                size(e.size),
-                known(e.world_size),
-                known(e.line),
-                plain(e.parent),
-                state,
-            ]
-        )
+        rows.append([e.name, e.step, when, size(e.size), e.world_size, e.line, e.parent, state])
     print(table(rows, right={1, 3, 4}))
     return 0
 
@@ -136,35 +94,26 @@ def run_list(args: argparse.Namespace) -> int:
 def run_inspect(args: argparse.Namespace) -> int:
     it = checkpoint.inspect(args.place)
     if args.json:
-        return tell(dataclasses.asdict(it))
-    facts = [
-        ("step", it.step),
-        ("written", it.written),
-        ("by", f"{it.made_by}, {it.world_size} rank(s)"),
-        ("line", f"{it.line}, {f'continues {plain(it.parent)}' if it.parent else 'from its beginning'}"),
-        ("size", size(it.size)),
-    ]
-    print(table([[name, str(value)] for name, value in facts]))
-    choices = [
-        [n, str(c["value"]), str(c.get("reason", ""))]
-        for n, c in it.plan.items()
-        if isinstance(c, dict) and "value" in c
-    ]
-    if choices:
-        print(f"\nplan\n{table(choices)}")
+        return print_json(dataclasses.asdict(it))
+    line = f"{it.line}, {f'continues {it.parent}' if it.parent else 'from its beginning'}"
+    facts = {"step": it.step, "written": it.written, "by": f"{it.made_by}, {it.world_size} rank(s)"}
+    print(table(list({**facts, "line": line, "size": size(it.size)}.items())))
+    plan = {name: c for name, c in it.plan.items() if isinstance(c, dict) and "value" in c}
+    if plan:
+        print(f"\nplan\n{table([[name, c['value'], c.get('reason')] for name, c in plan.items()])}")
     rows = [["group", "tensors", "elements", "size", "dtypes", "files"]]
     for g in it.groups:
         dtypes = ", ".join(f"{name} {size(count)}" for name, count in g.dtypes.items())
-        rows.append([g.name, str(g.tensors), f"{g.elements:,}", size(g.size), dtypes, few(g.files)])
+        rows.append([g.name, g.tensors, f"{g.elements:,}", size(g.size), dtypes, few(g.files)])
     print(f"\n{table(rows, right={1, 2, 3})}")
     if args.tensors:
         rows = [["tensor", "dtype", "shape", "size", "pieces"]]
-        rows += [[t.name, t.dtype, str(list(t.shape)), size(t.size), str(t.pieces)] for t in it.tensors]
+        rows += [[t.name, t.dtype, list(t.shape), size(t.size), t.pieces] for t in it.tensors]
         rows += [[name, "", f"= {of}", "", ""] for name, of in it.aliases.items()]
         print(f"\n{table(rows, right={3, 4})}")
     print(f"\nstates: {', '.join(map(plain, it.states)) or 'none'}")
     if it.extra:
-        print(f"files of hooks: {few([plain(name) for name in it.extra])}")
+        print(f"files of hooks: {few(it.extra)}")
     if it.aliases and not args.tensors:
         print(f"tied: {few([f'{name} = {of}' for name, of in it.aliases.items()])}")
     return 0
@@ -174,14 +123,13 @@ def run_verify(args: argparse.Namespace) -> int:
     with checkpoint.Progress(f"verifying {args.place}", "read") as tick:
         damages = checkpoint.verify(args.place, tick)
     if args.json:
-        tell([dataclasses.asdict(damage) for damage in damages])
+        print_json([dataclasses.asdict(damage) for damage in damages])
         return int(bool(damages))
     for d in damages:
         where = d.file if d.block is None else f"{d.file}, block {d.block},"
         print(f"{where} {d.why}: {f'it holds {few(d.tensors)}' if d.tensors else 'no tensor lies there'}")
-    print(
-        f"{args.place}: {f'{len(damages)} fault(s); load another checkpoint' if damages else 'good, every byte'}"
-    )
+    verdict = f"{len(damages)} fault(s); load another checkpoint" if damages else "good, every byte"
+    print(f"{args.place}: {verdict}")
     return int(bool(damages))
 
 
@@ -189,54 +137,64 @@ def run_diff(args: argparse.Namespace) -> int:
     with checkpoint.Progress("comparing", "read") as tick:
         found = checkpoint.diff(args.one, args.other, tick)
     if args.json:
-        tell({**dataclasses.asdict(found), "same": found.same})
+        print_json({**dataclasses.asdict(found), "same": found.same})
         return int(not found.same)
-    for name in found.missing:
-        print(f"- {plain(name)}")
-    for name in found.added:
-        print(f"+ {plain(name)}")
-    rows = [[u.path, u.one, u.other] for u in (*found.kinds, *found.states)]
-    rows += [
-        [v.name, f"{v.count:,} of {v.of:,} elements", f"by {known(v.largest) or 'infinity, or NaN'}"]
-        for v in found.values
-    ]
+    for mark, names in (("-", found.missing), ("+", found.added)):
+        for name in names:
+            print(mark, plain(name))
+    rows: list[Sequence[Any]] = [[u.path, u.one, u.other] for u in (*found.kinds, *found.states)]
+    for v in found.values:
+        by = "infinity, or NaN" if v.largest is None else v.largest
+        rows.append([v.name, f"{v.count:,} of {v.of:,} elements", f"by {by}"])
     if rows:
         print(table(rows))
-    print(
-        f"{found.equal} tensor(s) equal, bit for bit; {len(found.values) + len(found.kinds)} not{', nothing differs' * found.same}"
-    )
+    different = len(found.values) + len(found.kinds)
+    nothing = ", nothing differs" if found.same else ""
+    print(f"{found.equal} tensor(s) equal, bit for bit; {different} not{nothing}")
     return int(not found.same)
 
 
 def run_merge(args: argparse.Namespace) -> int:
     with checkpoint.Progress(f"merging {args.place}", "read") as tick:
         checkpoint.merge(args.place, args.out, args.max_shard_size, args.all, args.model, tick)
-    return told(args)
+    return _wrote(args)
 
 
 def run_convert(args: argparse.Namespace) -> int:
+    limits = args.dtype, args.max_shard_size, args.model, args.trust
     with checkpoint.Progress(f"converting {args.place}", "read") as tick:
-        checkpoint.convert(
-            args.place, args.out, args.dtype, args.max_shard_size, args.model, args.trust, tick
-        )
-    return told(args)
+        checkpoint.convert(args.place, args.out, *limits, tick)
+    return _wrote(args)
 
 
 def run_prune(args: argparse.Namespace) -> int:
     found = checkpoint.prune(args.place, args.keep, args.dry_run, args.abandoned)
     if args.json:
-        return tell(dataclasses.asdict(found))
+        return print_json(dataclasses.asdict(found))
     would = "would be removed" if args.dry_run else "removed"
-    rows = [[name, would] for name in found.removed] + [
-        [name, f"{would}, left over"] for name in found.left_over
-    ]
-    rows += [[name, "untouched, being written"] for name in found.busy] + [
-        [name, "kept"] for name in found.kept
-    ]
+    groups = {
+        would: found.removed,
+        f"{would}, left over": found.left_over,
+        "untouched, being written": found.busy,
+        "kept": found.kept,
+    }
+    rows = [[name, state] for state, names in groups.items() for name in names]
     if rows:
         print(table(rows))
     print(f"{size(found.size)} {would}")
     return 0
+
+
+def _wrote(args: argparse.Namespace) -> int:
+    if args.json:
+        return print_json({"out": args.out})
+    print(f"wrote {args.out}")
+    return 0
+
+
+def few(names: Sequence[str]) -> str:
+    more = len(names) - FEW
+    return ", ".join(map(plain, names[:FEW])) + (f" and {more} more" if more > 0 else "")
 
 
 ACTIONS = {
@@ -248,26 +206,3 @@ ACTIONS = {
     "convert": run_convert,
     "prune": run_prune,
 }
-
-
-def told(args: argparse.Namespace) -> int:
-    """Say where the result lies."""
-    if args.json:
-        return tell({"out": args.out})
-    print(f"wrote {args.out}")
-    return 0
-
-
-def tell(value: Any) -> int:
-    json.dump(value, sys.stdout, indent=2)
-    print()
-    return 0
-
-
-def known(value: object) -> str:
-    return "" if value is None else str(value)
-
-
-def few(names: Sequence[str]) -> str:
-    more = len(names) - FEW
-    return ", ".join(map(plain, names[:FEW])) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""Show what this machine has, and what easymp would decide on it, with the reasons.
+"""Show this machine, and the plan that a run has on it, with the reasons.
 
 examples:
   easymp env           for people, and for a bug report
@@ -11,17 +11,17 @@ import argparse
 import dataclasses
 import json
 import platform
+from itertools import groupby
 from typing import Any
 
 import easymp
 
 from .. import cuda, distributed
+from ..base.units import size
 from ..hardware import Hardware
 from ..settings import resolve
 from ..version import __version__
 from .terminal import table
-
-GIB = 1 << 30
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,11 +36,8 @@ def run(args: argparse.Namespace) -> int:
         facts_of = {"hardware": plain(dataclasses.asdict(hardware)), "kernels": kernels(hardware)}
         print(json.dumps({"versions": versions(), **facts_of, "plan": plain(plan.as_dict())}, indent=2))
         return 0
-    print(
-        table(
-            [row for row in [*versions().items(), *facts(hardware), ("kernels", kernels(hardware))] if row[1]]
-        )
-    )
+    rows = [*versions().items(), *facts(hardware), ("kernels", kernels(hardware))]
+    print(table([row for row in rows if row[1]]))
     print("\nPlan")
     print(plan.explain())
     return 0
@@ -57,34 +54,32 @@ def versions() -> dict[str, str]:
     }
 
 
-def facts(hardware: Hardware) -> list[tuple[str, str]]:
-    """Lines of (name, value) about the machine."""
+def facts(hardware: Hardware) -> list[list[str]]:
+    """Rows of a name and a fact about the machine. Equal accelerators share a row."""
     cpu = hardware.cpu
-    lines = [
-        ("processor", f"{cpu.name} ({cpu.architecture})"),
-        (
+    rows = [
+        ["processor", f"{cpu.name} ({cpu.architecture})"],
+        [
             "",
-            f"{cpu.cores} cores, {cpu.threads} threads usable, {cpu.numa_nodes} NUMA node(s), {cpu.memory / GIB:.1f} GiB",
-        ),
-        ("", " ".join(sorted(cpu.features)) or "no vector instructions known"),
+            f"{cpu.cores} cores, {cpu.threads} threads usable, {cpu.numa_nodes} NUMA node(s), {size(cpu.memory)}",
+        ],
+        ["", " ".join(sorted(cpu.features)) or "no vector instructions known"],
     ]
-    for device in hardware.devices:
-        fast = sorted(
-            device.tensor_cores | ({"bf16"} if device.bf16 else set()) | ({"fp16"} if device.fp16 else set())
-        )
-        build = "" if device.built_for else "; this torch has no code for it"
-        lines.append(
-            (f"{device.kind}:{device.index}", f"{device.name}, {device.memory / GIB:.1f} GiB{build}")
-        )
-        lines.append(("", f"{device.architecture or ''} {' '.join(fast)}".strip()))
-    if hardware.links:
-        lines.append(("links", hardware.links))
-    lines.extend(("not found" if i == 0 else "", why) for i, why in enumerate(hardware.looked_for))
-    return lines
+    alike = groupby(hardware.devices, lambda device: dataclasses.replace(device, index=0))
+    for _, group in alike:
+        one, *others = group
+        many = f"-{others[-1].index}" if others else ""
+        build = "" if one.built_for else "; this torch has no code for it"
+        count = f"{1 + len(others)} x " if others else ""
+        rows.append([f"{one.kind}:{one.index}{many}", f"{count}{one.name}, {size(one.memory)}{build}"])
+        units = one.tensor_cores | {name for name in ("bf16", "fp16") if getattr(one, name)}
+        rows.append(["", f"{one.architecture or ''} {' '.join(sorted(units))}".strip()])
+    rows += [["links", hardware.links]] if hardware.links else []
+    return rows + [["" if i else "not found", why] for i, why in enumerate(hardware.looked_for)]
 
 
 def kernels(hardware: Hardware) -> str:
-    """Whether our kernels run here by what is installed, and if not, why; no device is asked, and CuPy is not imported."""
+    """Whether the kernels run here, by what is installed, and if not, why. CuPy is not imported."""
     import torch
 
     capability = next((d.capability for d in hardware.devices if d.kind == "cuda"), None)

@@ -1,6 +1,6 @@
 """Run a script on several processes, of this machine and of others.
 
-When a rank fails, the traceback of the one that failed first comes last, alone, and its exit code is kept.
+When a rank fails, the traceback of the first one that failed comes last, alone, and its exit code is kept.
 
 examples:
   easymp launch train.py --lr 0.1             one process an accelerator; one without any
@@ -15,7 +15,7 @@ on a cluster with Slurm: one task a node in a job, or a batch script for it:
   srun easymp launch train.py
   easymp launch --slurm "submit --time=8:00:00" --processes 4 train.py
 
-What is not given is looked up in the table [launch] of easymp.toml.
+Flags that are not given come from the table [launch] of easymp.toml.
 """
 
 from __future__ import annotations
@@ -30,63 +30,28 @@ from ..launcher import launch_script, slurm
 from ..launcher.entrypoints import check_script
 from ..settings import VARIABLE
 
-RESTARTS = 3  # where nodes may come and go: each that goes takes the others' ranks with it
+RESTARTS = 3  # where nodes may come and go: a node that leaves ends the ranks of the others
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="on this machine (default: one an accelerator, 1 without any)",
-    )
+    add("--processes", type=int, metavar="N", help="on this machine (one an accelerator, 1 without any)")
     add("--nodes", metavar="N|MIN:MAX", help="how many machines; MIN:MAX: they may come and go (1)")
-    add(
-        "--main-address",
-        metavar="HOST[:PORT]",
-        help="of the first machine, by which the others reach it (port 29500)",
-    )
-    add(
-        "--node-rank",
-        type=int,
-        metavar="K",
-        help="which one this is, from 0 (default: 0 if it has the main address, else as it comes)",
-    )
+    add("--main-address", metavar="HOST[:PORT]", help="of the first machine, for the others (port 29500)")
+    add("--node-rank", type=int, metavar="K", help="number of this machine, from 0 (0 at the main address)")
     add("--wait", type=float, metavar="SECONDS", help="that machines wait for one another (600)")
-    add(
-        "--max-restarts",
-        type=int,
-        metavar="N",
-        help="start all workers again after a failure, up to N times (0; 3 with MIN:MAX)",
-    )
-    add(
-        "--grace",
-        type=float,
-        metavar="SECONDS",
-        help="that workers have to save themselves when a signal comes (30)",
-    )
-    add(
-        "--no-numa",
-        action="store_const",
-        const=False,
-        dest="numa",
-        help="workers may use the cores of all NUMA nodes",
-    )
-    add(
-        "--slurm",
-        metavar="WORDS",
-        help="print or submit: a batch script for Slurm; after the word, options of sbatch for it",
-    )
+    restarts = "restarts of all workers after a failure (0; 3 with MIN:MAX)"
+    add("--max-restarts", type=int, metavar="N", help=restarts)
+    add("--grace", type=float, metavar="SECONDS", help="that workers have to save after a signal (30)")
+    numa = "workers may use the cores of all NUMA nodes"
+    add("--no-numa", action="store_const", const=False, dest="numa", help=numa)
+    slurm_help = "print or submit: a batch script for Slurm; after the word, options of sbatch for it"
+    add("--slurm", metavar="WORDS", help=slurm_help)
     add("--config", metavar="FILE", help="a project file in place of easymp.toml, for the workers too")
     add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="the script's path")
-    add(
-        "arguments",
-        nargs=argparse.REMAINDER,
-        metavar="ARGUMENTS",
-        help="the script's own arguments, untouched",
-    )
+    rest = "the script's own arguments, unchanged"
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help=rest)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         numa=args.numa,
     )
     with env.override(**{VARIABLE: str(Path(args.config).resolve())} if args.config else {}):
-        settings.resolve()  # what is wrong in it is said once, and not by each worker
+        settings.resolve()  # an error in it is said once, and not by each worker
         if args.slurm is not None:
             return _slurm(args, wanted)
         rendezvous, variables = slurm.find_nodes(
@@ -128,7 +93,7 @@ def _slurm(args: argparse.Namespace, wanted: settings.Launching) -> int:
     check_script(args.script, args.module)
     if args.node_rank is not None:
         raise SettingError(
-            f"--node-rank {args.node_rank} is one node's, and --slurm starts them all: leave it out"
+            f"--node-rank {args.node_rank} is for one node, and --slurm starts them all: leave it out"
         )
     flags = {
         "--processes": wanted.processes,

@@ -1,22 +1,33 @@
-"""What commands print with: columns, colours where a terminal shows them, and text that a narrow one can show.
-
-Nothing here moves the cursor: what is printed can be read in a log of CI as well.
-"""
+"""Printing for commands: columns, colours where a terminal shows them, and lines that fit its width."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from typing import Any
 
 from ..base import env
+from ..errors import SettingError
 
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 
 
+def library(name: str, purpose: str) -> Any:
+    """A library of the extra `easymp[cli]`. Raises SettingError with the line that installs it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise SettingError(f"{name} is needed {purpose}, and missing: pip install 'easymp[cli]'") from error
+
+
 def coloured() -> bool:
-    """Whether standard output is a terminal that is asked for colours: NO_COLOR and TERM=dumb turn them off (no-color.org)."""
+    """Whether standard output is a terminal with colours: NO_COLOR and TERM=dumb turn them off (no-color.org)."""
     return sys.stdout.isatty() and not env.read("NO_COLOR") and env.read("TERM") != "dumb"
 
 
@@ -38,29 +49,34 @@ def wrap(text: str, indent: str = "") -> str:
 
 
 def plain(text: str) -> str:
-    """Somebody's words as a terminal may have them: what would move its cursor, or worse, is escaped."""
+    """`text` without control characters, which are escaped."""
     return text if text.isprintable() else repr(text)[1:-1]
 
 
-def table(
-    rows: Sequence[Sequence[str]], right: frozenset[int] | set[int] = frozenset(), fold: bool = False
-) -> str:
-    """Columns under one another; those in `right` end together.
+def print_json(value: Any) -> int:
+    """Print a value for programs; returns the exit code 0."""
+    print(json.dumps(value, indent=2))
+    return 0
+
+
+def table(rows: Sequence[Sequence[Any]], right: Set[int] = frozenset(), fold: bool = False) -> str:
+    """Values in columns; None is an empty cell.
 
     Args:
+        right: columns that are aligned to the right.
         fold: the last column is broken into lines, so that a row fits the terminal.
     """
-    rows = [list(map(plain, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    room = max(20, width() - sum(widths[:-1]) - 2 * (len(widths) - 1))
+    text = [["" if cell is None else plain(str(cell)) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*text)]
+    before = sum(widths[:-1]) + 2 * (len(widths) - 1)  # columns left of the last one
     lines = []
-    for row in rows:
+    for row in text:
         cells = [
-            cell.rjust(w) if i in right else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row[:-1], widths))
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))
         ]
-        last = row[-1].rjust(widths[-1]) if len(row) - 1 in right else row[-1]
-        pieces = textwrap.wrap(last, room, break_long_words=False, break_on_hyphens=False) if fold else [last]
-        lines.append("  ".join([*cells, pieces[0] if pieces else ""]).rstrip())
-        lines += [" " * (sum(widths[:-1]) + 2 * (len(widths) - 1)) + piece for piece in pieces[1:]]
+        last = cells.pop().rstrip()
+        options = {"break_long_words": False, "break_on_hyphens": False}
+        pieces = textwrap.wrap(last, max(20, width() - before), **options) if fold else [last]
+        lines.append("  ".join([*cells, *pieces[:1]]).rstrip())
+        lines += [" " * before + piece for piece in pieces[1:]]
     return "\n".join(lines)

@@ -15,6 +15,8 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,9 +212,14 @@ def debug_launcher(
 
 
 def check_script(script: str, module: bool) -> None:
-    """Raises SettingError where a script is no file."""
+    """Raises SettingError where a script is no file, or a module's package cannot be found. Nothing is imported."""
     if not module and not Path(script).is_file():
         raise SettingError(f"{script!r} is no file: pass the script's path, or -m and a module's name")
+    top = script.partition(".")[0]
+    if module and not (PathFinder.find_spec(top, [os.getcwd()]) or find_spec(top)):
+        raise SettingError(
+            f"there is no module {script!r}: it is searched here, and where Python finds packages"
+        )
 
 
 def checked_processes(processes: int | None) -> int:

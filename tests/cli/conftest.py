@@ -1,4 +1,81 @@
-"""What the tests of this room share."""
+"""An empty folder, no setting of the caller's shell, and `easymp config` on machines of a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import easymp.hardware
+from easymp.base import env
+from easymp.cli import main
 
 from ..checkpoint.samples import root as root
 from ..checkpoint.samples import samples as samples
+from ..hardware.machines import MACHINES
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: empty, and without settings in the environment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "1000")
+    for name in (*env.names(env.PREFIX), *env.names("SLURM_")):
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+@pytest.fixture
+def on_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a machine of the table this one."""
+    return lambda name: monkeypatch.setattr(easymp.hardware, "detect", lambda *args, **named: MACHINES[name])
+
+
+@pytest.fixture
+def config(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    on_machine: Callable[[str], None],
+) -> Callable[..., str]:
+    """Runs ``easymp config`` on a machine, with words on the command line; returns what it prints, errors too."""
+
+    def run(machine: str, *words: str, code: int = 0) -> str:
+        on_machine(machine)
+        assert main(["config", *words]) == code
+        said = capsys.readouterr()
+        return said.out + said.err
+
+    return run
+
+
+@pytest.fixture
+def talk(config: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs ``easymp config`` in a terminal, in which each answer is typed and Enter pressed; later questions get Enter alone.
+
+    An answer to a list is text by which it is filtered. Where the keys end, Ctrl-C leaves.
+    """
+    prompt_toolkit = pytest.importorskip(
+        "prompt_toolkit", reason="an optional package is not installed: questionary"
+    )
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    assert prompt_toolkit
+
+    class Terminal:
+        @staticmethod
+        def isatty() -> bool:
+            return True
+
+    def run(machine: str, *answers: str, words: str = "", leave: str = "", code: int = 0) -> str:
+        monkeypatch.setattr(sys, "stdin", Terminal())
+        keys = "".join(f"{answer}\r" for answer in answers) + (leave or "\r" * 9 + "\x03")
+        with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+            pipe.send_text(keys)
+            return config(machine, *words.split(), code=code)
+
+    return run

@@ -34,16 +34,6 @@ def told(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> s
     return out + err
 
 
-def test_help_lists_the_actions_without_torch() -> None:
-    code = "import sys; from easymp.cli import main; r = main(['checkpoint', '--help']); print('torch' in sys.modules, r)"
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
-    ).stdout
-    assert out.endswith("False 0\n")
-    for word in ("examples:", "list", "inspect", "verify"):
-        assert word in out
-
-
 @pytest.mark.parametrize(
     "words", [[], ["lst", "x"], ["list"], ["verify", "--jsn", "x"], ["inspect", "a", "b"]]
 )

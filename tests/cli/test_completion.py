@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
-import easymp.cli as cli
+from easymp.cli import COMMANDS, main
 
 BASH = """
 source {file}
 COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMPREPLY=()
-_easymp; printf '%s\\n' "${{COMPREPLY[@]}}"
+compopt() {{ :; }}
+_shtab_easymp; printf '%s\\n' "${{COMPREPLY[@]}}"
 """
-# What completes is zsh's own; how it is asked is written down, as no terminal is here.
-ZSH = """
-compdef() {{ :; }}
-compadd() {{ shift; print -l -- "$@"; }}
-_describe() {{ print -l -- "${{(@P)2}}"; }}
-_files() {{ print -- FILES; }}
-source {file}
-words=({words}); CURRENT=${{#words}}
-_easymp
-"""
+CLEAR = "\x15"  # Ctrl-U
 FISH = "source {file}; complete -C '{line}'"
 
 
-def ask(shell: str, line: str, folder, capsys) -> list[str]:
+def ask(shell: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
     """What `shell` offers for the last word of `line`."""
     if shutil.which(shell) is None:
         pytest.skip(f"an optional package is not installed: the shell {shell}")
-    assert cli.main(["completion", shell]) == 0
     file = folder / f"easymp.{shell}"
-    file.write_text(capsys.readouterr().out)
-    last = line.split(" ")[-1]
+    if not file.exists():
+        assert main(["completion", shell]) == 0
+        file.write_text(capsys.readouterr().out)
     words = " ".join(f"'{word}'" for word in line.split(" "))
-    script = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell].format(file=file, words=words, line=line)
+    script = {"bash": BASH, "fish": FISH}[shell].format(file=file, words=words, line=line)
     done = subprocess.run(
-        [shell, *(["--norc"] if shell == "bash" else ["-f"] if shell == "zsh" else ["-N"]), "-c", script],
+        [shell, "--norc" if shell == "bash" else "-N", "-c", script],
         capture_output=True,
         text=True,
         timeout=100,
@@ -46,28 +40,57 @@ def ask(shell: str, line: str, folder, capsys) -> list[str]:
         env={"PATH": "/usr/bin:/bin", "HOME": str(folder)},
     )
     assert done.stderr == ""
-    offered = [answer.split("\t")[0].split(":")[0] for answer in done.stdout.splitlines()]
-    return [word for word in offered if word.startswith(last)]
+    offered = [answer.split("\t")[0].strip() for answer in done.stdout.splitlines()]
+    return {word for word in offered if word.startswith(line.split(" ")[-1])}
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish"])
+def test_what_can_follow_is_offered(shell, tmp_path, capsys):
+    pytest.importorskip("shtab", reason="an optional package is not installed: shtab (of the extra 'cli')")
+    (tmp_path / "train.py").touch()
+    assert ask(shell, "easymp la", tmp_path, capsys) == {"launch"}
+    assert ask(shell, "easymp ", tmp_path, capsys) >= set(COMMANDS)
+    assert ask(shell, "easymp checkpoint ver", tmp_path, capsys) == {"verify"}
+    assert ask(shell, "easymp checkpoint merge --max", tmp_path, capsys) == {"--max-shard-size"}
+    assert "--processes" in ask(shell, "easymp launch --pro", tmp_path, capsys)
+    assert ask(shell, "easymp completion ", tmp_path, capsys) >= {"bash", "fish", "zsh"}
+    assert "--processes" not in ask(shell, "easymp env --", tmp_path, capsys)
+    assert "train.py" in ask(shell, "easymp launch tr", tmp_path, capsys)
+
+
+def test_zsh_completes_in_a_terminal(tmp_path, capsys):
+    pexpect = pytest.importorskip("pexpect", reason="an optional package is not installed: pexpect")
+    if shutil.which("zsh") is None:
+        pytest.skip("an optional package is not installed: the shell zsh")
+    assert main(["completion", "zsh"]) == 0
+    (tmp_path / "_easymp").write_text(capsys.readouterr().out)
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TERM": "dumb", "PS1": "> "}
+    zsh = pexpect.spawn("zsh", ["-f"], encoding="utf-8", timeout=60, env=environment, dimensions=(60, 200))
+    try:
+        zsh.sendline(f"fpath=({tmp_path} $fpath); autoload -U compinit; compinit -u -D; echo REA''DY")
+        zsh.expect("READY")
+        for line, rest in {
+            "easymp la": "unch",
+            "easymp checkpoint ver": "ify",
+            "easymp checkpoint merge --max": "-shard-size",
+            "easymp launch --pro": "cesses",
+        }.items():
+            zsh.send(f"{line}\t")
+            zsh.expect(rest)
+            zsh.send(CLEAR)
+    finally:
+        zsh.kill(signal.SIGKILL)
+        zsh.wait()
+        zsh.close()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_what_can_follow_is_offered(shell, tmp_path, capsys):
-    (tmp_path / "train.py").touch()
-    assert ask(shell, "easymp la", tmp_path, capsys) == ["launch"]
-    assert set(ask(shell, "easymp ", tmp_path, capsys)) >= set(cli.COMMANDS)
-    assert ask(shell, "easymp checkpoint ver", tmp_path, capsys) == ["verify"]
-    assert ask(shell, "easymp checkpoint merge --max", tmp_path, capsys) == ["--max-shard-size"]
-    assert "--processes" in ask(shell, "easymp launch --pro", tmp_path, capsys)
-    assert sorted(ask(shell, "easymp completion ", tmp_path, capsys))[-3:] == ["bash", "fish", "zsh"]
-    assert "--processes" not in ask(shell, "easymp env --", tmp_path, capsys)
+def test_every_command_and_flag_is_there(shell, capsys):
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS) and "max-shard-size" in text
 
 
-def test_every_command_and_flag_is_there(capsys):
-    for shell in ("bash", "zsh", "fish"):
-        assert cli.main(["completion", shell]) == 0
-        text = capsys.readouterr().out
-        for name in cli.COMMANDS:
-            assert name in text
-        assert "max-shard-size" in text
-    assert cli.main(["completion", "tcsh"]) == 2
+def test_another_shell_is_wrong_usage(capsys):
+    assert main(["completion", "tcsh"]) == 2
     assert "invalid choice: 'tcsh'" in capsys.readouterr().err

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from easymp import cuda
 from easymp.cli import env, main
 from easymp.cuda.cupy_launcher import Facts
 from easymp.hardware import CPU, Device, Hardware
+
+from ..hardware.machines import MACHINES
 
 SERVER = Hardware(
     CPU("Some Xeon", "x86_64", 32, 64, 2, 256 << 30, frozenset({"avx2", "amx_bf16"})),
@@ -67,14 +67,8 @@ def test_facts_of_another_machine():
     assert "Old, 8.0 GiB; this torch has no code for it" in text
     assert "links      NVLink" in text
     assert "not found  no XPU" in text
-
-
-def test_plain_values():
-    assert env.plain({"a": {"z", "b"}, 1: (2.5, None), "x": pytest}) == {
-        "a": ["b", "z"],
-        "1": [2.5, None],
-        "x": str(pytest),
-    }
+    eight = env.table(env.facts(MACHINES["8xH100"]))
+    assert "cuda:0-7   8 x NVIDIA H100 80GB HBM3, 79.1 GiB" in eight
 
 
 def test_an_impossible_request_is_one_sentence(capsys, monkeypatch):

@@ -1,17 +1,72 @@
-"""``easymp estimate``: a table that fits 80 columns, JSON, and sentences for what is wrong."""
+"""``easymp estimate``: what it takes for a model, what fits on machines that are written down, and how it is told."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
 
+from easymp import Accelerator
+from easymp.base.dtensor import local
 from easymp.cli import main
+from easymp.cli.estimate import kind_of
+from easymp.cli.estimate.models import Sized, read_model
+from easymp.strategies.blocks import find_blocks
+from easymp.training.memory import SPARE, estimate
+
+from ..hardware.machines import MACHINES
+from ..strategies import models
+
+GB = 10**9
 
 
-def test_a_table_and_what_to_take(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def sized(text: str, dtype: str | None = None) -> Sized:
+    return read_model(text, kind_of(text), dtype)
+
+
+@pytest.fixture
+def ask(
+    on_machine: Callable[[str], None], capsys: pytest.CaptureFixture[str], folder: Path
+) -> Callable[..., dict[str, Any]]:
+    """Runs ``easymp estimate --json`` on a machine of the table."""
+
+    def run(words: str, machine: str = "8xH100") -> dict[str, Any]:
+        on_machine(machine)
+        assert main(["estimate", *words.split(), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def refused(
+    on_machine: Callable[[str], None], capsys: pytest.CaptureFixture[str], folder: Path
+) -> Callable[..., str]:
+    """Runs ``easymp estimate`` with wrong words; returns the error."""
+
+    def run(*words: str, machine: str = "8xH100") -> str:
+        on_machine(machine)
+        assert main(["estimate", *words]) == 1
+        return capsys.readouterr().err
+
+    return run
+
+
+def names(record: dict[str, Any]) -> list[tuple[int, str, str]]:
+    return [(row["world"], row["strategy"], row["precision"]) for row in record["rows"]]
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_and_what_to_take(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert (
         main(["estimate", "1.5B", "--memory", "80GB", "--processes", "1,8", "--optimizer", "momentum"]) == 0
@@ -30,62 +85,288 @@ def test_a_table_and_what_to_take(
         "spare",
     ]
     assert lines[3].split() == ["1", "single", "fp32", "5.59", "5.59", "5.59", "-", "16.76", "+42.84"]
-    assert max(map(len, lines)) <= 80
-    assert "a stand-in" in "\n".join(lines)
-    assert lines[-1].startswith("the") or "fits with" in " ".join(lines[-2:])
+    assert max(map(len, lines)) <= 80 and "a stand-in" in "\n".join(lines)
+    assert "fits with" in " ".join(lines[-2:])
 
 
-def test_activations_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
-    shapes = ["--input", "4x2x512", "--input", "4x2x512"]
-    with pytest.warns(UserWarning, match="enable_nested_tensor"):
+def test_rows_are_those_of_the_arithmetic(ask):
+    model = sized("350M").model
+    record = ask("350M --processes 1,8 --optimizer sgd")
+    assert names(record) == [
+        *[(1, "single", p) for p in ("fp32", "bf16")],
+        *[(8, s, p) for s in ("ddp", "zero1", "fsdp") for p in ("fp32", "bf16")],
+    ]
+    available = MACHINES["8xH100"].devices[0].memory
+    for row in record["rows"]:
+        options = {name: row[name] for name in ("strategy", "precision", "world")}
+        need = estimate(model, **options, optimizer="sgd")
+        assert {name: row[name] for name in need.rows} == need.rows and row["total"] == need.total
+        assert row["available"] == available and row["activations"] is None
+        assert row["spare"] == int(available * (1 - SPARE)) - need.total
+        assert row["fits"] == (row["spare"] >= 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "said"),
+    [
+        (
+            "1.5B",
+            "8xH100",
+            "ddp on 8 with bf16 fits with 38.3 GiB to spare; the fewest processes are 1, by single on 1 with bf16",
+        ),
+        ("7B", "8xH100", "fsdp on 8 with bf16 fits with"),
+        ("7B --optimizer sgd --processes 2", "8xH100", "on 2 with"),
+        ("70B --processes 8", "8xH100", "nothing fits: fsdp on 8 with bf16 comes nearest"),
+        ("70B --processes 64", "8xH100", "fsdp on 64 with bf16 fits"),
+        ("350M --processes 1", "V100", "single on 1 with fp16 fits"),
+        ("350M --processes 1", "laptop CPU", "single on 1 with fp32 fits"),
+        ("350M --processes 1", "Sapphire Rapids", "single on 1 with bf16 fits"),
+        ("7B --memory 80GB --processes 8", "laptop CPU", "fsdp on 8 with bf16 fits with 44.6 GiB to spare"),
+    ],
+)
+def test_what_is_suggested(ask, words, machine, said):
+    record = ask(words, machine)
+    assert said in record["suggestion"]
+    if record["suggested"]:
         assert (
-            main(["estimate", "torch.nn:Transformer", *shapes, "--processes", "1", "--precision", "fp32"])
-            == 0
+            "{strategy} on {processes} with {precision}".format(**record["suggested"]) in record["suggestion"]
         )
-    out = capsys.readouterr().out
-    assert "activations  total" in out and "44,140,544 parameters" in out and "--input" not in out
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["estimate", "350M", "--activation-checkpointing"])
-    assert "counted with the shape of a batch (--input)" in capsys.readouterr().err
-    assert (
-        main(
-            [
-                "estimate",
-                "350M",
-                "--json",
-                "--memory",
-                "40GB",
-                "--processes",
-                "8",
-                "--strategy",
-                "fsdp,single",
-            ]
-        )
-        == 0
+def test_processes_of_a_cpu_share_its_memory_and_devices_do_not(ask):
+    server, eight = MACHINES["Sapphire Rapids"], MACHINES["8xH100"]
+    by_world = {row["world"]: row["available"] for row in ask("1M", "Sapphire Rapids")["rows"]}
+    assert by_world == {n: server.cpu.memory // n for n in (1, 2, 4, 8)}
+    for words, available in (
+        ("1M --processes 1,16", eight.devices[0].memory),
+        ("1M --processes 1 --cpu", eight.cpu.memory),
+        ("1M --memory 5GB", 5 * GB),
+    ):
+        assert {row["available"] for row in ask(words)["rows"]} == {available}
+
+
+def test_what_is_impossible_is_left_out_and_said_where_it_was_asked_for(ask):
+    record = ask("1M --precision fp32,bf16,half", "V100")
+    assert {precision for _, _, precision in names(record)} == {"fp32", "fp16"}
+    assert record["refused"][0].startswith("bf16: ")
+    usual = ask("1M", "V100")
+    assert {precision for _, _, precision in names(usual)} == {"fp32", "fp16"} and not usual["refused"]
+    elsewhere = ask(
+        "1M --precision bf16,fp8 --memory 1GB --processes 2 --strategy fsdp,tensor_parallel", "V100"
     )
-    record = json.loads(capsys.readouterr().out)
-    assert record["parameters"] == 350_000_000 and record["suggested"] == {
-        "strategy": "fsdp",
-        "processes": 8,
-        "precision": "bf16",
-    }
-    assert record["refused"][0].startswith("single on 8: ")
-    row = record["rows"][0]
-    parts = ("weights", "buffers", "gradients", "states", "masters", "copies", "gathered", "reducing")
-    assert row["total"] == sum(row[name] for name in parts) and row["fits"] and row["activations"] is None
+    assert names(elsewhere) == [(2, "fsdp", "bf16"), (2, "fsdp", "fp8"), (2, "tensor_parallel", "bf16")]
+    assert elsewhere["refused"][0].startswith("tensor_parallel on 2 with fp8: ")
+    alone = ask("1M --strategy single,fsdp --processes 1,2")
+    assert names(alone)[0] == (1, "single", "fp32")
+    assert [r.split(":")[0] for r in alone["refused"]] == ["fsdp on 1", "single on 2"]
+
+
+def test_options_of_a_strategy_and_ranks_of_a_node(ask):
+    base = "10M --strategy fsdp --processes 2"
+    held, offloaded = (ask(base + more)["rows"][0] for more in ("", ' --options {"cpu_offload":true}'))
+    assert offloaded["weights"] == 0 < held["weights"]
+    near, far = (ask(f"10M --strategy hsdp --processes 8 --per-node {n}")["rows"][0] for n in (2, 8))
+    assert near["weights"] > 3 * far["weights"]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["7B", "--processes", "two"], "--processes 'two' is not a whole number"),
-        (["7B", "--memory", "lots"], "--memory 'lots' is no size"),
-        (["7B", "--options", "{'a': 1}", "--strategy", "fsdp"], "--options, line 1"),
-        (["what"], "is no model"),
+        ("7B --processes two", "--processes 'two' is not a whole number"),
+        ("7B --memory lots", "--memory 'lots' is no size"),
+        ("7B --options {'a':1} --strategy fsdp", "--options, line 1"),
+        ("1M --optimizer adamx", "what the optimizer 'adamx' keeps is not known"),
+        ("1M --input 1", "activations need a forward, and 1M has none"),
+        ("1M --activation-checkpointing", "counted with the shape of a batch (--input)"),
+        ('1M --options {"cpu_offload":true}', "options are one strategy's"),
+        ('1M --options {"cpu_ofload":true} --strategy fsdp --processes 2', "cpu_ofload"),
+        ("1M --strategy single --processes 2", "nothing is left to estimate: single on 2"),
+        ("1M --dtype f8", "dtype='f8' is none of own, fp32, bf16, fp16"),
+        *(
+            (f"torch.nn:Flatten --input {word}", "is no input: pass its shape")
+            for word in ("8x", "8x3:int63", "axb")
+        ),
     ],
 )
-def test_wrong_words(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
-    assert main(["estimate", *words]) == 1
-    assert said in capsys.readouterr().err
+def test_wrong_words(refused, words, said):
+    assert said in refused(*words.split())
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("1.5B", 1_500_000_000),
+        ("350M", 350_000_000),
+        ("7b", 7 * 10**9),
+        ("1e6", 10**6),
+        ("1_000,000", 10**6),
+        *((str(n), n) for n in (999, 1_234_567, 10**7, 124_439_808, 10**11)),
+    ],
+)
+def test_a_stand_in_has_exactly_this_many_parameters(text, count):
+    found = sized(text)
+    assert found.parameters == count and not found.runs
+    if isinstance(found.model, nn.Module):
+        assert sum(p.numel() for p in found.model.parameters()) == count
+        assert all(p.is_meta for p in found.model.parameters())
+        assert len(find_blocks(found.model, "blocks")) >= 2
+        assert "a stand-in: a transformer of" in found.notes[0]
+    else:
+        assert count < 10**6
+
+
+def saved(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = models.make(kind).to(dtype)
+    tied = {id(t): (name, t) for name, t in reversed(list(model.state_dict(keep_vars=True).items()))}
+    save_file({name: t.detach() for name, t in tied.values()}, folder / "model.safetensors")
+    return model
+
+
+# No name says that a table is multiplied with, too: "tied" in fp32 only.
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("mlp", "fp32"), ("mlp", "bf16"), ("conv", "bf16"), ("tied", "fp32")]
+)
+def test_a_file_needs_what_its_model_needs(tmp_path, kind, precision):
+    model = saved(kind, tmp_path)
+    found = sized(str(tmp_path / "model.safetensors"))
+    for strategy, world in (("ddp", 2), ("zero1", 2), ("fsdp", 4)):
+        options = {"strategy": strategy, "precision": precision, "world": world}
+        by_file, by_model = (estimate(m, **options) for m in (found.model, model))
+        for name in ("weights", "buffers", "gradients", "states", "copies"):
+            assert getattr(by_file, name) == getattr(by_model, name), name
+
+
+def test_a_training_holds_what_its_file_predicted(tmp_path):
+    model: nn.Module = saved("mlp", tmp_path)
+    predicted = estimate(sized(str(tmp_path)).model, precision="fp32")
+    with Accelerator(mixed_precision="fp32", cpu=True) as acc:
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = acc.prepare(model, optimizer)
+        acc.backward(model(torch.randn(8, 12)).square().mean())
+        optimizer.step()
+        states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+        kinds = (model.parameters(), (p.grad for p in model.parameters()), states)
+        held = [sum(local(t).nbytes for t in found) for found in kinds]
+    assert held == [predicted.weights, predicted.gradients, predicted.states]
+
+
+def test_types_of_a_file(tmp_path):
+    saved("mlp", tmp_path, torch.bfloat16)
+    usual, own, half = (sized(str(tmp_path), dtype) for dtype in (None, "own", "fp16"))
+    assert {p.dtype for p in usual.model.parameters()} == {torch.float32}
+    assert "the file holds bfloat16; counted as trained in fp32" in usual.notes[1]
+    assert {p.dtype for p in own.model.parameters()} == {torch.bfloat16} and len(own.notes) == 1
+    assert {p.dtype for p in half.model.parameters()} == {torch.float16}
+
+
+def test_shards_with_an_index_and_names_of_all_kinds(tmp_path):
+    layer = "model.layers.0.attn.q"
+    parts = {
+        "a.safetensors": {
+            f"{layer}.weight": (4, 8),
+            f"{layer}.bias": (4,),
+            "model.layers.0.norm.weight": (8,),
+        },
+        "b.safetensors": {
+            "model.layers.1.attn.q.weight": (4, 8),
+            "model.embed_tokens.weight": (9, 8),
+            "model.forward.weight": (2, 2),
+        },
+    }
+    buffers = {"model.rotary.inv_freq": torch.ones(3), "model.steps": torch.tensor(1)}
+    for file, shapes in parts.items():
+        extra = buffers if file == "b.safetensors" else {}
+        save_file({**{name: torch.zeros(shape) for name, shape in shapes.items()}, **extra}, tmp_path / file)
+    index = {name: file for file, shapes in parts.items() for name in shapes}
+    index |= dict.fromkeys(buffers, "b.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    found = sized(str(tmp_path / "model.safetensors.index.json"))
+    assert dict(found.model.named_parameters()).keys() == {n for shapes in parts.values() for n in shapes}
+    assert dict(found.model.named_buffers()).keys() == buffers.keys()
+    kinds = {name: type(module).__name__ for name, module in found.model.named_modules()}
+    assert (kinds[layer], kinds["model.embed_tokens"], kinds["model.layers"]) == (
+        *("Linear", "Embedding"),
+        "ModuleDict",
+    )
+    assert len(find_blocks(found.model, "blocks")) == 2
+    assert found.parameters == 2 * 32 + 4 + 8 + 72 + 4
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nonsense", "is no model: pass a number of parameters"),
+        ("absent.safetensors", "absent.safetensors"),
+        ("weights.bin", "holds Python objects, which can run code"),
+        ("1e30", "is no number of parameters"),
+        ("0", "is no number of parameters"),
+        ("no_such_module:make", "No module named 'no_such_module'"),
+        ("torch.nn:Transformr", "did you mean 'Transformer'"),
+        ("torch.nn:Linear", "missing 2 required positional arguments"),
+        ("math:pi", "is a float, neither a model nor something to call"),
+        ("os:getcwd", "gives a str, not a model"),
+    ],
+)
+def test_what_is_no_model(folder, refused, text, words):
+    (folder / "weights.bin").write_bytes(b"")
+    assert words in refused(text)
+
+
+SCRIPT = """
+import torch
+
+def make():
+    return torch.nn.Linear(3, 5)
+
+def looks():
+    model = torch.nn.Linear(3, 5)
+    assert model.weight.sum().item() < 1e9
+    return model
+
+class Space:
+    model = torch.nn.Linear(3, 5)
+
+calls = []
+
+class Once(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        calls.append(1)
+        return self.layer(x).relu()
+"""
+
+
+@pytest.fixture
+def script(folder: Path):
+    (folder / "a_script_of_mine.py").write_text(SCRIPT)
+    yield "a_script_of_mine"
+    sys.modules.pop("a_script_of_mine", None)
+
+
+def test_functions_classes_and_models(script):
+    before = list(sys.path)
+    made, looked, kept = (sized(f"{script}:{name}") for name in ("make", "looks", "Space.model"))
+    assert all(p.is_meta for p in made.model.parameters()) and not made.notes
+    assert not any(p.is_meta for p in looked.model.parameters())
+    assert "built in the host's memory" in looked.notes[0]
+    assert made.parameters == looked.parameters == kept.parameters == 20 and kept.runs
+    assert {p.dtype for p in sized(f"{script}:make", "bf16").model.parameters()} == {torch.bfloat16}
+    assert sys.path == before
+
+
+def test_activations_of_a_batch_are_counted_once_a_precision(script, ask, refused, capsys):
+    record = ask(f"{script}:Once --processes 1,2,4 --input 32x64")
+    assert len(sys.modules[script].calls) == 2
+    of_fp32 = {row["activations"] for row in record["rows"] if row["precision"] == "fp32"}
+    assert of_fp32 == {2 * 32 * 64 * 4} and not any("activations" in note for note in record["notes"])
+    assert any("--input" in note for note in ask(f"{script}:Once --processes 1")["notes"])
+    assert main(["estimate", f"{script}:Once", "--processes", "1", "--input", "32x64"]) == 0
+    assert "activations  total" in capsys.readouterr().out
+    assert "cannot be followed" in refused(f"{script}:Once", "--input", "32x63")
+    assert "has none" in refused(f"{script}:Once", "--input", "32x64", "--activation-checkpointing")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...base.relaxed_json import loads
-from ...cli.wizard.deepspeed_file import DEEPSPEED
+from ...cli.config.deepspeed import DEEPSPEED
+from ...cli.config.rules import read_json
 from ...errors import SettingError, nearest
 
 OFF = (None, False, "none", {}, [])
@@ -151,7 +151,7 @@ def _file(path: str | os.PathLike[str]) -> Any:
         raise SettingError(
             f"the DeepSpeed configuration {os.fspath(path)!r} is no file: pass a path, or a dict"
         )
-    return loads(place.read_text(encoding="utf-8"), str(path))
+    return read_json(place.read_text(encoding="utf-8"), str(path))
 
 
 def _refuse_unknown(content: Mapping[str, Any]) -> None:

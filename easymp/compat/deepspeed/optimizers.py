@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ... import optim
-from ...cli.wizard.deepspeed_file import ADAMS
-from ...cli.wizard.deepspeed_file import OURS as NAMES
+from ...cli.config.deepspeed import ADAMS
+from ...cli.config.deepspeed import OURS as NAMES
 from ...errors import SettingError, nearest
 from .layer import layer
 from .schedules import SCHEDULES

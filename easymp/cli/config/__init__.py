@@ -1,0 +1,67 @@
+"""Look at this machine, ask what is open, and write easymp.toml: at most six questions, each with a default.
+
+An existing file is edited: what changes is shown, and the file before is kept beside it. Nothing is written before the last question.
+
+examples:
+  easymp config                                  ask
+  easymp config --yes                            take the defaults
+  easymp config --dry-run                        write nothing
+  easymp config --yes --set processes=2 --set mixed_precision=bf16
+  easymp config --file runs/cluster.toml         another file
+  easymp config --from ds_config.json            with what a file of DeepSpeed or Accelerate says
+
+Exit codes: 0 written, or nothing to change; 1 an error; 2 wrong usage, or questions and no terminal; 130 left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from ...base.lazy import modules_at_first_use
+from ...errors import SettingError
+from ..terminal import table
+from .rules import read_document
+
+if TYPE_CHECKING:
+    from . import wizard
+else:
+    modules_at_first_use(globals(), "wizard")  # it imports torch
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--yes", action="store_true", help="take the defaults")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="answer ahead, or any other setting")
+    add("--dry-run", action="store_true", help="show the file, and write nothing")
+    add("--from", dest="foreign", metavar="FILE", help="import a configuration of Accelerate or DeepSpeed")
+    add("--measure", action="store_true", help="time the precisions first, for ten seconds")
+    add("--file", metavar="PATH", help="to write (default: what EASYMP_CONFIG names, or easymp.toml here)")
+    add("--all", action="store_true", help="ask all questions, also those that change nothing here")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.foreign:
+        read_document(args.foreign)  # before torch is imported
+    try:
+        ahead = wizard.read_ahead(args.set)
+    except SettingError as error:
+        print(f"easymp config: {error}", file=sys.stderr)
+        return 2
+    asks = not args.yes and sys.stdin is not None and sys.stdin.isatty()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: prompts clean up
+    try:
+        wizard.configure(args, ahead, asks)
+    except wizard.UnansweredError as error:
+        print("easymp config: standard input is no terminal, so no question can be asked.", file=sys.stderr)
+        print("Pass --yes to take these values, and --set to change them:", file=sys.stderr)
+        print(table([[f"  --set {row[0]}", *row[1:]] for row in error.rows], fold=True), file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, EOFError):
+        print("\nNothing was written.")
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0

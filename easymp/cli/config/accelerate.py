@@ -1,0 +1,372 @@
+"""Files of ``accelerate config`` (Accelerate 1.15): what each key is here.
+
+Accelerate counts processes over all machines, easymp on each. Its sections for FSDP, DeepSpeed and Megatron-LM become a
+strategy and its options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import SettingError, nearest
+from ...registry import ALIASES
+from . import deepspeed
+from .rules import (
+    Importer,
+    Rule,
+    Rules,
+    accumulate,
+    also_off,
+    by_value,
+    clip,
+    each,
+    is_off,
+    read_document,
+    switch,
+    switch_option,
+)
+
+DEVICES = ("MULTI_GPU", "MULTI_XPU", "MULTI_CPU")
+ELSEWHERE = ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON", "XLA", "TPU")
+ENGINES = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON_LM": "megatron_lm_config"}
+KINDS = ("NO", *DEVICES, *ELSEWHERE, *ENGINES)
+# FSDP1's ways to shard; 1 to 5, where a number stands.
+SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+BY_NUMBER = {str(number): word for number, word in enumerate(SHARDING, 1)}
+ALONE = "nothing to take: strategy stays auto, for one process has nothing to share"
+
+
+def import_file(path: str | Path) -> Importer:
+    """Read a file that ``accelerate config`` wrote, with the file of DeepSpeed that it names, or one of DeepSpeed.
+
+    Raises:
+        SettingError: no such file, one of neither library, not readable, or a wrong value; with the line.
+    """
+    document = read_document(path)
+    content = document.content
+    ours, theirs = (len(content.keys() & keys) for keys in (ACCELERATE, deepspeed.DEEPSPEED))
+    if not ours and not theirs:
+        keys = ", ".join(map(str, content)) or "none"
+        raise SettingError(
+            f"{path} is a configuration of neither Accelerate nor DeepSpeed: none of its keys is theirs ({keys})"
+        )
+    if theirs >= ours and "distributed_type" not in content:  # which Accelerate always writes
+        take = Importer(document, "DeepSpeed", deepspeed.strategy(content))
+        deepspeed.take_all(take)
+        return take
+    take = Importer(document, "Accelerate", None if alone(content) else asked(content))
+    take.walk(content, _in_force(content))
+    named = section(content, "deepspeed_config").get("deepspeed_config_file")
+    if named and _kind(content) == "DEEPSPEED":
+        beside = Path(path).parent / str(named)  # Accelerate looks in the working directory only
+        inner = read_document(named if Path(str(named)).is_file() else beside)
+        take.begin(inner, "DeepSpeed", None if alone(content) else deepspeed.strategy(inner.content))
+        deepspeed.take_all(take)
+    return take
+
+
+def _in_force(content: Mapping[str, Any]) -> Rules:
+    """`ACCELERATE`, but for the sections of engines that ``distributed_type`` does not name: Accelerate skips them, too."""
+    kind = _kind(content)
+    said = also_off(lambda take, value: f"not in force: distributed_type is {kind}")
+    idle = [name for engine, name in ENGINES.items() if engine != kind]
+    return {**ACCELERATE, **{name: dict.fromkeys(ACCELERATE[name], said) for name in idle}}
+
+
+def section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = content.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _kind(content: Mapping[str, Any]) -> str:
+    kind = content.get("distributed_type")
+    return "NO" if is_off(kind) else str(kind).upper()  # YAML reads a bare NO as false
+
+
+def alone(content: Mapping[str, Any]) -> bool:
+    return content.get("num_processes") == 1
+
+
+def asked(content: Mapping[str, Any]) -> str | None:
+    """The strategy that does what the file asks for; None where nothing does."""
+
+    def size(part: Mapping[str, Any], key: str) -> int:
+        found = part.get(key)
+        return found if isinstance(found, int) and not isinstance(found, bool) else 1
+
+    kind, split = _kind(content), section(content, "parallelism_config")
+    if kind not in (*DEVICES, *ENGINES):
+        return None
+    if size(split, "parallelism_config_tp_size") > 1:
+        return "tensor_parallel"
+    if size(split, "parallelism_config_dp_shard_size") > 1:
+        return "hsdp" if size(split, "parallelism_config_dp_replicate_size") > 1 else "fsdp"
+    if kind == "FSDP":
+        how = _sharding(section(content, "fsdp_config"))
+        return "ddp" if how == "NO_SHARD" else "hsdp" if how.startswith("HYBRID") else "fsdp"
+    if kind == "DEEPSPEED":
+        return _by_stage(section(content, "deepspeed_config").get("zero_stage"))
+    if kind == "MEGATRON_LM":
+        megatron = section(content, "megatron_lm_config")
+        tensor, pipe = (size(megatron, f"megatron_lm_{name}_degree") > 1 for name in ("tp", "pp"))
+        spread = "zero1" if megatron.get("megatron_lm_use_distributed_optimizer") else "ddp"
+        return None if tensor and pipe else "tensor_parallel" if tensor else "pipeline" if pipe else spread
+    return "ddp"
+
+
+def _by_stage(stage: Any) -> str | None:
+    return {0: "ddp", 1: "zero1", 2: "fsdp", 3: "fsdp"}.get(stage) if isinstance(stage, int) else None
+
+
+def _sharding(fsdp: Mapping[str, Any]) -> str:
+    for key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
+        word = str(fsdp.get(key, "")).upper()
+        word = BY_NUMBER.get(word, word)
+        if word in SHARDING:
+            return word
+    return SHARDING[0]
+
+
+# -- rules that look at the value
+
+
+@also_off
+def _distributed_type(take: Importer, value: Any) -> str:
+    content, kind = take.document.content, _kind(take.document.content)
+    if content.get("compute_environment") == "AMAZON_SAGEMAKER":
+        return "no counterpart: `easymp launch` counts the accelerators of the machine that it runs on"
+    if kind not in KINDS:
+        raise take.wrong(value, f"is not one of {', '.join(KINDS)}{nearest(kind, KINDS)}")
+    if kind in ELSEWHERE:
+        return "no counterpart: easymp trains on CUDA, ROCm, XPU and MPS devices and on CPUs"
+    if kind == "NO":
+        return ALONE if "num_processes" in content else take.launch("processes", 1)
+    spread = asked(content)
+    if spread is None and kind == "DEEPSPEED":
+        named = section(content, "deepspeed_config").get("deepspeed_config_file")
+        return f"by zero_optimization in {named}" if named else "no ZeRO stage is named: strategy stays auto"
+    if spread is None:
+        return "no counterpart: tensor and pipeline parallelism at once; strategy stays auto"
+    on_cpu = f", {take.set('cpu', True)}" if kind == "MULTI_CPU" else ""
+    return (ALONE if alone(content) else take.set("strategy", spread)) + on_cpu
+
+
+def _processes(take: Importer, value: Any) -> str:
+    machines = take.document.content.get("num_machines") or 1
+    if value == -1:
+        return "nothing to take: one process an accelerator, as `easymp launch` does by itself"
+    total = take.number(value, least=1, whole=True)
+    if not isinstance(machines, int) or machines <= 1:
+        return take.launch("processes", total)
+    if total % machines:
+        return (
+            f"no counterpart: {total} processes do not divide among {machines} machines; say --processes on each "
+            "of them to `easymp launch`"
+        )
+    return f"{take.launch('processes', total // machines)}, on each of the {machines} machines"
+
+
+def _machines(take: Importer, value: Any) -> str:
+    number = take.number(value, least=1, whole=True)
+    return "nothing to take: one machine" if number == 1 else take.launch("nodes", str(number))
+
+
+@also_off
+def _machine(take: Importer, value: Any) -> str:
+    if (take.document.content.get("num_machines") or 1) == 1:
+        return "nothing to take: one machine"
+    return f"not in a file that all machines read: `easymp launch --node-rank {value} ...` on this one"
+
+
+@also_off
+def _precision(take: Importer, value: Any) -> str:
+    if value is None:
+        return "nothing to take: DeepSpeed's own file says it"
+    word = "no" if value is False else str(value)  # YAML reads a bare no as false
+    return take.set("mixed_precision", ALIASES.get(word, word))
+
+
+def _backend(take: Importer, value: Any) -> str:
+    name, dynamo = str(value).lower(), section(take.document.content, "dynamo_config")
+    if name == "inductor":
+        regional = not is_off(dynamo.get("dynamo_use_regional_compilation"))
+        return take.set("compile", "blocks" if regional else "model")
+    return f"in the script: compile=CompileOptions(backend={name!r})"
+
+
+@also_off
+def _sharded(take: Importer, value: Any) -> str:
+    if value in (True, None):
+        return "nothing to take: as by default"
+    word = str(value).upper()
+    word = BY_NUMBER.get(word, word)
+    if value is False or word == "FALSE":
+        return take.option(reshard_after_forward=False)
+    if word not in (*SHARDING, "TRUE"):
+        raise take.wrong(value, f"is not one of {', '.join(SHARDING)}{nearest(str(value), SHARDING)}")
+    kept = f"; {take.option(reshard_after_forward=False)}" if word in (SHARDING[1], SHARDING[4]) else ""
+    return f"strategy {take.strategy or 'auto'}{kept}"
+
+
+def _classes(take: Importer, value: Any) -> str:
+    return take.option(wrap=[name.strip() for name in str(value).split(",") if name.strip()])
+
+
+@also_off
+def _stage(take: Importer, value: Any) -> str:
+    stage = take.number(value, whole=True)
+    if _by_stage(stage) is None:
+        raise take.wrong(value, "is no stage of ZeRO, 0 to 3")
+    if take.strategy is None:
+        return ALONE
+    kept = f"; {take.option(reshard_after_forward=False)}" if stage == 2 else ""
+    return f"{take.set('strategy', _by_stage(stage))}{kept}"
+
+
+def _wide(take: Importer, value: Any) -> str:
+    size = take.number(value, least=1, whole=True)
+    return take.option(size=size) if size > 1 else "nothing to take: off"
+
+
+def _spread(words: str, option: str = "") -> Rule:
+    """A number above 1 is a part of the strategy, and an option of it where it has such a one."""
+
+    def rule(take: Importer, value: Any) -> str:
+        number = take.number(value, least=1, whole=True)
+        if number > 1 and option in take.known_options:
+            return take.option(**{option: number})
+        return "nothing to take: off" if number == 1 else f"strategy {take.strategy or 'auto'}{words}"
+
+    return rule
+
+
+# -- the tables
+
+CLUSTER = "no counterpart: `easymp launch` on each machine that takes part, or by Slurm"
+TPU = "no counterpart: a setting of TPUs, which easymp does not support"
+META = 'in the script: build the model under torch.device("meta")'
+FSDP: Rules = {
+    "fsdp_version": "nothing to take: strategy fsdp is FSDP2",
+    "fsdp_sharding_strategy": _sharded,
+    "fsdp_reshard_after_forward": _sharded,
+    "fsdp_offload_params": switch_option("cpu_offload"),
+    "fsdp_auto_wrap_policy": by_value(
+        {"NO_WRAP": "no counterpart: fsdp gathers block by block where a model has blocks"},
+        "nothing to take: fsdp finds repeated blocks by itself; the next keys say others",
+    ),
+    "fsdp_transformer_layer_cls_to_wrap": _classes,
+    "fsdp_min_num_params": lambda take, value: take.option(wrap=int(take.number(value, least=1))),
+    **each(
+        "fsdp_backward_prefetch fsdp_forward_prefetch",
+        "no counterpart: FSDP2 gathers the next block ahead by itself",
+    ),
+    "fsdp_state_dict_type": "nothing to take: save_state writes shards, save_model whole weights",
+    "fsdp_use_orig_params": "nothing to take: parameters always keep their names",
+    "fsdp_cpu_ram_efficient_loading": f"{META}, and easymp.load_weights after prepare",
+    "fsdp_sync_module_states": "nothing to take: all ranks begin with the same values",
+    "fsdp_activation_checkpointing": switch("activation_checkpointing", "blocks"),
+    "fsdp_activation_checkpointing_offload": "no counterpart: kept activations stay on the device",
+}
+DEEPSPEED: Rules = {
+    "zero_stage": _stage,
+    "gradient_accumulation_steps": accumulate,
+    "gradient_clipping": clip,
+    **each("offload_optimizer_device offload_param_device", deepspeed.offload),
+    **each("offload_optimizer_nvme_path offload_param_nvme_path", deepspeed.DISK),
+    "zero3_init_flag": f"{META}; prepare gives values to what each rank holds",
+    "zero3_save_16bit_model": deepspeed.WHOLE,
+    "deepspeed_config_file": "read as well, below",
+    **each(
+        "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
+        CLUSTER,
+    ),
+    "deepspeed_moe_layer_cls_names": "no counterpart: experts are not spread over processes",
+}
+PARALLEL: Rules = {
+    "parallelism_config_tp_size": _wide,
+    "parallelism_config_dp_shard_size": _spread("", "shard_size"),
+    "parallelism_config_dp_replicate_size": _spread(": as many copies as processes allow"),
+    **each(
+        """parallelism_config_cp_size parallelism_config_cp_backend parallelism_config_cp_comm_strategy
+        parallelism_config_sp_size parallelism_config_sp_backend parallelism_config_sp_seq_length
+        parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation""",
+        "no counterpart: attention over several ranks of one sequence is not offered",
+    ),
+}
+MEGATRON: Rules = {
+    "tp_degree": _wide,
+    "pp_degree": _spread(": as many stages as processes"),
+    "num_micro_batches": lambda take, value: take.option(microbatches=take.number(value, 1, True)),
+    "sequence_parallelism": switch_option("sequence_parallel"),
+    "recompute_activations": switch("activation_checkpointing", "blocks"),
+    "use_distributed_optimizer": "as strategy zero1 does: each rank keeps a part of the optimizer's states",
+    "gradient_clipping": clip,
+    **each(
+        """use_custom_fsdp no_load_optim no_save_optim eod_mask_loss overlap_cpu_optimizer_d2h_h2d
+        optimizer_cpu_offload use_precision_aware_optimizer decoder_last_pipeline_num_layers
+        recompute_granularity recompute_method recompute_num_layers attention_backend
+        expert_model_parallel_size context_parallel_size attention_dropout hidden_dropout
+        attention_softmax_in_fp32 expert_tensor_parallel_size calculate_per_token_loss
+        use_rotary_position_embeddings""",
+        "no counterpart: an option of Megatron-LM's own models",
+    ),
+}
+ACCELERATE: Rules = {
+    "compute_environment": by_value(
+        {"AMAZON_SAGEMAKER": "no counterpart: SageMaker's entry point can call `easymp launch script.py`"},
+        "nothing to take: this machine is where it runs",
+    ),
+    "distributed_type": _distributed_type,
+    "mixed_precision": _precision,
+    "fp16": switch("mixed_precision", "fp16"),
+    "num_processes": _processes,
+    "num_machines": _machines,
+    "machine_rank": _machine,
+    "main_process_ip": lambda take, value: take.launch("main_address", value),
+    "main_process_port": lambda take, value: take.launch("main_port", value),
+    "gradient_accumulation_steps": accumulate,
+    "use_cpu": switch("cpu"),
+    "debug": switch("debug"),
+    "gpu_ids": by_value(
+        {"all": "nothing to take: all"},
+        "no counterpart: write CUDA_VISIBLE_DEVICES={value} before the command",
+    ),
+    **each("rdzv_backend same_network", "nothing to take: machines meet at the first one's address"),
+    "main_training_function": "nothing to take: a script is started; notebook_launcher starts functions",
+    "enable_cpu_affinity": "nothing to take: `easymp launch` binds ranks to NUMA nodes by itself",
+    **each(
+        "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env commands command_file",
+        TPU,
+    ),
+    "dynamo_backend": _backend,
+    "dynamo_config": {
+        "dynamo_backend": _backend,
+        "dynamo_mode": by_value(
+            {"default": "nothing to take: as by default"},
+            "in the script: compile=CompileOptions(mode='{value}')",
+        ),
+        "dynamo_use_fullgraph": "in the script: compile=CompileOptions(fullgraph=True)",
+        "dynamo_use_dynamic": "in the script: compile=CompileOptions(dynamic=True)",
+        "dynamo_use_regional_compilation": switch("compile", "blocks"),
+    },
+    "fsdp_config": FSDP,
+    "deepspeed_config": DEEPSPEED,
+    "parallelism_config": PARALLEL,
+    "megatron_lm_config": {f"megatron_lm_{key}": rule for key, rule in MEGATRON.items()},
+    "fp8_config": each(
+        """backend use_autocast_during_eval margin interval fp8_format amax_history_length amax_history_len
+        amax_compute_algorithm amax_compute_algo override_linear_precision optimization_level opt_level
+        enable_fsdp_float8_all_gather pad_inner_dim""",
+        "no counterpart: fp8 is torch's scaled products, one scale a tensor, without options",
+    ),
+    "mpirun_config": each("mpirun_hostfile mpirun_ccl", CLUSTER),
+    "ipex_config": {"ipex": "no counterpart: torch's own operations run on Intel CPUs and GPUs"},
+    "use_xpu": "nothing to take: an XPU is found by itself",
+    **each(
+        """ec2_instance_type iam_role_name image_uri profile region base_job_name pytorch_version
+        transformers_version py_version sagemaker_inputs_file sagemaker_metrics_file additional_args""",
+        "no counterpart: of SageMaker's jobs",
+    ),
+}

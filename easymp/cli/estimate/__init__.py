@@ -1,0 +1,195 @@
+"""Estimate the memory that a training needs on each rank, by strategy, precision and number of processes, and what fits this machine.
+
+MODEL is a number of parameters; safetensors weights (a file, an index or a folder), of which only headers are read; or module:callable,
+which is called without arguments to build the model. Nothing is allocated for it where that is possible.
+
+examples:
+  easymp estimate 7B                                        a transformer of 7 billion parameters
+  easymp estimate 350M --processes 1,8 --memory 80GB        on eight devices of 80 GB elsewhere
+  easymp estimate model.safetensors --optimizer sgd         weights, trained by SGD
+  easymp estimate train:make_model --input 32x3x224x224     with the activations of a batch
+  easymp estimate 7B --strategy fsdp --options '{"cpu_offload": true}'
+
+Not counted: the workspace of kernels, fragmentation, and without --input activations; a fifth of the memory is left to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ... import hardware
+from ...base.lazy import modules_at_first_use
+from ...base.units import read_bytes, size, unit
+from ...errors import SettingError, nearest
+from ...registry import ALIASES, PRECISIONS, STRATEGIES
+from ..config.rules import read_json
+from ..terminal import GREEN, RED, paint, print_json, table, wrap
+
+if TYPE_CHECKING:
+    from . import models
+    from . import rows as estimate_rows
+else:
+    modules_at_first_use(globals(), "models", estimate_rows="rows")  # they import torch
+
+DEFAULT_STRATEGIES = (
+    "single",
+    "ddp",
+    "zero1",
+    "fsdp",
+)  # the simplest first: the first that fits is suggested
+COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)
+SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+MOST = 10**13  # parameters
+FORMS = "a number of parameters (1.5B, 350M), weights (model.safetensors, its index.json), or module:callable"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="1.5B, model.safetensors, or module:callable")
+    add("--processes", default="1,2,4,8", metavar="N,...", help="how many ranks (1,2,4,8)")
+    add("--strategy", default="", metavar="NAME,...", help="which (single,ddp,zero1,fsdp)")
+    add("--precision", default="", metavar="NAME,...", help="which (fp32, and that of auto, or bf16)")
+    optimizer = "adamw, sgd, momentum, ... or how many tensors it keeps (adamw)"
+    add("--optimizer", default="adamw", metavar="NAME", help=optimizer)
+    add("--memory", metavar="SIZE", help="of a rank on another machine, such as 80GB; else this machine's")
+    per_node = "ranks of a node, for hsdp (this machine's devices, or all)"
+    add("--per-node", type=int, metavar="N", help=per_node)
+    add("--cpu", action="store_true", help="on the CPU, although there is an accelerator")
+    dtype = "of parameters: fp32, bf16, fp16 or own (fp32; of a callable: own)"
+    add("--dtype", metavar="NAME", help=dtype)
+    shape = "an argument of forward, such as 8x3x224x224 or 8x1024:int64; repeatable"
+    add("--input", action="append", default=[], metavar="SHAPE", help=shape)
+    add("--activation-checkpointing", action="store_true", help="repeated blocks keep their inputs only")
+    add("--options", metavar="JSON", help="of the one strategy that is named")
+    add("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    processes = [_count(word, "--processes") for word in _words(args.processes)]
+    strategies = _names(args.strategy, STRATEGIES, "strategy")
+    precisions = _names(args.precision, [*PRECISIONS, *ALIASES], "precision")
+    memory = read_bytes(args.memory, "--memory ") if args.memory else None
+    options = read_json(args.options, "--options") if args.options else None
+    kind = kind_of(args.model)  # a wrong word is refused before torch is imported
+    sized = models.read_model(args.model, kind, args.dtype)
+    found = estimate_rows.estimates(
+        sized,
+        hardware.detect(),
+        processes,
+        strategies,
+        precisions,
+        _optimizer(args.optimizer),
+        memory,
+        args.per_node,
+        args.cpu,
+        models.read_sample(args.input) or None,
+        options,
+        args.activation_checkpointing,
+    )
+    if args.json:
+        return print_json(_record(sized, found))
+    print(f"{sized.name}: {sized.parameters:,} parameters, {args.optimizer}\n")
+    print(_table(found))
+    for line in (*found.refused, *found.notes):
+        print(wrap(f"- {line}", "  "))
+    print()
+    print(paint(wrap(found.suggestion), GREEN if found.smallest else RED))
+    return 0
+
+
+def kind_of(text: str) -> int | str:
+    """What MODEL names: a number of parameters, "weights" or "callable".
+
+    Raises:
+        SettingError: none of these.
+    """
+    found = COUNT.fullmatch(text.strip())
+    if found:
+        number = float(re.sub("[_,]", "", found[1])) * SCALE[found[2].lower()]
+        if not 1 <= number <= MOST:
+            raise SettingError(f"{text!r} is no number of parameters from 1 to {MOST:.0e}")
+        return round(number)
+    if os.path.exists(text) or "://" in text or text.endswith((".safetensors", ".json")):
+        return "weights"
+    if re.fullmatch(r"[\w.]+:[\w.]+", text):
+        return "callable"
+    raise SettingError(f"{text!r} is no model: pass {FORMS}")
+
+
+def _table(found: estimate_rows.Estimates) -> str:
+    name, scale = unit(max(max(row.need.total, row.available) for row in found.rows))
+    batch = ["activations"] * any(row.need.activations for row in found.rows)
+    names = ["weights", "gradients", "states", "copies", *batch, "total"]
+    rows: list[list[Any]] = [["on", "strategy", "precision", *names, "spare"]]
+    for row in found.rows:
+        need = row.need
+        sizes = {
+            "weights": need.weights + need.buffers,
+            "gradients": need.gradients,
+            "states": need.states + need.masters,
+            "copies": need.copies + need.gathered + need.reducing,
+            "activations": need.activations,
+            "total": need.total,
+        }
+        numbers = [f"{sizes[name] / scale:,.2f}" if sizes[name] else "-" for name in names]
+        rows.append([need.world, need.strategy, need.precision, *numbers, f"{row.spare / scale:+,.2f}"])
+    available = {row.available for row in found.rows}
+    shared = ", shared by the processes," if len(available) > 1 else ""
+    legend = (
+        f"{name} a rank. weights: with buffers; states: with fp32 masters; copies: low-precision weights, and "
+        f"weights and gradients on their way between ranks; spare: of {size(max(available))}{shared} less "
+        f"{estimate_rows.SPARE:.0%} for activations and workspace."
+    )
+    return f"{table(rows, right={0, *range(3, len(rows[0]))})}\n\n{wrap(legend)}"
+
+
+def _record(sized: models.Sized, found: estimate_rows.Estimates) -> dict[str, Any]:
+    def named(row: estimate_rows.Row | None) -> dict[str, Any] | None:
+        if row is None:
+            return None
+        need = row.need
+        return {"strategy": need.strategy, "processes": need.world, "precision": need.precision}
+
+    def record(row: estimate_rows.Row) -> dict[str, Any]:
+        facts = {"available": row.available, "fits": row.fits, "spare": row.spare}
+        return {**dataclasses.asdict(row.need), "total": row.need.total, **facts}
+
+    return {
+        "model": sized.name,
+        "parameters": sized.parameters,
+        "rows": [record(row) for row in found.rows],
+        "refused": found.refused,
+        "notes": found.notes,
+        "suggested": named(found.suggested),
+        "smallest": named(found.smallest),
+        "suggestion": found.suggestion,
+    }
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _names(text: str, known: Iterable[str], what: str) -> list[str]:
+    for name in _words(text):
+        if name not in known:
+            raise SettingError(f"{what} {name!r} is not one of {', '.join(known)}{nearest(name, known)}")
+    return _words(text)
+
+
+def _count(word: str, what: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise SettingError(f"{what} {word!r} is not a whole number of at least 1")
+    return int(word)
+
+
+def _optimizer(word: str) -> str | int:
+    if word.isdecimal():
+        return int(word)
+    of_sgd = (name for name in estimate_rows.STATES if name.endswith(f" {word.lower()}"))  # "momentum"
+    return next(of_sgd, word)

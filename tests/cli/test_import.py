@@ -1,0 +1,437 @@
+"""``easymp config --from``: configurations of Accelerate and DeepSpeed, a sentence for each key."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from easymp.cli.config.accelerate import ACCELERATE, KINDS, import_file
+from easymp.cli.config.deepspeed import DEEPSPEED
+from easymp.cli.config.rules import read_json
+from easymp.errors import SettingError
+from easymp.options import GradScalerKwargs
+from easymp.precision import rule_from
+from easymp.registry import STRATEGIES
+from easymp.settings import Launching, Settings, resolve
+from easymp.strategies import read_options
+
+SHARDED = """
+compute_environment: LOCAL_MACHINE
+debug: true
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_offload_params: true
+  fsdp_reshard_after_forward: SHARD_GRAD_OP
+  fsdp_transformer_layer_cls_to_wrap: GPT2Block,BertLayer
+  fsdp_version: 1
+machine_rank: 1
+main_process_ip: 10.0.0.1
+main_process_port: 29501
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+use_cpu: false
+"""
+ENGINE = """{
+  "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4,
+  "fp16": {"enabled": true, "loss_scale": 0, // automatic
+           "initial_scale_power": 8, "loss_scale_window": 500, "hysteresis": 2},
+  "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "overlap_comm": true}, # at url http://x
+  "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.95], "torch_adam": true}},
+  "gradient_clipping": 0.5,
+}"""
+QUESTIONS = {
+    "mixed_precision": "auto",
+    "strategy": "auto",
+    "gradient_accumulation_steps": 1,
+}  # always written
+
+
+@pytest.fixture
+def take(config: Callable[..., str]) -> Callable[..., tuple[dict[str, Any], str]]:
+    """Imports a text on a machine with eight GPUs; returns what is written beyond the defaults, and what is said."""
+
+    def run(text: str | dict[str, Any], name: str = "given.yaml", machine: str = "8xH100"):
+        Path(name).write_text(text if isinstance(text, str) else json.dumps(text))  # JSON is YAML, too
+        said = config(machine, "--yes", "--from", name, "--file", "new.toml")
+        found = tomllib.loads(Path("new.toml").read_text())
+        Path("new.toml").unlink()
+        found = {key: value for key, value in found.items() if QUESTIONS.get(key) != value and value != {}}
+        return found, said
+
+    return run
+
+
+def said_of(said: str, start: str) -> str:
+    """The sentence under the line of a key."""
+    lines = said.splitlines()
+    return lines[next(i for i, line in enumerate(lines) if line.startswith(start)) + 1]
+
+
+def test_a_sharded_training_of_accelerate(take):
+    found, said = take(SHARDED)
+    assert found == {
+        "debug": True,
+        "strategy": "fsdp",
+        "mixed_precision": "bf16",
+        "activation_checkpointing": "blocks",
+        "launch": {"main_address": "10.0.0.1", "main_port": 29501, "nodes": "2", "processes": 8},
+        "strategy_options": {
+            "cpu_offload": True,
+            "reshard_after_forward": False,
+            "wrap": ["GPT2Block", "BertLayer"],
+        },
+    }
+    assert "--node-rank 1" in said_of(said, "machine_rank")
+    assert "In the script" not in said
+
+
+def test_a_configuration_of_deepspeed(take):
+    found, said = take(ENGINE, "ds_config.json")
+    assert found == {
+        "gradient_accumulation_steps": 4,
+        "mixed_precision": "fp16",
+        "strategy": "fsdp",
+        "strategy_options": {"reshard_after_forward": False, "cpu_offload": True},
+    }
+    scaler = "GradScalerKwargs(init_scale=256.0, growth_interval=500, hysteresis=2)"
+    assert f"In the script\nAccelerator(kwargs_handlers=[{scaler}])" in said
+    adam = "torch.optim.AdamW(model.parameters(), lr=0.001, betas=(0.9, 0.95)); no counterpart: torch_adam"
+    assert adam in said_of(said, "optimizer")
+    assert "accelerator.clip_grad_norm_(model.parameters(), 0.5)" in said_of(said, "gradient_clipping")
+    assert "4 x 4 on 4 processes" in said_of(said, "train_batch_size")
+    assert said_of(said, "zero_optimization.overlap_comm").strip().startswith("no counterpart")
+    plain = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
+    assert "lr=0.001, weight_decay=0.0)" in said_of(
+        take(plain)[1], "optimizer"
+    )  # DeepSpeed's default, not torch's
+
+
+def test_a_file_for_several_processes_on_a_machine_that_starts_one(config):
+    Path("ds_config.json").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
+    words = ["--yes", "--from", "ds_config.json"]
+    said = config("laptop CPU", *words)
+    assert "is for several processes" in said and re.search(r"processes +2 \(assumed\)", said)
+    assert said.endswith("easymp launch --processes 2 train.py\n")
+    assert resolve().strategy == "fsdp" and "\nprocesses" not in Path("easymp.toml").read_text()
+    assert "strategy = fsdp cannot run here" in config("laptop CPU", *words, "--set", "processes=1", code=1)
+    config("laptop CPU", *words, "--set", "strategy=single", "--file", "single.toml")
+    assert "strategy_options" not in Path("single.toml").read_text()
+
+
+def test_what_was_said_and_stands_in_the_file_and_in_the_peer_s(config):
+    Path("ds.json").write_text(
+        '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}, "train_batch_size": 1}'
+    )
+    Path("easymp.toml").write_text("mixed_precision = 'bf16'\ngradient_accumulation_steps = 4\nseed = 3\n")
+    config("2xA100 NVLink", "--yes", "--from", "ds.json", "--set", "project_dir=runs")
+    found = resolve()
+    assert found.strategy_options == {"reshard_after_forward": False}
+    assert (found.mixed_precision, found.strategy, found.gradient_accumulation_steps, found.seed) == (
+        *("fp16", "fsdp"),
+        *(4, 3),
+    )
+    Path("bf16.json").write_text('{"bf16": {"enabled": true}}')
+    said = config("T4", "--yes", "--from", "bf16.json", "--file", "new.toml", code=1)
+    assert "bf16.json: mixed_precision = bf16 cannot run here" in said
+
+
+def test_a_file_that_names_another_is_read_with_it(take, config):
+    Path("ds.json").write_text(ENGINE)
+    engine = {"deepspeed_config_file": "ds.json"}
+    outer = {"distributed_type": "DEEPSPEED", "deepspeed_config": engine, "num_processes": 4}
+    found, _ = take(outer)
+    assert (found["strategy"], found["mixed_precision"], found["launch"]) == (
+        "fsdp",
+        "fp16",
+        {"processes": 4},
+    )
+    for change, words in (
+        ({"gradient_accumulation_steps": 2}, "ds.json, line 2: gradient_accumulation_steps would be"),
+        ({"deepspeed_config": {"deepspeed_config_file": "/absent.json"}}, "absent.json' is no file"),
+    ):
+        Path("given.yaml").write_text(json.dumps({**outer, **change}))
+        assert words in config("8xH100", "--yes", "--from", "given.yaml", code=1)
+
+
+def multi(kind: str = "MULTI_GPU", **more: Any) -> dict[str, Any]:
+    """A file of Accelerate for four processes."""
+    return {"distributed_type": kind, "num_processes": 4, **more}
+
+
+DDP, FOUR, BF16 = {"strategy": "ddp"}, {"launch": {"processes": 4}}, {"mixed_precision": "bf16"}
+ONE, TP = {"launch": {"processes": 1}}, {"strategy": "tensor_parallel", "strategy_options": {"size": 2}}
+HSDP = {"strategy": "hsdp", "strategy_options": {"shard_size": 2}}
+SPLIT = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"distributed_type": "NO"}, ONE),
+        ({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}, {"cpu": True} | ONE),
+        (multi(), DDP | FOUR),
+        (multi(num_processes=1), ONE),
+        (multi(num_processes=-1), DDP),
+        (multi(num_processes=5, num_machines=2), DDP | {"launch": {"nodes": "2"}}),
+        (multi("MULTI_CPU"), DDP | FOUR | {"cpu": True}),
+        (multi(mixed_precision="no"), DDP | FOUR | {"mixed_precision": "fp32"}),
+        (multi(mixed_precision=False), DDP | FOUR | {"mixed_precision": "fp32"}),
+        (multi(fp16=True), DDP | FOUR | {"mixed_precision": "fp16"}),
+        (multi("XLA"), FOUR),
+        (multi(main_process_port=0, gpu_ids="0,1"), DDP | FOUR),
+        (multi(dynamo_config={"dynamo_backend": "INDUCTOR"}), DDP | FOUR | {"compile": "model"}),
+        (multi("FSDP", fsdp_config={"fsdp_sharding_strategy": 4}), {"strategy": "hsdp"} | FOUR),
+        (multi("FSDP", fsdp_config={"fsdp_sharding_strategy": "NO_SHARD"}), DDP | FOUR),
+        (multi("DEEPSPEED", deepspeed_config={"zero_stage": 1}), {"strategy": "zero1"} | FOUR),
+        (multi("DEEPSPEED", deepspeed_config={"zero_stage": 0}), DDP | FOUR),
+        (multi("MEGATRON_LM", megatron_lm_config={"megatron_lm_tp_degree": 2}), TP | FOUR),
+        (
+            multi("MEGATRON_LM", megatron_lm_config={"megatron_lm_pp_degree": 2}),
+            {"strategy": "pipeline"} | FOUR,
+        ),
+        (multi(parallelism_config=SPLIT), HSDP | FOUR),
+        ({"fp16": {"enabled": "auto"}, "train_batch_size": "auto"}, {}),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, BF16 | {"strategy": "zero1"}),
+        ({"amp": {"enabled": True, "opt_level": "O2"}}, {"mixed_precision": "O2"}),
+        ({"tensor_parallel": {"autotp_size": 2}}, TP),
+        ({"tensorboard": {"enabled": True}, "wandb": {"enabled": True}}, {"log_with": "tensorboard,wandb"}),
+    ],
+)
+def test_what_is_taken(take, given, taken):
+    assert take(given)[0] == taken
+
+
+ZERO, OFF = "zero_optimization", {"offload_param": {"device": "cpu"}}
+REFILL = {"fp16": {"enabled": True, "consecutive_hysteresis": True}}
+WARM_UP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}
+CYCLE = {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "line", "words"),
+    [
+        (multi(num_proceses=8), "num_proceses", "unknown, nothing taken: .*did you mean 'num_processes'"),
+        ({ZERO: {"stge": 1}}, f"{ZERO}.stge", "did you mean 'stage'"),
+        (multi(num_machines=3), "num_processes", "4 processes do not divide among 3 machines"),
+        (multi(gpu_ids="0,1"), "gpu_ids", "CUDA_VISIBLE_DEVICES=0,1"),
+        (multi(fsdp_config={"fsdp_version": 2}), "fsdp_config", "not in force: .* MULTI_GPU"),
+        ({ZERO: OFF}, f"{ZERO}.off", "strategy stays auto"),
+        ({ZERO: {"stage": 1, **OFF}}, f"{ZERO}.off", "zero1 has no option"),
+        ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}}, f"{ZERO}.off", "moved to disks"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer", "no counterpart: OneBitAdam"),
+        ({"optimizer": {"type": "Lamb", "params": {"lr": "auto"}}}, "optimizer", r"easymp.optim.LAMB\(model"),
+        (WARM_UP, "scheduler", r"math.log\(i \+ 1\) / math.log\(9\) if i < 9"),
+        (CYCLE, "scheduler", r"easymp.compat.deepspeed.OneCycle\(optimizer, cycle_min_lr=0.1\)"),
+        (REFILL, "fp16.consecutive_hysteresis", r"GradScalerKwargs\(refill_each_step=True\)"),
+        ({"fp16": {"enabled": False, "loss_scale": 8}}, "fp16.loss_scale", "fp16 is not enabled"),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4},
+            "train_batch",
+            r"= 64 / \(4 x processes\)",
+        ),
+        ({"bf16": {"enabled": True}}, "(no gradient_clipping)", "clips at 1.0"),
+        ({"flops_profiler": {"enabled": False, "profile_step": 1}}, "flops_profiler", "off"),
+    ],
+)
+def test_what_is_said(take, given, line, words):
+    assert re.search(words, said_of(take(given)[1], line))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        (
+            "a.yaml",
+            "distributed_type: MULTI_GPU\nnum_processes: eight\n",
+            "a.yaml, line 2: num_processes = eight",
+        ),
+        ("a.yaml", "distributed_type: MULTI_GPUS\n", "line 1: distributed_type = MULTI_GPUS is not one of"),
+        ("a.yaml", "debug: true\nmixed_precision: bf61\n", "line 2: mixed_precision = 'bf61' is not one of"),
+        ("a.yaml", "debug: true\nuse_cpu: no\ndebug: false\n", "'debug' stands twice, on lines 1, 3"),
+        (
+            "a.yaml",
+            "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 7\n",
+            "line 3: fsdp_config.fsdp_sharding_strategy = 7",
+        ),
+        ("a.yaml", "debug: [1\n", "is not valid YAML"),
+        ("a.yaml", "a: &x [*x]\ndebug: *x\n", "nested without end"),
+        ("a.yaml", "- 1\n", "holds a list"),
+        ("a.yaml", "\n", "is empty"),
+        ("a.toml", "x = 1\n", "holds a str"),
+        ("a.yaml", "learning_rate: 1\n", "neither Accelerate nor DeepSpeed"),
+        (
+            "a.json",
+            '{"bf16": {"enabled": true},\n "fp16": {"enabled": true}}',
+            "fp16 and bf16 are enabled at once",
+        ),
+        ("a.json", '{"fp16": {"enabled": true},\n "fp16": {}}', "'fp16' stands twice, on lines 1, 2"),
+        ("a.json", '{"fp16": 1}', "line 1: fp16 = 1 is no group of keys"),
+        ("a.json", '{"gradient_accumulation_steps": 0}', "below the smallest possible value, 1"),
+        (
+            "a.json",
+            '{"zero_optimization":\n {"stage": 4}}',
+            "line 2: zero_optimization.stage = 4 is no stage",
+        ),
+        (
+            "a.json",
+            '{"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}',
+            "no multiple of 2",
+        ),
+        ("a.json", '{\n"a" 1}', "a.json, line 2"),
+        ("a.json", '{"a": /* no end', "a.json, line 1"),
+        ("a.json", '{"a": NaN}', "NaN is not a finite number"),
+        ("a.json", '{"a": 1e999}', "1e999 is not a finite number"),
+        ("a.json", "{'a': 1}", "a.json, line 1"),
+        ("a.json", "{} {}", "a.json, line 1"),
+        ("a.json", "[" * 100_000, "a.json"),
+        ("a.json", '{"a": ' + "9" * 5000 + "}", "a.json cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_its_line(name, text, words, config):
+    Path(name).write_text(text)
+    assert words in config("8xH100", "--yes", "--from", name, code=1)
+    assert not Path("easymp.toml").exists()
+
+
+def test_without_pyyaml_it_is_said_what_to_install(config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    Path("a.yaml").write_text(SHARDED)
+    assert "pip install 'easymp[yaml]'" in config("8xH100", "--yes", "--from", "a.yaml", code=1)
+    Path("ds").write_text(ENGINE)
+    assert "(DeepSpeed)" in config("8xH100", "--yes", "--from", "ds")  # JSON needs nothing
+
+
+# -- JSON with comments ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"a": 1, // one\n "b": [1, 2.5, -3e2,], # two\n}', {"a": 1, "b": [1, 2.5, -300.0]}),
+        ('# head\n{"url": "http://x/#y", "c": "/* no */"} // tail', {"url": "http://x/#y", "c": "/* no */"}),
+        ('{/* block\n over lines */"a": true,"b":null}', {"a": True, "b": None}),
+        (r'{"quote\"d": "back\\", "e": "\u00e9", "f": ",]"}', {'quote"d': "back\\", "e": "é", "f": ",]"}),
+        ('{"n": 5//comment\n}', {"n": 5}),
+        ("\ufeff[]", []),
+    ],
+)
+def test_comments_go_and_strings_stay(text, value):
+    assert read_json(text, "f") == value
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(PLAIN, st.sampled_from(["", "# x\n", "// x\n", "/* x */", "\n"]))
+def test_all_of_json_is_read(value, between):
+    text = json.dumps(value, indent=1).replace("\n", f" {between}\n")
+    assert read_json(f"{between}{text}", "f") == value
+
+
+# -- every key ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_key_that_accelerate_writes_is_known() -> None:
+    spec = importlib.util.find_spec("accelerate")
+    if spec is None or spec.origin is None:
+        pytest.skip("an optional package is not installed: accelerate (the extra 'bench')")
+    commands = Path(spec.origin).parent / "commands"
+    tree = ast.parse((commands / "config" / "config_args.py").read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    nodes = [n for c in classes for n in c.body if isinstance(n, ast.AnnAssign)]
+    fields = {n.target.id for n in nodes if isinstance(n.target, ast.Name)}
+    assert len(fields) > 30 and fields - {*ACCELERATE} == set()
+    pattern = r'"--((?:fsdp|parallelism_config|megatron_lm|dynamo)_\w+)"'
+    flags = set(re.findall(pattern, (commands / "launch.py").read_text()))
+    ours = {key for rules in ACCELERATE.values() if isinstance(rules, dict) for key in rules}
+    assert len(flags) > 30 and flags - ours == set()
+
+
+def leaves(rules: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    return [
+        leaf
+        for key, rule in rules.items()
+        for leaf in (leaves(rule, (*path, key)) if isinstance(rule, dict) else [(*path, key)])
+    ]
+
+
+WORDS = [
+    None,
+    True,
+    False,
+    "no",
+    "auto",
+    "cpu",
+    "nvme",
+    "bf16",
+    *KINDS,
+    "NO_SHARD",
+    0,
+    1,
+    2,
+    3,
+    8,
+    -1,
+    0.5,
+    1e40,
+    "1e8",
+]
+TYPED = {
+    "type": st.sampled_from(["Adam", "WarmupCosineLR", "StepLR", "x"]),
+    "params": st.just({"lr": 1, "x": []}),
+}
+VALUES = (
+    st.sampled_from(WORDS)
+    | st.text(max_size=5)
+    | st.lists(st.integers(), max_size=2)
+    | st.fixed_dictionaries(TYPED)
+)
+
+
+@pytest.mark.parametrize("rules", [ACCELERATE, DEEPSPEED], ids=["accelerate", "deepspeed"])
+@hypothesis_settings(max_examples=60)
+@given(data=st.data())
+def test_any_values_are_taken_or_refused_and_no_line_is_lost(tmp_path, rules, data):
+    chosen = data.draw(st.lists(st.sampled_from(leaves(rules)), min_size=1, max_size=6, unique=True))
+    content: dict[str, Any] = {}
+    for *sections, key in chosen:
+        inside = content
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[key] = data.draw(VALUES)
+    (tmp_path / "given.json").write_text(json.dumps(content))
+    try:
+        found = import_file(tmp_path / "given.json")
+    except SettingError:
+        return
+    taken, _ = Settings(**found.settings), Launching(**found.launching)
+    names = {"Accelerator": dict, "GradScalerKwargs": GradScalerKwargs}
+    for handler in eval(found.script or "{}", names).get(
+        "kwargs_handlers", ()
+    ):  # what the script is told to pass
+        rule_from(handler)
+    if found.options:
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in found.options.items()}
+        read_options(STRATEGIES[taken.strategy], options, {})
+    assert {key.split(":")[0] for key, _ in found.lines} >= {".".join(path) for path in chosen}
+    assert all(text for _, text in found.lines)
