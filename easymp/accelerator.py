@@ -92,7 +92,7 @@ ELSEWHERE = {
 
 
 class Accelerator(Processes, Resuming, Weights):
-    """Trains one script on whatever is here.
+    """Trains a script on the hardware that is here, from a laptop to several nodes.
 
     Settings come from these arguments, else from ``EASYMP_`` variables, else from ``easymp.toml``, else they are detected;
     ``print(accelerator)`` shows each decision with its reason.

@@ -1,4 +1,4 @@
-"""What can go wrong, as types. Every message says what was passed, why not, and what to do.
+"""The errors of easymp. Every message says what was passed, why it cannot be had, and what to do.
 
 The classes also derive from the builtin that a careful caller would expect (ValueError, RuntimeError …), so that existing
 ``except`` clauses keep working.

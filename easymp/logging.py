@@ -1,4 +1,4 @@
-"""`get_logger` where scripts for Accelerate look for it."""
+"""A logger that speaks on rank 0, and a progress bar on the first process of each node."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 from .base import env
 
 __all__ = ["get_logger"]
-
-
-# -- Messages that come once, not once a rank.
 
 
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")

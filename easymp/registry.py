@@ -1,4 +1,4 @@
-"""The strategies and the precisions, by name: adding one is a file and a line here.
+"""The one list of strategies and precisions: adding one is a file and a line here.
 
 Each class is imported when it is first asked for, so that a run pays for the one it uses. Settings, the command line and
 `easymp config` take their words from here.

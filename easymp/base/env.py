@@ -1,4 +1,4 @@
-"""The one door to the process environment: nothing else in easymp reads or writes it.
+"""The process environment. No other module of easymp reads or writes it.
 
 Names easymp owns start with ``EASYMP_``; the launch variables (``RANK``, ``WORLD_SIZE`` …) are torchrun's.
 """

@@ -1,4 +1,4 @@
-"""Names that are loaded when they are first asked for: a run pays for what it uses, and ``easymp --help`` for nothing."""
+"""Lazy imports: names and modules that are loaded at first use, so that ``easymp --help`` does not wait for torch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def at_first_use(
         package: its ``__name__``.
         namespace: its ``globals()``, which keep what was loaded.
         public: names for everyone.
-        inner: names for other rooms of this house, which ``__all__`` leaves out.
-        elsewhere: names that are looked for here, and where they are: an ImportError, for Python replaces the words of others in
-            ``from … import``.
+        inner: names for easymp's other packages, which ``__all__`` leaves out.
+        elsewhere: names that are looked for here → where they are, the text of an ImportError.
     """
     home = {name: file for homes in (public, inner or {}) for file, names in homes.items() for name in names}
     listed = sorted(name for names in public.values() for name in names)

@@ -94,4 +94,4 @@ def diverge(rank: int) -> None:
         if _shared:
             seed_all(own)
         else:
-            torch.manual_seed(own)  # nobody seeded Python's and NumPy's streams: they differ already
+            torch.manual_seed(own)  # Python's and NumPy's streams were not seeded, and differ already

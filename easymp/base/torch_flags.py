@@ -42,8 +42,8 @@ def switch(tf32: bool, deterministic: bool, undo: Callable[..., Any]) -> None:
 def _remember(undo: Callable[..., Any]) -> None:
     """Tell `undo` how TF32 is switched now.
 
-    torch 2.9 and newer have switches of another kind (``fp32_precision``), which the older ones set, too; but once somebody has used the
-    newer ones, to read an older one is an error where it cannot say the same.
+    torch 2.9 and newer have switches of another kind (``fp32_precision``), which the older ones set, too. After a script has used
+    the newer ones, reading an older one is an error where the two disagree.
     """
     backends: Any = torch.backends
     try:

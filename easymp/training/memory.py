@@ -261,7 +261,7 @@ def table(
 
 
 class Counted(nn.Module):
-    """A model of which only the number of parameters is known."""
+    """A model that is known by its number of parameters only."""
 
     def __init__(self, parameters: int) -> None:
         super().__init__()

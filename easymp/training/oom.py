@@ -119,7 +119,7 @@ def _attempt(
     before = [model for accelerator in accelerators() for model in accelerator._prepared.models]
     try:
         result, outcome = function(*args, **kwargs), "done"
-    except Exception as error:  # whatever it is, the others wait to hear of it
+    except Exception as error:  # of any kind: the other ranks wait to hear of it
         if out_of_memory(error):
             outcome = "out of memory"
         elif notes is not None and notes.someone_ran_out():
