@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from .strategies.tensor_parallel import TensorParallelOptions as TensorParallelOptions
     from .strategies.transforms import CompileOptions as CompileOptions
     from .trackers.own import GeneralTracker as GeneralTracker
+    from .training import memory as memory
     from .training.collectives import broadcast as broadcast
     from .training.collectives import broadcast_object_list as broadcast_object_list
     from .training.collectives import gather as gather
@@ -116,6 +117,7 @@ _HOMES = {
     "trackers.own": "GeneralTracker",
     "training.collectives": "broadcast broadcast_object_list gather "
     "gather_object pad_across_processes reduce",
+    "training.memory": "memory",
     "training.oom": "find_executable_batch_size release_memory",
     "training.state": "AcceleratorState GradientState PartialState",
     "training.wrapper": "forward_method",

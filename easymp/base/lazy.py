@@ -23,7 +23,7 @@ def at_first_use(
     Args:
         package: its ``__name__``.
         namespace: its ``globals()``, which keep what was loaded.
-        public: names for everyone.
+        public: names in ``__all__``, by module. A name that ends its module's path is the module itself.
         inner: names for easymp's other packages, which ``__all__`` leaves out.
         elsewhere: names that are looked for here → where they are, the text of an ImportError.
     """
@@ -35,7 +35,8 @@ def at_first_use(
             raise ImportError(f"{package} has no {name!r}: {elsewhere[name]}")
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = namespace[name] = getattr(imported(f".{home[name]}", package), name)
+        module = imported(f".{home[name]}", package)
+        value = namespace[name] = module if home[name].endswith(f".{name}") else getattr(module, name)
         return value
 
     return listed, load, lambda: listed

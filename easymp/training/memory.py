@@ -1,7 +1,7 @@
 """Memory that one rank needs to train a model: by arithmetic, for any strategy, precision and optimizer.
 
 ```
-from easymp.training import memory
+from easymp import memory
 
 print(memory.estimate(model, strategy="fsdp", precision="bf16", world=8, sample=(batch,)))
 print(memory.table(model, world=8))
