@@ -26,8 +26,7 @@ from .base.dtensor import local
 from .base.lazy import modules_at_first_use
 from .base.rng import set_seed
 from .base.torch_flags import switch
-from .checkpoint.export import Weights
-from .checkpoint.resume import Resuming
+from .checkpoint.api import Checkpoints
 from .distributed.processes import Processes
 from .errors import RefusedError, SettingError, StepError, failing, nearest
 from .logging import get_logger
@@ -91,7 +90,7 @@ ELSEWHERE = {
 }
 
 
-class Accelerator(Processes, Resuming, Weights):
+class Accelerator(Processes, Checkpoints):
     """Trains a script on the hardware that is here, from a laptop to several nodes.
 
     Settings come from these arguments, else from ``EASYMP_`` variables, else from ``easymp.toml``, else they are detected;

@@ -35,7 +35,7 @@ PRELOAD = [
     "torch.utils.data", "torch.distributed.algorithms.join", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "easymp.accelerator", "easymp.training.prepare", "easymp.trackers.logbook",
-    "easymp.checkpoint.run_state", "easymp.checkpoint.preemption", "easymp.training.oom",
+    "easymp.checkpoint.run_state", "easymp.checkpoint.resume", "easymp.training.oom",
     "easymp.training.nonfinite", "easymp.strategies.transforms", "easymp.strategies.transforms",
     "easymp.checkpoint.load", "easymp.checkpoint.save", "easymp.strategies.ddp", "easymp.strategies.fsdp",
     "easymp.strategies.zero1", "tests.frozen",

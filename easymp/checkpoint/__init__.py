@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from .catalog import list_checkpoints as list_checkpoints
     from .catalog import prune as prune
     from .catalog import verify as verify
-    from .merging import merge as merge
+    from .convert import convert as convert
+    from .convert import merge as merge
     from .progress import Progress as Progress
-    from .weights import convert as convert
 
 _HOMES = {
     "accelerate_import": ("AccelerateStates", "read_accelerate"),
@@ -33,28 +33,8 @@ _HOMES = {
         *("Contents", "Damage", "Difference", "Entry", "Pruned"),
         *("diff", "inspect", "list_checkpoints", "prune", "verify"),
     ),
-    "merging": ("merge",),
+    "convert": ("convert", "merge"),
     "progress": ("Progress",),
-    "weights": ("convert",),
-}
-# What an Accelerator takes from here; for no one else.
-_INNER = {
-    "accelerate_import": ("LOADERS", "Translated", "is_accelerate_folder"),
-    "folders": ("step_folder", "step_of", "parted", "open_storage"),
-    "gather": ("Gathering", "hand_over"),
-    "hooks": ("HookFolder", "NONE", "folder_to_read"),
-    "huggingface": ("Item", "cut", "save_tree", "write_model"),
-    "layout": ("on_host",),
-    "lineage": ("below", "damage", "is_checkpoint", "newest"),
-    "load": ("check_like", "load_checkpoint", "put_in_place"),
-    "lock": ("hold",),
-    "model_state": ("OptimizerState",),
-    "objects": ("ObjectState",),
-    "progress": ("of_ranks",),
-    "run_state": ("RandomState", "kept_of", "numbered"),
-    "save": ("Saves", "Target"),
-    "snapshot": ("first", "trouble"),
-    "source": ("canonical", "open_source"),
 }
 
-__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES, _INNER)
+__all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

@@ -1,4 +1,4 @@
-"""Which checkpoints lie in a folder, and what became of the others that were begun there."""
+"""What `easymp checkpoint list`, `inspect`, `verify`, `diff` and `prune` do. Nothing here needs a model or a process group."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ from .read_plan import expected, faults, one_by_one, room
 from .snapshot import group
 from .storage import Storage
 
+LONG = 60  # characters of a value that is shown
+TRACKING = "state/tracking"  # names and positions of logs, which differ between equal runs
+
+# -- list --------------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -46,15 +51,15 @@ class Entry:
     Attributes:
         name: of the folder.
         size: bytes in its files.
-        written: when, in ISO 8601, UTC; None where nobody knows.
-        step: optimizer updates until then; None where no manifest says so.
-        world_size: ranks that wrote it; likewise.
+        written: when, in ISO 8601, UTC; None if unknown.
+        step: optimizer updates until then; None without a manifest.
+        world_size: ranks that wrote it; None without a manifest.
         committed: whether it counts.
-        why: what is wrong with it, in a sentence; "" where nothing is.
-        newest: whether `resume` takes it: of those that are named by steps, the committed one that was saved last.
-        line: identifier of the line of saves that it belongs to; None where no manifest says so.
-        parent: name of the checkpoint that its run had loaded or saved before; "" where there was none.
-        abandoned: whether `resume` leaves it out, as a run went on from an earlier one, or began without any.
+        why: why it does not count, in a sentence; "" if it does.
+        newest: whether `resume` takes it: the last committed checkpoint of the current line.
+        line: identifier of its line of saves; None without a manifest.
+        parent: name of the checkpoint that its run had loaded or saved before; "" for the first.
+        abandoned: whether `resume` leaves it out, because a run went on from an earlier one or began anew.
     """
 
     name: str
@@ -71,8 +76,7 @@ class Entry:
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
-    """What is in the folder or URL `root`: in the order in which it was saved, first what has no manifest. Tensors
-    are not read.
+    """List the checkpoints in the folder or URL `root` in the order of their saves; those without a manifest come first.
 
     Raises:
         CheckpointError: `root` is itself a checkpoint.
@@ -84,21 +88,14 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
         raise CheckpointError(
             f"{storage.place} is itself a checkpoint: pass the folder above it, or inspect this one"
         )
-    found = sorted((_entry(storage, name, names) for name in names if _is_one(storage, name)), key=_order)
-    last, _, _ = newest(storage)
-    saved, _ = survey(storage)
+    found = [_entry(storage, name, names) for name in names if _is_listed(storage, name)]
+    found.sort(key=lambda e: (e.step is not None, e.written or "", e.step or 0, e.name))
+    last, (saved, _) = newest(storage)[0], survey(storage)
     left = {it.folder for it in saved if not it.leads_to(saved[-1])}
-    return [
-        replace(entry, newest=entry.name == last, abandoned=entry.committed and entry.name in left)
-        for entry in found
-    ]
+    return [replace(e, newest=e.name == last, abandoned=e.committed and e.name in left) for e in found]
 
 
-def _order(entry: Entry) -> tuple[bool, str, int, str]:
-    return entry.step is not None, entry.written or "", entry.step or 0, entry.name
-
-
-def _is_one(storage: Storage, name: str) -> bool:
+def _is_listed(storage: Storage, name: str) -> bool:
     owner = writing(name)
     if step_of(name) is not None or (owner is not None and name != lock_of(owner)):
         return True
@@ -106,39 +103,36 @@ def _is_one(storage: Storage, name: str) -> bool:
 
 
 def _entry(storage: Storage, name: str, names: Sequence[str]) -> Entry:
-    place, owner = inside(storage.place, name), writing(name)
-    left_over = (
-        "being written, or left over" if lock_of(owner or checkpoint_of(name)) in names else "left over"
-    )
+    owner = writing(name)
+    locked = lock_of(owner or checkpoint_of(name)) in names
+    left_over = "being written, or left over" if locked else "left over"
     try:
         manifest = open_manifest(storage, name)
     except (CheckpointError, OSError) as error:
-        committed = _sealed(storage, name)
-        why = str(error).removeprefix(f"{place}: ")
-        if owner is not None or (left_over.startswith("being") and not committed):
+        try:
+            sealed = is_committed(storage, name)
+        except OSError:
+            sealed = False
+        why = str(error).removeprefix(f"{inside(storage.place, name)}: ")
+        if owner is not None or (locked and not sealed):
             why = f"{left_over} from a save that did not end ({why})"
-        return Entry(name, bytes_in(storage, name), _modified(storage, name), committed=committed, why=why)
+        return Entry(name, _bytes_in(storage, name), _modified(storage, name), committed=sealed, why=why)
     why = ""
     if owner is not None:
         why = f"{left_over}: it was replaced, or its save ended before its renaming"
     elif (counts := current(storage, checkpoint_of(name))) != name:
         why = f"replaced by {counts}"
-    return Entry(
-        *(name, bytes_of(manifest), manifest.written, manifest.step, manifest.world_size, not why, why),
-        line=manifest.lineage.line,
-        parent=manifest.lineage.parent,
-    )
+    facts = (name, _bytes_of(manifest), manifest.written, manifest.step, manifest.world_size, not why, why)
+    return Entry(*facts, line=manifest.lineage.line, parent=manifest.lineage.parent)
 
 
-def bytes_of(manifest: Manifest) -> int:
-    """Bytes of its files, beside the manifest."""
+def _bytes_of(manifest: Manifest) -> int:
     return sum(file.size for file in manifest.all_files.values())
 
 
-def bytes_in(storage: Storage, folder: str) -> int:
-    """Bytes of the files in a folder, and in those below it."""
+def _bytes_in(storage: Storage, folder: str) -> int:
     below = [inside(folder, name) for name in storage.list(folder)]
-    return sum(bytes_in(storage, path) if (size := storage.size(path)) is None else size for path in below)
+    return sum(_bytes_in(storage, path) if (size := storage.size(path)) is None else size for path in below)
 
 
 def _modified(storage: Storage, name: str) -> str | None:
@@ -148,19 +142,12 @@ def _modified(storage: Storage, name: str) -> str | None:
         return None
 
 
-def _sealed(storage: Storage, name: str) -> bool:
-    try:
-        return is_committed(storage, name)
-    except OSError:
-        return False
-
-
-# -- What a checkpoint says of itself: its manifest, summed up by groups of tensors.
+# -- inspect -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """A tensor in a checkpoint; `pieces` are the boxes that it lies in, 1 where it is whole."""
+    """A tensor in a checkpoint. `size` is in bytes; `pieces` counts its chunks."""
 
     name: str
     dtype: str
@@ -171,7 +158,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """The tensors of one group ("model", "optimizer" …): how many, their elements and bytes, bytes of each dtype, the files."""
+    """The tensors of one group ("model", "optimizer" …): their number, elements and bytes, the bytes by dtype, the files."""
 
     name: str
     tensors: int
@@ -183,15 +170,15 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class Contents:
-    """What is in a checkpoint. `plan` is that of the run (`Plan.as_dict`), `states` are names of what is no tensor.
+    """The contents of a checkpoint. `plan` is that of the run (`Plan.as_dict`); `states` names the states that are no tensors.
 
     Attributes:
-        size: bytes of all files but the manifest.
-        files: their bytes by name.
-        extra: names of those that hooks wrote.
-        line: of saves that it belongs to.
-        parent: the checkpoint that its run had loaded or saved before; "" where there was none.
-        aliases: names of tensors that are other names of stored ones.
+        size: bytes of all files except the manifest.
+        files: bytes by name.
+        extra: names of the files that hooks wrote.
+        line: identifier of its line of saves.
+        parent: the checkpoint that its run had loaded or saved before; "" for the first.
+        aliases: further names of tied tensors → the stored name.
     """
 
     place: str
@@ -212,25 +199,18 @@ class Contents:
 
 
 def inspect(folder: str | os.PathLike[str]) -> Contents:
-    """What the committed checkpoint in `folder` (or at that URL) holds; no tensor is read.
+    """Describe the committed checkpoint in `folder` (a path or URL). No tensor is read.
 
     Raises:
-        CheckpointError: it is none, or cannot be read.
+        CheckpointError: there is no committed checkpoint, or it cannot be read.
     """
     opened = open_checkpoint(folder)
     it = opened.manifest
-    words = dict.fromkeys(group(name) for name in it.tensors)
     return Contents(
-        place=opened.place,
-        step=it.step,
-        world_size=it.world_size,
-        written=it.written,
-        made_by=it.made_by,
-        size=bytes_of(it),
-        plan=it.plan,
-        groups=tuple(_group(word, it) for word in words),
+        *(opened.place, it.step, it.world_size, it.written, it.made_by, _bytes_of(it), it.plan),
+        groups=tuple(_group(word, it) for word in dict.fromkeys(map(group, it.tensors))),
         tensors=tuple(
-            TensorFacts(n, dtype_name(t.dtype), t.shape, t.bytes, len(t.pieces))
+            TensorFacts(n, _dtype_name(t.dtype), t.shape, t.bytes, len(t.pieces))
             for n, t in it.tensors.items()
         ),
         aliases=it.aliases,
@@ -242,8 +222,7 @@ def inspect(folder: str | os.PathLike[str]) -> Contents:
     )
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"``."""
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -251,25 +230,24 @@ def _group(word: str, manifest: Manifest) -> GroupFacts:
     tensors = [t for name, t in manifest.tensors.items() if group(name) == word]
     dtypes: dict[str, int] = {}
     for t in tensors:
-        name = dtype_name(t.dtype)
-        dtypes[name] = dtypes.get(name, 0) + t.bytes
-    files = sorted({piece.file for t in tensors for piece in t.pieces})
+        dtypes[_dtype_name(t.dtype)] = dtypes.get(_dtype_name(t.dtype), 0) + t.bytes
+    files = tuple(sorted({piece.file for t in tensors for piece in t.pieces}))
     elements = sum(prod(t.shape) for t in tensors)
-    return GroupFacts(word, len(tensors), elements, sum(dtypes.values()), dtypes, tuple(files))
+    return GroupFacts(word, len(tensors), elements, sum(dtypes.values()), dtypes, files)
 
 
-# -- Every byte of a checkpoint against its checksum, every header against the manifest; and what is lost where one is wrong.
+# -- verify ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that is not what was written.
+    """A part of a checkpoint that is not what was written.
 
     Attributes:
         file: its name in the checkpoint.
         why: in words.
-        block: which `BLOCK` (16 MiB) of the file, from 0; None where it is the whole file, or its header.
-        tensors: full names of what lies there, whole or in part.
+        block: which `BLOCK` (16 MiB) of the file, from 0; None for the whole file or its header.
+        tensors: full names of the tensors that lie there, whole or in part.
     """
 
     file: str
@@ -279,20 +257,23 @@ class Damage:
 
 
 def verify(folder: str | os.PathLike[str], tick: Tick = no_tick) -> list[Damage]:
-    """All that is wrong with the committed checkpoint in `folder` (or at that URL); empty where it is as it was written.
+    """Check every byte of the committed checkpoint in `folder` (a path or URL) against its checksum, and headers against the manifest.
 
     Args:
-        tick: told how many more bytes were read, now and then.
+        tick: called with the number of bytes read since the last call.
+
+    Returns:
+        All damage; an empty list if the checkpoint is as it was written.
 
     Raises:
-        CheckpointError: no manifest that COMMIT seals, so nothing is known of the rest.
+        CheckpointError: there is no manifest that COMMIT seals, so nothing is known about the rest.
     """
     opened = open_checkpoint(folder)
     found: list[Damage] = []
-    expect(tick, bytes_of(opened.manifest))
+    expect(tick, _bytes_of(opened.manifest))
     held = expected(opened.manifest, opened.manifest.files)
     for name, record in opened.manifest.all_files.items():
-        wrong = list(_bytes_of(opened, name, record, tick))
+        wrong = list(_damage_in(opened, name, record, tick))
         if not wrong and name in held:
             said = faults(opened.storage, opened.folder, name, record.size, held[name])
             wrong = [Damage(name, why, None, tensors) for why, tensors in said]
@@ -300,72 +281,56 @@ def verify(folder: str | os.PathLike[str], tick: Tick = no_tick) -> list[Damage]
     return found
 
 
-def _bytes_of(opened: Opened, name: str, record: FileRecord, tick: Tick) -> Iterator[Damage]:
-    storage, manifest, path = opened.storage, opened.manifest, inside(opened.folder, name)
+def _damage_in(opened: Opened, name: str, record: FileRecord, tick: Tick) -> Iterator[Damage]:
+    storage, path = opened.storage, inside(opened.folder, name)
     size = storage.size(path)
-    if size is None:
-        yield Damage(name, "is missing", None, _in_bytes(manifest, name, 0, record.size))
-        return
     if size != record.size:
-        yield Damage(
-            name,
-            f"has {size} bytes, and {record.size} were written",
-            None,
-            _in_bytes(manifest, name, 0, record.size),
-        )
+        why = "is missing" if size is None else f"has {size} bytes, and {record.size} were written"
+        yield Damage(name, why, None, _tensors_in(opened.manifest, name, 0, record.size))
         return
     try:
         storage.verify(path, record.size, record.checksums, tick)
     except (CheckpointError, OSError) as error:
-        # The first fault ended it. Which blocks are wrong is found by touching each one.
-        blocks = [b for b in range(len(record.checksums)) if not _intact(storage, path, record, b)]
+        # `verify` ends at the first fault: each block alone tells which ones are wrong.
+        blocks = [b for b in range(len(record.checksums)) if not _is_intact(storage, path, record, b)]
         if not blocks:
             yield Damage(name, str(error).removeprefix(f"{inside(storage.place, path)}: "))
         for block in blocks:
-            yield Damage(
-                name,
-                "is not what was written",
-                block,
-                _in_bytes(manifest, name, block * BLOCK, (block + 1) * BLOCK),
-            )
+            tensors = _tensors_in(opened.manifest, name, block * BLOCK, (block + 1) * BLOCK)
+            yield Damage(name, "is not what was written", block, tensors)
 
 
-def _intact(storage: Storage, path: str, record: FileRecord, block: int) -> bool:
-    if block * BLOCK >= record.size:
-        return True
+def _is_intact(storage: Storage, path: str, record: FileRecord, block: int) -> bool:
     try:
-        storage.verify(path, record.size, record.checksums, numbers=[block])
+        if block * BLOCK < record.size:
+            storage.verify(path, record.size, record.checksums, numbers=[block])
     except (CheckpointError, OSError):
         return False
     return True
 
 
-def _in_bytes(manifest: Manifest, file: str, begin: int, end: int) -> tuple[str, ...]:
+def _tensors_in(manifest: Manifest, file: str, begin: int, end: int) -> tuple[str, ...]:
     """The tensors that have a byte in ``[begin, end)`` of a file."""
-    return tuple(
-        name
-        for name, stored in manifest.tensors.items()
-        if any(
-            p.file == file and p.begin < end and begin < p.begin + p.box.count * stored.dtype.itemsize
-            for p in stored.pieces
+
+    def lies_there(stored: Stored) -> bool:
+        item = stored.dtype.itemsize
+        return any(
+            p.file == file and p.begin < end and begin < p.begin + p.box.count * item for p in stored.pieces
         )
-    )
+
+    return tuple(name for name, stored in manifest.tensors.items() if lies_there(stored))
 
 
-# -- Two checkpoints side by side: which tensors, which values, which states differ.
-
-
-LONG = 60  # characters of a value that is shown
-TRACKING = "state/tracking"  # names and positions of logs, which differ between equal runs
+# -- diff --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Values:
-    """A tensor that both have, and whose values differ.
+    """A tensor that both checkpoints have, with different values.
 
     Attributes:
         count: elements that are not equal bit for bit, of `of`.
-        largest: absolute difference; None where it is no number (an infinity, or NaN on one side).
+        largest: absolute difference; None if it is no finite number.
     """
 
     name: str
@@ -376,7 +341,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Unequal:
-    """Something else that differs: the dtype and shape of a tensor, or a value in a state, by its path."""
+    """Another difference: dtype and shape of a tensor, or a value in a state, by its path."""
 
     path: str
     one: str
@@ -385,16 +350,16 @@ class Unequal:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between two checkpoints.
+    """The difference between two checkpoints.
 
     Attributes:
         missing: tensors of the first that the second lacks.
         added: tensors of the second that the first lacks.
         kinds: tensors of another dtype or shape.
         values: tensors of the same kind with other values.
-        states: what is no tensor, how the runs were made (step, ranks, plan), and files of hooks by size and checksums. Trackers'
-            run ids and positions are left out.
-        equal: how many tensors are equal, bit for bit.
+        states: states that are no tensors, facts of the run (step, ranks, plan), and files of hooks by size and checksums. The
+            trackers' run ids and positions are left out.
+        equal: number of tensors that are equal bit for bit.
     """
 
     missing: tuple[str, ...]
@@ -411,76 +376,67 @@ class Difference:
 
 
 def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick = no_tick) -> Difference:
-    """What differs between the committed checkpoints `one` and `other`, folders or URLs, however their tensors are cut.
+    """Compare the committed checkpoints `one` and `other` (paths or URLs), however their tensors are sharded.
 
-    Memory does not grow with the tensors: 64 MiB of each is held at a time, more where there are more than four files.
+    At most 64 MiB of tensors of each are in memory at a time, more if there are more than four files.
 
     Raises:
-        CheckpointError: one of them is none, or has bytes that are not what was written.
-        OSError: one of them cannot be read.
+        CheckpointError: one is no checkpoint, or has bytes that are not what was written.
+        OSError: one cannot be read.
     """
     a, b = open_checkpoint(one), open_checkpoint(other)
-    names = [_names(a.manifest), _names(b.manifest)]
-    common = [name for name in names[0] if name in names[1]]
-    kinds = [Unequal(n, x, y) for n in common if (x := _kind(names[0][n])) != (y := _kind(names[1][n]))]
+    left, right = _all_names(a.manifest), _all_names(b.manifest)
+    common = [name for name in left if name in right]
+    kinds = [Unequal(n, x, y) for n in common if (x := _kind(left[n])) != (y := _kind(right[n]))]
     tied = a.manifest.aliases.items() & b.manifest.aliases.items()  # compared under their other name
-    alike = [
-        n
+    unlike = {it.path for it in kinds}
+    pairs = [
+        (n, left[n], right[n])
         for n in common
-        if _kind(names[0][n]) == _kind(names[1][n]) and (n, a.manifest.aliases.get(n)) not in tied
+        if n not in unlike and (n, a.manifest.aliases.get(n)) not in tied
     ]
-    expect(tick, 2 * sum(names[0][n].bytes for n in alike))
-    values = list(_compare(a, b, [(n, names[0][n], names[1][n]) for n in alike], tick))
+    expect(tick, 2 * sum(stored.bytes for _, stored, _ in pairs))
+    values = list(_compare(a, b, pairs, tick))
     return Difference(
-        missing=tuple(n for n in names[0] if n not in names[1]),
-        added=tuple(n for n in names[1] if n not in names[0]),
+        missing=tuple(n for n in left if n not in right),
+        added=tuple(n for n in right if n not in left),
         kinds=tuple(kinds),
         values=tuple(v for v in values if v.count),
-        states=tuple(_unequal(_said(a.manifest), _said(b.manifest), "")),
+        states=tuple(_unequal(_states_of(a.manifest), _states_of(b.manifest), "")),
         equal=sum(not v.count for v in values),
     )
 
 
-def _names(manifest: Manifest) -> dict[str, Stored]:
-    """Every name of a tensor."""
-    return {
-        **manifest.tensors,
-        **{name: manifest.tensors[of] for name, of in manifest.aliases.items() if of in manifest.tensors},
-    }
+def _all_names(manifest: Manifest) -> dict[str, Stored]:
+    tensors = manifest.tensors
+    return {**tensors, **{name: tensors[of] for name, of in manifest.aliases.items() if of in tensors}}
 
 
 def _kind(stored: Stored) -> str:
-    return f"{dtype_name(stored.dtype)} {list(stored.shape)}"
+    return f"{_dtype_name(stored.dtype)} {list(stored.shape)}"
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
-def _compare(a: Opened, b: Opened, both: list[tuple[str, Stored, Stored]], tick: Tick) -> Iterator[Values]:
+def _compare(a: Opened, b: Opened, pairs: list[tuple[str, Stored, Stored]], tick: Tick) -> Iterator[Values]:
     parts = [
         (i, x, y, box)
-        for i, (_, x, y) in enumerate(both)
+        for i, (_, x, y) in enumerate(pairs)
         for box in slices(whole(x.shape), BLOCK // x.dtype.itemsize)
     ]
     together = room(max(len(a.files), len(b.files)))
     here = one_by_one(a.files, ((x, box) for _, x, _, box in parts), together, tick)
     there = one_by_one(b.files, ((y, box) for _, _, y, box in parts), together, tick)
-    count, largest = [0] * len(both), [0.0] * len(both)
+    count, largest = [0] * len(pairs), [0.0] * len(pairs)
     for (i, *_), x, y in zip(parts, here, there, strict=True):
-        wrong = _bits(x) != _bits(y)
+        wrong = x.reshape(-1).view(torch.uint8) != y.reshape(-1).view(torch.uint8)
         if wrong.any():
             count[i] += int(wrong.view(-1, x.itemsize).any(1).sum())
-            largest[i] = max(largest[i], _apart(x, y))
-    for (name, x, _), n, far in zip(both, count, largest):
+            largest[i] = max(largest[i], _distance(x, y))
+    for (name, x, _), n, far in zip(pairs, count, largest):
         yield Values(name, n, whole(x.shape).count, far if math.isfinite(far) else None)
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _apart(x: Tensor, y: Tensor) -> float:
-    """The largest absolute difference; infinite where one is no number and the other is."""
+def _distance(x: Tensor, y: Tensor) -> float:
+    """The largest absolute difference; infinite if a NaN is on one side only."""
     if x.dtype is torch.float4_e2m1fn_x2:
         return math.inf  # two numbers a byte, which torch does not compute with
     wide = torch.complex128 if x.dtype.is_complex else torch.float64
@@ -490,21 +446,16 @@ def _apart(x: Tensor, y: Tensor) -> float:
     return float(far.nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
-# -- states ------------------------------------------------------------------------------------------------------------
-
-
-def _said(manifest: Manifest) -> dict[str, Any]:
+def _states_of(manifest: Manifest) -> dict[str, Any]:
     run = {"step": manifest.step, "world_size": manifest.world_size, "plan": manifest.plan}
-    extra = {
-        name: {"bytes": file.size, "crc32": list(file.checksums)} for name, file in manifest.extra.items()
-    }
+    extra = {name: {"bytes": f.size, "crc32": list(f.checksums)} for name, f in manifest.extra.items()}
     states = {name: state for name, state in manifest.states.items() if name != TRACKING}
     return {**run, "tied": manifest.aliases, "extra": extra, **states}
 
 
 def _unequal(one: Any, other: Any, path: str) -> Iterator[Unequal]:
-    """Where two trees, as `trees.pack` leaves them, differ."""
-    here, there = _inside(one), _inside(other)
+    """The differences of two packed states (see `codec`)."""
+    here, there = _children(one), _children(other)
     if here is None or there is None or _form(one) != _form(other):
         if type(one) is not type(other) or one != other:
             yield Unequal(path, _shown(one), _shown(other))
@@ -517,8 +468,8 @@ def _unequal(one: Any, other: Any, path: str) -> Iterator[Unequal]:
             yield Unequal(below, *(_shown(tree[key]) if key in tree else "nothing" for tree in (here, there)))
 
 
-def _inside(value: Any) -> dict[Any, Any] | None:
-    """What a list or mapping holds; None for what holds nothing."""
+def _children(value: Any) -> dict[Any, Any] | None:
+    """The items of a packed list or mapping; None for other values."""
     if isinstance(value, dict):
         if TAG not in value:
             return value
@@ -537,12 +488,12 @@ def _shown(value: Any) -> str:
     return text if len(text) <= LONG else f"{text[:LONG]}…"
 
 
-# -- Older checkpoints removed by hand: those saved last stay, and so does everything that may have an owner.
+# -- prune -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """Folders: checkpoints that stay, those that go, what dead writers left and goes too, and what somebody is writing just now.
+    """Names of folders: checkpoints that stay, checkpoints that go, leftovers of dead writers that go, and those being written now.
 
     Attributes:
         size: bytes in what goes.
@@ -556,18 +507,18 @@ class Pruned:
 
 
 def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abandoned: bool = False) -> Pruned:
-    """Remove committed checkpoints below the folder or URL `root`, and what dead writers left.
+    """Remove older committed checkpoints below the folder or URL `root`, and what dead writers left.
 
-    Of the line that `resume` goes on with, the `keep` that were saved last stay; of each other line, the last one. Checkpoints that are not
-    named by a step stay, and so does a folder without COMMIT, unless its writer is known to be dead.
+    The last `keep` checkpoints of the current line stay, and the last one of each other line. So do checkpoints that are not named by a
+    step, and folders without COMMIT, unless their writer is known to be dead.
 
     Args:
-        keep: at least 1.
+        keep: 1 or more.
         abandoned: remove the last checkpoints of other lines, too.
         dry_run: say what would go, and remove nothing.
 
     Raises:
-        SettingError: `keep` is not at least 1.
+        SettingError: `keep` is not 1 or more.
         OSError: `root` cannot be read or written.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
@@ -579,29 +530,30 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
     line = [it for it in there if it.leads_to(there[-1])]
     ends = {} if abandoned else {it.lineage.line: it for it in there if it not in line}
     kept = [it.folder for it in reversed(there) if it in line[-keep:] or it in ends.values()]
+    names = storage.list()
     old: dict[str, list[str]] = {}
-    for folder in (it.folder for it in there if it.folder not in kept):
+    for checkpoint in (checkpoint_of(it.folder) for it in there if it.folder not in kept):
         # The newest save of a step last, or an older one would count for a moment.
-        saves = reversed(saves_of(storage.list(), checkpoint_of(folder)))
-        old[checkpoint_of(folder)] = [save for save in saves if is_committed(storage, save)]
-    owners = dict.fromkeys(owner for name in storage.list() if (owner := writing(name)) is not None)
+        old[checkpoint] = [s for s in reversed(saves_of(names, checkpoint)) if is_committed(storage, s)]
+    owners = [owner for name in names if (owner := writing(name)) is not None]
     removed, left_over, busy, size = [], [], [], 0
     storage.sync()  # a writer may have died just after a swap: what it replaced goes once that is on disk
     for checkpoint in dict.fromkeys([*old, *owners]):
         gone = old.get(checkpoint, [])
         try:
-            # Named in the claim, so that who comes after a kill knows what was left half done.
+            # Named in the lock, so that the next writer knows what was left half done after a kill.
             claim = storage.claim(checkpoint, gone[-1] if gone else "")
         except CheckpointError:
             busy.append(checkpoint)
             continue
         try:
-            rest = _left(storage, checkpoint, claim.left)
-            size += sum(bytes_in(storage, name) for name in (*gone, *rest))
-            for folder in () if dry_run else rest:
-                take_away(storage, folder)
-            for folder in () if dry_run else gone:
-                drop(storage, folder)
+            rest = _leftovers(storage, checkpoint, claim.left)
+            size += sum(_bytes_in(storage, name) for name in (*gone, *rest))
+            if not dry_run:
+                for folder in rest:
+                    take_away(storage, folder)
+                for folder in gone:
+                    drop(storage, folder)
         finally:
             claim.release()
         removed += gone
@@ -609,8 +561,8 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
     return Pruned(tuple(kept), tuple(removed), tuple(left_over), tuple(busy), size)
 
 
-def _left(storage: Storage, checkpoint: str, words: Mapping[str, Any]) -> list[str]:
-    """What a dead writer of `checkpoint` left: temporary folders, and the one that its claim names."""
+def _leftovers(storage: Storage, checkpoint: str, words: Mapping[str, Any]) -> list[str]:
+    """Folders of a dead writer of `checkpoint`: temporary ones, and the one that its lock names."""
     there = storage.list()
     left = [name for name in there if writing(name) == checkpoint and name != lock_of(checkpoint)]
     named = words.get("folder")

@@ -1,4 +1,4 @@
-"""The local folders that hooks write to and read from, wherever the checkpoint itself lies."""
+"""Hooks of the user around saves and loads, the local folders that they are given, and their files in a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..distributed import World
 from ..errors import CheckpointError
@@ -23,14 +23,117 @@ from .snapshot import first, trouble
 from .storage import Storage
 from .storage_local import LocalStorage
 
-PREFIX = "easymp-"  # of folders among the system's temporary files
+if TYPE_CHECKING:
+    from .save import Target
+
+PREFIX = "easymp-"  # of folders in TMPDIR
+Hooks = Mapping[int, Callable[..., None]]
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Files that go into a checkpoint as they are.
+
+    Attributes:
+        files: those of this rank, by their paths below the checkpoint.
+        names: those of all ranks.
+        close: call it when they are copied, or never will be; a second call does nothing.
+    """
+
+    files: Mapping[str, SourceFile] = field(default_factory=dict)
+    names: Collection[str] = ()
+    close: Callable[[], None] = lambda: None
+
+
+NONE = Extra()
+
+# -- calling hooks -----------------------------------------------------------------------------------------------------
+
+
+def before_save(world: World, hooks: Hooks, models: Sequence[Any], target: Target) -> tuple[list[int], Extra]:
+    """Call the hooks of a save on all ranks: the indices of the models that are left to be saved, and the files of the hooks."""
+    if not hooks:
+        return list(range(len(models))), NONE
+    storage, name = target.storage, target.name
+    before = _listed(world, storage, name)
+    folder = HookFolder(world, storage, name)
+    try:
+        weights = [model.state_dict() for model in models]
+        left = _called(world, hooks, weights, lambda hook, of: hook(list(models), of, folder.path))
+        (left,) = world.broadcast_objects([left])
+        extra = folder.collect()
+        if _listed(world, storage, name) != before:
+            raise CheckpointError(
+                f"a hook wrote to {inside(storage.place, name)}, and the save that follows would replace that folder: let it write to the "
+                "output_dir that it is given"
+            )
+        return left, extra
+    except BaseException:
+        folder.close()
+        raise
+
+
+@contextmanager
+def before_load(
+    world: World, hooks: Hooks, models: Sequence[Any], storage: Storage, name: str
+) -> Iterator[list[int]]:
+    """Call the hooks of a load on all ranks: the indices of the models that are left to be loaded."""
+    if not hooks:
+        yield list(range(len(models)))
+        return
+    with folder_to_read(world, storage, name) as folder:
+        yield call_load_hooks(world, hooks, models, folder)
+
+
+def call_load_hooks(world: World, hooks: Hooks, models: Sequence[Any], folder: str) -> list[int]:
+    return _called(world, hooks, models, lambda hook, of: hook(of, folder))
+
+
+def _called(
+    world: World, hooks: Hooks, items: Sequence[Any], call: Callable[[Any, list[Any]], None]
+) -> list[int]:
+    """The indices of `items` that all hooks leave in their list. An error of one rank's hook is raised on all ranks."""
+    left = list(items)  # `items` holds them all, so that no other object gets the id of a removed one
+    error: list[Exception] = []
+
+    def act() -> None:
+        try:
+            for hook in list(hooks.values()):
+                call(hook, left)
+        except Exception as raised:
+            error.append(raised)
+            raise
+
+    said = world.gather_objects(trouble(act))
+    if error:
+        raise error[0]  # the user's own, as it is
+    _raise(said, "a hook failed: ")
+    index = {id(item): i for i, item in enumerate(items)}
+    return [index[id(item)] for item in left if id(item) in index]
+
+
+def _listed(world: World, storage: Storage, name: str) -> list[str]:
+    """The names in a folder, as rank 0 sees them."""
+    found: list[str] = []
+    said = trouble(lambda: found.extend(storage.list(name))) if world.rank == 0 else ""
+    said, found = world.broadcast_objects([said, found])
+    _raise([said])
+    return found
+
+
+def _raise(said: Sequence[str], begin: str = "the checkpoint was not begun: ") -> None:
+    if wrong := first(said):
+        raise CheckpointError(f"{begin}{wrong}")
+
+
+# -- their folders -----------------------------------------------------------------------------------------------------
 
 
 class HookFolder:
-    """An empty folder of this rank's own, whose last name is the checkpoint's; what hooks write there, `collect` hands to a save.
+    """An empty folder of this rank, with the checkpoint's name; `collect` hands its files to a save.
 
-    It lies beside the checkpoint, under a temporary name that the next save cleans up if this process is killed; if that is behind a URL,
-    among the system's temporary files (TMPDIR). All ranks make it together.
+    It lies beside the checkpoint under a temporary name, which the next save cleans up if this process is killed; in TMPDIR if the
+    checkpoint is at a URL. All ranks make it together.
 
     Attributes:
         path: of the folder.
@@ -43,25 +146,21 @@ class HookFolder:
         check_name(checkpoint)
         self._world, self._open = world, ExitStack()
         root = storage.path("")
+        self._there, above = LocalStorage(tempfile.gettempdir() if root is None else root), [""]
         try:
-            if root is None:
-                self._there, above = LocalStorage(tempfile.gettempdir()), [""]
-            else:
-                self._there, above = LocalStorage(root), [""]
-                said = (
-                    trouble(lambda: above.append(self._claimed(f"{checkpoint}.hooks")))
-                    if world.rank == 0
-                    else ""
-                )
+            if root is not None:
+                said = ""
+                if world.rank == 0:
+                    said = trouble(lambda: above.append(self._above_all_ranks(f"{checkpoint}.hooks")))
                 said, above = world.broadcast_objects([said, above])
-                _agree([said])
-            self._agreed(lambda: self._make(above[-1], checkpoint))
+                _raise([said])
+            self._on_all(lambda: self._make(above[-1], checkpoint))
         except BaseException:
             self.close()
             raise
 
-    def _claimed(self, owner: str) -> str:
-        """Rank 0: a folder for those of all ranks, which nobody takes for left over while this process lives."""
+    def _above_all_ranks(self, owner: str) -> str:
+        """Rank 0: a folder for those of all ranks, locked while this process lives."""
         there = self._there
         self._open.callback(there.claim(owner).release)
         for name in there.list():
@@ -73,42 +172,44 @@ class HookFolder:
         return name
 
     def _make(self, above: str, checkpoint: str) -> None:
-        self._mine = (
-            f"{above}/{self._world.rank:05d}" if above else os.path.basename(tempfile.mkdtemp(prefix=PREFIX))
-        )
+        rank = f"{self._world.rank:05d}"
+        self._mine = f"{above}/{rank}" if above else os.path.basename(tempfile.mkdtemp(prefix=PREFIX))
         self._open.callback(take_away, self._there, self._mine)
         self._folder = f"{self._mine}/{checkpoint}"
         self._there.make(self._folder)
         self.path = self._there.path(self._folder)
 
     def collect(self) -> Extra:
-        """What the hooks of all ranks wrote. What several of them wrote alike is one file.
+        """The files of all ranks' hooks. A file that several ranks wrote alike is one file.
 
         Raises:
-            CheckpointError: on every rank: files of one name that are not the same, links, names that not every file system takes.
+            CheckpointError: on every rank: different files of one name, links, names that not every file system takes.
         """
         mine: dict[str, int] = {}
-        everyones = self._agreed(lambda: mine.update(self._found()), mine)
         holders: dict[str, list[int]] = {}
-        for rank, sizes in enumerate(everyones):
+        for rank, sizes in enumerate(self._on_all(lambda: mine.update(self._found()), mine)):
             for name in sizes:
                 holders.setdefault(name, []).append(rank)
         check_extra(holders, ())
         files = {name: SourceFile(self._there, f"{self._folder}/{name}", size) for name, size in mine.items()}
         if shared := {name for name, ranks in holders.items() if len(ranks) > 1}:
             self._check_same({name: file for name, file in files.items() if name in shared})
-        mine_to_write = {name: file for name, file in files.items() if holders[name][0] == self._world.rank}
-        return Extra(mine_to_write, tuple(holders), self.close)
+        own = {name: file for name, file in files.items() if holders[name][0] == self._world.rank}
+        return Extra(own, tuple(holders), self.close)
 
     def _found(self) -> Iterator[tuple[str, int]]:
-        """Names and sizes of the files in the folder."""
+        """Paths and sizes of the files in the folder."""
         for name in self._there.list(self._mine):
             if f"{self._mine}/{name}" != self._folder:
                 raise CheckpointError(
                     f"a hook wrote {name} beside the folder that it was given, where it would be lost: let it write to output_dir, or to "
                     "a place that is not derived from it"
                 )
-        for above, folders, files in os.walk(self.path, onerror=_raise):
+
+        def fail(error: OSError) -> None:
+            raise error
+
+        for above, folders, files in os.walk(self.path, onerror=fail):
             for name in (*folders, *files):
                 path = os.path.join(above, name)
                 found = os.lstat(path)
@@ -122,11 +223,9 @@ class HookFolder:
 
     def _check_same(self, files: Mapping[str, SourceFile]) -> None:
         mine: dict[str, str] = {}
-        everyones = self._agreed(
-            lambda: mine.update((name, _digest(file)) for name, file in files.items()), mine
-        )
         known: dict[str, tuple[int, str]] = {}
-        for rank, digests in enumerate(everyones):
+        digested = self._on_all(lambda: mine.update((n, _digest(file)) for n, file in files.items()), mine)
+        for rank, digests in enumerate(digested):
             for name, digest in digests.items():
                 other, before = known.setdefault(name, (rank, digest))
                 if digest != before:
@@ -135,22 +234,21 @@ class HookFolder:
                         "write it where accelerator.is_main_process, or put accelerator.process_index into its name"
                     )
 
-    def _agreed(self, act: Callable[[], Any], result: Any = None) -> list[Any]:
-        """All ranks' `result` of `act`; raises on all of them what went wrong on any."""
+    def _on_all(self, act: Callable[[], Any], result: Any = None) -> list[Any]:
+        """Run `act`, and gather every rank's `result`; an error of one rank is raised on all."""
         said = trouble(act)
         everyones = self._world.gather_objects((said, result))
-        _agree([said for said, _ in everyones])
+        _raise([said for said, _ in everyones])
         return [result for _, result in everyones]
 
     def close(self) -> None:
-        """Take the folder away."""
+        """Remove the folder."""
         self._open.close()
 
 
 @contextmanager
 def folder_to_read(world: World, storage: Storage, checkpoint: str) -> Iterator[str]:
-    """A local folder with the files that hooks wrote into a checkpoint, all of them verified: its own where it lies on this machine, else
-    one among the system's temporary files, of this rank, to which they are downloaded.
+    """A local folder with the verified files of a checkpoint's hooks: its own, or a download in TMPDIR if it is not on this machine.
 
     Raises:
         CheckpointError: on every rank: there is no such checkpoint, or a file of a hook is not what was written.
@@ -166,80 +264,36 @@ def folder_to_read(world: World, storage: Storage, checkpoint: str) -> Iterator[
                 for file in opened.extra.values():
                     storage.verify(file.name, file.size, file.checksums or ())
             else:
-                above = held.enter_context(
-                    tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
-                )
-                there = LocalStorage(above)
+                above = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+                there = LocalStorage(held.enter_context(above))
                 there.make(checkpoint)
                 copied(opened.extra, there, checkpoint)
                 path = there.path(checkpoint)
             found.append(path)
 
         place = inside(storage.place, checkpoint)
-        _agree(world.gather_objects(trouble(find)), f"{place} was not loaded, and nothing has changed: ")
+        _raise(world.gather_objects(trouble(find)), f"{place} was not loaded, and nothing has changed: ")
         yield found[0]
 
 
-def _agree(said: Sequence[str], begin: str = "the checkpoint was not begun: ") -> None:
-    if wrong := first(said):
-        raise CheckpointError(f"{begin}{wrong}")
-
-
-def _digest(file: SourceFile) -> str:
-    digest = hashlib.sha256()
-    for part in content(file):
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-# -- Files of hooks, of which nothing is known but their bytes: from where they lie into a checkpoint, or out of one.
-
-
-@dataclass(frozen=True)
-class Extra:
-    """
-    Attributes:
-        files: those that this rank puts into the checkpoint, by their paths below it.
-        names: those of all ranks.
-        close: to be called when they are there, or never will be; more than once is no harm.
-    """
-
-    files: Mapping[str, SourceFile] = field(default_factory=dict)
-    names: Collection[str] = ()
-    close: Callable[[], None] = lambda: None
-
-
-NONE = Extra()
-
-
-def content(file: SourceFile) -> Iterator[Part]:
-    """The bytes of a file, a block at a time, each verified where its checksum is known."""
-    for begin in range(0, file.size, BLOCK):
-        block = memoryview(bytearray(min(BLOCK, file.size - begin)))
-        file.storage.fetch(file.name, file.size, file.checksums, [(begin, block)])
-        yield block
+# -- their files -------------------------------------------------------------------------------------------------------
 
 
 def copied(
     files: Mapping[str, SourceFile], storage: Storage, folder: str, tick: Tick = no_tick
 ) -> dict[str, FileRecord]:
-    """Write `files` below `folder` of `storage`, by their paths there. All is on disk then but the first names in `folder`, which
-    `sync` of it brings there.
+    """Copy `files` below `folder` of `storage`. They are on disk afterwards, except for first names in `folder`, which its `sync` covers.
 
     Raises:
         CheckpointError: one is not what was written, or has changed its size.
         OSError: one cannot be read or written.
     """
-    folders = folders_of(files)
+    folders = _folders_of(files)
     for name in folders:
         with suppress(FileExistsError):  # another rank was quicker
             storage.make(inside(folder, name))
     written = {
-        name: FileRecord(file.size, storage.put(inside(folder, name), content(file), file.size, tick))
+        name: FileRecord(file.size, storage.put(inside(folder, name), _blocks(file), file.size, tick))
         for name, file in files.items()
     }
     for name in folders:
@@ -247,7 +301,22 @@ def copied(
     return written
 
 
-def folders_of(names: Iterable[str]) -> list[str]:
-    """All folders that these paths lead through; each comes after the one that it is in."""
+def _blocks(file: SourceFile) -> Iterator[Part]:
+    """The bytes of a file, a block at a time, verified if checksums are known."""
+    for begin in range(0, file.size, BLOCK):
+        block = memoryview(bytearray(min(BLOCK, file.size - begin)))
+        file.storage.fetch(file.name, file.size, file.checksums, [(begin, block)])
+        yield block
+
+
+def _digest(file: SourceFile) -> str:
+    digest = hashlib.sha256()
+    for part in _blocks(file):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _folders_of(names: Iterable[str]) -> list[str]:
+    """All folders in these paths; each comes after its parent."""
     paths = [name.split("/") for name in names]
     return list(dict.fromkeys("/".join(words[:count]) for words in paths for count in range(1, len(words))))

@@ -1,128 +1,201 @@
-"""A run that can be stopped and started again: resume, the epochs that are left, and the end by a signal."""
+"""The two things that a resumable run adds to a loop: epochs that know where a checkpoint was taken, and an orderly end by a signal.
+
+Preemption: SIGTERM is sent by Slurm, Kubernetes and clouds before they kill, SIGUSR1 by ``sbatch --signal=USR1@120`` some time before.
+The handler only takes note. The run saves and leaves where the body of a training loop ends (a prepared loader is asked for its next
+batch, or ``epochs()`` for its next epoch), at the same place on all ranks. Until a signal comes, this costs one uncontended lock.
+
+All ranks stop at the same place because they count these places. A rank that got a signal calls the others' listeners (a thread that
+sleeps in the store). Each answers with the number of the last place that its main thread has passed; from then on that thread asks
+before it passes one. All stop at the first place that none had passed, so no rank waits in a collective for one that has stopped.
+
+Forked workers of a DataLoader leave SIGUSR1 to their parent. A SIGTERM of their own ends them (torch's handler), and the run with an
+error: a scheduler that signals every process of a job should send SIGUSR1.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from .. import checkpoint
-from ..base.lazy import modules_at_first_use
-from ..errors import CheckpointError, RefusedError, SettingError
+from ..errors import StepError
 from ..logging import get_logger
-from .preemption import Epochs
-from .run import Checkpointing, Path
 
 if TYPE_CHECKING:
-    from . import preemption
-
-modules_at_first_use(globals(), "preemption")
+    from ..base.accumulation import StepClock
+    from ..data import PreparedLoader
+    from ..distributed import World
 
 logger = get_logger(__name__)
+SIGNALS = ("SIGTERM", "SIGUSR1")
+RESTART = 75  # EX_TEMPFAIL of sysexits.h: start it again. Unlike a bare SIGTERM (143) or an error (1)
+AGAIN = 5.0  # seconds; a scheduler and a launcher that hand on the same signal do so within less
+PATIENCE = 20.0  # seconds to wait for the other ranks' answers
 
 
-class Resuming(Checkpointing):
-    """resume, epochs, and save_on_signal."""
+class Epochs:
+    """The epochs of ``accelerator.epochs()`` loops; its state says where the next process continues.
 
-    _epochs: Epochs
-    close: Callable[[], None]
+    Loops are told apart by their order: finished ones are not run again, and the interrupted one continues in its epoch.
 
-    def _listen(self, save_on_signal: bool | None) -> None:
-        self._preemption = preemption.Preemption(self._run.world, self._run.clock, self._leave)
-        self._save_on_signal = save_on_signal
-        if save_on_signal and not self._preemption.start():
-            raise RefusedError(
-                "save_on_signal=True in a thread: Python takes signals in the main thread only. Make the Accelerator there"
-            )
+    Args:
+        loaders: the prepared ones; the list grows.
+    """
 
-    def resume(self, path: Path | None = None, strict: bool = True) -> str | None:
-        """Go on from the complete checkpoint that was saved last, if there is one; returns its folder, or None.
+    def __init__(self, loaders: Sequence[PreparedLoader], clock: StepClock) -> None:
+        self._loaders, self._clock = loaders, clock
+        self._loop = -1  # the loop that is running, or was the last one
+        self._epoch = 0  # the epoch that is running in it, or the next one
+        self._inside = False
+        self._saved: dict[str, Any] | None = None
 
-        Call it once, on all ranks, when everything is prepared and registered. Checkpoints that are not complete or were damaged since
-        are left out, with a line in the log; so is what was saved after an older one that a later run went on from. Without `path`, the
-        project's folder is this run's until `close`: another process that resumes or saves there is refused. `load_state` never is.
-
-        From now on SIGTERM and SIGUSR1 save the run and end it, unless the Accelerator was made with ``save_on_signal=False``: see there.
-
-        Args:
-            path: the folder that holds folders named by steps; None takes the project's.
-            strict: as in `load_state`.
-
-        Raises:
-            CheckpointError: the last complete checkpoint does not fit this run, or all there are were damaged, or another process saves
-                in the project's folder.
-        """
-        if path is None or checkpoint.below(*checkpoint.parted(path)) == self._project_root:
-            self._claim_project(reading=True)
-        if self._save_on_signal is None:
-            self._preemption.start()
-        self._settle_saves()  # what is being written may be the newest
-        passed: list[str] = []
-        while True:
-            root, name = self._together(lambda: self._newest(path, passed))
-            if name is None:
-                logger.info("nothing to resume in %s", root)
-                return None
-            place = checkpoint.below(root, name)
-            try:
-                self._load(root, name, strict)
-            except CheckpointError as error:
-                found: str = self._together(partial(checkpoint.damage, checkpoint.open_storage(root), name))
-                if not found:
-                    raise
-                logger.warning("left out: %s (%s)", found, error)
-                passed.append(name)
-                continue
-            logger.info("resumed from %s", place)
-            return place
-
-    def _newest(self, path: Path | None, passed: list[str]) -> tuple[str, str | None]:
-        root = checkpoint.below(*checkpoint.parted(self._root if path is None else path))
-        folder, said, damaged = checkpoint.newest(checkpoint.open_storage(root), passed)
-        for words in said:
-            logger.warning("left out: %s", words)
-        if folder is None and (passed or damaged):
-            raise CheckpointError(
-                f"{root}: no checkpoint is whole any more: {'; '.join([*passed, *said])}. Move the folder away to begin anew, or "
-                "load_state() one that `easymp checkpoint list` says is not on the current line"
-            )
-        return root, folder
-
-    def epochs(self, count: int) -> Iterator[int]:
-        """``range(count)``, or after `resume` or `load_state` the epochs of it that are still to run.
-
-        Where it goes on depends on where the checkpoint was taken:
-
-        - While a prepared loader was being read: in the same epoch. That loader gives the rest of its pass, and loaders that had come to
-          the end of theirs give nothing, once each, so that a body that trains and then validates goes on in the validation. A
-          checkpoint taken at a loader's last batch goes on with an empty rest.
-        - While none was being read: with the next epoch, if any loader had come to its end in this one (an epoch in which no loader has
-          been read begins again; with no loader prepared, the next one begins).
-
-        So what is done once an epoch belongs before `save_state`: ``scheduler.step()``, above all. Several loops in a script are told
-        apart by their order.
-
-        Raises:
-            SettingError: `count` is no number of epochs.
-            StepError: the checkpoint was saved in another kind of loop.
-        """
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise SettingError(f"epochs({count!r}) is no number of epochs")
-        return self._epochs.run(count)
-
-    def _leave(self, number: int | None) -> None:
-        """A signal has come, here or to another rank: save, end, exit."""
+    def run(self, count: int) -> Iterator[int]:
+        self._loop += 1
+        mine, self._epoch, self._inside = self._loop, 0, True
         try:
-            self._settle_saves()
-        except CheckpointError as error:  # what an earlier save met with is no reason not to try again
-            logger.error("%s", error)
-        place = self.save_state()
-        self._settle_saves()
-        logger.warning(
-            "preempted%s: saved %s, and exiting with %d",
-            f" by signal {number}" if number else "",
-            place,
-            preemption.RESTART,
-        )
-        self.close()
-        raise SystemExit(preemption.RESTART)
+            while True:
+                finished = self._resumed(mine, count)
+                if self._epoch >= count or self._loop != mine:
+                    return
+                for loader, passes in zip(self._loaders, finished or [0] * len(self._loaders)):
+                    loader.replay(passes)
+                self._clock.hold()
+                yield self._epoch
+                self._epoch += 1
+                for loader in self._loaders:
+                    loader.replay(0)
+                # A pass that is still open belongs to the script: its next batch is the place to stop.
+                if self._clock.between is not None and not any(loader.position for loader in self._loaders):
+                    self._clock.between()
+        finally:
+            if self._loop == mine:
+                self._inside = False
+
+    def _resumed(self, mine: int, count: int) -> list[int]:
+        """Go to the epoch of a loaded checkpoint; returns how many passes each loader has finished in it."""
+        saved = self._saved
+        if saved is None or mine > saved["loop"] >= 0:
+            return []
+        if saved["loop"] < 0:
+            self._saved = None
+            if any(loader.epoch or loader.position for loader in self._loaders):
+                raise StepError(
+                    "the checkpoint was saved outside of accelerator.epochs(), so it does not say which epochs are left: use the loop that "
+                    "the script had then, such as range(first, n)"
+                )
+            return []
+        if mine < saved["loop"]:
+            self._epoch = count  # this loop was over
+            return []
+        self._epoch, self._saved = saved["epoch"], None
+        return list(saved["finished"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loop, the epoch that the next process begins with, and each loader's finished passes in it."""
+        if self._saved is not None and self._saved["loop"] >= self._loop:
+            return dict(self._saved)  # loaded, and nothing has run since
+        epoch, finished = self._epoch, [0] * len(self._loaders)
+        if self._inside:
+            if any(loader.position for loader in self._loaders):
+                finished = [loader.finished for loader in self._loaders]
+            elif any(loader.finished for loader in self._loaders) or not self._loaders:
+                epoch += 1
+        return {"loop": self._loop, "epoch": epoch, "finished": finished}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes effect in the next round of the running loop, or in the loops to come."""
+        finished = [int(n) for n in state["finished"]]
+        self._saved = {"loop": int(state["loop"]), "epoch": int(state["epoch"]), "finished": finished}
+
+
+class Preemption:
+    """Listens for signals from `start` to `close`.
+
+    Args:
+        leave: saves, ends the run and raises SystemExit; called on all ranks at one place, with the signal's number if it came here.
+    """
+
+    def __init__(self, world: World, clock: StepClock, leave: Callable[[int | None], None]) -> None:
+        self._world, self._clock, self._leave = world, clock, leave
+        self._before: dict[int, Any] = {}  # former handlers
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._signal: int | None = None
+        self._since = 0.0
+        self._place = 0  # places come to
+        self._passed = 0  # the last one that was passed
+        self._asked = False  # whether an answer has been given, so that `_passed` may not grow by itself
+        self._stop: float | None = None  # where all ranks stop
+
+    def start(self) -> bool:
+        """Install the handlers; a second call does nothing. False in a thread, where Python allows none."""
+        if self._before:
+            return True
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        for name in SIGNALS:
+            number = getattr(signal, name, None)
+            if number is not None:
+                self._before[number] = signal.signal(number, self._note)
+        if self._world.watch is not None:
+            self._world.watch.heard = self._answer
+        self._clock.between = self._at_place
+        return True
+
+    def close(self) -> None:
+        """Put the former handlers back."""
+        self._clock.between = None
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        child = os.getpid() != self._process  # a forked worker of a DataLoader
+        if (child and number == signal.SIGTERM) or (self._signal is not None and now - self._since > AGAIN):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not child and self._signal is None:
+            self._signal, self._since = number, now
+            before = self._before.get(number)
+            if callable(before):
+                before(number, frame)
+
+    def _answer(self) -> int | None:
+        """In the listener's thread: this rank's answer to another one; None if it was given already."""
+        with self._lock:
+            asked, self._asked = self._asked, True
+            return None if asked else self._passed
+
+    def _at_place(self) -> None:
+        if self._clock.accumulation != 1 and not self._clock.sync:
+            return  # the same on all ranks
+        with self._lock:
+            self._place += 1
+            if self._signal is None and not self._asked:
+                self._passed = self._place
+                return
+        if self._stop is None:
+            self._stop = self._agree()
+        if self._place < self._stop:
+            self._passed = self._place
+            return
+        self._leave(self._signal)
+
+    def _agree(self) -> float:
+        watch = self._world.watch
+        if watch is None:
+            return self._place
+        mine = self._answer()
+        if mine is not None:
+            watch.call(mine)
+        answers = watch.answers(PATIENCE)
+        if answers is None:
+            logger.warning("a rank does not answer, so the ranks cannot save together: training goes on")
+            return float("inf")
+        return max(answers) + 1

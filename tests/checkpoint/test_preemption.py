@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from easymp import Accelerator
-from easymp.checkpoint import preemption
+from easymp.checkpoint import resume
 from easymp.launcher.worker import RESTART
 
 from ..conftest import Ranks
@@ -57,7 +57,7 @@ def test_a_signal_saves_on_all_ranks_and_the_next_run_goes_on(
 
 def again_later(folder: str, again: float, signals: list[tuple[int, float]]) -> None:
     """Sends itself signals, each after some seconds, in a body that never ends; two within `again` are one."""
-    preemption.AGAIN = again  # this process ends with the test
+    resume.AGAIN = again  # this process ends with the test
     acc = Accelerator(project_dir=folder, save_on_signal=True)
     for number, pause in signals:
         time.sleep(pause)

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from ...checkpoint import save_tree
-from ...checkpoint.huggingface import load
+from ...checkpoint.huggingface import load, save_tree
 from ...errors import SettingError
 from ...settings import resolve
 from . import engine

@@ -1,0 +1,601 @@
+"""The methods of an Accelerator that save and load. The work is in the modules beside this one, which are imported at first use."""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..base.lazy import modules_at_first_use
+from ..errors import CheckpointError, EasympError, RefusedError, SettingError, StepError, WorldError
+from ..logging import get_logger
+from .resume import RESTART, Epochs, Preemption
+
+if TYPE_CHECKING:
+    from ..options import ProjectConfiguration
+    from ..precision import Scaler
+    from ..trackers.logbook import Logbook
+    from ..training.prepare import Preparation
+    from ..training.state import Run
+    from . import (
+        accelerate_import,
+        folders,
+        hooks,
+        huggingface,
+        lineage,
+        load,
+        lock,
+        run_state,
+        save,
+        weights,
+    )
+    from . import progress as progress_line
+    from .load import Loaded
+    from .save import Saves
+    from .snapshot import Kept
+
+modules_at_first_use(
+    globals(),
+    *("accelerate_import", "folders", "hooks", "huggingface", "lineage", "load", "lock", "run_state", "save"),
+    *("weights",),
+    progress_line="progress",
+)
+
+logger = get_logger(__name__)
+Path = str | os.PathLike[str]
+
+
+class Checkpoints:
+    """save_state, load_state, resume, epochs, hooks, and the export of weights; a part of the Accelerator."""
+
+    _run: Run
+    _prepared: Preparation
+    _precision: Any
+    _scaler: Scaler
+    _alone: bool
+    _logbook: Logbook
+    _undo: ExitStack
+    close: Callable[[], None]
+    _saves: Saves | None = None  # from the first save or load on
+    _save_on_signal: bool | None = None
+    _claimed = False  # whether this run holds the lock of its project's checkpoints
+
+    def _begin_checkpoints(self, project: ProjectConfiguration) -> None:
+        self._project = project
+        self._epochs = Epochs(self._prepared.loaders, self._run.clock)
+        self._objects: list[Any] = []
+        # Handles need a class that takes weak references.
+        self._save_hooks: dict[int, Callable[..., None]] = OrderedDict()
+        self._load_hooks: dict[int, Callable[..., None]] = OrderedDict()
+
+    def _listen(self, save_on_signal: bool | None) -> None:
+        self._preemption = Preemption(self._run.world, self._run.clock, self._leave)
+        self._save_on_signal = save_on_signal
+        if save_on_signal and not self._preemption.start():
+            raise RefusedError(
+                "save_on_signal=True in a thread: Python takes signals in the main thread only. Make the Accelerator there"
+            )
+
+    # -- the project's folder -----------------------------------------------------------------------------------------
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        return self._project
+
+    @property
+    def project_dir(self) -> str | None:
+        return self._project.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        return self._project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Saves so far, including those of the runs that this one resumed."""
+        return self._project.iteration
+
+    @property
+    def _root(self) -> str:
+        return lineage.below(self._project.project_dir or os.curdir, "checkpoints")
+
+    @property
+    def _project_root(self) -> str:
+        return lineage.below(*folders.parted(self._root))
+
+    def _claim_project(self, reading: bool = False) -> None:
+        """Lock the project's checkpoints for this process until `close`.
+
+        Args:
+            reading: go on without the lock if the folder is read-only.
+
+        Raises:
+            CheckpointError: on all ranks; another live process holds the lock.
+        """
+
+        def claim() -> bool:
+            root, name = folders.parted(self._root)
+            try:
+                release = lock.hold(folders.open_storage(root), name)
+            except OSError as error:
+                if not reading or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
+                return False
+            self._undo.callback(weakref.finalize(self, release))
+            return True
+
+        self._claimed = self._claimed or self._on_rank_0(claim)
+
+    def _claim_early(self) -> None:
+        """Lock when a run that trains is prepared: if its project_dir was named, or if it asks for saves in the default one."""
+        project = self._project
+        saves = project.total_limit is not None or project.automatic_checkpoint_naming or self._save_on_signal
+        if saves or project.project_dir is not None:
+            self._claim_project(reading=not saves)
+
+    def _on_rank_0(self, act: Callable[[], Any]) -> Any:
+        """The result of `act` on rank 0, on all ranks; an error, too."""
+        world = self._run.world
+        said: list[Any] = [None, ""]
+        if world.rank == 0:
+            try:
+                said[0] = act()
+            except (OSError, EasympError) as error:
+                if world.size == 1 and isinstance(error, EasympError):
+                    raise
+                said[1] = str(error)
+        result, words = world.broadcast_objects(said)
+        if words:
+            raise CheckpointError(words)
+        return result
+
+    # -- what scripts add ---------------------------------------------------------------------------------------------
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Keep these objects in checkpoints, too; register them in the same order in every run.
+
+        Their `state_dict` may hold numbers, strings, bytes, None, tensors, and lists, tuples, sets and dicts of these. The state of rank 0
+        is saved, and all ranks load it.
+
+        Raises:
+            CheckpointError: an object without `state_dict` or `load_state_dict`.
+        """
+        for item in objects:
+            lacks = [n for n in ("state_dict", "load_state_dict") if not callable(getattr(item, n, None))]
+            if lacks:
+                raise CheckpointError(
+                    f"a {type(item).__name__} cannot be kept in checkpoints: it has no {' and no '.join(lacks)}"
+                )
+        self._objects += objects
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, weights, output_dir)`` on every rank before each save.
+
+        `models` are the prepared ones, `weights` their state dicts as they lie on this rank. Weights that a hook on rank 0 removes from
+        the list are not saved.
+
+        `output_dir` is an empty local folder of this rank, with the checkpoint's name. Files that the hook writes there become part of the
+        checkpoint under the same relative paths: they are copied, checksummed and on disk before the checkpoint counts. The folder lies
+        beside the checkpoint, or in TMPDIR if that is at a URL, and for a moment takes the files' size twice. An asynchronous save copies
+        them in the background. Several ranks may write files of one name if the bytes are the same. Empty folders are not kept.
+
+        An error of a hook ends the save on all ranks; on its own rank it is raised as it is. A CheckpointError is raised for different
+        files of one name, links, names that not every file system takes (with ``:``, say), and names of the checkpoint's own files.
+
+        Returns:
+            A handle; its ``remove()`` removes the hook.
+        """
+        return _add(self._save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, input_dir)`` on every rank before each load; models that it removes from the list are not loaded.
+
+        `input_dir` is a local folder with the files that hooks wrote, verified: the checkpoint's own folder, or, if that is at a URL, a
+        download in TMPDIR that is removed after the load. What a hook did to a model stays if the load fails afterwards.
+
+        Returns:
+            A handle; its ``remove()`` removes the hook.
+        """
+        return _add(self._load_hooks, hook)
+
+    def _parts(self, models: Collection[int]) -> Iterator[Kept]:
+        """Everything that a checkpoint keeps, in the order in which it is restored.
+
+        Args:
+            models: indices of the models whose weights are kept; hooks see to the others.
+        """
+        prepared, run, scaler = self._prepared, self._run, self._scaler
+        scaler.settle()
+        modules = [model.route.original for model in prepared.models]
+        for i, part in enumerate(run_state.training_parts(modules, prepared, scaler)):
+            left_out = i < len(modules) and i not in models
+            yield run_state.LeftOut(run_state.numbered("model", i)) if left_out else part
+        for i, loader in enumerate(prepared.loaders):  # a seed may need 64 unsigned bits
+            yield run_state.ObjectState(f"loader_{i}", loader, free=("data set", "seed"))
+        for i, item in enumerate(self._objects):
+            yield run_state.ObjectState(f"object_{i}", item, free=True)
+        yield run_state.ObjectState("steps", run_state.SkippedSteps(scaler, prepared.optimizers))
+        yield run_state.ObjectState("run", run_state.RunState(run, self._precision, self._project))
+        yield run_state.ObjectState("epochs", self._epochs)
+        for i, carried in enumerate(carried for carried in run.world.carried if carried.alive):
+            yield run_state.CarriedState(i, carried, run.world)
+        yield run_state.PendingSchedules(prepared.schedulers)
+        yield run_state.TrackerState(self._logbook)
+        # The last one, so that nothing draws after it.
+        yield run_state.RandomState(run.world, prepared.strategy, prepared.seed)
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        path: Path | None = None,
+        async_: bool = False,
+        *,
+        output_dir: Path | None = None,
+        safe_serialization: bool = True,
+        **others: Any,
+    ) -> str:
+        """Write a checkpoint of everything prepared and registered, and of the rest that an exact resume needs.
+
+        Call it on all ranks after the optimizer's step, when no accumulation window is open. Strategy "local_sgd" averages its models
+        first.
+
+        Args:
+            path: the checkpoint's own folder, or a URL of fsspec; an existing one is replaced when the new one is complete. None takes
+                ``checkpoints/step-00000100`` in the project's folder, by the number of optimizer updates, and keeps
+                `ProjectConfiguration.total_limit` of those. A checkpoint of that name on another line (this run loaded an earlier one,
+                or none) is renamed: ``step-00000100.line-1c9e02d7``.
+            async_: return when the state is copied, and write it in the background.
+            output_dir: another name for `path`.
+            safe_serialization: True only: other files would run code when they are read.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            StepError: in the middle of an accumulation window, or while the ranks' models differ.
+            WorldError: the last comparison of replicas found that they differ.
+            CheckpointError: it could not be written, on any rank, and what was there before is untouched; or another process holds the
+                project's folder.
+        """
+        path = _one_of(path, output_dir, "output_dir")
+        if not safe_serialization:
+            raise RefusedError(
+                "safe_serialization=False asks for files that run code when they are read: leave it out"
+            )
+        if others:
+            raise RefusedError(
+                f"save_state({', '.join(others)}=…) is not honoured: files are written in one way. Leave it out"
+            )
+        self._check_settled()
+        if self._prepared.replicas is not None:
+            self._prepared.replicas.settle()
+        self._logbook.settle()  # before the save begins: trackers may take long to start
+        try:
+            return self._save_state(path, async_)
+        except WorldError as error:
+            error.add_note(
+                "save_state() is for all ranks: where it stands under `if accelerator.is_main_process:`, take it out"
+            )
+            raise
+
+    def _save_state(self, path: Path | None, async_: bool) -> str:
+        world, project = self._run.world, self._project
+        world.settle()
+        self._settle_saves()  # one at a time, and hooks write for one, too
+        step = max((o.updates for o in self._prepared.optimizers), default=0)
+        chosen = lineage.below(self._root, folders.step_folder(step)) if path is None else path
+        root, name = self._on_rank_0(lambda: folders.parted(chosen))
+        if root == self._project_root and folders.step_of(name) is not None:
+            self._claim_project()
+        target = save.Target(folders.open_storage(root), name, step, self._run.plan.as_dict())
+        limit = None if path is not None or project.total_limit is None else project.total_limit - 1
+        place = lineage.below(root, name)
+        models, extra = hooks.before_save(
+            world, self._save_hooks, [m.view for m in self._prepared.models], target
+        )
+        project.iteration += 1
+        try:
+            with progress_line.of_ranks(world, "saving", "saved", place, async_) as tick:
+                self._saver().save(target, list(self._parts(models)), async_, limit, tick, extra)
+        except BaseException:
+            project.iteration -= 1
+            extra.close()
+            raise
+        return place
+
+    def _saver(self) -> Saves:
+        if self._saves is None:
+            self._saves = save.Saves(self._run.world)
+        return self._saves
+
+    def _settle_saves(self) -> None:
+        """Wait for a save in the background; raises its error."""
+        if self._saves is not None:
+            self._saves.wait()
+
+    def _check_settled(self) -> None:
+        clock = self._run.clock
+        if any(optimizer.away for optimizer in self._prepared.optimizers):
+            raise StepError(
+                "save_state() inside `with accelerator.averaged():` would keep averages as the weights of training: save after the block. "
+                "The averages are in every checkpoint; save_model inside writes them as weights"
+            )
+        if clock.accumulation != 1 and not clock.sync:
+            raise StepError(
+                f"save_state() in micro-step {clock.micro} of {clock.accumulation}: gradients of an unfinished window are "
+                "not kept. Save where accelerator.sync_gradients is true, after the optimizer's step"
+            )
+        if any(optimizer.unused() for optimizer in self._prepared.optimizers):
+            logger.warning(
+                "save_state() while gradients wait for an optimizer's step: they are not kept, so a run that resumes here goes on without "
+                "them. Save after the step"
+            )
+        if self._alone and self._run.world.size > 1:
+            raise StepError(
+                "save_state() inside no_sync() or LocalSGD, where the ranks' models differ, and one of them would be kept: save after the "
+                "block. Strategy 'local_sgd' can be saved at any step"
+            )
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load_state(
+        self,
+        path: Path | None = None,
+        strict: bool = True,
+        *,
+        input_dir: Path | None = None,
+        load_kwargs: Any = None,
+        **others: Any,
+    ) -> Loaded:
+        """Load a checkpoint into everything prepared and registered.
+
+        Strategy and number of processes may differ from those of the save. On the same number the run continues bit for bit in fp32; on
+        another one with the same samples in the same order. Each prepared loader continues where it stood: the next ``for`` over it reads
+        the rest of the pass, once, and `skip_first_batches` counts from the start of that epoch.
+
+        Args:
+            path: the checkpoint's folder, or a folder that holds folders named by steps: then the last save in it. None takes the last
+                save in the project's folder. Later saves of the run continue from the loaded checkpoint: those that were made after
+                it are on another line from then on; they stay, and `resume` leaves them out.
+            strict: whether missing, surplus or misshapen state is an error; False leaves it out and tells so in the log and in
+                `Loaded.skipped`.
+            input_dir: another name for `path`.
+            others: for a local folder of Accelerate's `save_state`, the options of `easymp.checkpoint.read_accelerate`, which explains
+                the risk of such folders. What they do not tell (where loaders stood) is in `Loaded.skipped`.
+
+        Raises:
+            CheckpointError: it does not fit or cannot be read, on any rank; nothing has changed. Or a local file changed between its
+                verification and its reading: the message says that the state was loaded in part.
+        """
+        path = _one_of(path, input_dir, "input_dir")
+        foreign = path is not None and self._on_rank_0(lambda: accelerate_import.is_accelerate_folder(path))
+        if load_kwargs or (others and not foreign):
+            names = ", ".join([*(["load_kwargs"] if load_kwargs else []), *others])
+            raise RefusedError(
+                f"load_state({names}=…) is not honoured: files are read in one way. Leave it out"
+            )
+        if path is not None and foreign:
+            return self._load_accelerate(os.fspath(path), strict, others)
+        self._settle_saves()  # the save being written may be the one that is asked for
+        root, name = self._on_rank_0(lambda: self._find(path))
+        return self._load(root, name, strict)
+
+    def _load_accelerate(self, folder: str, strict: bool, options: dict[str, Any]) -> Loaded:
+        prepared, world = self._prepared, self._run.world
+        models = hooks.call_load_hooks(world, self._load_hooks, [m.view for m in prepared.models], folder)
+        unknown = {f"loader_{i}" for i in range(len(prepared.loaders))} | {"steps", "run", "epochs"}
+        parts = [part for part in self._parts(models) if getattr(part, "name", "") not in unknown]
+        modules = [model.route.original for model in prepared.models]
+
+        def opened() -> accelerate_import.Translated:
+            found = accelerate_import.Translated(
+                folder, modules, parts, prepared.seed, world.rank, strict, **options
+            )
+            found.skipped += [accelerate_import.LOADERS] if prepared.loaders else []
+            return found
+
+        loaded = load.put_in_place(world, folder, opened, parts)
+        self._saver().line.begin_anew()
+        return loaded
+
+    def _find(self, path: Path | None) -> tuple[str, str]:
+        if path is not None:
+            root, name = folders.parted(path)
+            if lineage.is_checkpoint(folders.open_storage(root), name):
+                return root, name
+        above = lineage.below(*folders.parted(self._root if path is None else path))
+        folder, said, _ = lineage.newest(folders.open_storage(above))
+        if folder is None:
+            raise CheckpointError("; ".join([f"{above}: no checkpoint there", *said]))
+        for words in said:
+            logger.warning("left out: %s", words)
+        return above, folder
+
+    def _load(self, root: str, name: str, strict: bool) -> Loaded:
+        world, place, storage = self._run.world, lineage.below(root, name), folders.open_storage(root)
+        views = [model.view for model in self._prepared.models]
+        with (
+            hooks.before_load(world, self._load_hooks, views, storage, name) as models,
+            progress_line.of_ranks(world, "loading", "loaded", place) as tick,
+        ):
+            loaded = load.load_checkpoint(world, storage, name, list(self._parts(models)), strict, tick)
+        self._saver().line.loaded(storage, name, loaded.manifest)
+        return loaded
+
+    # -- resuming -----------------------------------------------------------------------------------------------------
+
+    def resume(self, path: Path | None = None, strict: bool = True) -> str | None:
+        """Continue from the last complete checkpoint, if there is one.
+
+        Call it once, on all ranks, when everything is prepared and registered. Incomplete and damaged checkpoints are left out with a line
+        in the log; so are those of abandoned lines. Without `path`, the project's folder belongs to this run until `close`: another
+        process that resumes or saves there is refused. `load_state` never is.
+
+        From now on SIGTERM and SIGUSR1 save the run and end it, unless the Accelerator was made with ``save_on_signal=False``.
+
+        Args:
+            path: the folder that holds folders named by steps; None takes the project's.
+            strict: as in `load_state`.
+
+        Returns:
+            The checkpoint's folder; None if there is none.
+
+        Raises:
+            CheckpointError: the last complete checkpoint does not fit this run, or all of them are damaged, or another process holds the
+                project's folder.
+        """
+        if path is None or lineage.below(*folders.parted(path)) == self._project_root:
+            self._claim_project(reading=True)
+        if self._save_on_signal is None:
+            self._preemption.start()
+        self._settle_saves()  # the save being written may be the newest
+        passed: list[str] = []
+        while True:
+            root, name = self._on_rank_0(lambda: self._newest(path, passed))
+            if name is None:
+                logger.info("nothing to resume in %s", root)
+                return None
+            try:
+                self._load(root, name, strict)
+            except CheckpointError as error:
+                found: str = self._on_rank_0(partial(lineage.damage, folders.open_storage(root), name))
+                if not found:
+                    raise
+                logger.warning("left out: %s (%s)", found, error)
+                passed.append(name)
+                continue
+            place = lineage.below(root, name)
+            logger.info("resumed from %s", place)
+            return place
+
+    def _newest(self, path: Path | None, passed: list[str]) -> tuple[str, str | None]:
+        root = lineage.below(*folders.parted(self._root if path is None else path))
+        folder, said, damaged = lineage.newest(folders.open_storage(root), passed)
+        for words in said:
+            logger.warning("left out: %s", words)
+        if folder is None and (passed or damaged):
+            raise CheckpointError(
+                f"{root}: no checkpoint is whole any more: {'; '.join([*passed, *said])}. Move the folder away to begin anew, or "
+                "load_state() one that `easymp checkpoint list` says is not on the current line"
+            )
+        return root, folder
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield ``range(count)``, or after `resume` or `load_state` the epochs of it that are left.
+
+        - A checkpoint taken while a prepared loader was being read continues in the same epoch. That loader gives the rest of its pass,
+          and loaders that had finished theirs give nothing, once each, so that a body that trains and then validates continues in the
+          validation. A checkpoint taken at a loader's last batch continues with an empty rest.
+        - A checkpoint taken while none was being read continues with the next epoch if any loader had finished its pass. An epoch in
+          which no loader was read begins again. With no loader prepared, the next epoch begins.
+
+        So the work of once an epoch belongs before `save_state`, ``scheduler.step()`` above all. Several loops in a script are told apart
+        by their order.
+
+        Raises:
+            SettingError: `count` is no number of epochs.
+            StepError: the checkpoint was saved in another kind of loop.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise SettingError(f"epochs({count!r}) is no number of epochs")
+        return self._epochs.run(count)
+
+    def _leave(self, number: int | None) -> None:
+        """Save, close and exit, after a signal to any rank."""
+        try:
+            self._settle_saves()
+        except CheckpointError as error:  # the error of an earlier save is no reason not to try again
+            logger.error("%s", error)
+        place = self.save_state()
+        self._settle_saves()
+        by = f" by signal {number}" if number else ""
+        logger.warning("preempted%s: saved %s, and exiting with %d", by, place, RESTART)
+        self.close()
+        raise SystemExit(RESTART)
+
+    # -- export -------------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's `state_dict` with whole tensors.
+
+        If every rank holds the whole model, each gets it at no cost: the tensors are the live ones (clone what must not change). If the
+        model is sharded, this is a collective: rank 0 gets copies in host memory and the others an empty dict, as with Accelerate.
+
+        Args:
+            model: prepared or not.
+            unwrap: use the plain module's names; False keeps torch.compile's prefix (``_orig_mod.``).
+
+        Raises:
+            CheckpointError: the ranks together do not have all of a tensor.
+        """
+        return weights.get_state_dict(self._run.world, model, unwrap)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the model's weights in Hugging Face's form: ``model.safetensors``, or shards and an index.
+
+        All ranks call it. Rank 0 writes, and holds a few whole tensors at a time. A model in the folder is replaced when the new one is
+        on disk. Of tied weights one is written, and the metadata names the others. If every rank holds the whole model, rank 0 alone may
+        call it, and only rank 0 gets an error.
+
+        Args:
+            save_directory: a folder, made if it is missing; a path or URL. One save at a time.
+            max_shard_size: bytes of a file, or as "5GB"; a larger tensor gets a file of its own.
+
+        Raises:
+            CheckpointError: it could not be written; a model that was there is untouched.
+            RefusedError: ``safe_serialization=False``.
+            SettingError: `max_shard_size` is no size.
+        """
+        _refuse_code(safe_serialization, "save_model")
+        weights.save_model(self._run.world, model, os.fspath(save_directory), max_shard_size)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
+        """Write an object to one file, on the main process. `easymp.load` reads it, and runs no code.
+
+        Args:
+            obj: tensors by name, which make a plain safetensors file; or dicts, lists, tuples, sets, numbers, strings, bytes, None and
+                tensors, nested: the structure goes into the file's metadata, or into JSON if the name ends with ``.json``.
+            f: the file, replaced when the new one is on disk; a path or URL.
+
+        Raises:
+            CheckpointError: `obj` holds something that cannot be stored, with its path in it; or the file cannot be written.
+            RefusedError: ``safe_serialization=False``, or a name that promises a file of torch.save.
+        """
+        _refuse_code(safe_serialization, "save")
+        if self._run.world.rank == 0:
+            huggingface.save_tree(obj, f)
+
+
+def _one_of(path: Path | None, other: Path | None, name: str) -> Path | None:
+    if path is not None and other is not None:
+        raise SettingError(f"path and {name} are two names for one thing: pass one of them")
+    return path if other is None else other
+
+
+def _add(registered: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+    handle = RemovableHandle(registered)
+    registered[handle.id] = hook
+    return handle
+
+
+def _refuse_code(safe: bool, what: str) -> None:
+    if not safe:
+        raise RefusedError(
+            f"{what}(safe_serialization=False) would write a file that runs code when it is read: leave it out, and "
+            "safetensors are written"
+        )
