@@ -1,6 +1,6 @@
-"""Which checkpoint is meant: by a path, or as the one below a root that was saved last; and the lines that checkpoints form.
+"""The lines that checkpoints form, the last checkpoint of a line, and the removal of older ones.
 
-A run that loads a checkpoint and saves continues its line, or begins one of its own where that line has gone on already. Order is by what
+A run that loads a checkpoint and saves continues its line, or begins one of its own if that line has later checkpoints. Order is by what
 was saved last, from what; never by a step's number.
 """
 
@@ -49,9 +49,12 @@ def is_checkpoint(storage: Storage, name: str) -> bool:
     return any(storage.size(inside(folder, file)) is not None for file in (COMMIT, MANIFEST))
 
 
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint's place among others: `folder`, when and at which step it was saved, and its lineage."""
+    """A checkpoint's position among others: its folder, when and at which step it was saved, and its lineage."""
 
     folder: str
     written: str
@@ -60,7 +63,7 @@ class Saved:
 
     @property
     def position(self) -> tuple[str, int]:
-        """By which the checkpoints of a folder are ordered. No clock decides: see `Line.next`."""
+        """The key of the order in a folder. It does not depend on clocks: see `Line.next`."""
         return self.written, self.step
 
     def leads_to(self, tip: Saved) -> bool:
@@ -72,7 +75,7 @@ class Saved:
 
 
 def survey(storage: Storage) -> tuple[list[Saved], list[str]]:
-    """The checkpoints that are named by steps and have a COMMIT, in the order in which they were saved; the other folders of such names.
+    """Checkpoints named by steps that have a COMMIT, in the order of their saves; and the other folders of such names.
 
     Only the beginning of each manifest is read, and nothing is verified.
 
@@ -82,13 +85,12 @@ def survey(storage: Storage) -> tuple[list[Saved], list[str]]:
     found, others = [], []
     for folder in storage.list():
         if step_of(folder) is not None:
-            it = place_of(storage, folder)
+            it = _saved(storage, folder)
             found.append(it) if it is not None else others.append(folder)
     return sorted(found, key=lambda it: (it.position, save_of(it.folder), it.folder)), others
 
 
-def place_of(storage: Storage, folder: str) -> Saved | None:
-    """As `survey`, of one folder; None where it is no committed checkpoint."""
+def _saved(storage: Storage, folder: str) -> Saved | None:
     try:
         if not re.fullmatch(rb"[0-9a-f]{64}\n", storage.head(inside(folder, COMMIT), SEAL + 1)):
             return None  # power failed while it was written
@@ -101,12 +103,24 @@ def place_of(storage: Storage, folder: str) -> Saved | None:
     return Saved(folder, *there)
 
 
+def committed(storage: Storage) -> list[Saved]:
+    """Committed checkpoints named by steps, in the order of their saves; of several saves of one, the last."""
+    counts: dict[str, Saved] = {}
+    for it in survey(storage)[0]:
+        if is_committed(storage, it.folder):
+            counts.pop(checkpoint_of(it.folder), None)
+            counts[checkpoint_of(it.folder)] = it
+    return list(counts.values())
+
+
 def newest(storage: Storage, passed: Collection[str] = ()) -> tuple[str | None, list[str], bool]:
-    """The folder of the checkpoint to go on from: the one that was saved last or, where it is damaged, what it was continued from. Also why
-    others do not count, and whether one of those was committed once, and is damaged.
+    """The folder of the checkpoint to continue from: the last save, or if it is damaged, the one it was continued from.
 
     Args:
-        passed: folders that are left out without a word.
+        passed: folders that are left out in silence.
+
+    Returns:
+        The folder; sentences on others that do not count; whether one of those was committed once, and is damaged.
 
     Raises:
         OSError: `storage` cannot be read.
@@ -135,6 +149,19 @@ def newest(storage: Storage, passed: Collection[str] = ()) -> tuple[str | None, 
     return chosen.folder if chosen is not None else None, said, damaged
 
 
+def damage(storage: Storage, folder: str) -> str:
+    """The damage to a committed checkpoint, in words; "" if there is none. Reads all of it."""
+    try:
+        for name, record in open_manifest(storage, folder).all_files.items():
+            storage.verify(inside(folder, name), record.size, record.checksums)
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return ""
+
+
+# -- the line of a run -------------------------------------------------------------------------------------------------
+
+
 class Line:
     """The line of saves that a run continues; of rank 0.
 
@@ -144,42 +171,41 @@ class Line:
 
     def __init__(self) -> None:
         self.last: Saved | None = None
-        self._loaded: Storage | None = None  # where `last` lies, if it was loaded
+        self._loaded: Storage | None = None  # the storage of `last`, if it was loaded
         self._surveyed: set[str] = set()
 
     def loaded(self, storage: Storage, folder: str, manifest: Manifest) -> None:
-        """The run goes on from this checkpoint."""
+        """The run continues from this checkpoint."""
         self.last, self._loaded = Saved(folder, manifest.written, manifest.step, manifest.lineage), storage
 
     def begin_anew(self) -> None:
-        """The run goes on from a checkpoint that easymp did not write."""
+        """The run continues from a checkpoint that easymp did not write."""
         self.last = self._loaded = None
 
     def next(self, storage: Storage, name: str, step: int) -> Saved:
-        """The checkpoint that is about to be saved. It comes after all that are there, also where clocks disagree or went back."""
+        """The checkpoint that is about to be saved. It comes after all that are there, even if clocks disagree or went back."""
         there = [] if _real(storage) in self._surveyed else survey(storage)[0]
-        last, parent, forks = self.last, "", ()
-        line = secrets.token_hex(4)
+        last, parent, forks, line = self.last, "", (), secrets.token_hex(4)
         if last is not None:
             parent = "".join(filter(str.isprintable, checkpoint_of(last.folder)))[:200]
-            if self._continues(storage, there):
-                line, forks = last.lineage.line, last.lineage.forks
+            forks = last.lineage.forks
+            if self._continues(last, storage, there):
+                line = last.lineage.line
             else:
-                forks = (*last.lineage.forks, (last.lineage.line, *last.position))
+                forks = (*forks, (last.lineage.line, *last.position))
         after = max((it.written for it in [*there, *([last] if last else [])]), default="")
         it = Saved(name, _later(after), step, Lineage(line, parent, forks))
         left = [other.folder for other in there if not other.leads_to(it)]
         if left and step_of(name) is not None:  # `resume` takes no others
+            names = ", ".join(left[:FEW]) + (f" and {len(left) - FEW} more" if len(left) > FEW else "")
             logger.warning(
                 "%s: a new line of checkpoints begins %s, and resume() goes on with it from now on. Not on it, and kept: %s",
-                *(storage.place, f"at {parent}" if parent else "without resume()", few(left)),
+                *(storage.place, f"at {parent}" if parent else "without resume()", names),
             )
         return it
 
-    def _continues(self, storage: Storage, there: Sequence[Saved]) -> bool:
-        """Whether the next save goes on with the line of the last one: not where that line has later ones already."""
-        last = self.last
-        assert last is not None
+    def _continues(self, last: Saved, storage: Storage, there: Sequence[Saved]) -> bool:
+        """Whether the next save continues the line of the last one; not if that line has later ones already."""
         if self._loaded is None:
             return True
         return (
@@ -195,45 +221,28 @@ class Line:
             self._surveyed.add(_real(storage))
 
 
-def few(names: Sequence[str]) -> str:
-    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
-
-
 def _real(storage: Storage) -> str:
     return os.path.realpath(storage.place)
 
 
 def _later(than: str) -> str:
-    """This moment in ISO 8601, or the next microsecond after `than`, whichever is later."""
+    """Now in ISO 8601, or the next microsecond after `than`, if that is later."""
     now = datetime.now(UTC).isoformat(timespec="microseconds")
+    if now > than:
+        return now
     try:
-        return (
-            now
-            if now > than
-            else (datetime.fromisoformat(than) + timedelta(microseconds=1)).isoformat(timespec="microseconds")
-        )
-    except (ValueError, OverflowError):  # somebody else's words
+        return (datetime.fromisoformat(than) + timedelta(microseconds=1)).isoformat(timespec="microseconds")
+    except (ValueError, OverflowError):  # a time that easymp did not write
         return now
 
 
-def damage(storage: Storage, folder: str) -> str:
-    """What is wrong with the files of a committed checkpoint, in words; "" where all of them are what was written. Reads all of it."""
-    try:
-        for name, record in open_manifest(storage, folder).all_files.items():
-            storage.verify(inside(folder, name), record.size, record.checksums)
-    except (OSError, CheckpointError) as error:
-        return str(error)
-    return ""
-
-
-# -- How checkpoints go: what counts stops counting before its first file goes, and only once a newer one is on disk.
+# -- removal: a checkpoint stops counting before its first file goes, and only once a newer one is on disk -----------------
 
 
 def retain(storage: Storage, it: Saved, limit: int | None) -> None:
-    """After `it` is committed: the hint `latest`, and only `limit` of the others on its line stay, those that were saved last.
+    """After `it` is committed: write the hint `latest`, and keep only the last `limit` of the others on its line.
 
-    What has no COMMIT, is not named by a step, or is on another line, is not touched. Trouble here is not the new checkpoint's, so it goes
-    to the log.
+    Folders without COMMIT, with other names, or on other lines are not touched. Errors do not concern the new checkpoint and are logged.
     """
     if step_of(it.folder) is None:
         return
@@ -246,52 +255,25 @@ def retain(storage: Storage, it: Saved, limit: int | None) -> None:
         gone = others[: max(0, len(others) - limit)]
         stay = {other.lineage.line for other in there if other not in gone}
         for other in gone:
-            if other.lineage.line not in stay:
+            line = other.lineage.line
+            if line not in stay:
                 logger.warning(
                     "%s is removed, as total_limit says: it was the last checkpoint of line %s",
                     other.folder,
-                    other.lineage.line,
+                    line,
                 )
-                stay.add(other.lineage.line)
+                stay.add(line)
             _retire(storage, other.folder)
     except (OSError, CheckpointError) as error:
         logger.warning("%s: older checkpoints stay, as they could not be removed: %s", storage.place, error)
 
 
-def committed(storage: Storage) -> list[Saved]:
-    """Committed checkpoints that are named by steps, in the order in which they were saved; of several saves of one, the last."""
-    counts: dict[str, Saved] = {}
-    for it in survey(storage)[0]:
-        if is_committed(storage, it.folder):
-            counts.pop(checkpoint_of(it.folder), None)
-            counts[checkpoint_of(it.folder)] = it
-    return list(counts.values())
-
-
-def set_aside(storage: Storage, checkpoint: str, by: Saved | None) -> None:
-    """Give a checkpoint another name if it has that of `by`, which is about to be saved and is not continued from it."""
-    if by is None or step_of(checkpoint) is None:
-        return
-    there = place_of(storage, current(storage, checkpoint))
-    if there is None or there.leads_to(by):
-        return
-    named = [name for name in storage.list() if storage.size(inside(name, COMMIT)) is not None]
-    name = aside(named, checkpoint, there.lineage.line)
-    storage.remove(name)  # half of a copy, of a run that was killed
-    storage.move(there.folder, name)
-    logger.warning(
-        "%s is of another line of checkpoints, and is named %s from now on",
-        inside(storage.place, checkpoint),
-        name,
-    )
-
-
 def _retire(storage: Storage, folder: str) -> None:
     checkpoint = checkpoint_of(folder)
     try:
-        claim = storage.claim(checkpoint, folder)  # so that who comes after knows what was left half done
+        claim = storage.claim(checkpoint, folder)  # the next writer learns what was left half done
     except CheckpointError:
-        return  # somebody writes it just now
+        return  # another process writes it now
     try:
         # The newest save of a step last, or an older one would count for a moment.
         for save in reversed(saves_of(storage.list(), checkpoint)):
@@ -302,7 +284,7 @@ def _retire(storage: Storage, folder: str) -> None:
 
 
 def drop(storage: Storage, folder: str) -> None:
-    """A checkpoint that is to go, of whoever claimed it: it is one no longer before its first file goes."""
+    """Remove a checkpoint, whose lock the caller holds: it stops counting before its first file goes."""
     if storage.renames:
         gone = temporary(checkpoint_of(folder))
         storage.rename(folder, gone)
@@ -312,17 +294,31 @@ def drop(storage: Storage, folder: str) -> None:
 
 
 def take_away(storage: Storage, folder: str) -> None:
-    """Remove what counts for nothing; what cannot be removed is in nobody's way, and the log says so."""
+    """Remove an uncommitted leftover. Failures are logged and ignored."""
     try:
         storage.remove(folder)
     except OSError as error:
-        logger.warning(
-            "%s counts no longer, and could not be removed: %s", inside(storage.place, folder), error
-        )
+        place = inside(storage.place, folder)
+        logger.warning("%s counts no longer, and could not be removed: %s", place, error)
+
+
+def set_aside(storage: Storage, checkpoint: str, by: Saved | None) -> None:
+    """Rename a checkpoint that has the name of `by`, which is about to be saved, and is not on its line."""
+    if by is None or step_of(checkpoint) is None:
+        return
+    there = _saved(storage, current(storage, checkpoint))
+    if there is None or there.leads_to(by):
+        return
+    named = [name for name in storage.list() if storage.size(inside(name, COMMIT)) is not None]
+    name = aside(named, checkpoint, there.lineage.line)
+    storage.remove(name)  # half of a copy, of a run that was killed
+    storage.move(there.folder, name)
+    place = inside(storage.place, checkpoint)
+    logger.warning("%s is of another line of checkpoints, and is named %s from now on", place, name)
 
 
 def refuse_foreign(storage: Storage, name: str) -> None:
-    """Raises CheckpointError where `name` is there and no checkpoint, not even half of one: it would be lost."""
+    """Raises CheckpointError if `name` is there and no checkpoint, not even half of one: it would be lost."""
     there = [name] if storage.size(name) is not None else storage.list(name)
     if there and MANIFEST not in there and COMMIT not in there:
         raise CheckpointError(

@@ -175,8 +175,3 @@ def test_folders_that_cannot_be_read(tmp_path: Path, case: str) -> None:
             torch.save({}, tmp_path / name)
     with pytest.raises(CheckpointError, match=pattern):
         read_accelerate(tmp_path, allow_pickle=True)
-
-
-def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_accelerate(tmp_path / "nowhere", allow_pickle=True)

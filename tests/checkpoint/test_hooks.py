@@ -226,16 +226,6 @@ def test_what_a_killed_run_left_of_them_goes_with_the_next_save(tmp_path: Path) 
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000000"]
 
 
-def test_a_checkpoint_without_their_files_gives_them_an_empty_folder_behind_a_url() -> None:
-    seen: list[list[str]] = []
-    place = "memory://empty/step-00000000"
-    with Run(hooks=False) as run:
-        run.acc.save_state(place)
-        run.acc.register_load_state_pre_hook(lambda models, folder: seen.append(os.listdir(folder)))
-        run.acc.load_state(place)
-    assert seen == [[]]
-
-
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 

@@ -155,16 +155,6 @@ def test_a_name_of_the_abandoned_line_is_taken_and_both_stay(place: str, caplog:
     assert resumed(place) == ("step-00000014", 14)
 
 
-def test_saving_one_step_twice_on_a_line_replaces(place: str) -> None:
-    with run(place) as it:
-        it.to(2, 4, 4)
-    with run(place) as it:
-        it.acc.resume()
-        it.to(4, 6)
-    assert list(listed(place)) == steps(2, 4, 6)
-    assert len({e.line for e in list_checkpoints(f"{place}/checkpoints")}) == 1
-
-
 def test_a_run_without_resume_begins_a_line_and_the_older_one_stays(place: str, caplog: Any) -> None:
     with run(place, limit=2) as it:
         it.to(10, 20)
@@ -177,18 +167,6 @@ def test_a_run_without_resume_begins_a_line_and_the_older_one_stays(place: str, 
         ("step-00000006", "newest"),
     ]
     assert resumed(place) == ("step-00000006", 6)
-
-
-def test_the_new_line_is_told_of_at_its_first_step_and_not_at_a_name(tmp_path: Path, caplog: Any) -> None:
-    place = str(tmp_path)
-    with run(place) as it:
-        it.to(1)
-    with run(place) as it:
-        it.acc.save_state(f"{place}/checkpoints/best")
-        assert "resume()" not in caplog.text
-        assert resumed(place) == ("step-00000001", 1)
-        it.to(1)
-    assert "begins at best, and resume() goes on with it" in caplog.text
 
 
 def test_prune_keeps_the_last_of_each_other_line(place: str) -> None:

@@ -45,19 +45,6 @@ def test_weights_as_hugging_face_reads_them(samples: Path, tmp_path: Path, name:
         assert not torch.equal(a, make("tied").state_dict()[n]) or a.numel() < 20, n
 
 
-def test_files_of_a_size(samples: Path, tmp_path: Path) -> None:
-    merge(samples / OF_TWO, tmp_path / "one")
-    merge(samples / OF_TWO, tmp_path / "several", max_shard_size="4KB")
-    files = sorted((tmp_path / "several").glob("*.safetensors"))
-    index = json.loads((tmp_path / "several" / INDEX).read_text())
-    assert len(files) > 4 and set(index["weight_map"].values()) == {f.name for f in files}
-    for file in files:
-        tensors = safetensors.torch.load_file(file)
-        assert sum(t.nbytes for t in tensors.values()) <= 4000 or len(tensors) == 1
-    one, several = weights_in(tmp_path / "one"), weights_in(tmp_path / "several")
-    assert one.keys() == several.keys() and all(torch.equal(one[n], several[n]) for n in one)
-
-
 @pytest.mark.parametrize("size", ["5GB", 4000])
 def test_all_of_it_is_a_checkpoint_with_whole_tensors(samples: Path, tmp_path: Path, size: Any) -> None:
     out = tmp_path / "whole"

@@ -158,32 +158,6 @@ def test_names_are_those_of_the_plain_module(tmp_path: Path) -> None:
         ]
 
 
-class Hooked(nn.Linear):
-    """Shows its weight transposed, and something of its own, in its state_dict."""
-
-    def __init__(self, value: int) -> None:
-        super().__init__(2, 3, bias=False)
-        self.value = value
-        self.register_state_dict_post_hook(self._show)
-        self.register_load_state_dict_pre_hook(self._take)
-
-    @staticmethod
-    def _show(module: Any, state: Any, prefix: str, _: Any) -> None:
-        state[prefix + "turned"] = state.pop(prefix + "weight").detach().t().contiguous()
-        state[prefix + "value"] = module.value
-
-    @staticmethod
-    def _take(module: Any, state: Any, prefix: str, *_: Any) -> None:
-        state[prefix + "weight"] = state.pop(prefix + "turned").t()
-        module.value = state.pop(prefix + "value")
-
-
-def test_hooks_of_state_dict_are_heard(tmp_path: Path) -> None:
-    before, after = round_trip(Hooked, tmp_path / "a")
-    assert torch.equal(after.weight, before.weight) and after.value == 3
-    assert open_manifest(LocalStorage(tmp_path), "a").tensors["model/turned"].shape == (2, 3)
-
-
 def test_a_model_on_the_meta_device_is_given_values_and_then_these(tmp_path: Path) -> None:
     def make(value: int) -> nn.Module:
         with torch.device("meta" if value == 5 else "cpu"):
@@ -214,25 +188,3 @@ def empty_shards(folder: Path) -> list[tuple[int, ...]]:
 def test_empty_shards_and_empty_parameters_stay(ranks: Any, tmp_path: Path) -> None:
     assert (0, 4) in ranks(empty_shards, tmp_path / "a", processes=2)[0]
     assert open_manifest(LocalStorage(tmp_path), "a").tensors["model/nothing"].shape == (0, 4)
-
-
-def after_an_evaluation(folder: Path) -> list[Any]:
-    """fsdp keeps gathered weights after a forward without a backward."""
-    found = []
-    with Accelerator(strategy="fsdp", cpu=True, timeout=50) as acc:
-        model = acc.prepare(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)))
-        acc.save_state(folder)
-        x = torch.ones(1, 2)
-        with torch.no_grad():
-            found.append(model(x))
-            for p in model.parameters():
-                p.mul_(2)
-            model(x)
-            acc.load_state(folder)
-            found.append(model(x))
-    return found
-
-
-def test_what_fsdp_has_gathered_is_gathered_anew(ranks: Any, tmp_path: Path) -> None:
-    before, after = ranks(after_an_evaluation, tmp_path / "a")[0]
-    assert torch.equal(before, after)

@@ -96,43 +96,6 @@ if ADDS:
     CLASSES["Muon"] = torch.optim.Muon
 
 
-class Alike(torch.optim.SGD):
-    """Remembers one tensor under two names, and the parameter's own memory under a third, until the second step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["one"] = state["other"] = torch.zeros_like(p)
-                    state["anchor"] = p.detach()
-                    state["row"] = torch.zeros(1, 1).expand(*p.shape)
-                else:
-                    state["one"], state["anchor"] = p.grad.clone(), p.grad * 2
-                    state["row"] = p.grad * 3
-                p.sub_(p.grad, alpha=0.1)
-
-
-def test_states_that_lie_in_one_another_here_and_not_in_the_checkpoint(tmp_path: Path) -> None:
-    with Accelerator(cpu=True) as acc:
-        model, optimizer = acc.prepare(model := net(), Alike(model.parameters(), lr=0.1))
-        steps(acc, model, optimizer, 0, 2)
-        acc.save_state(tmp_path / "a")
-        saved = [
-            (p.detach().clone(), {k: v.clone() for k, v in optimizer.state[p].items()})
-            for p in model.parameters()
-        ]
-    with Accelerator(cpu=True) as acc:
-        model, optimizer = acc.prepare(model := net(5), Alike(model.parameters(), lr=0.1))
-        steps(acc, model, optimizer, 0, 1)
-        acc.load_state(tmp_path / "a")
-        for p, (weight, state) in zip(model.parameters(), saved):
-            assert torch.equal(p, weight) and all(
-                torch.equal(optimizer.state[p][k], v) for k, v in state.items()
-            )
-
-
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
     assert goes_on(CLASSES[name], tmp_path / "a")
@@ -244,10 +207,6 @@ def heard(strategy: str, folder: Path) -> None:
             assert seen == [(0.25, [3.0, 3.0])]
 
 
-def test_hooks_of_load_state_dict_are_heard(tmp_path: Path) -> None:
-    heard("single", tmp_path / "a")
-
-
 def groups(model: Any, *which: list[int], **options: Any) -> torch.optim.Optimizer:
     """AdamW with these layers in its groups."""
     return torch.optim.AdamW([{"params": [model[i].weight for i in layers], **options} for layers in which])
@@ -343,23 +302,6 @@ def test_another_class_remembers_other_things(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(saved, weights(model)))
 
 
-def test_the_same_objects_in_one_run_after_the_other(tmp_path: Path) -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    found = []
-    for run in range(2):
-        with Accelerator(cpu=True) as acc:
-            prepared, stepped = acc.prepare(model, optimizer)
-            if run:
-                acc.load_state(tmp_path / "a")
-            else:
-                steps(acc, prepared, stepped, 0, 2)
-                acc.save_state(tmp_path / "a")
-            steps(acc, prepared, stepped, 2, 4)
-            found.append(weights(model))
-    assert all(torch.equal(a, b) for a, b in zip(*found))
-
-
 def test_a_schedule_that_has_not_answered_an_update_yet_does_so(tmp_path: Path) -> None:
     rates = []
     for load in (False, True):
@@ -404,20 +346,6 @@ def test_masters_serve_as_fp32_weights_and_the_other_way_round(
             held = [p for group in optimizer.param_groups for p in group["params"]]
             found.append([t.detach().clone() for p in held for t in (p, optimizer.state[p]["exp_avg"])])
     assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(*found))
-
-
-def test_weights_that_were_written_to_since_the_last_step_are_what_is_saved(tmp_path: Path) -> None:
-    with Accelerator(cpu=True, mixed_precision="O2") as acc:
-        model = net()
-        acc.prepare(model, torch.optim.AdamW(model.parameters()))
-        with torch.no_grad():
-            model[0].weight.fill_(0.25)
-        acc.save_state(tmp_path / "a")
-    with Accelerator(cpu=True) as acc:
-        other = net(5)
-        acc.prepare(other, torch.optim.AdamW(other.parameters()))
-        acc.load_state(tmp_path / "a")
-        assert torch.equal(other[0].weight, torch.full((6, 4), 0.25))
 
 
 # -- on several processes ----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,17 +71,6 @@ def test_names_follow_updates_and_go_on_after_a_load(tmp_path: Path) -> None:
     assert folders(tmp_path / "checkpoints") == ["step-00000002", "step-00000003"]
 
 
-def test_a_limit_leaves_the_newest_and_what_has_a_name_of_its_own(tmp_path: Path) -> None:
-    with Run(
-        project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
-    ) as run:
-        run.acc.save_state(tmp_path / "checkpoints" / "first")
-        for _ in range(4):
-            run.step()
-            run.acc.save_state()
-    assert folders(tmp_path / "checkpoints") == ["first", "step-00000003", "step-00000004"]
-
-
 def test_a_folder_or_the_root_of_some_by_the_peers_names_too(tmp_path: Path) -> None:
     with Run() as run:
         run.acc.save_state(output_dir=tmp_path / "own")
@@ -131,22 +119,6 @@ def test_not_within_a_window(tmp_path: Path) -> None:
             run.acc.backward(run.model(torch.randn(4, 12)).sum())
             with pytest.raises(StepError, match="micro-step 1 of 2"):
                 run.acc.save_state()
-
-
-def test_other_arithmetic_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Run(tmp_path) as run:
-        run.acc.save_state()
-        run.acc.resume()
-        assert "last bits" not in caplog.text
-        now = torch.get_num_threads()
-        monkeypatch.setattr(torch, "get_num_threads", lambda: now + 1)
-        run.acc.resume()
-    assert re.search(
-        rf"saved with torch \S+ and {now} threads?, and this run has torch \S+ and {now + 1} threads: .* last bits",
-        caplog.text,
-    )
 
 
 def test_gradients_that_wait_for_a_step_are_not_lost_in_silence(
@@ -235,77 +207,6 @@ def test_objects_of_the_users_own(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="object_0"):
             run.acc.load_state()
         assert run.acc.load_state(strict=False).skipped
-
-
-class Ragged(torch.optim.Optimizer):
-    """What it keeps differs in kind by parameter, as in SOAP and Shampoo."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            matrix = parameter.ndim == 2
-            self.state[parameter] = {
-                "blocks": [torch.ones(2)] if matrix else [[]],
-                "form": "matrix" if matrix else "vector",
-            }
-            parameter.sub_(0.1 * parameter.grad)
-
-
-class Watching(torch.optim.lr_scheduler.LRScheduler):
-    """Its state grows, changes its kind, and has a generator's number of 128 bits."""
-
-    seen: Any = ()
-    best: Any = False
-
-    def get_lr(self) -> list[Any]:
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def step(self, *args: Any) -> None:
-        super().step(*args)
-        self.seen, self.best, self.draws = (*self.seen, 1.5), 0.5, 2**100
-
-
-class Drawing(Numbered):
-    seen: Any = ()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen, "draws": 2**100}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"]
-
-
-def ragged(folder: Path) -> tuple[Accelerator, list[Any], list[Any]]:
-    acc = Accelerator(mixed_precision="no", seed=2**64 - 1, project_dir=folder)
-    model = nn.Linear(12, 5)
-    optimizer = Ragged(model.parameters())
-    schedule, data = Watching(optimizer), Drawing()
-    return (
-        acc,
-        [optimizer, schedule, data],
-        list(acc.prepare(model, optimizer, schedule, DataLoader(data, 8))),
-    )
-
-
-def test_states_of_the_users_own_classes_may_change_their_form(tmp_path: Path) -> None:
-    acc, (_, schedule, data), (model, optimizer, stepped, loader) = ragged(tmp_path)
-    with acc:
-        for _, x, *_ in loader:
-            acc.backward(model(x).sum())
-            optimizer.step()
-            stepped.step()
-            optimizer.zero_grad()
-        data.seen = (1, 2)
-        acc.save_state()
-    acc, (given, again, drawing), _ = ragged(tmp_path)
-    with acc:
-        assert acc.resume()
-        assert (again.seen, again.best, again.draws, drawing.seen) == (schedule.seen, 0.5, 2**100, (1, 2))
-        assert [state["form"] for state in given.state.values()] == ["matrix", "vector"]
-        assert [state["blocks"][0] for state in given.state.values()][1] == []
 
 
 def test_hooks(tmp_path: Path) -> None:
@@ -513,25 +414,6 @@ def test_a_save_in_another_kind_of_loop_does_not_say_which_epochs_are_left(tmp_p
             list(run.acc.epochs(2))
 
 
-@pytest.mark.parametrize("says_so", [True, False])
-def test_a_plain_loop_that_begins_with_the_next_epoch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, says_so: bool
-) -> None:
-    with Run(tmp_path) as run:
-        for batch in run.loader:
-            run.step(batch)
-            run.acc.save_state()
-        following = indices(run.loader)
-    with Run(tmp_path) as run:
-        run.acc.load_state()
-        epoch, skipped = divmod(run.optimizer.updates, len(run.loader))
-        assert (epoch, skipped) == (1, 0)
-        if says_so:
-            run.loader.set_epoch(epoch)
-        assert indices(run.loader) == (following if says_so else [])
-        assert ("nothing is left of that pass" in caplog.text) is not says_so
-
-
 def test_a_load_within_a_pass_ends_it(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
         order = [indices(run.loader)]
@@ -545,21 +427,6 @@ def test_a_load_within_a_pass_ends_it(tmp_path: Path) -> None:
                 run.acc.load_state()
         assert read == order[0][:32]
         assert indices(run.loader) == order[0][16:]
-
-
-def test_it_is_there_by_name() -> None:
-    assert easymp.ProjectConfiguration is ProjectConfiguration
-
-
-def test_a_link_to_a_checkpoint_leads_to_it(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
-        run.acc.save_state(tmp_path / "one")
-        (tmp_path / "best").symlink_to(tmp_path / "one")
-        before = run.model.weight.detach().clone()
-        with torch.no_grad():
-            run.model.weight.zero_()
-        run.acc.load_state(tmp_path / "best")
-        assert torch.equal(run.model.weight, before)
 
 
 @pytest.mark.parametrize("kind", ["memory", "s3"])

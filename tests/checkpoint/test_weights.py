@@ -129,17 +129,6 @@ def test_from_our_own_checkpoints(ranks: Any, tmp_path: Path, label: str, kind: 
     assert found == [[]] * len(found)
 
 
-def test_a_checkpoint_that_was_saved_again_beside(tmp_path: Path) -> None:
-    """As on object stores, where two folders cannot swap names."""
-    with Accelerator(mixed_precision="no", cpu=True) as acc:
-        acc.prepare(make("mlp"))
-        acc.save_state(tmp_path / "step")
-    (tmp_path / "step").rename(tmp_path / "step.save-2")
-    model = MODELS["mlp"]()
-    load_weights(model, tmp_path / "step")
-    check(model, make("mlp").state_dict())
-
-
 def test_one_of_several_models(tmp_path: Path) -> None:
     with Accelerator(mixed_precision="no", cpu=True) as acc:
         acc.prepare(make("mlp"), make("conv"))
@@ -258,19 +247,6 @@ def test_before_prepare(ranks: Any, files: dict[str, str], label: str) -> None:
     assert all(not wrong for rank in ranks(loaded, label, files, "before") for wrong, *_ in rank)
 
 
-def on_one_rank_only(path: str) -> State:
-    with Accelerator(mixed_precision="no", strategy="ddp", timeout=30) as acc:
-        model = make("mlp")
-        if acc.is_main_process:
-            load_weights(model, path)
-        return {name: t.clone() for name, t in acc.prepare(model).state_dict().items()}
-
-
-def test_one_rank_alone_may_load(ranks: Any, files: dict[str, str]) -> None:
-    for state in ranks(on_one_rank_only, files["mlp"]):
-        assert all(torch.equal(state[name], t) for name, t in values("mlp").items())
-
-
 @pytest.mark.parametrize("wrapped", ["compiled", "parallel", "blocks compiled"])
 def test_wrappers_do_not_matter(tmp_path: Path, wrapped: str) -> None:
     model: Any = make("tied")
@@ -296,13 +272,6 @@ def test_names_of_wrappers_in_the_files(
         load_weights(model, in_one_file(tmp_path, {prefix + name: t for name, t in values("mlp").items()}))
     check(model, values("mlp"))
     assert f"'{prefix}0.bias' is '0.bias'" in caplog.text
-
-
-def test_a_users_own_module_called_module(tmp_path: Path) -> None:
-    model = nn.ModuleDict({"module": nn.Linear(2, 2)})
-    state = {"module.weight": torch.ones(2, 2), "module.bias": torch.ones(2)}
-    assert not load_weights(model, in_one_file(tmp_path, state))
-    check(model, state)
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
@@ -334,18 +303,6 @@ def test_an_untied_model_takes_what_the_file_says_of_other_names(tmp_path: Path)
     assert torch.equal(model.head.weight, values("tied")["embed.weight"])
 
 
-def test_rows_with_gaps_and_buffers_larger_than_the_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory formats other than the file's go through a buffer, some rows at a time."""
-    monkeypatch.setattr("easymp.checkpoint.read_plan.STAGE", 256)
-    state = {"weight": torch.rand(6, 5, 3, 3), "bias": torch.rand(6)}
-    model = nn.Conv2d(5, 6, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    load_weights(model, in_one_file(tmp_path, state))
-    check(model, state)
-    assert model.weight.is_contiguous(memory_format=torch.channels_last)
-
-
 # -- dtypes ------------------------------------------------------------------------------------------------------------
 
 
@@ -361,23 +318,6 @@ def test_another_dtype_is_an_error_that_names_both(tmp_path: Path) -> None:
     check(model, before)
     load_weights(model, place, dtype="live")
     check(model, {name: t.bfloat16().float() for name, t in values("mlp").items()})
-
-
-def test_a_dtype_is_what_the_model_must_have(tmp_path: Path) -> None:
-    place = in_one_file(tmp_path, values("conv"))
-    with pytest.raises(
-        CheckpointError, match=r"it is torch.float32 in the model, and dtype=torch.bfloat16 was asked for"
-    ):
-        load_weights(make("conv"), place, dtype=torch.bfloat16)
-    model = make("conv").bfloat16()
-    load_weights(model, place, dtype=torch.bfloat16)
-    check(model, {name: t.bfloat16() if t.is_floating_point() else t for name, t in values("conv").items()})
-
-
-def test_integers_are_not_converted(tmp_path: Path) -> None:
-    state = {**values("conv"), "2.1.num_batches_tracked": torch.tensor(3.0)}
-    with pytest.raises(CheckpointError, match=r"torch.float32 in the files, and torch.int64 in the model"):
-        load_weights(make("conv"), in_one_file(tmp_path, state), dtype="live")
 
 
 def half_way(path: str, strategy: str) -> list[bool]:
@@ -480,12 +420,6 @@ def test_an_index_that_names_what_a_shard_lacks(tmp_path: Path) -> None:
         load_weights(make("mlp"), tmp_path)
 
 
-def test_two_spellings_of_one_name(tmp_path: Path) -> None:
-    state = {**values("mlp"), "module.0.bias": torch.ones(33)}
-    with pytest.raises(CheckpointError, match=r"both .*0.bias.* which are one name"):
-        load_weights(make("mlp"), in_one_file(tmp_path, state))
-
-
 def test_what_is_no_parameter_or_buffer_is_refused(tmp_path: Path) -> None:
     class Extra(nn.Linear):
         def get_extra_state(self) -> Any:
@@ -498,13 +432,6 @@ def test_what_is_no_parameter_or_buffer_is_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"'_extra_state' in the state_dict of this Extra .* load_state_dict"
     ):
         load_weights(Extra(2, 2), in_one_file(tmp_path, {"weight": torch.ones(2, 2), "bias": torch.ones(2)}))
-
-
-def test_a_lazy_module_is_to_be_called_first(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match="'weight' of this LazyLinear has no shape yet: call the model once"
-    ):
-        load_weights(nn.LazyLinear(3), in_one_file(tmp_path, values("mlp")))
 
 
 def test_arguments_of_another_kind(tmp_path: Path) -> None:
@@ -530,23 +457,6 @@ def test_a_model_on_the_meta_device_gets_memory(tmp_path: Path, kind: str) -> No
     assert {id(p) for p in model.parameters()} == {id(p) for p in optimizer.param_groups[0]["params"]}
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in make(kind).parameters()]
     model(torch.randn(2, 12))
-
-
-def test_an_lstm_on_the_meta_device(tmp_path: Path) -> None:
-    """It keeps weak references to its parameters."""
-    state = {name: t.clone() for name, t in nn.LSTM(3, 4).state_dict().items()}
-    with torch.device("meta"):
-        model = nn.LSTM(3, 4)
-    load_weights(model, in_one_file(tmp_path, state))
-    check(model, state)
-    model(torch.randn(2, 3))
-
-
-def test_meta_tensors_take_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = MODELS["conv"]()
-    load_weights(model, in_one_file(tmp_path, values("conv")), dtype=torch.bfloat16)
-    check(model, {name: t.bfloat16() if t.is_floating_point() else t for name, t in values("conv").items()})
 
 
 def test_a_meta_buffer_that_no_file_holds(tmp_path: Path) -> None:
