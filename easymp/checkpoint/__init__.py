@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .catalog import list_checkpoints as list_checkpoints
     from .catalog import prune as prune
     from .catalog import verify as verify
-    from .convert import convert as convert
-    from .convert import merge as merge
+    from .conversion import convert as convert
+    from .conversion import merge as merge
     from .progress import Progress as Progress
 
 _HOMES = {
@@ -33,7 +33,7 @@ _HOMES = {
         *("Contents", "Damage", "Difference", "Entry", "Pruned"),
         *("diff", "inspect", "list_checkpoints", "prune", "verify"),
     ),
-    "convert": ("convert", "merge"),
+    "conversion": ("convert", "merge"),
     "progress": ("Progress",),
 }
 
