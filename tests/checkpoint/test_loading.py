@@ -387,7 +387,7 @@ def counted(folder: Path, strategy: str | None, options: Any) -> tuple[dict[str,
         if not folder.exists():
             acc.save_state(folder)
         storage = Counting(folder.parent)
-        load(acc._run.world, storage, folder.name, list(acc._kept([0])))
+        load(acc._run.world, storage, folder.name, list(acc._parts([0])))
         return storage.bytes, storage.requests
 
 
@@ -426,7 +426,7 @@ def columns(folder: Path, save: bool) -> tuple[bool, int]:
         with torch.no_grad():
             model.table.weight.zero_()
         storage = Counting(folder.parent)
-        load(acc._run.world, storage, folder.name, list(acc._kept([0])))
+        load(acc._run.world, storage, folder.name, list(acc._parts([0])))
         return torch.equal(model.table.weight.full_tensor(), expected), storage.requests
 
 
