@@ -428,29 +428,6 @@ def test_notebook_options_are_honoured(tmp_path):
     assert results == [["bf16", str(port), "2", "1"]] * 2
 
 
-@pytest.mark.slow
-def test_two_nodes_on_the_loopback(tmp_path):
-    held, port = hold_port()
-    text = f"""
-    import os, sys, torch, torch.distributed as dist
-    from easymp import notebook_launcher
-    def train():
-        dist.init_process_group("gloo")
-        value = torch.tensor(float(dist.get_rank()))
-        dist.all_reduce(value)
-        dist.destroy_process_group()
-        return int(os.environ["RANK"]), value.item()
-    print(notebook_launcher(train, num_processes=1, num_nodes=2, node_rank=int(sys.argv[1]), use_port={port}))
-    """
-    path = tmp_path / "node.py"
-    path.write_text(textwrap.dedent(text))
-    nodes = [python(str(path), str(rank)) for rank in (0, 1)]
-    for rank, node in enumerate(nodes):
-        out, err = node.communicate(timeout=250)
-        assert out == f"[({rank}, 1.0)]\n", err
-    held.close()
-
-
 def test_refusals(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -72,23 +72,14 @@ def test_script():
     [
         ({"gpus": False}, [], ["--cpus-per-task=2"], ["--gpus"]),
         ({"nodes": "1:4"}, [], ["--nodes=1-4"], []),
-        (
-            {},
-            ["-N 3", "-J x", "-o y.out", "-c 8"],
-            ["-N 3"],
-            ["--nodes", "--job-name", "--output", "--cpus-per-task"],
-        ),
+        ({}, ["-N 3", "-J x", "-c 8"], ["-N 3"], ["--nodes", "--job-name", "--cpus-per-task"]),
         ({}, ["-N3"], ["-N3"], ["--nodes"]),
         ({}, ["--nodes 3"], ["--nodes 3"], ["--nodes=1"]),
         ({}, ["--gres=gpu:a100:2"], ["--gres=gpu:a100:2"], ["--gpus"]),
         ({}, ["-G 2"], ["-G 2"], ["--gpus"]),
         ({}, ["--cpus-per-gpu=6"], ["--gpus-per-node=2"], ["--cpus-per-task"]),
-        (
-            {},
-            ["--signal=USR1@300", "--no-requeue"],
-            ["--signal=USR1@300", "--no-requeue"],
-            ["--signal=USR1@60", "--requeue"],
-        ),
+        ({}, ["--signal=USR1@300"], ["--signal=USR1@300"], ["--signal=USR1@60"]),
+        ({}, ["--no-requeue"], ["--no-requeue"], ["--requeue"]),
         ({}, ['"--job-name=a b"'], ['"--job-name=a b"'], ["--job-name=train"]),
     ],
 )

@@ -84,14 +84,14 @@ def test_task(slurm, changes, task):
         ({"SLURM_JOB_NAME": "bash"}, "Slurm's job is interactive, by its name 'bash'"),
         ({"SLURM_JOB_NAME": "interactive"}, "Slurm's job is interactive, by its name 'interactive'"),
         (
-            {"SLURM_JOB_NAME": "interactive", "SLURM_STEP_NUM_TASKS": 1},
-            "Slurm's job is interactive, by its name 'interactive'",
+            {"SLURM_JOB_NAME": "bash", "SLURM_STEP_NUM_TASKS": 1},
+            "Slurm's job is interactive, by its name 'bash'",
         ),
         ({"SLURM_PROCID": 0, "SLURM_NTASKS": 1}, "Slurm's srun started one task"),
         (
             {"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1},
             "Slurm's srun started one task",
-        ),  # srun -n 1 in a job of eight
+        ),  # in a job of eight
         ({**BATCH, "SLURM_NTASKS": 1}, "this is Slurm's batch script, before any srun"),
         ({**BATCH, "SLURM_NTASKS": None}, "this is Slurm's batch script, before any srun"),
     ],
@@ -126,36 +126,18 @@ def test_a_launcher_s_own_variables_go_before_slurm_s(slurm, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"SLURM_NTASKS": None}, "SLURM_PROCID=5 is in the environment but SLURM_NTASKS is not"),
-        ({"SLURM_NTASKS": 5}, "SLURM_PROCID=5 does not lie in 0 … 4, as it must for SLURM_NTASKS=5"),
-        (
-            {"SLURM_STEP_NUM_TASKS": 5},
-            "SLURM_PROCID=5 does not lie in 0 … 4, as it must for SLURM_STEP_NUM_TASKS=5",
-        ),
-        ({"SLURM_LOCALID": None}, "SLURM_PROCID=5 is in the environment but SLURM_LOCALID is not"),
-        (
-            {"SLURM_JOB_NODELIST": None},
-            "SLURM_JOB_NODELIST is not, whose first host the tasks meet at: .* or export MASTER_ADDR",
-        ),
+        ({"SLURM_NTASKS": None}, "SLURM_NTASKS is not"),
+        ({"SLURM_NTASKS": 5}, "does not lie in 0 … 4, as it must for SLURM_NTASKS=5"),
+        ({"SLURM_STEP_NUM_TASKS": 5}, "does not lie in 0 … 4, as it must for SLURM_STEP_NUM_TASKS=5"),
+        ({"SLURM_LOCALID": None}, "SLURM_LOCALID is not"),
+        ({"SLURM_JOB_NODELIST": None}, "SLURM_JOB_NODELIST is not.* or export MASTER_ADDR"),
         ({"SLURM_JOB_NODELIST": "n[1"}, r"'n\[1' is no list of hosts"),
-        (
-            {"SLURM_JOB_ID": None},
-            "SLURM_JOB_ID is not in the environment, and the port .* or export MASTER_PORT",
-        ),
-        ({"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID='12_3' is no number, and the port"),
+        ({"SLURM_JOB_ID": None}, "SLURM_JOB_ID is not.* or export MASTER_PORT"),
+        ({"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID='12_3' is no number"),
         ({"SLURM_TASKS_PER_NODE": "4(x"}, r"SLURM_TASKS_PER_NODE='4\(x' is no list of counts"),
-        (
-            {"SLURM_TASKS_PER_NODE": "4"},
-            "SLURM_NODEID=1 and SLURM_LOCALID=1 do not lie in SLURM_TASKS_PER_NODE='4'",
-        ),
-        (
-            {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "4(x2)"},
-            "do not lie in SLURM_STEP_TASKS_PER_NODE='4'",
-        ),
-        (
-            {"SLURM_TASKS_PER_NODE": "7,1"},
-            "SLURM_NODEID=1 and SLURM_LOCALID=1 do not lie in SLURM_TASKS_PER_NODE='7,1'",
-        ),
+        ({"SLURM_TASKS_PER_NODE": "4"}, "do not lie in SLURM_TASKS_PER_NODE='4'"),
+        ({"SLURM_TASKS_PER_NODE": "7,1"}, "do not lie in SLURM_TASKS_PER_NODE='7,1'"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, "do not lie in SLURM_STEP_TASKS_PER_NODE='4'"),
     ],
 )
 def test_contradictions(slurm, changes, words):

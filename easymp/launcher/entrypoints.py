@@ -256,23 +256,18 @@ def _refuse_options(backend: str, conf: dict[str, Any], run: str, prefix: str | 
     """Raises RefusedError for an option of Accelerate's notebook_launcher that has no counterpart here."""
     unknown = [name for name in conf if name not in ("timeout", "join_timeout")]
     if backend not in ("static", "c10d"):
-        raise RefusedError(
-            f"rdzv_backend={backend!r} does not exist here: nodes meet at node 0, leave it out"
-        )
-    if len(set(conf.values())) > 1:
-        raise RefusedError(
-            f"rdzv_conf={conf!r} has two timeouts, and there is one wait: leave one of them out"
-        )
-    if unknown:
-        raise RefusedError(
-            f"rdzv_conf has {unknown[0]!r}, which has no counterpart here: it takes 'timeout' only"
-        )
-    if run != "none":
-        raise RefusedError(f"rdzv_id={run!r} has no counterpart here: runs differ by node 0's port, use_port")
-    if prefix is not None:
-        raise RefusedError(
-            "log_line_prefix_template has no counterpart here: ranks write to this process's output as they are"
-        )
+        why = f"rdzv_backend={backend!r} does not exist here: nodes meet at node 0, leave it out"
+    elif len(set(conf.values())) > 1:
+        why = f"rdzv_conf={conf!r} has two timeouts, and there is one wait: leave one of them out"
+    elif unknown:
+        why = f"rdzv_conf has {unknown[0]!r}, which has no counterpart here: it takes 'timeout' only"
+    elif run != "none":
+        why = f"rdzv_id={run!r} has no counterpart here: runs differ by node 0's port, use_port"
+    elif prefix is not None:
+        why = "log_line_prefix_template has no counterpart here: ranks write to this process's output as they are"
+    else:
+        return
+    raise RefusedError(why)
 
 
 def _port(value: int | str) -> int:

@@ -65,20 +65,18 @@ class RendezvousConfig:
     wait: float = WAIT
 
     def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise SettingError(f"{self.nodes} nodes cannot train: use at least 1")
-        if self.most is not None and self.most < self.nodes:
-            raise SettingError(
-                f"nodes={self.nodes}:{self.most} ends below its start: write the smaller number first"
-            )
-        if self.node_rank is not None and not 0 <= self.node_rank < self.limit:
-            raise SettingError(
-                f"node_rank={self.node_rank} does not lie in 0 … {self.limit - 1} for {self.words}"
-            )
-        if self.limit > 1 and self.port is None:
-            raise SettingError(
-                f"{self.words} need a port to meet at on {self.address}: pass the same free port on each"
-            )
+        least, most, rank, limit = self.nodes, self.most, self.node_rank, self.limit
+        if least < 1:
+            why = f"{least} nodes cannot train: use at least 1"
+        elif most is not None and most < least:
+            why = f"nodes={least}:{most} ends below its start: write the smaller number first"
+        elif rank is not None and not 0 <= rank < limit:
+            why = f"node_rank={rank} does not lie in 0 … {limit - 1} for {self.words}"
+        elif limit > 1 and self.port is None:
+            why = f"{self.words} need a port to meet at on {self.address}: pass the same free port on each"
+        else:
+            return
+        raise SettingError(why)
 
     @property
     def limit(self) -> int:
@@ -93,11 +91,8 @@ class RendezvousConfig:
     @property
     def words(self) -> str:
         """``"2 nodes"``, ``"1 to 4 nodes"``."""
-        return (
-            f"{self.nodes} to {self.limit} nodes"
-            if self.elastic
-            else f"{self.nodes} node{'s' * (self.nodes > 1)}"
-        )
+        plural = "s" * (self.limit > 1)
+        return f"{self.nodes} to {self.limit} nodes" if self.elastic else f"{self.nodes} node{plural}"
 
     @property
     def endpoint(self) -> str:
@@ -158,9 +153,8 @@ def read_address(text: str) -> tuple[str, int | None]:
         try:
             return str(ipaddress.IPv6Address(text)), None
         except ValueError:
-            raise SettingError(
-                f"main_address={text!r} is no address: use HOST, HOST:PORT or [IPV6]:PORT"
-            ) from None
+            why = f"main_address={text!r} is no address: use HOST, HOST:PORT or [IPV6]:PORT"
+            raise SettingError(why) from None
     port = None if match[2] is None else int(match[2])
     if port is not None and not 0 < port < 65536:
         raise SettingError(f"main_address={text!r} has no possible port: use one from 1 to 65535")
@@ -416,9 +410,8 @@ class MultiNode(SingleNode):
             if self._round
             else "and this node came too late to take part"
         )
-        return WorldError(
-            f"the run at {self._config.endpoint} is over, {late}: the others' output says how it ended"
-        )
+        where = self._config.endpoint
+        return WorldError(f"the run at {where} is over, {late}: the others' output says how it ended")
 
     def _gone(self, error: Exception) -> WorldError:
         return WorldError(f"the main node at {self._config.endpoint} is gone, and with it this run ({error})")

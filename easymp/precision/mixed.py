@@ -35,10 +35,42 @@ class Mixed(FP32):
         return self.options.output_dtype
 
     def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
-        return under_autocast(model, device, self.compute, self.options)
+        return Autocast(model, device, self.compute, self.options) if self.options.enabled else model
 
     def casting(self, device: torch.device, options: AutocastKwargs) -> AbstractContextManager[Any]:
-        return autocast(device, self.compute, options)
+        if not options.enabled:
+            return nullcontext()
+        return torch.autocast(device.type, self.compute, True, options.cache_enabled)
+
+
+class BF16(Mixed):
+    """fp32 parameters, products in bfloat16 under autocast. bf16 has the range of fp32 and needs no loss scale."""
+
+    name: ClassVar[str] = "bf16"
+    compute: ClassVar[torch.dtype] = torch.bfloat16
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None:
+        without = [d for d in facts.hardware.devices if not d.bf16] if facts.device != "cpu" else []
+        if without:
+            card = f"{without[0].name} ({without[0].architecture or 'this device'})"
+            return Refusal(f"{card} has no bf16 units; torch would emulate them", "use fp16, fp32 or auto")
+        return None  # CPUs run bf16 with or without instructions for it; the plan says which
+
+
+class FP16(Mixed):
+    """fp32 parameters, products in float16 under autocast, and a loss scale, since gradients below 6e-8 would vanish."""
+
+    name: ClassVar[str] = "fp16"
+    compute: ClassVar[torch.dtype] = torch.float16
+    scaled: ClassVar[bool] = True
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None:
+        gtx16 = [d for d in facts.hardware.devices if "GTX 16" in d.name] if facts.device == "cuda" else []
+        if gtx16:
+            return Refusal(f"{gtx16[0].name} has no Tensor Cores and its fp16 gives NaN", "use fp32 or auto")
+        return None
 
 
 def raise_weights(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
@@ -114,17 +146,6 @@ def _cast(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf._replace(data=_cast(leaf.data, dtype)) if isinstance(leaf, PackedSequence) else leaf
 
 
-def autocast(
-    device: torch.device, compute: torch.dtype, options: AutocastKwargs
-) -> AbstractContextManager[Any]:
-    """torch's autocast, or a null context if `options` turn it off."""
-    return (
-        torch.autocast(device.type, compute, True, options.cache_enabled)
-        if options.enabled
-        else nullcontext()
-    )
-
-
 class Upcast:
     """Hooks that show a module some of its parameters in fp32 while it computes.
 
@@ -174,11 +195,8 @@ def as_if_fp32(model: nn.Module) -> list[RemovableHandle]:
 @contextmanager
 def upcast_again(module: nn.Module) -> Iterator[None]:
     """Inside, `module` sees the same parameters when it is recomputed without its hooks."""
-    found = [
-        bound
-        for hook in module._forward_pre_hooks.values()
-        if isinstance(bound := getattr(hook, "__self__", None), Upcast)
-    ]
+    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+    found = [owner for owner in owners if isinstance(owner, Upcast)]
     for upcast in found:
         upcast.begin(module)
     try:
@@ -186,43 +204,3 @@ def upcast_again(module: nn.Module) -> Iterator[None]:
     finally:
         for upcast in found:
             upcast.end(module)
-
-
-def under_autocast(
-    module: nn.Module, device: torch.device, compute: torch.dtype, options: AutocastKwargs
-) -> nn.Module:
-    """`module` under autocast, or `module` itself if `options` turn autocast off."""
-    return Autocast(module, device, compute, options) if options.enabled else module
-
-
-class BF16(Mixed):
-    """fp32 parameters, products in bfloat16 under autocast. bf16 has the range of fp32 and needs no loss scale."""
-
-    name: ClassVar[str] = "bf16"
-    compute: ClassVar[torch.dtype] = torch.bfloat16
-
-    @staticmethod
-    def refuse(facts: Facts) -> Refusal | None:
-        without = [d for d in facts.hardware.devices if not d.bf16] if facts.device != "cpu" else []
-        if without:
-            arch = without[0].architecture or "this device"
-            return Refusal(
-                f"{without[0].name} ({arch}) has no bf16 units; torch would emulate them",
-                "use fp16, fp32 or auto",
-            )
-        return None  # CPUs run bf16 with or without instructions for it; the plan says which
-
-
-class FP16(Mixed):
-    """fp32 parameters, products in float16 under autocast, and a loss scale, since gradients below 6e-8 would vanish."""
-
-    name: ClassVar[str] = "fp16"
-    compute: ClassVar[torch.dtype] = torch.float16
-    scaled: ClassVar[bool] = True
-
-    @staticmethod
-    def refuse(facts: Facts) -> Refusal | None:
-        gtx16 = [d for d in facts.hardware.devices if "GTX 16" in d.name] if facts.device == "cuda" else []
-        if gtx16:
-            return Refusal(f"{gtx16[0].name} has no Tensor Cores and its fp16 gives NaN", "use fp32 or auto")
-        return None

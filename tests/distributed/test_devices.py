@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 import easymp.distributed.process_group as of_world
 from easymp.distributed import Ranks, World
-from easymp.distributed.hang_report import last_collective
 
 CPU = torch.device("cpu")
 
@@ -54,31 +52,3 @@ def test_a_group_has_a_backend_for_the_host_and_is_bound_where_it_can_be_split(
 
 
 # -- what was the last to be asked for ------------------------------------------------------------------------------------
-
-
-def test_the_newest_of_gloos_and_nccls_collectives_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def entry(name: str, at: int) -> dict[str, Any]:
-        return {
-            "profiling_name": name,
-            "time_created_ns": at,
-            "collective_seq_id": at,
-            "input_sizes": [[4]],
-            "state": "scheduled",
-        }
-
-    def recorder(*entries: dict[str, Any]) -> Any:
-        return lambda: json.dumps({"entries": entries} if entries else {}).encode()
-
-    there = torch._C._distributed_c10d
-    monkeypatch.setattr(there, "_dump_fr_trace_json", recorder(entry("gloo:all_gather", 1)))
-    monkeypatch.setattr(
-        there,
-        "_dump_nccl_trace_json",
-        recorder(entry("nccl:all_reduce", 2), entry("nccl:broadcast", 3)),
-        raising=False,
-    )
-    assert last_collective() == "last collective #3 broadcast[[4]] (scheduled)"
-    monkeypatch.setattr(there, "_dump_nccl_trace_json", recorder(), raising=False)
-    assert last_collective() == "last collective #1 all_gather[[4]] (scheduled)"
-    monkeypatch.setattr(there, "_dump_fr_trace_json", recorder())
-    assert last_collective() == "no collective yet"
