@@ -14,10 +14,10 @@ from easymp import Accelerator, GradScalerKwargs
 from easymp.cuda.kernel import Launcher
 from easymp.cuda.rounding import Rounding
 from easymp.cuda.rule import Scale
-from easymp.cuda.rules import ADAM
 from easymp.cuda.step import EMA, FusedStep
-from easymp.optim import AdamW, TorchEngine
+from easymp.optim import AdamW, Engine
 from easymp.optim import engine as torch_engine
+from easymp.optim.adam import ADAM
 
 # Name → vocabulary, length, width, blocks; "tiny" has 35k parameters. The last three are GPT-2's small, medium and extra large.
 SIZES = {
@@ -197,7 +197,7 @@ def clip_fused_masters(job: Job) -> tuple[Run, str]:
 
 def grad_scale(job: Job) -> tuple[Run, str]:
     """What easymp does where its kernels do not run."""
-    engine = TorchEngine(job.optimizer(fused=True))
+    engine = Engine(job.optimizer(fused=True))
     good = torch.zeros((), dtype=torch.int32, device=job.device)
 
     def run() -> None:

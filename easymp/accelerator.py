@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from . import distributed, hardware, launcher, optim, profiling, trackers
 from .base import env
-from .base.accumulation import StepClock
+from .base.accumulation import MicroStep, Phase, UpdateWindow
 from .base.dtensor import local
 from .base.lazy import modules_at_first_use
 from .base.rng import set_seed
@@ -255,7 +255,7 @@ class Accelerator(Processes, Checkpoints):
             raise SettingError(f"{asked.source('strategy_options')[1]}: {error}") from None
         plugin = gradient_accumulation_plugin or records.GradientAccumulationPlugin(plan.accumulation.value)
         self._sync_each_batch = plugin.sync_each_batch
-        self._clock = StepClock(plan.accumulation.value, plugin.sync_with_dataloader)
+        self._window = UpdateWindow(plan.accumulation.value, plugin.sync_with_dataloader)
         device = torch.device(plan.device.value)
         self._undo = ExitStack()
         self._world = distributed.World(
@@ -265,7 +265,7 @@ class Accelerator(Processes, Checkpoints):
             begun.callback(self._world.close)
             begun.callback(self._undo.close)
             strategy = spread(self._world, options)  # type: ignore[call-arg]
-            self._run = state.Run(self._world, plan, self._clock, weakref.ref(self))
+            self._run = state.Run(self._world, plan, self._window, weakref.ref(self))
             state.register(self._run)
             begun.callback(state.unregister, self._run)
             self._autocast: AutocastKwargs = handlers.get(records.AutocastKwargs, records.AutocastKwargs())
@@ -278,7 +278,8 @@ class Accelerator(Processes, Checkpoints):
                     f"nonfinite='skip' with comm_hook={options.comm_hook!r}, which remembers what it did not send: a gradient that is not "
                     "finite would stay in it for good. Use nonfinite='raise', or another comm_hook"
                 )
-            self._scaler = precision.Scaler(precision.rule_from(scaling), self._world, scaled, guard)
+            rule = precision.rule_from(scaling)
+            self._scaler = precision.Scaler(rule, self._world, scaled, guard, self._window)
             self._loading = dataloader_config or records.DataLoaderConfiguration()
             steps = self._world.size if scheduler_steps_per_process else 1
             own = strategy_options is not None or asked.strategy_options is not None
@@ -295,7 +296,6 @@ class Accelerator(Processes, Checkpoints):
                 *(self._run, strategy, self._precision, self._scaler, wishes),
                 no_sync=lambda model: me().no_sync(model),
             )
-            self._items = optim.ItemWindow(self._world)
             prepared, dtypes = self._prepared, self._precision
             self._nonfinite = guards.Nonfinite(
                 *(asked.nonfinite, self._world, self._scaler),
@@ -303,7 +303,7 @@ class Accelerator(Processes, Checkpoints):
                 precision=lambda: dtypes.name,
             )
             self._profiling: ProfileKwargs | None = handlers.get(records.ProfileKwargs)
-            self._foreign: wrapper.ForeignSteps | None = None
+            self._refusing = False  # steps of optimizers that were not prepared
             self._alone = False  # inside no_sync
             self._unprepared: data.UnpreparedCheck | None = (
                 None  # until a backward pass has shown where the data comes from
@@ -375,21 +375,20 @@ class Accelerator(Processes, Checkpoints):
     @property
     def scaler(self) -> precision.Scaler:
         """The loss scaler, up to date; one that scales by one unless the run is fp16."""
-        self._scaler.settle()
         return self._scaler
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        return self._clock.accumulation
+        return self._window.accumulation
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self._clock.accumulation = records.GradientAccumulationPlugin(steps).num_steps
+        self._window.accumulation = records.GradientAccumulationPlugin(steps).num_steps
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the current micro-step ends its accumulation window."""
-        return self._clock.sync
+        return self._window.sync
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -398,7 +397,7 @@ class Accelerator(Processes, Checkpoints):
 
     @property
     def gradient_state(self) -> GradientState:
-        return state.GradientState(self._clock)
+        return state.GradientState(self._window)
 
     @property
     def state(self) -> AcceleratorState:
@@ -441,7 +440,7 @@ class Accelerator(Processes, Checkpoints):
         """
         done = self._prepared.prepare(objects, device_placement, forward_methods)
         strategy = self._prepared.strategy
-        if strategy.data_size > 1 and not self._clock.backwards:
+        if strategy.data_size > 1 and not self._window.backwards:
             self._unprepared = data.UnpreparedCheck(self._world, strategy.data_rank, strategy.data_size)
         if self._prepared.optimizers:
             self._claim_early()
@@ -487,7 +486,7 @@ class Accelerator(Processes, Checkpoints):
         """Say, in the plan or once as a warning, that the data of several ranks comes from a loader that is not prepared."""
         if self.plan.data is not None:
             self._unprepared = unprepared if unprepared.look_again() else None
-        elif self._clock.reading is not None:
+        elif self._window.reading is not None:
             self._unprepared = None
         else:
             self._run.plan = self.plan.replace(data=unprepared.begin())
@@ -506,7 +505,7 @@ class Accelerator(Processes, Checkpoints):
                 gradients that no rank averages, since their model was not called.
             WorldError: another rank is missing or elsewhere.
         """
-        clock = self._clock
+        window = self._window
         if self._unprepared is not None:
             self._look_at_data(self._unprepared)
         scalar = isinstance(loss, Tensor) and (not loss.ndim or loss.numel() == 1 or "gradient" in kwargs)
@@ -519,32 +518,30 @@ class Accelerator(Processes, Checkpoints):
                     "backward(num_items=...) inside join_uneven_inputs: items are counted over all ranks, and ranks that are done take no "
                     "part. Pass the mean of the loss without num_items, or keep even_batches=True and do not join"
                 )
-            loss = self._items.divide(loss, num_items, clock)
-        elif clock.accumulation != 1:
-            if self._items.open:
+            loss = window.divide(loss, num_items, self._world)
+        elif window.accumulation != 1:
+            if window.counts_items:
                 raise StepError(
                     "backward() without num_items in a window that began with it: pass it for every micro-batch, or for none"
                 )
-            loss = loss / clock.accumulation
+            loss = loss / window.accumulation
         prepared, sums = self._prepared, self._prepared.sums
         for optimizer in prepared.optimizers:
-            if (
-                optimizer.factor is not None
-            ):  # a clip without a step: backward adds to gradients that were clipped
-                optimizer.apply_factor()
-        clock.backwards += 1
+            if optimizer.turn.phase is not Phase.ACCUMULATING:
+                optimizer.follow_backward()
+        window.backwards += 1
         if self._logbook.waiting:
             self._logbook.poll()
         scaler = self._scaler
         if scaler.enabled:
             scaler.settle()
             loss = scaler.scale(loss)
-        summed = sums.on and clock.accumulation != 1
+        summed = sums.on and window.accumulation != 1
         if summed:
             sums.begin()
         if self._world.size > 1:
             self._world.trains_here()
-        reduces = self._world.size > 1 and clock.sync and not self._alone and not summed
+        reduces = self._world.size > 1 and window.sync and not self._alone and not summed
         modules = [model.route.module for model in prepared.models] if reduces else []
         replicas: list[Any] = [m for m in modules if isinstance(m, nn.parallel.DistributedDataParallel)]
         if replicas and kwargs.get("create_graph"):
@@ -563,11 +560,11 @@ class Accelerator(Processes, Checkpoints):
             replica.check_averaged(gradients)
         if summed:
             sums.add()
-            if clock.sync:
+            if window.sync:
                 self._average_sums()
-        if self._items.open and clock.sync:
-            self._items.finish(prepared.gradients())
-        if summed and clock.sync:
+        if window.counts_items and window.sync:
+            window.finish_items(prepared.gradients(), self._world)
+        if summed and window.sync:
             sums.hand_over()
 
     def _average_sums(self) -> None:
@@ -581,14 +578,15 @@ class Accelerator(Processes, Checkpoints):
         Gradients are reduced and optimizers step on every `gradient_accumulation_steps`-th micro-step, and on the last batch of the
         loader being read, which restarts the count. Without arguments it means all prepared models.
         """
-        if self._foreign is None and self._clock.accumulation != 1:
-            prepared = self._prepared
-            known = prepared.owner, prepared.stepped_by, prepared.optimizers
-            self._foreign = self._undo.enter_context(wrapper.ForeignSteps(self._clock, *known))
+        prepared, window = self._prepared, self._window
+        if not self._refusing and window.accumulation != 1:
+            self._refusing = True
+            held = (prepared.owner, prepared.stepped_by, prepared.optimizers)
+            self._undo.callback(window.refuse_unprepared(*held))
         reduces = self._world.size > 1 and not self._sync_each_batch
-        modules = [route.module for route in self._prepared.routes(models)] if reduces else ()
-        local = self._prepared.sums.on and self._clock.accumulation != 1
-        return wrapper.MicroStep(self._clock, self._prepared.strategy, modules, local)
+        modules = [route.module for route in prepared.routes(models)] if reduces else ()
+        alone = prepared.sums.on and window.accumulation != 1
+        return MicroStep(window, prepared.strategy.no_sync, modules, alone)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -647,7 +645,7 @@ class Accelerator(Processes, Checkpoints):
                 "join_uneven_inputs with convert_sync_batchnorm: every forward needs the statistics of all ranks, those that are done "
                 "included. Leave convert_sync_batchnorm out, or keep even_batches=True and do not join"
             )
-        if self._clock.accumulation != 1 and self._world.size > 1:
+        if self._window.accumulation != 1 and self._world.size > 1:
             raise RefusedError(
                 "join_uneven_inputs with gradient accumulation: a rank's last batch ends its window, in the middle of the windows of ranks "
                 "that have more batches. Keep even_batches=True, or set gradient_accumulation_steps=1"
@@ -676,7 +674,7 @@ class Accelerator(Processes, Checkpoints):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the loss scale, to look at them or change them before the step; acts once a window."""
-        if self._clock.accumulation != 1 and not self._clock.sync:
+        if self._window.accumulation != 1 and not self._window.sync:
             return
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         if optimizer is None:
@@ -684,7 +682,7 @@ class Accelerator(Processes, Checkpoints):
         for item in chosen:
             inner = item
             if isinstance(item, optim.PreparedOptimizer):
-                item.apply_factor()
+                item.apply_clip()
                 item.gather(in_memory=True)
                 inner = item.optimizer
             self._scaler.ensure_unscaled(inner)
@@ -705,11 +703,11 @@ class Accelerator(Processes, Checkpoints):
         Raises:
             StepError: gradients changed since the last clip, which no step has followed; under a loss scale: there are none.
         """
-        if self._clock.accumulation != 1 and not self._clock.sync:
+        if self._window.accumulation != 1 and not self._window.sync:
             return None
         chosen = self._as_list(parameters)
         optimizers = self._prepared.steppers(chosen) if norm_type == 2 else None
-        if optimizers and optim.may_leave(optimizers, self._scaler):
+        if optimizers and optim.may_leave(optimizers):
             norm = optim.leave_to_step(optimizers, max_norm, self._scaler)
         else:
             norm = self._prepared.strategy.clip(self._unscaled(chosen), max_norm, norm_type)
@@ -718,7 +716,7 @@ class Accelerator(Processes, Checkpoints):
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]; acts once a window, as the optimizer does."""
-        if self._clock.accumulation != 1 and not self._clock.sync:
+        if self._window.accumulation != 1 and not self._window.sync:
             return
         grads = []
         for parameter in self._unscaled(self._as_list(parameters)):
@@ -739,10 +737,10 @@ class Accelerator(Processes, Checkpoints):
     def _unscaled(self, parameters: list[Tensor]) -> list[Tensor]:
         """`parameters`, whose gradients are in memory what they shall be so far."""
         prepared = self._prepared
-        left = any(optimizer.factor is not None for optimizer in prepared.optimizers)
+        left = any(optimizer.turn.clip is not None for optimizer in prepared.optimizers)
         waiting = self._scaler.enabled or prepared.masters or left
         for optimizer in prepared.optimizers_of(parameters) if waiting else ():
-            optimizer.apply_factor()
+            optimizer.apply_clip()
             optimizer.gather(in_memory=True)
             self._scaler.ensure_unscaled(optimizer.optimizer)
         return parameters
@@ -783,7 +781,7 @@ class Accelerator(Processes, Checkpoints):
         """
         world, prepared = self._world, self._prepared
         subject = profiling.Subject(
-            world, self._clock, prepared, lambda: profiling.marked(self, prepared, world), self.project_dir
+            world, self._window, prepared, lambda: profiling.marked(self, prepared, world), self.project_dir
         )
         return profiling.Profile(subject, profile_handler or self._profiling)
 
@@ -804,7 +802,7 @@ class Accelerator(Processes, Checkpoints):
             BatchError: outside a loop, or dimension 0 is not the batch.
         """
         neighbours = self._world.size // self._prepared.strategy.data_size
-        reading = self._clock.reading
+        reading = self._window.reading
         return collectives.gather_for_metrics(input_data, use_gather_object, self._world, reading, neighbours)
 
     def mean(self, value: Any, weight: Any = 1.0) -> Tensor:
@@ -902,8 +900,8 @@ class Accelerator(Processes, Checkpoints):
     def total_updates(self, loader: Any, epochs: int = 1) -> int:
         """Optimizer updates in `epochs` passes over a prepared loader: the horizon of a learning-rate schedule."""
         each = len(loader)
-        steps = self._clock.accumulation
-        return epochs * math.ceil(each / steps) if self._clock.end_with_loader else epochs * each // steps
+        steps = self._window.accumulation
+        return epochs * math.ceil(each / steps) if self._window.end_with_loader else epochs * each // steps
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = False, keep_torch_compile: bool = True
@@ -920,8 +918,7 @@ class Accelerator(Processes, Checkpoints):
     def free_memory(self, *objects: Any) -> Any:
         """Let go of all that was prepared, and of `objects` (assign the Nones returned), and empty the device's cache."""
         self._prepared.release()
-        self._items.open = False
-        self._clock.reset()
+        self._window.reset()
         nothing = (None,) * len(objects)
         del objects
         oom.release_memory(device=self.device)

@@ -1,23 +1,112 @@
-"""The step clock: which micro-step this is, and whether it ends an accumulation window.
+"""One update of the optimizers: its micro-steps, its items, and the phase of each optimizer.
 
-One clock an Accelerator. Loaders tell it which of them is being read and whether that one yields its last batch;
-`accumulate` ticks it; optimizers and schedulers ask it. It knows nothing of models or ranks.
+One `UpdateWindow` an Accelerator. Loaders tell it which of them is being read and whether that one yields its last batch; `accumulate`
+begins its micro-steps; backward, clipping, the loss scale and the optimizers ask it and move it on. It knows nothing of models or ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..errors import StepError
+from .dtensor import local
+
+
+class Phase(Enum):
+    """Where an optimizer is in its update."""
+
+    ACCUMULATING = "its gradients are as backward left them, times the loss scale where there is one"
+    UNSCALED = "its gradients have been divided by the loss scale, in memory"
+    CLIPPED = (
+        "its gradients have been measured, and its step multiplies by the factor that clips and unscales them"
+    )
+    STEPPED = "it has stepped; the next backward begins the next update"
+
+
+# Phase now and phase asked for → the call that came too early.
+_TOO_EARLY = {
+    (
+        Phase.UNSCALED,
+        Phase.UNSCALED,
+    ): "unscale_ was called twice for this optimizer since its last update(): once is enough",
+    (Phase.CLIPPED, Phase.UNSCALED): "unscale_ was called after a clip that unscales: once is enough",
+    (
+        Phase.STEPPED,
+        Phase.UNSCALED,
+    ): "unscale_ was called after step(): unscale before the step, or call update() first",
+    (
+        Phase.STEPPED,
+        Phase.CLIPPED,
+    ): "gradients were clipped after step(): clip before the step, or call backward(loss) first",
+    (
+        Phase.STEPPED,
+        Phase.STEPPED,
+    ): "step() was called twice for this optimizer without accelerator.backward(loss) in between: loss.backward() by itself "
+    "does not count (with a scaler of your own, call update() after it)",
+}
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """One optimizer's part in an update.
+
+    Attributes:
+        found_inf: above 0 if one of its gradients is not finite, on any rank; None while that is unknown, or after `Scaler.update`.
+        skipped: above 0 if its last step was skipped; None before a first step under a loss scale.
+        lent: the loss scale, lent to its step.
+        clip: the factor that a clip has left to its step, and the gradients that it is for.
+        spent: its gradients have been stepped on, and not cleared since.
+        waiting: the last call was a step that waits for the end of the window.
+        seen: backward passes before its last step, where a script counts micro-steps itself.
+    """
+
+    phase: Phase = Phase.ACCUMULATING
+    found_inf: Tensor | None = None
+    skipped: Tensor | None = None
+    lent: Any = None
+    clip: Any = None
+    spent: bool = False
+    waiting: bool = False
+    seen: int = 0
+
+    def check(self, phase: Phase) -> None:
+        """Raises StepError where the call that enters `phase` comes too early."""
+        refusal = _TOO_EARLY.get((self.phase, phase))
+        if refusal is not None:
+            raise StepError(refusal)
+
+    def enter(self, phase: Phase) -> None:
+        """Go on to `phase`, where `check` lets it."""
+        self.check(phase)
+        self.phase = phase
+
+    def begin(self) -> None:
+        """The next update begins: gradients are new ones, or add to what is there."""
+        self.phase, self.found_inf, self.lent = Phase.ACCUMULATING, None, None
+
+    @property
+    def moved(self) -> bool:
+        """Whether its step has moved the loss scale."""
+        return self.lent is not None and self.lent.moved
 
 
 class Reading(Protocol):
-    """A loader, as far as the clock cares."""
+    """A loader, as far as the window cares."""
 
     last: bool  # whether the batch being worked on is the loader's last
 
 
 class Timing(Protocol):
-    """Who wants to know when a loader makes its loop wait."""
+    """Told when a loader makes its loop wait."""
 
     def asks(self, loader: Any) -> None:
         """`loader` is about to be asked for a batch."""
@@ -32,8 +121,8 @@ class Timing(Protocol):
         ...
 
 
-class StepClock:
-    """Counts micro-steps.
+class UpdateWindow:
+    """The micro-steps from one update to the next.
 
     Attributes:
         accumulation: micro-steps in a full window.
@@ -41,11 +130,13 @@ class StepClock:
         sync: whether the current micro-step ends its window, so that gradients are reduced and optimizers step.
         backwards: backward passes in the current micro-step; without `accumulate`, in the run.
         inside: whether an `accumulate` block is open.
+        turns: optimizer → its part in this update.
+        counts_items: whether a window of several micro-steps is being counted in items.
         end_with_loader: whether the last batch of the loader being read ends the window early.
-        between: called where the body of a training loop has come to its end, if anyone wants to know.
-        stepped: what is called with a prepared optimizer after each of its updates.
+        between: called where the body of a training loop has come to its end.
+        stepped: called with a prepared optimizer after each of its updates.
         timing: told what loaders wait for, while a profile is open.
-        rounds: how many rounds of an outermost loop have been told of, by `hold`.
+        rounds: rounds of an outermost loop so far, as `hold` counts them.
         resuming: ids of loaders whose next pass is the rest of one, of which a state was loaded.
         went_on: whether one of them has gone on since.
         enclosing: the loader of the innermost running loop.
@@ -53,28 +144,10 @@ class StepClock:
         outermost: the loader of the outermost running loop, or of such an iterator.
     """
 
-    __slots__ = (
-        *(
-            "_at_end",
-            "_beside",
-            "_reading",
-            "accumulation",
-            "backwards",
-            "between",
-            "enclosing",
-            "end_with_loader",
-            "inside",
-            "micro",
-            "outermost",
-            "reading",
-            "resuming",
-        ),
-        *("rounds", "stepped", "sync", "timing", "went_on"),
-    )
-
     def __init__(self, accumulation: int = 1, end_with_loader: bool = True) -> None:
         self.accumulation = accumulation
         self.end_with_loader = end_with_loader
+        self.turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
         self.between: Callable[[], None] | None = None
         self.stepped: list[Callable[[Any], None]] = []
         self.timing: Timing | None = None
@@ -89,17 +162,14 @@ class StepClock:
         self.backwards = 0
         self.sync = True
         self.inside = False
+        self.counts_items = False
+        self.begin()
         self._reading: list[Any] = []  # loops inside of loops
         self._beside: list[Any] = []  # iterators that the script holds, and asks when it likes
         self._at_end = False
         self._look()
 
-    def _look(self) -> None:
-        """After each change of what is read: loops are asked about at every batch, and change once a pass."""
-        self.enclosing: Any | None = self._reading[-1] if self._reading else None
-        there = self._reading or self._beside or [None]
-        self.reading: Any | None = there[-1]
-        self.outermost: Any | None = there[0]
+    # -- micro-steps ----------------------------------------------------------------------------------------------------
 
     def tick(self) -> bool:
         """Begin a micro-step; returns whether it ends its window."""
@@ -110,6 +180,129 @@ class StepClock:
             self.end_with_loader and reading is not None and reading.last
         )
         return self.sync
+
+    def turn(self, optimizer: Any) -> Turn:
+        """The part of `optimizer` in this update."""
+        turn = self.turns.get(optimizer)
+        if turn is None:
+            turn = self.turns[optimizer] = Turn()
+        return turn
+
+    @property
+    def begun(self) -> int:
+        """Optimizers whose update has gone beyond backward."""
+        return sum(turn.phase is not Phase.ACCUMULATING for turn in self.turns.values())
+
+    def begin(self) -> None:
+        """The next update begins, for all optimizers."""
+        for turn in self.turns.values():
+            turn.begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        here = ("turns", "stepped", "timing", "between")  # of this process
+        return {name: value for name, value in self.__dict__.items() if name not in here}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.__dict__.update(state)
+
+    def end_by_hand(self, turn: Turn) -> None:
+        """A script that counts micro-batches itself steps: after as many as a window has, or with the last batch of its loader.
+
+        Raises:
+            StepError: the step came too early.
+        """
+        done, turn.seen = self.backwards - turn.seen, self.backwards
+        if done < self.accumulation and not (done and self.last):
+            raise StepError(
+                f"optimizer.step() outside `with accelerator.accumulate(model):`, {done} of gradient_accumulation_steps="
+                f"{self.accumulation} backward passes after the last step: it would step with a fraction of the gradient. Put forward, "
+                "backward, step and zero_grad inside the block, or set gradient_accumulation_steps=1"
+            )
+
+    def keeps_gradients(self, turn: Turn) -> bool:
+        """Whether `zero_grad` comes while gradients hold part of a window that is not finished.
+
+        Both idioms work: after `step`, and at the beginning of each micro-step, also after another optimizer's backward.
+        """
+        waiting, turn.waiting = turn.waiting, False
+        if self.accumulation == 1 or turn.spent:
+            return False
+        begins = (
+            waiting or not self.backwards
+        )  # the call opens a micro-step; otherwise it follows this one's step
+        return bool((begins and self.micro > 1) or (self.backwards and not self.sync))
+
+    def refuse_unprepared(
+        self, owner: Mapping[int, str], stepped_by: Mapping[int, Any], optimizers: Sequence[Any]
+    ) -> Callable[[], None]:
+        """Refuse steps inside a window of optimizers that hold prepared parameters but were not prepared; returns how to stop that.
+
+        They would step at each micro-batch, on a part of the gradient. torch calls the hook at every step of every optimizer.
+        """
+
+        def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if not self.inside or self.accumulation == 1:
+                return
+            if any(optimizer is known.optimizer or optimizer is known.given for known in optimizers):
+                return  # also if it holds more than it did when it was prepared: groups are added
+            held = (id(p) for group in optimizer.param_groups for p in group["params"])
+            if any(p in owner and p not in stepped_by for p in held):
+                raise StepError(
+                    f"{type(optimizer).__name__} stepped inside accumulate() but was not prepared: it would step at each of the "
+                    f"{self.accumulation} micro-batches. Pass it to prepare() and use what that returns"
+                )
+
+        return register_optimizer_step_pre_hook(check).remove
+
+    # -- items ----------------------------------------------------------------------------------------------------------
+
+    def divide(self, loss: Tensor, items: int | Tensor, world: Any) -> Tensor:
+        """`loss`, a sum over `items` items (tokens, pixels) of this rank, ready for backward.
+
+        With micro-batches m and ranks r the gradient of one big batch is Σ_m,r ∂loss_sum / Σ_m,r items; the average of the means is
+        something else as soon as the counts differ. The divisor is known only when the window ends; until then the first micro-step's
+        count stands in for it, so that numbers keep their usual size, and `finish_items` corrects the gradients by one factor.
+        Gradients are averaged over the ranks, which is undone here, since counts are summed. Where several ranks see the same data,
+        fewer are averaged and each item is counted several times: the one makes up for the other.
+
+        Raises:
+            StepError: a second backward in one micro-step of several, whose items would count twice.
+        """
+        if self.inside and self.accumulation != 1 and self.backwards:
+            raise StepError(
+                "a second backward() with num_items in one micro-step: its items would be counted twice. Add the losses up and "
+                "call backward() once"
+            )
+        if self.micro <= 1:
+            self.counts_items = False  # of a window that was never finished
+        here = number(items, loss.device)
+        if not self.counts_items:
+            total = world.reduce(here).clamp(min=1.0)
+            if self.sync and self.micro <= 1:
+                return loss * (world.size / total)
+            self._stand_in = total * self.accumulation
+            self._count = torch.zeros_like(here)
+            self.counts_items = True
+        self._count += here
+        return loss * (world.size / self._stand_in)
+
+    def finish_items(self, gradients: Iterable[Tensor], world: Any) -> None:
+        """Correct the gradients of a window that has ended, after the last backward."""
+        factor = self._stand_in / world.reduce(self._count).clamp(min=1.0)
+        grads = [local(g) for g in gradients]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+        self.counts_items = False
+
+    # -- loaders --------------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """After each change of what is read: loops are asked about at every batch, and change once a pass."""
+        self.enclosing: Any | None = self._reading[-1] if self._reading else None
+        there = self._reading or self._beside or [None]
+        self.reading: Any | None = there[-1]
+        self.outermost: Any | None = there[0]
 
     def enter(self, loader: Reading, beside: bool = False) -> None:
         """`loader` begins to be read: the innermost loop is the one that counts, and not what is read `beside` it."""
@@ -147,3 +340,44 @@ class StepClock:
         """Whether the last batch of the loader being read, or read before, has been handed out, and ends a window."""
         loader = self.reading
         return self.end_with_loader and (self._at_end if loader is None else loader.last)
+
+
+class MicroStep:
+    """Begins a micro-step, and keeps gradients to this rank unless it ends the window; with `alone`, also then.
+
+    Args:
+        no_sync: module → a context that keeps its gradients to this rank.
+    """
+
+    __slots__ = ("_alone", "_modules", "_no_sync", "_open", "_window")
+
+    def __init__(
+        self,
+        window: UpdateWindow,
+        no_sync: Callable[[Any], AbstractContextManager[Any]],
+        modules: Sequence[Any],
+        alone: bool = False,
+    ) -> None:
+        self._window, self._no_sync, self._modules, self._alone = window, no_sync, modules, alone
+        self._open: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        self._window.inside = True
+        if not self._window.tick() or self._alone:
+            for module in self._modules:
+                quiet = self._no_sync(module)
+                quiet.__enter__()
+                self._open.append(quiet)
+
+    def __exit__(self, *error: Any) -> None:
+        self._window.inside = False
+        while self._open:
+            self._open.pop().__exit__(*error)
+
+
+def number(value: float | Tensor, device: torch.device) -> Tensor:
+    """`value` as an fp32 tensor on `device`. A number of the host is written there by a kernel: to copy it is to wait for the device."""
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
+        return value.to(device, torch.float32)
+    shape = value.shape if isinstance(value, Tensor) else ()
+    return torch.full(shape, float(value), dtype=torch.float32, device=device)

@@ -70,14 +70,14 @@ class Checkpoints:
 
     def _begin_checkpoints(self, project: ProjectConfiguration) -> None:
         self._project = project
-        self._epochs = Epochs(self._prepared.loaders, self._run.clock)
+        self._epochs = Epochs(self._prepared.loaders, self._run.window)
         self._objects: list[Any] = []
         # Handles need a class that takes weak references.
         self._save_hooks: dict[int, Callable[..., None]] = OrderedDict()
         self._load_hooks: dict[int, Callable[..., None]] = OrderedDict()
 
     def _listen(self, save_on_signal: bool | None) -> None:
-        self._preemption = Preemption(self._run.world, self._run.clock, self._leave)
+        self._preemption = Preemption(self._run.world, self._run.window, self._leave)
         self._save_on_signal = save_on_signal
         if save_on_signal and not self._preemption.start():
             raise RefusedError(
@@ -323,15 +323,15 @@ class Checkpoints:
             self._saves.wait()
 
     def _check_settled(self) -> None:
-        clock = self._run.clock
+        window = self._run.window
         if any(optimizer.away for optimizer in self._prepared.optimizers):
             raise StepError(
                 "save_state() inside `with accelerator.averaged():` would keep averages as the weights of training: save after the block. "
                 "The averages are in every checkpoint; save_model inside writes them as weights"
             )
-        if clock.accumulation != 1 and not clock.sync:
+        if window.accumulation != 1 and not window.sync:
             raise StepError(
-                f"save_state() in micro-step {clock.micro} of {clock.accumulation}: gradients of an unfinished window are "
+                f"save_state() in micro-step {window.micro} of {window.accumulation}: gradients of an unfinished window are "
                 "not kept. Save where accelerator.sync_gradients is true, after the optimizer's step"
             )
         if any(optimizer.unused() for optimizer in self._prepared.optimizers):

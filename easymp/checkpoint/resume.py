@@ -26,7 +26,7 @@ from ..errors import StepError
 from ..logging import get_logger
 
 if TYPE_CHECKING:
-    from ..base.accumulation import StepClock
+    from ..base.accumulation import UpdateWindow
     from ..data import PreparedLoader
     from ..distributed import World
 
@@ -46,8 +46,8 @@ class Epochs:
         loaders: the prepared ones; the list grows.
     """
 
-    def __init__(self, loaders: Sequence[PreparedLoader], clock: StepClock) -> None:
-        self._loaders, self._clock = loaders, clock
+    def __init__(self, loaders: Sequence[PreparedLoader], window: UpdateWindow) -> None:
+        self._loaders, self._window = loaders, window
         self._loop = -1  # the loop that is running, or was the last one
         self._epoch = 0  # the epoch that is running in it, or the next one
         self._inside = False
@@ -63,14 +63,14 @@ class Epochs:
                     return
                 for loader, passes in zip(self._loaders, finished or [0] * len(self._loaders)):
                     loader.replay(passes)
-                self._clock.hold()
+                self._window.hold()
                 yield self._epoch
                 self._epoch += 1
                 for loader in self._loaders:
                     loader.replay(0)
                 # A pass that is still open belongs to the script: its next batch is the place to stop.
-                if self._clock.between is not None and not any(loader.position for loader in self._loaders):
-                    self._clock.between()
+                if self._window.between is not None and not any(loader.position for loader in self._loaders):
+                    self._window.between()
         finally:
             if self._loop == mine:
                 self._inside = False
@@ -119,8 +119,8 @@ class Preemption:
         leave: saves, ends the run and raises SystemExit; called on all ranks at one place, with the signal's number if it came here.
     """
 
-    def __init__(self, world: World, clock: StepClock, leave: Callable[[int | None], None]) -> None:
-        self._world, self._clock, self._leave = world, clock, leave
+    def __init__(self, world: World, window: UpdateWindow, leave: Callable[[int | None], None]) -> None:
+        self._world, self._window, self._leave = world, window, leave
         self._before: dict[int, Any] = {}  # former handlers
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -143,12 +143,12 @@ class Preemption:
                 self._before[number] = signal.signal(number, self._note)
         if self._world.watch is not None:
             self._world.watch.heard = self._answer
-        self._clock.between = self._at_place
+        self._window.between = self._at_place
         return True
 
     def close(self) -> None:
         """Put the former handlers back."""
-        self._clock.between = None
+        self._window.between = None
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
@@ -173,7 +173,7 @@ class Preemption:
             return None if asked else self._passed
 
     def _at_place(self) -> None:
-        if self._clock.accumulation != 1 and not self._clock.sync:
+        if self._window.accumulation != 1 and not self._window.sync:
             return  # the same on all ranks
         with self._lock:
             self._place += 1

@@ -241,7 +241,7 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "accumulation": self._run.clock.accumulation,
+            "accumulation": self._run.window.accumulation,
             "precision": None if self._undecided() else self._precision.name,
             "iteration": self._project.iteration,
             "processes": self._run.world.size,
@@ -275,7 +275,7 @@ class RunState:
                 "that was not interrupted",
                 *(" and ".join(what) for what in (then, now)),
             )
-        here = self._run.clock.accumulation
+        here = self._run.window.accumulation
         if here != state["accumulation"]:
             logger.warning(
                 "the checkpoint was saved with %d micro-batches an update, and this run has %d",

@@ -17,7 +17,6 @@ _HOMES = {
     "measure": ("TOTAL", "UNSCALE", "Gradients"),
     "rounding": ("Rounding", "key_of", "stochastic"),
     "rule": ("Scale",),
-    "rules": ("RULES",),
     "step": ("FusedStep",),
 }
 

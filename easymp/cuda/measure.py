@@ -7,7 +7,7 @@ as `torch.nn.utils.clip_grad_norm_` has it; the step multiplies by it as it read
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -51,9 +51,8 @@ def unscaled(dtype: torch.dtype) -> Kernel:
     )
 
 
-UNSCALE = {
-    dtype: unscaled(dtype) for dtype in (torch.float32, torch.bfloat16)
-}  # fp16 would lose what is divided
+# fp16 would lose small numbers in the division.
+UNSCALE = {dtype: unscaled(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
 _CONCLUDE = """
 const double norm = sqrt(at<const double>(totals)[0]);
@@ -122,26 +121,6 @@ for (i64 j = first[0] + thread; j < first[1]; j += {THREADS}) {{ {adds} }}
     )
 
 
-def reference(grads: list[Tensor], scale: Tensor | None, max_norm: float) -> Tensor:
-    """What the kernels compute, by torch: float32 in the order of `RESULT`."""
-    inverse = (
-        torch.ones((), dtype=torch.float64) if scale is None else scale.double().reciprocal().float().double()
-    )
-    total = (
-        torch.stack([(g.double() * inverse).square().sum() for g in grads]).sum()
-        if grads
-        else torch.zeros(()).double()
-    )
-    bad = any(not bool(g.isfinite().all()) for g in grads)
-    norm = total.sqrt()
-    clip = max_norm / (norm + 1e-6)
-    clip = torch.where(norm.isnan(), norm, torch.where(clip < 1.0, clip, 1.0))
-    return torch.stack([norm, inverse * clip, torch.tensor(float(bad)).double(), inverse]).float()
-
-
-# -- All gradients at once, of whatever dtypes: measured, or unscaled where they lie.
-
-
 OverRanks = Callable[[Tensor], None]  # adds up a float64 tensor [2] over the ranks, in place; a collective
 
 
@@ -150,21 +129,19 @@ class _Laid:
     """Gradients where they lay when the table was made; it owns none of them, so that they can be freed.
 
     Attributes:
-        owners: whose they are.
+        owners: the parameters of the gradients.
         seen: of all gradients, their owners and `places`; while it stays, so does the table. None where some had to be copied.
-        left: owners of those that the table does not have.
     """
 
     owners: Sequence[Any] = ()
     seen: Any = None
-    left: list[Any] = field(default_factory=list)
     dtypes: tuple[torch.dtype, ...] = ()
     table: Table | None = None
     partials: Tensor | None = None
 
 
 class Gradients:
-    """Kernels over lists of gradients on the launcher's device.
+    """Kernels over all gradients at once, of whatever dtypes, on the launcher's device: measured, or unscaled where they lie.
 
     Args:
         copies: of a gradient's owner, the number of ranks that hold the same elements of it; where it is 0, they are counted elsewhere.
@@ -175,8 +152,7 @@ class Gradients:
         self._laid = _Laid()
         self._captured: list[_Laid] = []  # what graphs point at
 
-    def takes(self, gradient: Tensor) -> bool:
-        """Whether these kernels read it: a strided tensor on this device, of a dtype that they know."""
+    def _takes(self, gradient: Tensor) -> bool:
         return gradient.device == self._launcher.device and gradient.dtype in TYPES and plain(gradient)
 
     def measure(
@@ -186,22 +162,21 @@ class Gradients:
         max_norm: float = float("inf"),
         scale: Tensor | None = None,
         over_ranks: OverRanks | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """float32 [4], as `measure.RESULT` names them; and the owners of gradients that these kernels do not read."""
+    ) -> Tensor:
+        """float32 [4], as `RESULT` names them, of the strided gradients on this device in dtypes that kernels know."""
         laid, held = self._lay_out(parts(list(gradients)), owners)
         result = self._run(squares, laid, max_norm, scale, over_ranks)
         del held  # until all that reads them is in the stream
-        return result, laid.left
+        return result
 
     def unscale(self, gradients: Iterable[Tensor], scale: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Divide gradients by `scale` in place; float32, 0-dim, above 0 if one was not finite; and those left to torch."""
-        mine, rest = [], []
+        mine: list[Tensor] = []
+        rest: list[Tensor] = []
         for gradient in map(local, gradients):
-            fits = self.takes(gradient) and dense(gradient) and not gradient.is_neg()
-            (mine if fits else rest).append(gradient)
-        return self._run(unscaled, self._lay_out(mine, [None] * len(mine))[0], float("inf"), scale, None)[
-            RESULT.index("found_inf")
-        ], rest
+            (mine if self._takes(gradient) and _readable(gradient) is gradient else rest).append(gradient)
+        laid, _ = self._lay_out(mine, [None] * len(mine))
+        return self._run(unscaled, laid, float("inf"), scale, None)[RESULT.index("found_inf")], rest
 
     def _run(
         self,
@@ -224,29 +199,23 @@ class Gradients:
             for dtype, first, last in zip(laid.dtypes, laid.table.starts, laid.table.starts[1:]):
                 if last > first:
                     launch(make(dtype), last - first, [rows, chunks + 8 * first, partials + 16 * first, at])
-        launch(
-            TOTAL,
-            1,
-            [partials, count, totals.data_ptr(), over_ranks is None, at, max_norm, result.data_ptr()],
-        )
+        end = [at, max_norm, result.data_ptr()]
+        launch(TOTAL, 1, [partials, count, totals.data_ptr(), over_ranks is None, *end])
         if over_ranks is not None:
             over_ranks(totals)
-            launch(CONCLUDE, 1, [totals.data_ptr(), at, max_norm, result.data_ptr()])
+            launch(CONCLUDE, 1, [totals.data_ptr(), *end])
         return result
 
     def _lay_out(self, gradients: list[Tensor], owners: Sequence[Any]) -> tuple[_Laid, list[Tensor]]:
-        """The table of `gradients`, the last one if all is where it was; and what it points at."""
+        """The table of `gradients`, the last one if all is where it was; and the tensors that it points at."""
         found = places(gradients)
         seen = None if found is None else [list(map(id, owners)), *found]
         if seen is not None and seen == self._laid.seen:
             return self._laid, gradients
-        left: list[Any] = []
         kinds: dict[torch.dtype, list[Row]] = {}
         held: list[Tensor] = []
         for gradient, owner in zip(gradients, owners):
-            if not self.takes(gradient):
-                left.append(owner)
-            elif copies := self._copies(owner):
+            if self._takes(gradient) and (copies := self._copies(owner)):
                 here = _readable(gradient)
                 held.append(here)
                 kinds.setdefault(gradient.dtype, []).append(Row((here,), copies))
@@ -254,7 +223,7 @@ class Gradients:
                     seen = None
         table = lay_out(list(kinds.values()), self._launcher.device)
         partials = torch.empty((table.starts[-1], 2), dtype=torch.float64, device=self._launcher.device)
-        self._laid = _Laid(owners, seen, left, tuple(kinds), table, partials)
+        self._laid = _Laid(owners, seen, tuple(kinds), table, partials)
         return self._laid, held
 
 

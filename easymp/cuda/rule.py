@@ -273,15 +273,20 @@ class Rule:
     name: str
     states: tuple[str, ...]
     uses: Callable[[Group], tuple[str, ...]]
-    refuse: Callable[[Group], str | None]
     hyper: Callable[[Group], Sequence[float]]
     numbers: tuple[str, ...]
     prepare: str
     constants: tuple[str, ...]
     element: Callable[[tuple[str, ...]], str]
     reference: Callable[[Tensor, Tensor, dict[str, Any], Group, int], None]
+    refuse: Callable[[Group], str | None] = lambda group: None
     counts: bool = True
     starts: Callable[[Group], float] = lambda group: 0.0
     scalar: str = ""
     norm: bool = False
     survey: Survey | None = None
+
+    @property
+    def single(self) -> tuple[str, ...]:
+        """Keys of the state that have one number a tensor."""
+        return ("step",) * self.counts + (self.scalar,) * bool(self.scalar)

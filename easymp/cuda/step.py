@@ -112,21 +112,15 @@ class FusedStep:
     ) -> None:
         self.optimizer, self.rule, self.ema_decay = optimizer, rule, ema_decay
         self.state_dtype, self.rounding = state_dtype, rounding
-        self._launcher, self._gradient, self._copy, self._copies = (
-            launcher,
-            gradient,
-            ({} if copy is None else copy),
-            copies,
-        )
-        self.unmeasured: list[Tensor] = []
+        self._launcher, self._gradient, self._copies = launcher, gradient, copies
+        self._copy = {} if copy is None else copy
         self._gradients = Gradients(launcher, copies)
         self._layout = _Layout()
         self._hyper: list[float] = []
         self._groups: Tensor | None = None
         self._kernels: dict[Any, Kernel] = {}
-        self._before: list[
-            tuple[dict[str, Any], str, Any]
-        ] = []  # what the state had where a new layout has put something
+        # What the state had where a new layout has put something.
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
         self._counters: dict[Tensor, Tensor] = {}  # of steps, where the rule's states have none
         self._captured: list[Any] = []  # what graphs point at
 
@@ -143,15 +137,14 @@ class FusedStep:
     ) -> Tensor:
         """float32 [4] on the device, as `measure.RESULT` names them: the norm of the gradients divided by `scale`, the factor …
 
-        Of all gradients that are dense floats on the device, those of `rest` too; `unmeasured` are the parameters of the others.
+        Of all gradients that are dense floats on the device, those of `rest` too.
 
         Args:
             scale: float32, 0-dim: the loss scale.
             over_ranks: adds up a float64 tensor [2] over the ranks, in place. A collective.
         """
         _, parameters, gradients = self._found()
-        result, self.unmeasured = self._gradients.measure(gradients, parameters, max_norm, scale, over_ranks)
-        return result
+        return self._gradients.measure(gradients, parameters, max_norm, scale, over_ranks)
 
     @torch.no_grad()
     def step(
@@ -201,33 +194,20 @@ class FusedStep:
         del held  # until all that reads them is in the stream
 
     def _survey(self, survey: Survey, parameters: Sequence[Tensor], times: int, skip: int) -> None:
-        layout = self._layout
-        assert layout.table is not None
-        assert layout.partials is not None
-        assert layout.constants is not None
+        layout: Any = self._layout
         for kind, first, last in zip(layout.kinds, layout.table.starts, layout.table.starts[1:]):
-            self._stream(
-                self._look(survey, kind),
-                first,
-                last,
-                layout.constants.data_ptr(),
-                times,
-                skip,
-                *self._seed(kind),
-            )
-        found = torch.empty(
-            (len(parameters), len(survey.sums)), dtype=torch.float64, device=self._launcher.device
-        )
+            given = (layout.constants.data_ptr(), times, skip, *self._seed(kind))
+            self._stream(self._look(survey, kind), first, last, *given)
+        device = self._launcher.device
+        found = torch.empty((len(parameters), len(survey.sums)), dtype=torch.float64, device=device)
         arguments = [layout.partials.data_ptr(), layout.table.firsts.data_ptr(), found.data_ptr()]
         self._launcher.launch(self._totals(survey), len(parameters), arguments)
         add_up(parameters, found)
         self._each(self._weigh(survey), skip, found.data_ptr())
 
     def _each(self, kernel: Kernel, skip: int, *arguments: int) -> None:
-        """One of `prepare`'s kernels."""
-        layout = self._layout
-        assert layout.tensors is not None
-        assert layout.constants is not None
+        """Launch `prepare` or `weigh`: a thread a tensor."""
+        layout: Any = self._layout
         count = len(layout.tensors)
         given = [
             layout.tensors.data_ptr(),
@@ -290,15 +270,12 @@ class FusedStep:
         return kernel
 
     def _stream(self, kernel: Kernel, first: int, last: int, *arguments: int | float) -> None:
-        layout = self._layout
-        assert layout.table is not None
-        assert layout.partials is not None
+        layout: Any = self._layout
         if last > first:
             chunks = layout.table.chunks.data_ptr() + 8 * first
             partials = layout.partials.data_ptr() + 8 * len(kernel.sums) * first
-            self._launcher.launch(
-                kernel, last - first, [layout.table.rows.data_ptr(), chunks, partials, *arguments]
-            )
+            given = [layout.table.rows.data_ptr(), chunks, partials, *arguments]
+            self._launcher.launch(kernel, last - first, given)
 
     # -- what they run over ---------------------------------------------------------------------------------------------
 
@@ -320,24 +297,14 @@ class FusedStep:
 
     def _found(self) -> tuple[list[int], list[Tensor], list[Tensor]]:
         """Parameters that have gradients now: their numbers among all, they, and these."""
-        positions: list[int] = []
-        parameters: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for position, parameter in enumerate(
-            p for group in self.optimizer.param_groups for p in group["params"]
-        ):
-            gradient = self._gradient(parameter)
-            if gradient is not None:
-                positions.append(position)
-                parameters.append(parameter)
-                gradients.append(gradient)
-        return positions, parameters, gradients
+        held = enumerate(p for group in self.optimizer.param_groups for p in group["params"])
+        found = [(i, p, g) for i, p in held if (g := self._gradient(p)) is not None]
+        return [i for i, _, _ in found], [p for _, p, _ in found], [g for _, _, g in found]
 
     def _keys(self, groups: Sequence[tuple[Any, ...]]) -> list[str]:
         """Of states: all that parameters in any of `groups` need."""
-        single = ["step"] * self.rule.counts + [self.rule.scalar] * bool(self.rule.scalar)
         return [
-            *single,
+            *self.rule.single,
             *{key: None for *_, uses in groups for key in uses},
             *[EMA] * (self.ema_decay is not None),
         ]
@@ -394,13 +361,10 @@ class FusedStep:
 
     def _facts(self, group: Group) -> tuple[int, bool, int, tuple[str, ...]]:
         """Of a param group: parameters, whether it is for the kernels, where its lr is, and the states that it has."""
-        fits = self.rule.refuse(group) is None
-        return (
-            len(group["params"]),
-            fits,
-            self._lr_at(group["lr"]) if fits else 0,
-            self.rule.uses(group) if fits else (),
-        )
+        count = len(group["params"])
+        if self.rule.refuse(group) is not None:
+            return count, False, 0, ()
+        return count, True, self._lr_at(group["lr"]), self.rule.uses(group)
 
     def _new(self, items: Mapping[int, _Item]) -> _Layout:
         if not items:
@@ -414,15 +378,13 @@ class FusedStep:
         tensors = upload([word for i in order for word in items[i].words], torch.int64, device).view(
             -1, TENSOR
         )
-        partials = torch.empty((table.starts[-1], 2), dtype=torch.float64, device=device)
-        constants = torch.empty((len(tensors), MOST), dtype=torch.float32, device=device)
         return _Layout(
             order=order,
             kinds=tuple(kinds),
             table=table,
             tensors=tensors,
-            partials=partials,
-            constants=constants,
+            partials=torch.empty((table.starts[-1], 2), dtype=torch.float64, device=device),
+            constants=torch.empty((len(tensors), MOST), dtype=torch.float32, device=device),
         )
 
     def _item(
@@ -438,16 +400,11 @@ class FusedStep:
         if not alike(gradient, here) or gradient.is_neg():
             gradient = torch.empty_like(here, dtype=gradient.dtype).copy_(gradient)
         averages = (EMA,) if self.ema_decay is not None else ()
-        row = (
-            gradient,
-            here,
-            *(local(state[key]) for key in (*uses, *averages)),
-            *(() if low is None else (local(low),)),
-        )
+        beside = [local(state[key]) for key in (*uses, *averages)]
+        row = (gradient, here, *beside, *(() if low is None else (local(low),)))
         roles = roles_of(uses, bool(averages), low is not None)
-        kind = _Kind(
-            uses, tuple((role.name, t.dtype) for role, t in zip(roles, row)), self.rounding is not None
-        )
+        dtypes = tuple((role.name, t.dtype) for role, t in zip(roles, row))
+        kind = _Kind(uses, dtypes, self.rounding is not None)
         first = 0 if self.rounding is None else self.rounding.first(parameter)
         words = (number, local(counter).data_ptr(), lr, local(scalar).data_ptr())
         return _Item(kind, Row(row, self._copies(parameter), position, first), words)
@@ -470,25 +427,20 @@ class FusedStep:
         """The state of `parameter`, made where there is none; what was loaded comes into its layout and dtype."""
         state = self.optimizer.state[parameter]
         device = self._launcher.device
-        for key in ("step",) * self.rule.counts + (self.rule.scalar,) * bool(self.rule.scalar):
-            held = state.get(key)
-            now = (
-                torch.zeros((), device=device) if held is None else torch.as_tensor(held)
-            )  # a number would be waited for
+        for key in self.rule.single:
+            held = state.get(key)  # a number would be waited for
+            now = torch.zeros((), device=device) if held is None else torch.as_tensor(held)
             self._put(state, key, now.to(device, torch.float32))
         fresh = any(state.get(key) is None for key in uses)
         if not self.rule.counts and (fresh or parameter not in self._counters):
-            self._counters[parameter] = torch.full(
-                (), 0.0 if fresh else 1.0, dtype=torch.float32, device=device
-            )
+            begun = 0.0 if fresh else 1.0
+            self._counters[parameter] = torch.full((), begun, dtype=torch.float32, device=device)
         for key in (*uses, EMA) if self.ema_decay is not None else uses:
             value = state.get(key)
             wanted = self._dtype(key, parameter, value)
             if value is not None and value.dtype == wanted and alike(local(value), local(parameter)):
                 continue
-            made = torch.empty_like(
-                parameter, dtype=wanted, memory_format=torch.preserve_format, requires_grad=False
-            )
+            made = torch.empty_like(parameter, dtype=wanted, requires_grad=False)
             self._put(state, key, made)
             if value is not None:
                 local(state[key]).copy_(local(value))

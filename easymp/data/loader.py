@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..base.accumulation import StepClock
+from ..base.accumulation import UpdateWindow
 from ..errors import BatchError, LengthError
 from ..logging import get_logger
 from .order import size_of
@@ -42,7 +42,7 @@ class PreparedLoader:
         given: DataLoader[Any],
         source: Source,
         *,
-        clock: StepClock,
+        window: UpdateWindow,
         rank: int,
         batch_size: int | None,
         differ: bool,
@@ -57,7 +57,7 @@ class PreparedLoader:
         self.position = 0
         self.last = False
         self.local_size: int | None = None
-        self._given, self._source, self._clock, self._rank = given, source, clock, rank
+        self._given, self._source, self._window, self._rank = given, source, window, rank
         self._differ = differ  # batches have no common size
         self._device, self._non_blocking = device, non_blocking
         self._at_end = at_end  # called when a pass has come to its end, and was not left before
@@ -172,14 +172,14 @@ class PreparedLoader:
         """The rest of a resumed pass. If it is dropped unread, as by ``zip`` with an exhausted loader, the pass counts as left early,
         unless no other loader has continued yet.
         """
-        begun, clock = False, self._clock
+        begun, window = False, self._window
         try:
             yield
             begun = True
             yield from self.read(0)
         finally:
             dropped = not begun and self._resume and self._loads == loads
-            if dropped and (clock.went_on or clock.resuming <= {id(self)}):
+            if dropped and (window.went_on or window.resuming <= {id(self)}):
                 self._begin(0)
                 self._inner, self._over = True, False
                 self._end()
@@ -189,12 +189,12 @@ class PreparedLoader:
         if self._empty:
             self._empty -= 1
             return
-        clock, loads = self._clock, self._loads
-        outside, resumes = clock.enclosing, id(self) in clock.resuming
+        window, loads = self._window, self._loads
+        outside, resumes = window.enclosing, id(self) in window.resuming
         me, skip = self._begin(skip)
         self._inner = outside is not None and outside is not self
         source = self._source
-        if self._over and not clock.rounds:
+        if self._over and not window.rounds:
             logger.warning(
                 "the checkpoint was taken at a loader's last batch, so nothing is left of that pass, and the loop over it has no batch: "
                 "a script that counts epochs by itself, and begins with the next one, says so by loader.set_epoch(number)"
@@ -204,16 +204,16 @@ class PreparedLoader:
         if self._device is not None:
             feed = moved(feed, self._device, self._non_blocking)
         # A resumed loader inside another loop runs beside it: an inner loop would begin again from its start.
-        clock.enter(self, beside=resumes and outside is not None)
+        window.enter(self, beside=resumes and outside is not None)
         try:
-            if clock.timing is not None:
-                clock.timing.asks(self)
+            if window.timing is not None:
+                window.timing.asks(self)
             counts = self._unlike_counts(skip)
             forwards = self._forwards() if self._forwards is not None else 0
             for given, (batch, note) in enumerate(feed):
                 _, self.position, self._surplus, self.local_size, self.last, mark = note
-                if clock.timing is not None:
-                    clock.timing.has(self)
+                if window.timing is not None:
+                    window.timing.has(self)
                 if counts and given == min(counts):
                     self._refuse_uneven(counts, forwards)
                 if mark is not None:
@@ -221,19 +221,19 @@ class PreparedLoader:
                 yield batch
                 if self._loads != loads:
                     return  # another state was loaded, so the next pass continues there
-                if clock.enclosing is not self:
-                    clock.asks(self)
-                if clock.between is not None and clock.outermost is self and not self.uneven:
-                    clock.between()
-                if clock.timing is not None:
-                    clock.timing.asks(self)
+                if window.enclosing is not self:
+                    window.asks(self)
+                if window.between is not None and window.outermost is self and not self.uneven:
+                    window.between()
+                if window.timing is not None:
+                    window.timing.asks(self)
             if counts:
                 self._refuse_uneven(counts, forwards)
             self._at_end()
         finally:
-            if clock.timing is not None:
-                clock.timing.over(self)
-            clock.leave(self)
+            if window.timing is not None:
+                window.timing.over(self)
+            window.leave(self)
             if self._pass is me:
                 self._end()
 
@@ -261,9 +261,9 @@ class PreparedLoader:
             now = getattr(part, "epoch", None)
             if part is not self.dataset and now != told and isinstance(now, int):
                 self.set_epoch(now)  # the script called the sampler's set_epoch, as with DistributedSampler
-        if id(self) in self._clock.resuming:
-            self._clock.resuming.remove(id(self))
-            self._clock.went_on = True
+        if id(self) in self._window.resuming:
+            self._window.resuming.remove(id(self))
+            self._window.went_on = True
         if not self._resume:
             self.position = 0
         elif skip:  # a script that counts its batches from the start of the epoch
@@ -293,7 +293,7 @@ class PreparedLoader:
             return
         if epoch != self.epoch:
             self.epoch, self.position, self._resume, self._over = epoch, 0, False, False
-            self._clock.resuming.discard(id(self))
+            self._window.resuming.discard(id(self))
         self._tell()
 
     def replay(self, finished: int) -> None:
@@ -357,10 +357,10 @@ class PreparedLoader:
         self.epoch, self.position, self._over = state["epoch"], state["position"], bool(state.get("over"))
         self._resume = True
         self._loads += 1
-        self._clock.went_on = False
-        self._clock.resuming.discard(id(self))
+        self._window.went_on = False
+        self._window.resuming.discard(id(self))
         if self.position:
-            self._clock.resuming.add(id(self))
+            self._window.resuming.add(id(self))
         self._tell()
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..base.accumulation import StepClock
+from ..base.accumulation import UpdateWindow
 from ..distributed.process_group import World
 from ..errors import BatchError, EasympWarning
 from ..options import DataLoaderConfiguration
@@ -37,7 +37,7 @@ from .stream import StreamSource
 def prepare_loader(
     loader: DataLoader[Any],
     *,
-    clock: StepClock,
+    window: UpdateWindow,
     world: World,
     data_rank: int,
     data_size: int,
@@ -49,7 +49,7 @@ def prepare_loader(
     """Shard `loader` over the ranks that share the data. A prepared loader is returned unchanged.
 
     Args:
-        clock: hears when a pass begins, continues and ends.
+        window: hears when a pass begins, continues and ends.
         data_rank, data_size: index of the share of this process, and number of shares.
         seed: of the data order, the same on every rank; `config.data_seed` overrides it.
         device_placement: move batches to `device`.
@@ -90,7 +90,7 @@ def prepare_loader(
     return PreparedLoader(
         loader,
         source,
-        clock=clock,
+        window=window,
         rank=data_rank,
         batch_size=per_rank,
         differ=differ,

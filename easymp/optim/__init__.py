@@ -13,14 +13,8 @@ if TYPE_CHECKING:
     from .adagrad import Adagrad as Adagrad
     from .adam import Adam as Adam
     from .adam import AdamW as AdamW
-    from .engine import CupyEngine as CupyEngine
     from .engine import Engine as Engine
-    from .engine import TorchEngine as TorchEngine
-    from .engine import engine_for as engine_for
-    from .engine import leave_to_step as leave_to_step
-    from .engine import may_leave as may_leave
     from .fused import FusedOptimizer as FusedOptimizer
-    from .items import ItemWindow as ItemWindow
     from .lamb import LAMB as LAMB
     from .larc import LARC as LARC
     from .lion import Lion as Lion
@@ -30,6 +24,8 @@ if TYPE_CHECKING:
     from .optimizer import PreparedOptimizer as PreparedOptimizer
     from .optimizer import PreparedScheduler as PreparedScheduler
     from .optimizer import averages_in as averages_in
+    from .optimizer import leave_to_step as leave_to_step
+    from .optimizer import may_leave as may_leave
     from .sgd import SGD as SGD
     from .torch_step import fuse as fuse
     from .torch_step import indifferent as indifferent
@@ -40,16 +36,8 @@ _HOMES = {
         "Adam",
         "AdamW",
     ),
-    "engine": (
-        "CupyEngine",
-        "Engine",
-        "TorchEngine",
-        "engine_for",
-        "leave_to_step",
-        "may_leave",
-    ),
+    "engine": ("Engine",),
     "fused": ("FusedOptimizer",),
-    "items": ("ItemWindow",),
     "lamb": ("LAMB",),
     "larc": ("LARC",),
     "lion": ("Lion",),
@@ -62,6 +50,8 @@ _HOMES = {
         "PreparedOptimizer",
         "PreparedScheduler",
         "averages_in",
+        "leave_to_step",
+        "may_leave",
     ),
     "sgd": ("SGD",),
     "torch_step": (

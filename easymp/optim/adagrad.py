@@ -1,4 +1,7 @@
-"""torch's Adagrad."""
+"""Adagrad, as torch has it.
+
+"Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", Duchi, Hazan and Singer, JMLR 12, 2011.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cuda.rules import ADAGRAD
-from .fused import Options, TorchsOptimizer
+from ..cuda.rule import Group, Rule
+from .fused import Options, TorchOptimizer
 
 
-class Adagrad(TorchsOptimizer, torch.optim.Adagrad):
+def _hyper(group: Group) -> tuple[float, ...]:
+    return (
+        float(group["lr_decay"]),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        -1.0 if group["maximize"] else 1.0,
+    )
+
+
+def reference(p: Tensor, g: Tensor, states: dict[str, Any], group: Group, step: int) -> None:
+    d = (-g if group["maximize"] else g) + group["weight_decay"] * p
+    states["sum"].addcmul_(d, d)
+    p.sub_(group["lr"] / (1 + (step - 1) * group["lr_decay"]) * d / (states["sum"].sqrt() + group["eps"]))
+
+
+ADAGRAD = Rule(
+    name="adagrad",
+    states=("sum",),
+    uses=lambda group: ("sum",),
+    hyper=_hyper,
+    numbers=("lr_decay", "epsilon", "decay", "direction"),
+    prepare="sign = direction; l2 = decay; eps = epsilon; size = lr / (1.0 + (step - 1.0) * lr_decay);",
+    constants=("sign", "l2", "eps", "size"),
+    element=lambda states: (
+        """
+const float d = g * sign + l2 * p;
+sum += d * d;
+p -= size * (d / (sqrtf(sum) + eps));
+"""
+    ),
+    reference=reference,
+    starts=lambda group: float(group["initial_accumulator_value"]),
+)
+
+
+class Adagrad(TorchOptimizer, torch.optim.Adagrad):
     """torch.optim.Adagrad.
 
     Args:
-        ema_decay, state_dtype, stochastic_rounding: see `Options`.
-        others: torch's.
+        ema_decay, state_dtype, stochastic_rounding: see `Options`. The other arguments are torch's.
     """
 
     rule = ADAGRAD

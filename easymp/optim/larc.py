@@ -1,21 +1,103 @@
-"""LARC: "Large Batch Training of Convolutional Networks", You, Gitman and Ginsburg, arXiv:1708.03888, as Apex's wrapper has it."""
+"""LARC: "Large Batch Training of Convolutional Networks", You, Gitman and Ginsburg, arXiv:1708.03888, as Apex's wrapper has it.
+
+Each tensor's gradient, weight decay in it, is multiplied by trust × |p| / (|g| + decay × |p| + eps), or by what of that is below 1 times
+lr with `clip`; another rule does the rest, without decay. A tensor whose norm or whose gradient's is 0 has neither factor nor decay.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.dtensor import local
-from ..cuda.rules import RULES, Rule, Trust, larc
-from ..cuda.rules.larc import adapted
-from ..errors import RefusedError
-from .fused import FusedOptimizer, Options
-from .torch_step import whole_squares, wide
+from ..cuda.rule import Group, Rule, Survey
+from ..errors import RefusedError, SettingError
+from .engine import rule_of
+from .fused import FusedOptimizer, Options, swapped
+from .torch_step import HOOKS, whole_squares, wide
+
+
+@dataclass(frozen=True)
+class Trust:
+    """LARC's own numbers.
+
+    Attributes:
+        coefficient: of the ratio of norms.
+        clip: let no factor raise lr.
+        eps: beside the norms.
+    """
+
+    coefficient: float = 0.02
+    clip: bool = True
+    eps: float = 1e-8
+
+
+def larc(rule: Rule, trust: Trust) -> Rule:
+    """`rule`, on gradients scaled a tensor.
+
+    Raises:
+        SettingError: a rule that has a survey of its own.
+    """
+    if rule.survey is not None:
+        raise SettingError(
+            f"LARC scales gradients by the norms of tensors, and so does {rule.name}: take one of them"
+        )
+
+    def hyper(group: Group) -> tuple[float, ...]:
+        decay = float(group.get("weight_decay", 0.0))
+        decay = -decay if group.get("maximize") else decay
+        return (*rule.hyper(bare(group)), trust.coefficient, float(trust.clip), trust.eps, decay)
+
+    def element(states: tuple[str, ...]) -> str:
+        return (
+            f"const float sole = g; {{ const float g = (sole + pull * p) * adapt; {rule.element(states)} }}"
+        )
+
+    def reference(p: Tensor, g: Tensor, states: dict[str, Any], group: Group, step: int) -> None:
+        rule.reference(p, adapted(p, g, p.norm(), g.norm(), trust, group), states, bare(group), step)
+
+    return replace(
+        rule,
+        name=f"larc_{rule.name}",
+        hyper=hyper,
+        numbers=(*rule.numbers, "larc_trust", "larc_clip", "larc_eps", "larc_decay"),
+        prepare=f"{rule.prepare}\nadapt = 1.0; pull = 0.0;",
+        constants=(*rule.constants, "adapt", "pull"),
+        element=element,
+        reference=reference,
+        survey=Survey(
+            sums=("weights", "gradients"),
+            element=lambda states: "weights += p * p; gradients += g * g;",
+            weigh="""
+if (weights > 0.0 && gradients > 0.0) {
+  const double weight = sqrt(weights);
+  adapt = larc_trust * weight / (sqrt(gradients) + weight * fabs(larc_decay) + larc_eps);
+  if (larc_clip != 0.0) adapt = adapt < lr ? adapt / lr : 1.0;
+  pull = larc_decay;
+}
+""",
+        ),
+    )
+
+
+def bare(group: Group) -> dict[str, Any]:
+    """The group as the rule inside sees it: decay is LARC's."""
+    return {**group, "weight_decay": 0.0}
+
+
+def adapted(p: Tensor, g: Tensor, weight: Tensor, slope: Tensor, trust: Trust, group: Group) -> Tensor:
+    """The gradient as the rule inside sees it, of a tensor with the norm `weight` and a gradient with the norm `slope`."""
+    decay = group.get("weight_decay", 0.0)
+    factor = trust.coefficient * weight / (slope + weight * decay + trust.eps)
+    if trust.clip:
+        factor = (factor / group["lr"]).clamp(max=1.0)
+    moves = (weight > 0) & (slope > 0)
+    pull = torch.where(moves, -decay if group.get("maximize") else decay, 0.0)
+    return (g + pull * p) * torch.where(moves, factor, 1.0)
 
 
 class LARC(FusedOptimizer):
@@ -46,13 +128,13 @@ class LARC(FusedOptimizer):
         self.trust = Trust(trust_coefficient, clip, eps)
         ours = isinstance(optimizer, FusedOptimizer)
         self.options = optimizer.options if ours else Options()
-        inside = optimizer.rule if ours else RULES.get(type(optimizer))
+        inside = optimizer.rule if ours else rule_of(type(optimizer))
         if inside is not None and inside.survey is not None:
             raise RefusedError(
                 f"{type(optimizer).__name__} scales by the norms of tensors already: LARC is for optimizers that do not"
             )
         self._inside = inside
-        for name in _HOOKS:
+        for name in HOOKS:
             setattr(self, name, OrderedDict())
         self._patch_step_function()
 
@@ -85,45 +167,24 @@ class LARC(FusedOptimizer):
         hidden = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         for parameter, _ in hidden:
             parameter.grad = None
-        for p, g, weight, slope in zip(
-            parameters, gradients, weights.float().unbind(), slopes.float().unbind()
-        ):
-            new = adapted(
-                wide(local(p)),
-                wide(local(g)),
-                weight.to(p.device),
-                slope.to(p.device),
-                self.trust,
-                groups[id(p)],
-            )
+        norms = zip(weights.float().unbind(), slopes.float().unbind())
+        for p, g, (weight, slope) in zip(parameters, gradients, norms):
+            here = weight.to(p.device), slope.to(p.device)
+            new = adapted(wide(local(p)), wide(local(g)), *here, self.trust, groups[id(p)])
             p.grad = torch.empty_like(g)
             local(p.grad).copy_(new)
         try:
-            with self._without_decay():
+            with swapped(self.param_groups, "weight_decay", 0.0):
                 self._step_inside(found_inf)
         finally:
             for parameter, gradient in hidden:
                 parameter.grad = gradient
 
     def _step_inside(self, found_inf: Tensor | None) -> None:
-        inside = self.optim
-        if isinstance(inside, FusedOptimizer):
-            inside.advance(None, found_inf)
+        if isinstance(self.optim, FusedOptimizer):
+            self.optim.advance(None, found_inf)
         elif found_inf is None or not found_inf.item():
-            inside.step()
-
-    @contextmanager
-    def _without_decay(self) -> Iterator[None]:
-        held = [group.get("weight_decay") for group in self.param_groups]
-        for group, decay in zip(self.param_groups, held):
-            if decay is not None:
-                group["weight_decay"] = 0.0
-        try:
-            yield
-        finally:
-            for group, decay in zip(self.param_groups, held):
-                if decay is not None:
-                    group["weight_decay"] = decay
+            self.optim.step()
 
     # -- what the optimizer inside has ------------------------------------------------------------------------------------
 
@@ -152,18 +213,8 @@ class LARC(FusedOptimizer):
         return f"LARC({self.optim!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in ("optim", "trust", "options", "_inside", *_HOOKS)}
+        return {name: vars(self)[name] for name in ("optim", "trust", "options", "_inside", *HOOKS)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._patch_step_function()
-
-
-_HOOKS: tuple[str, ...] = (
-    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks"),
-    *(
-        "_optimizer_state_dict_post_hooks",
-        "_optimizer_load_state_dict_pre_hooks",
-        "_optimizer_load_state_dict_post_hooks",
-    ),
-)

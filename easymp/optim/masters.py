@@ -1,10 +1,4 @@
-"""fp32 masters of low-precision parameters: what the optimizer steps in their place.
-
-An update is often smaller than the spacing of half-precision numbers around a weight: added there it would vanish. So the optimizer
-holds an fp32 copy of each fp16 or bf16 parameter ("Mixed Precision Training", Micikevicius et al., arXiv:1710.03740, section 3.1).
-Gradients move to the copies before anything is done to them (unscaled, clipped, stepped on), and the parameters are the copies,
-rounded, after each step.
-"""
+"""fp32 tensors beside the parameters: masters of low-precision weights, sums of their gradients, and averages of all weights."""
 
 from __future__ import annotations
 
@@ -18,12 +12,6 @@ from torch import Tensor, nn
 from .. import cuda
 from ..base.dtensor import local
 from ..cuda import EMA
-
-if TYPE_CHECKING:
-    from ..cuda.casts import Adder
-
-from typing import TYPE_CHECKING
-
 from ..errors import StepError
 from ..precision.mixed import LOW
 
@@ -32,24 +20,29 @@ if TYPE_CHECKING:
 
 
 class Masters:
-    """The masters of one optimizer; its param groups hold them from here on, until `release`.
+    """fp32 masters of one optimizer's low-precision parameters; its param groups hold them from here on, until `release`.
+
+    An update is often smaller than the spacing of half-precision numbers around a weight: added there it would vanish ("Mixed Precision
+    Training", Micikevicius et al., arXiv:1710.03740, section 3.1). Gradients move to the masters before anything is done to them
+    (unscaled, clipped, stepped on), and the parameters are the masters, rounded, after each step.
 
     A parameter that is written to from outside (``model.load_state_dict``, a broadcast) is noticed by its version, and its master
     takes the new values before the next step. Writing through ``.data`` is not noticed.
 
     Args:
-        optimizer: its groups' low-precision parameters are replaced, in place; what it remembers of them moves along, in fp32.
+        optimizer: its groups' low-precision parameters are replaced, in place; their states move along, in fp32.
         of: id of a parameter → its master; filled here, shared by the optimizers of a run.
         frozen: parameters that are frozen now get masters, too.
+
+    Attributes:
+        low: id of a master → its parameter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, of: dict[int, Tensor], frozen: bool = True) -> None:
-        self._optimizer = optimizer
-        self._frozen = frozen
-        self._of = of
+        self._optimizer, self._frozen, self._of = optimizer, frozen, of
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._versions: list[int] = []
-        self.low: dict[int, Tensor] = {}  # id of a master → its parameter
+        self.low: dict[int, Tensor] = {}
         self.take(optimizer.param_groups)
 
     @cached_property
@@ -58,34 +51,31 @@ class Masters:
 
     def take(self, groups: Iterable[dict[str, Any]]) -> None:
         """Put masters into these groups of the optimizer, for parameters that have none yet."""
+        state = self._optimizer.state
         for group in groups:
             held = group["params"]
             for i, parameter in enumerate(held):
-                if parameter.dtype in LOW and (parameter.requires_grad or self._frozen):
-                    master = parameter.detach().to(torch.float32).requires_grad_(parameter.requires_grad)
-                    self._pairs.append((parameter, master))
-                    self._versions.append(parameter._version)
-                    self._of[id(parameter)] = master
-                    self.low[id(master)] = parameter
-                    self._swap(parameter, master)
-                    held[i] = master
-
-    def _swap(self, old: Tensor, new: Tensor) -> None:
-        if old in self._optimizer.state:
-            state = self._optimizer.state.pop(old)
-            self._optimizer.state[new] = {
-                key: value.to(torch.float32) if isinstance(value, Tensor) and value.dtype in LOW else value
-                for key, value in state.items()
-            }
+                if parameter.dtype not in LOW or not (parameter.requires_grad or self._frozen):
+                    continue
+                master = parameter.detach().to(torch.float32).requires_grad_(parameter.requires_grad)
+                self._pairs.append((parameter, master))
+                self._versions.append(parameter._version)
+                self._of[id(parameter)] = held[i] = master
+                self.low[id(master)] = parameter
+                if parameter in state:
+                    state[master] = {
+                        key: value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
+                        for key, value in state.pop(parameter).items()
+                    }
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those that have a master here."""
+        """The parameters that have a master here."""
         return [parameter for parameter, _ in self._pairs]
 
     @torch.no_grad()
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters, each with its master, which has taken over what was written to the parameter."""
+        """Parameters, each with its master, which has taken over new values of the parameter."""
         self._follow()
         return list(self._pairs)
 
@@ -98,9 +88,7 @@ class Masters:
         """
         self._follow()
         fresh = [(parameter, master) for parameter, master in self._pairs if parameter.grad is not None]
-        if not fresh:
-            return
-        totals = added(self._adder, [p.grad for p, _ in fresh], [m.grad for _, m in fresh])
+        totals = added(self._adder, [p.grad for p, _ in fresh], [m.grad for _, m in fresh]) if fresh else []
         for (parameter, master), total in zip(fresh, totals):
             master.grad, parameter.grad = total, None
 
@@ -109,53 +97,51 @@ class Masters:
             i for i, (parameter, _) in enumerate(self._pairs) if parameter._version != self._versions[i]
         ]
         if changed:
-            self._copy([self._pairs[i][1] for i in changed], [self._pairs[i][0] for i in changed])
+            _copy([self._pairs[i][1] for i in changed], [self._pairs[i][0] for i in changed])
             for i in changed:
                 self._versions[i] = self._pairs[i][0]._version
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """After a step: the parameters become their masters, rounded, and the gradients, used up, are freed.
-
-        Of a skipped step nothing comes back but what was there.
-        """
+        """After a step, a skipped one too: the parameters become their masters, rounded, and gradients are freed."""
         if self._pairs:
-            self._copy([parameter for parameter, _ in self._pairs], [master for _, master in self._pairs])
+            _copy([parameter for parameter, _ in self._pairs], [master for _, master in self._pairs])
         for i, (parameter, master) in enumerate(self._pairs):
             master.grad = None
             self._versions[i] = parameter._version
 
     def clear(self) -> None:
-        """Drop gradients, wherever they are."""
+        """Drop the gradients of parameters and masters."""
         for parameter, master in self._pairs:
             parameter.grad = master.grad = None
 
     def release(self) -> None:
-        """Give the optimizer its parameters back, with what it remembers of the masters."""
-        back = {id(master): parameter for parameter, master in self._pairs}
+        """Give the optimizer its parameters back, with the states of the masters."""
+        state = self._optimizer.state
         for group in self._optimizer.param_groups:
             held = group["params"]
             for i, master in enumerate(held):
-                if id(master) in back:
-                    parameter = held[i] = back[id(master)]
-                    if master in self._optimizer.state:
-                        self._optimizer.state[parameter] = self._optimizer.state.pop(master)
+                parameter = self.low.get(id(master))
+                if parameter is not None:
+                    held[i] = parameter
+                    if master in state:
+                        state[parameter] = state.pop(master)
         for parameter, _ in self._pairs:
             self._of.pop(id(parameter), None)
         self._pairs.clear()
         self._versions.clear()
         self.low.clear()
 
-    @staticmethod
-    def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        torch._foreach_copy_([local(t) for t in to], [local(v) for v in values])
+
+def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    torch._foreach_copy_([local(t) for t in to], [local(v) for v in values])
 
 
 def added(adder: Adder, gradients: Sequence[Any], totals: Sequence[Tensor | None]) -> list[Tensor]:
-    """fp32 `totals`, made where there is none, in the layouts of low-precision `gradients`, with these added to them.
+    """fp32 `totals`, made where there is none, with low-precision `gradients` added to them.
 
     Raises:
-        StepError: a sparse one.
+        StepError: a sparse gradient.
     """
     if any(g.is_sparse for g in gradients):
         raise StepError(
@@ -167,17 +153,18 @@ def added(adder: Adder, gradients: Sequence[Any], totals: Sequence[Tensor | None
     return wide
 
 
-# -- fp32 sums of low-precision gradients over an accumulation window.
-
-
 class Sums:
-    """The sums of one run.
+    """fp32 sums of low-precision gradients over an accumulation window.
 
-    Attributes:
-        on: whether there is a model that needs them; until then none of the methods need be called.
+    A bf16 number has 8 bits of mantissa: of a sum of a hundred micro-batches' gradients in bf16, the later ones are mostly lost. So
+    under accumulation each micro-step's gradients leave `.grad` for an fp32 sum, which stays on this rank. At the end of the window the
+    sums are averaged over the ranks, in fp32, once, and only then become `.grad` in the parameter's type, or the master's gradient.
 
     Args:
         masters: id of a parameter → its master.
+
+    Attributes:
+        on: whether there is a model that needs them; until then none of the methods need be called.
     """
 
     def __init__(self, masters: Mapping[int, Tensor]) -> None:
@@ -200,7 +187,7 @@ class Sums:
         return needed
 
     def begin(self) -> None:
-        """Before a backward: sums that an earlier one of this micro-step has handed over are taken up again."""
+        """Before a backward: take up sums again that an earlier one of this micro-step has handed over."""
         if not self._handed:
             return
         self._handed = False
@@ -276,15 +263,16 @@ class Sums:
         return self._masters.get(id(parameter), parameter)
 
 
-# -- An exponential moving average of the weights, beside what the optimizer remembers of each parameter.
-
-
-# A parameter → what is really stepped of it, and the mapping that its state is in.
+# A parameter → the tensor that is stepped for it, and the mapping that its state is in.
 Holder = Callable[[Tensor], tuple[Tensor, Any]]
 
 
 class Averages:
-    """The averages of one optimizer's parameters, where torch steps it.
+    """Exponential moving averages of one optimizer's parameters, where torch steps it.
+
+    ema += (p - ema) × (1 - decay) at each step that moves p, from p's value before its first one ("Acceleration of Stochastic
+    Approximation by Averaging", Polyak and Juditsky, 1992; exponential as in Adam's arXiv:1412.6980, section 7.2). It lies under the key
+    "ema" in the optimizer's state, in fp32, split as the other states are, so checkpoints keep it as one of them.
 
     Args:
         holder: says of each parameter where its average goes.
@@ -302,7 +290,7 @@ class Averages:
             return step()
         there = [(p, *self._holder(p)) for p in parameters]
         # The state of a parameter that has none is torch's to begin.
-        new = {id(p): start(p) for _, p, states in there if EMA not in states.get(p, {})}
+        new = {id(p): _start(p) for _, p, states in there if EMA not in states.get(p, {})}
         result = step()
         # A closure may give some no gradient.
         held = [(p, states) for parameter, p, states in there if parameter.grad is not None]
@@ -310,31 +298,27 @@ class Averages:
             if id(p) in new:
                 states[p][EMA] = new[id(p)]
         if held:
-            self._follow(
-                [local(p) for p, _ in held], [local(states[p][EMA]) for p, states in held], found_inf
-            )
+            averages = [local(states[p][EMA]) for p, states in held]
+            self._follow([local(p) for p, _ in held], averages, found_inf)
         return result
 
     @torch.no_grad()
     def _follow(self, parameters: list[Tensor], averages: list[Tensor], found_inf: Tensor | None) -> None:
-        assert self.decay is not None
         weights = [p.detach().to(a.dtype) for p, a in zip(parameters, averages)]
-        share = 1.0 - self.decay
-        if found_inf is None:
-            torch._foreach_lerp_(averages, weights, share)
-        else:
+        share: Any = 1.0 - self.decay  # type: ignore[operator]
+        if found_inf is not None:
             shares = {a.device: ((found_inf <= 0) * share).to(a.device, non_blocking=True) for a in averages}
-            torch._foreach_lerp_(averages, weights, [shares[a.device].to(a.dtype) for a in averages])
+            share = [shares[a.device].to(a.dtype) for a in averages]
+        torch._foreach_lerp_(averages, weights, share)
 
 
-def start(parameter: Tensor) -> Tensor:
-    """An average that begins."""
+def _start(parameter: Tensor) -> Tensor:
     now = parameter.detach()
     return now.to(torch.float32) if now.dtype in LOW else now.clone(memory_format=torch.preserve_format)
 
 
 def without(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Optimizer states, by whatever they go, without averages; the very same dicts where there were none."""
+    """Optimizer states without averages; the very same dicts where there were none."""
     kept = {}
     for key, state in states.items():
         has = isinstance(state, Mapping) and EMA in state

@@ -1,4 +1,4 @@
-"""An optimizer that knows the accumulation window and the loss scale."""
+"""Optimizers and schedulers as `prepare` hands them back: they know the accumulation window and the loss scale."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch import Tensor
 from torch.optim.swa_utils import SWALR
 from torch.utils.hooks import RemovableHandle
 
-from ..base.accumulation import StepClock
+from ..base.accumulation import Phase, UpdateWindow
 from ..base.dtensor import local
 from ..cuda import EMA
 from ..errors import StepError
 from ..logging import get_logger
 from ..precision import Scaler
-from .engine import Engine, Factor, TorchEngine, leave_to_step, may_leave
+from ..precision.scaler import NO_GRADIENTS
+from .engine import Engine
 from .fused import FusedOptimizer
 from .masters import Masters, Sums, without
 from .sharded import ShardedOptimizer, holder_of
-from .torch_step import fill_momentum, keep_implementation
+from .torch_step import Clip, fill_momentum, keep_implementation
 
 logger = get_logger(__name__)
 
@@ -32,20 +33,20 @@ class PreparedOptimizer(torch.optim.Optimizer):
     State, param groups, hooks and everything else are the wrapped optimizer's own (`.optimizer`).
 
     Args:
-        given: what the user passed, where the strategy steps another one in its place.
+        given: the user's optimizer, where the strategy steps another one in its place.
         masters: what `given` holds in place of low-precision parameters; None where it holds the parameters.
-        sums: of gradients over the window, to be forgotten with the gradients.
-        engine: what runs the step; torch's own by default.
+        sums: of gradients over the window, forgotten with the gradients.
+        engine: runs the step; torch's own by default.
 
     Attributes:
-        factor: what a clip has left to the next step; set by `leave`.
+        turn: its part in the current update.
         away: the parameters are their averages for a while.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        clock: StepClock,
+        window: UpdateWindow,
         scaler: Scaler,
         given: torch.optim.Optimizer | None = None,
         masters: Masters | None = None,
@@ -55,23 +56,20 @@ class PreparedOptimizer(torch.optim.Optimizer):
         # torch's own __init__ would build param groups and state a second time.
         self.optimizer = optimizer
         self.given = given or optimizer
-        self._masters = masters
-        self._sums = sums
-        self._clock = clock
-        self._scaler = scaler
-        self.engine: Engine = engine or TorchEngine(optimizer, free=False)
-        self.factor: Factor | None = None
-        self._by_itself: RemovableHandle | None = (
-            None  # hears of a step of the wrapped optimizer while there is a factor
+        self._masters, self._sums = masters, sums
+        self._window, self._scaler = window, scaler
+        self.turn = window.turn(optimizer)
+        self.engine = engine or Engine(optimizer, free=False)
+        self._alone: RemovableHandle | None = (
+            None  # of a hook that hears of the wrapped optimizer's own steps
         )
         self.away = False
         self.updates = 0  # steps that ended a window, skipped ones included
-        self._seen = 0  # backward passes before the last step of accumulation by hand
-        self._spent = False  # whether the gradients have been stepped on, and not cleared since
-        self._waiting = False  # whether the last call was a step that waits for the end of the window
         self._told = False  # of averages that were dropped
         # A stage that holds none of the parameters has it, too: whether overflows are read on the device is alike on all ranks.
         fill_momentum(optimizer)
+
+    # -- the step -------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update at the end of a window, skipped if a gradient overflowed; nothing on other micro-steps.
@@ -79,54 +77,44 @@ class PreparedOptimizer(torch.optim.Optimizer):
         Raises:
             StepError: with accumulation, outside an `accumulate` block and before as many backward passes as a window has.
         """
-        clock = self._clock
-        if clock.accumulation != 1:
-            if not clock.inside:
-                self._end_window_by_hand()
-            elif not clock.sync:
-                self._waiting = True
+        window, turn = self._window, self.turn
+        if window.accumulation != 1:
+            if not window.inside:
+                window.end_by_hand(turn)
+            elif not window.sync:
+                turn.waiting = True
                 return None
         if self.away:
             raise StepError(
                 "optimizer.step() inside `with accelerator.averaged():`, where the weights are not those of training"
             )
-        self._spent, self._waiting = True, False
+        turn.spent, turn.waiting = True, False
         self.updates += 1
         low = self._masters is not None or (self._sums is not None and self._sums.on)
         result = self._step_low(closure) if low else self._step(closure)
-        for hear in clock.stepped:
+        turn.phase = Phase.STEPPED  # of the backward in a closure, too
+        for hear in window.stepped:
             hear(self)
         return result
-
-    def _end_window_by_hand(self) -> None:
-        """A script that counts micro-batches itself steps after as many as a window has, or with the last batch of its loader."""
-        clock = self._clock
-        done, self._seen = clock.backwards - self._seen, clock.backwards
-        if done < clock.accumulation and not (done and clock.last):
-            raise StepError(
-                f"optimizer.step() outside `with accelerator.accumulate(model):`, {done} of gradient_accumulation_steps="
-                f"{clock.accumulation} backward passes after the last step: it would step with a fraction of the gradient. Put forward, "
-                "backward, step and zero_grad inside the block, or set gradient_accumulation_steps=1"
-            )
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         scaler = self._scaler
         if closure is not None:
-            self.apply_factor()
+            self.apply_clip()
             moving = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
             return self.engine.averages.around(moving, lambda: scaler.step(self.optimizer, closure))
-        if scaler.enabled and may_leave([self], scaler):
+        if scaler.enabled and may_leave([self]):
             leave_to_step([self], float("inf"), scaler)
-        factor, found, scale = self.factor, None, None
-        if factor is not None:
-            factor.check()
+        clip, found, scale = self.turn.clip, None, None
+        if clip is not None:
+            clip.gradients()  # are those that were measured
         if scaler.enabled:
             found = scaler.begin_step(self.optimizer)
             scale = scaler.lend(self.optimizer)
-        if factor is None:
+        if clip is None:
             return self.engine.step(None, found, scale)
         self.leave(None)
-        return self.engine.step(factor.value, found, scale)
+        return self.engine.step(clip.factor, found, scale)
 
     def _step_low(self, closure: Callable[[], Any] | None) -> Any:
         """`step` where parameters are low-precision."""
@@ -143,80 +131,85 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 self._masters.clear()
             else:
                 self._masters.give_back()
-        if self._sums is not None and self._sums.on:
-            self._forget()
+        self._forget()
         return result
 
-    def leave(self, factor: Factor | None) -> None:
-        """The next step is to multiply by `factor`; None: by nothing."""
-        self.factor = factor
-        if self._by_itself is not None:
-            self._by_itself.remove()
-            self._by_itself = None
-        if factor is not None:
-            self._by_itself = self.optimizer.register_step_pre_hook(lambda *_: self.apply_factor())
+    def leave(self, clip: Clip | None) -> None:
+        """The next step multiplies by the factor of `clip`; None: by nothing."""
+        self.turn.clip = clip
+        if self._alone is not None:
+            self._alone.remove()
+            self._alone = None
+        if clip is not None:
+            self._alone = self.optimizer.register_step_pre_hook(lambda *_: self.apply_clip())
 
-    def apply_factor(self) -> None:
-        """Multiply gradients in memory by what a clip has left to the step, so that they can be looked at and changed."""
-        factor = self.factor
-        self.leave(None)
-        if factor is not None:
-            factor.apply()
+    def apply_clip(self) -> None:
+        """Multiply gradients in memory by the factor that a clip has left to the step, so that they can be looked at and changed."""
+        clip, turn = self.turn.clip, self.turn
+        if clip is not None:
+            self.leave(None)
+            clip.apply()
+            if turn.phase is Phase.CLIPPED:
+                turn.phase = Phase.UNSCALED if self._scaler.enabled else Phase.ACCUMULATING
+
+    def follow_backward(self) -> None:
+        """A backward begins: it adds to gradients that were clipped, or begins the next update."""
+        self.apply_clip()
+        if self.turn.phase is Phase.STEPPED and not self._scaler.enabled:
+            self.turn.begin()
+
+    # -- the gradients --------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, unless they hold part of a window that is not finished."""
+        turn = self.turn
+        if self._window.keeps_gradients(turn):
+            return
+        turn.spent = False
+        if turn.clip is not None:
+            self.leave(None)
+        if turn.phase is not Phase.STEPPED or not self._scaler.enabled:
+            turn.begin()
+        self.optimizer.zero_grad(set_to_none)
+        if self._masters is not None:
+            self._masters.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop the fp32 sums of this optimizer's gradients."""
+        if self._sums is not None and self._sums.on:
+            self._sums.drop(p for group in self.param_groups for p in group["params"])
+            if self._masters is not None:
+                self._sums.drop(self._masters.parameters)
 
     def unused(self) -> bool:
         """Whether this rank holds gradients that no step has used since they were cleared. Waits for the device."""
-        if self._spent:
+        if self.turn.spent:
             return False
         grads = [local(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
         return any(bool((g._values() if g.is_sparse else g).any()) for g in grads)
-
-    def parameters(self) -> list[tuple[Tensor, Tensor]]:
-        """What the param groups hold, each with the model's own parameter: itself, or the one whose master it is."""
-        low = {} if self._masters is None else self._masters.low
-        return [(held, low.get(id(held), held)) for group in self.param_groups for held in group["params"]]
 
     def gather(self, in_memory: bool = False) -> None:
         """Put gradients where the step looks for them, before they are measured; or `in_memory` to be unscaled or clipped there."""
         if self._masters is not None and (in_memory or not self.engine.reads_low):
             self._masters.gather()
 
+    def parameters(self) -> list[tuple[Tensor, Tensor]]:
+        """The parameters of the param groups, each with the model's own parameter: itself, or the one whose master it is."""
+        low = {} if self._masters is None else self._masters.low
+        return [(held, low.get(id(held), held)) for group in self.param_groups for held in group["params"]]
+
     def release(self) -> None:
         """Give the optimizer its own parameters back."""
         if self._masters is not None:
             self._masters.release()
 
-    def _forget(self) -> None:
-        assert self._sums is not None
-        self._sums.drop(p for group in self.param_groups for p in group["params"])
-        if self._masters is not None:
-            self._sums.drop(self._masters.parameters)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, unless they hold part of a window that is not finished.
-
-        Both idioms work: after `step`, and at the beginning of each micro-step, also after another optimizer's backward.
-        """
-        clock, waiting = self._clock, self._waiting
-        self._waiting = False
-        if clock.accumulation != 1 and not self._spent:
-            begins = (
-                waiting or not clock.backwards
-            )  # the call opens a micro-step; otherwise it follows this one's step
-            if (begins and clock.micro > 1) or (clock.backwards and not clock.sync):
-                return
-        self._spent = False
-        if self.factor is not None:
-            self.leave(None)
-        self.optimizer.zero_grad(set_to_none)
-        if self._masters is not None:
-            self._masters.clear()
-        if self._sums is not None and self._sums.on:
-            self._forget()
+    # -- what it shows --------------------------------------------------------------------------------------------------
 
     @property
     def synchronizes(self) -> bool:
         """Whether the current micro-step ends its accumulation window."""
-        return self._clock.sync
+        return self._window.sync
 
     @property
     def step_was_skipped(self) -> bool:
@@ -244,8 +237,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Low-precision parameters, each with the fp32 master that is stepped in its place, up to date."""
         return [] if self._masters is None else self._masters.pairs()
 
+    # -- the state ------------------------------------------------------------------------------------------------------
+
     def rest(self) -> dict[str, Any]:
-        """What `state_dict` shows beside state and param groups, made by the class or a hook. Where there may be any, all ranks call it."""
+        """Entries of `state_dict` beside state and param groups, made by the class or a hook. Where there may be any, all ranks call it."""
         there: Any = self.optimizer
         hooks = there._optimizer_state_dict_pre_hooks or there._optimizer_state_dict_post_hooks
         if type(self.given).state_dict is torch.optim.Optimizer.state_dict and not hooks:
@@ -261,13 +256,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return type(self.given).load_state_dict is not torch.optim.Optimizer.load_state_dict or bool(hooks)
 
     def laid_out(self) -> list[tuple[Tensor, Tensor]]:
-        """What the param groups hold, each parameter as its states lie: itself, or a DTensor where they are sharded and it is not."""
+        """The parameters of the param groups, each as its states lie: itself, or a DTensor where they are sharded and it is not."""
         held = [p for group in self.param_groups for p in group["params"]]
         there: Any = self.optimizer
         return list(zip(held, held if there is self.given else there.laid_out(held)))
 
     def remember(self, states: Mapping[Any, dict[str, Any]]) -> None:
-        """These are the states from now on, and no others; as `state` shows them. Parameters become their masters, rounded.
+        """Replace all states by these, as `state` shows them. Parameters become their masters, rounded.
 
         Averages of the weights are left out where this run keeps none (see `load_state_dict`).
         """
@@ -289,7 +284,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Take a state from here or from the plain optimizer; which implementation runs (fused, foreach) stays this run's.
 
         Averages of the weights are left out, with a word in the log, where this run keeps none: no step would move them, and a later run
-        would take them for those of its weights. Only of torch's classes and ours: what another one calls "ema" may be its own.
+        would take them for those of its weights. Only of torch's classes and ours: another class may use the key "ema" itself.
         """
         if "state" in state_dict:  # a class may have a form of its own
             state_dict = {**state_dict, "state": self._without_stale(state_dict["state"])}
@@ -330,37 +325,92 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return f"Prepared({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("optimizer", "_clock", "_scaler", "_seen", "_spent", "_waiting", "_masters", "_sums")
+        names = ("optimizer", "_window", "_scaler", "_masters", "_sums")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.engine = TorchEngine(self.optimizer, free=False)
-        self.factor = self._by_itself = None
+        self.engine = Engine(self.optimizer, free=False)
+        self.turn = self._window.turn(self.optimizer)
+        self._alone = None
         self.away = self._told = False
 
 
-for _name in (
-    "register_step_pre_hook",
-    "register_step_post_hook",
-    "register_state_dict_pre_hook",
-    "register_state_dict_post_hook",
-    "register_load_state_dict_pre_hook",
-    "register_load_state_dict_post_hook",
-):
+for _call in ("step", "state_dict", "load_state_dict"):
+    for _name in (f"register_{_call}_pre_hook", f"register_{_call}_post_hook"):
 
-    def _delegate(self: PreparedOptimizer, *args: Any, _name: str = _name, **kwargs: Any) -> Any:
-        return getattr(self.optimizer, _name)(*args, **kwargs)
+        def _delegate(self: PreparedOptimizer, *args: Any, _name: str = _name, **kwargs: Any) -> Any:
+            return getattr(self.optimizer, _name)(*args, **kwargs)
 
-    setattr(PreparedOptimizer, _name, _delegate)
+        setattr(PreparedOptimizer, _name, _delegate)
 
 
-# -- Averages of the weights in the place of the weights, for a while.
+# -- clipping that is left to the step ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scaler: Scaler) -> Tensor:
+    """Measure all gradients of `optimizers`, which take factors, and leave them the factor; returns the norm (0-dim, float32).
+
+    Under a loss scale the norm is that of the gradients divided by it, and an overflow in any of them skips the steps of all.
+
+    Raises:
+        StepError: under a loss scale: there are no gradients on any rank.
+    """
+    counting = optimizers[0].engine.counting
+    for optimizer in optimizers if counting.add is not None else ():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                counting.settle(parameter)
+    found = [o.engine.gradients() for o in optimizers]
+    here = any(found)
+    scale = scaler.scale_of([o.optimizer for o in optimizers], here)
+    others: list[Tensor] = []
+    for optimizer in optimizers[:-1]:
+        optimizer.engine.measure(max_norm, scale, others.append)
+
+    anywhere: list[Tensor] = []  # how many ranks hold gradients
+
+    def over_ranks(totals: Tensor) -> None:
+        for other in others:
+            totals += other.to(totals.device)
+        if counting.add is not None:
+            both = torch.cat([totals, totals.new_full((1,), float(here))])
+            counting.add(both)
+            totals.copy_(both[:2])
+            anywhere.append(both[2])
+
+    alone = not others and counting.add is None
+    result = optimizers[-1].engine.measure(max_norm, scale, None if alone else over_ranks)
+    bad = result.found_inf
+    if scale is not None:
+        assert bad is not None
+        if counting.add is None:
+            bad = scaler.agreed(bad, here)
+        elif not here and not anywhere[0].item():
+            raise StepError(NO_GRADIENTS)
+    scaler.take([o.optimizer for o in optimizers], bad if scale is not None else None)
+    for optimizer, gradients in zip(optimizers, found):
+        optimizer.leave(Clip(result.factor, gradients))
+    return result.norm
+
+
+def may_leave(optimizers: Sequence[PreparedOptimizer]) -> bool:
+    """Whether `leave_to_step` is for these now. The same on all ranks."""
+    if not optimizers or any(o.turn.clip is not None or not o.engine.takes_factor() for o in optimizers):
+        return False
+    if len({o.engine.counting.add is None for o in optimizers}) > 1:
+        return False
+    phases = {o.turn.phase for o in optimizers}
+    return len(phases) == 1 and Phase.STEPPED not in phases
+
+
+# -- averages of the weights --------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def averages_in(optimizers: Sequence[PreparedOptimizer], chosen: Container[int] | None) -> Iterator[None]:
-    """Inside, parameters are their averages, where there are such; afterwards what they were, bit for bit. A collective under zero1.
+    """Inside, parameters are their averages, where there are such; afterwards themselves, bit for bit. A collective under zero1.
 
     The weights of training are copied meanwhile. They are written past the counters by which a change is noticed (masters, autograd):
     nothing has been stepped.
@@ -373,16 +423,17 @@ def averages_in(optimizers: Sequence[PreparedOptimizer], chosen: Container[int] 
         there = optimizer.optimizer
         reunited: list[Tensor] = []
         for held, parameter in optimizer.parameters():
-            average = average_of(there, held) if chosen is None or id(parameter) in chosen else None
-            if average is None:
+            holder, states = holder_of(there, held)
+            average = states[holder].get(EMA) if holder in states else None
+            if average is None or not (chosen is None or id(parameter) in chosen):
                 continue
             whole = local(parameter).data
             kept.append((whole, whole.clone()))
             if isinstance(there, ShardedOptimizer):
-                there.rows(whole).copy_(average)
+                there.rows(whole).copy_(local(average))
                 reunited.append(whole)
             else:
-                whole.copy_(average)
+                whole.copy_(local(average))
         if isinstance(there, ShardedOptimizer):
             there.reunite(reunited)
         optimizer.away = True
@@ -395,14 +446,7 @@ def averages_in(optimizers: Sequence[PreparedOptimizer], chosen: Container[int] 
             whole.copy_(values)
 
 
-def average_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
-    """The average of `parameter`, or of this rank's part; None where no step has moved it yet."""
-    holder, states = holder_of(optimizer, parameter)
-    found = states[holder].get(EMA) if holder in states else None
-    return None if found is None else local(found)
-
-
-# -- A scheduler that counts optimizer updates.
+# -- schedulers ---------------------------------------------------------------------------------------------------------
 
 
 class PreparedScheduler:
@@ -477,9 +521,8 @@ class PreparedScheduler:
     def state_dict(self) -> dict[str, Any]:
         state = self.scheduler.state_dict()
         if isinstance(self.scheduler, SWALR):
-            state.pop(
-                "anneal_func", None
-            )  # a function that its constructor sets; in its state before torch 2.10
+            # A function that its constructor sets; in its state before torch 2.10.
+            state.pop("anneal_func", None)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -26,20 +26,15 @@ from ..errors import RefusedError, StepError, WorldError
 from ..precision.scaler import takes_found_inf
 from .fused import FusedOptimizer
 from .partition import Reunion, check_sums, cut, elementwise
-from .torch_step import fill_momentum, indifferent
+from .torch_step import HOOKS, fill_momentum, indifferent
 
-HOOKS = (
-    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
-    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
-)
 OWN = {
     "param_groups",
     "state",
     "defaults",
     "step",
     *HOOKS,
-}  # what the scan for other references to parameters passes by
+}  # the scan for other references to parameters skips these
 
 _taken: weakref.WeakSet[torch.optim.Optimizer] = (
     weakref.WeakSet()

@@ -1,93 +1,35 @@
-"""Hooks before a step: whether one may look at gradients, which then must be in memory what the step uses."""
+"""Steps by torch: which can run fused, who looks at gradients before them, norms of lists of tensors, and rules step by step."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import cuda
 from ..base.dtensor import add_up, dense, local
+from ..errors import StepError
 
-indifferent: weakref.WeakSet[Callable[..., Any]] = (
-    weakref.WeakSet()
-)  # our own, to which clipped and unclipped gradients are the same
-
-
-def watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook of somebody else's looks in just before `optimizer` steps."""
-    hooks: dict[int, Any] = optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
-    return any(hook not in indifferent for hook in hooks.values())
-
-
-# -- 2-norms of lists of tensors, wide enough for half precision, and of the whole tensors that shards are of; and what follows from them.
-
-
-def wide_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The 2-norm of each, in float32, or in its own dtype where that is wider."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(i)
-    if len(by_kind) == 1 and tensors[0].dtype == torch.float32:
-        return list(torch._foreach_norm(tensors))
-    norms = list(tensors)
-    for (_, dtype), places in by_kind.items():
-        to = {"dtype": torch.float32} if dtype.itemsize < 4 else {}
-        for i, norm in zip(places, torch._foreach_norm([tensors[i] for i in places], 2, **to)):
-            norms[i] = norm
-    return norms
-
-
-def whole_squares(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """Σ x² of each whole tensor, [tensors] on the first one's device; float64 where that has it. `tensors` are spread as `parameters`.
-
-    A collective where any is sharded.
-    """
-    norms = wide_norms([values(local(t)) for t in tensors])
-    device = norms[0].device
-    squares = torch.stack(
-        [n.to(device) if device.type == "mps" else n.to(device, torch.float64) for n in norms]
-    ).square()
-    add_up(parameters, squares)
-    return squares
-
-
-@torch.no_grad()
-def multiply(gradients: list[Tensor], factor: Tensor) -> None:
-    """In memory, in place."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        part = local(gradient._values() if gradient.is_sparse else gradient)
-        if part.numel():
-            by_device.setdefault(part.device, []).append(part)
-    for device, parts in by_device.items():
-        torch._foreach_mul_(parts, factor.to(device))
-
-
-def values(tensor: Tensor) -> Tensor:
-    """What a sparse tensor has of numbers, each place once; any other tensor itself."""
-    return tensor.coalesce()._values() if tensor.is_sparse else tensor
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Outside of autograd, and in fp32 if it has half precision."""
-    return tensor.detach().float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.detach()
-
-
-# -- torch's fused optimizer step, for optimizers that leave the implementation to torch.
-
+if TYPE_CHECKING:
+    from ..cuda.rounding import Rounding
+    from ..cuda.rule import Group, Rule
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 DEVICES = {torch.optim.Adagrad: {"cpu", "cuda"}}
 EVERYWHERE = {"cpu", "cuda", "mps", "xpu"}
 SHARDED = (torch.optim.Adam, torch.optim.AdamW)  # DTensor has rules for these fused steps
+DENSE_ONLY = (torch.optim.SGD, torch.optim.Adagrad)  # only their plain step takes sparse gradients
+HOOKS = tuple(
+    f"_optimizer_{call}_{when}_hooks"
+    for call in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)  # attributes of a torch optimizer
 IMPLEMENTATION = ("fused", "foreach", "capturable")  # how the step runs, not what it computes
-DENSE_ONLY = (
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-)  # the plain step takes sparse gradients, the fused one does not
+
+# -- torch's fused step -------------------------------------------------------------------------------------------------
 
 
 def fuse(
@@ -98,47 +40,29 @@ def fuse(
     """Let `optimizer` run fused, if the user left that open and torch can; returns why not, or None when it now does.
 
     Only the ``fused`` entry of its param groups changes: the state, the numbers (within rounding, 3e-8) and checkpoints stay.
-    SGD's momentum starts as zeros instead of as nothing, which is the same. Does nothing to subclasses, to which torch's rules
-    need not apply.
+    SGD's momentum starts as zeros instead of as nothing, which is the same. Subclasses of torch's classes are left alone.
 
     Args:
         models: hold the optimizer's parameters; their embeddings say whether gradients are sparse.
-        kind: of torch's, whose step `optimizer` takes; its class by default.
+        kind: the torch class whose step `optimizer` takes; its own class by default.
     """
     kind = kind or type(optimizer)
     if kind not in FUSED:
         return f"torch has no fused step for {kind.__name__}"
     sparse = _sparse(models) if kind in DENSE_ONLY else {}
     for group in optimizer.param_groups:
-        if len({getattr(parameter, "device_mesh", None) for parameter in group["params"]}) > 1:
-            return f"torch's fused {kind.__name__} does not take parameters that are split and others that are not, in one group"
-        if group.get("fused") is not None or group.get("foreach") is not None:
-            return "fused or foreach was chosen by the caller"
-        if group.get("differentiable") or group.get("capturable"):
-            return "a differentiable or capturable step was asked for"
-        if group.get("momentum") and group.get("dampening"):
-            return "with dampening, the first step differs from the others, and torch's fused SGD takes it for all parameters at once"
-        for parameter in group["params"]:
-            if not torch.is_floating_point(parameter) or parameter.device.type not in DEVICES.get(
-                kind, EVERYWHERE
-            ):
-                return f"torch's fused {kind.__name__} does not take {parameter.dtype} on {parameter.device.type}"
-            if (
-                kind is torch.optim.SGD
-                and parameter.device.type == "cpu"
-                and parameter.dtype in (torch.bfloat16, torch.float16)
-            ):
-                # In torch 2.13 its kernel computes something else from 32 elements on; the plain step is right.
-                return f"torch's fused SGD is wrong for {parameter.dtype} on a CPU"
-            if kind not in SHARDED and hasattr(parameter, "to_local"):
-                return f"torch's fused {kind.__name__} does not take sharded parameters"
-            if not dense(local(parameter)):
-                return f"torch's fused {kind.__name__} is wrong for a parameter that has gaps in memory, or overlaps"
-            if id(parameter) in sparse:
-                return f"torch's fused {kind.__name__} does not take the sparse gradients of {sparse[id(parameter)]!r}"
-    if optimizer.state and any(
-        p.device.type != "cpu" for group in optimizer.param_groups for p in group["params"]
-    ):
+        why_not = _group_refusal(kind, group)
+        for parameter in group["params"] if why_not is None else ():
+            why_not = _parameter_refusal(kind, parameter)
+            if why_not is None and id(parameter) in sparse:
+                why_not = f"does not take the sparse gradients of {sparse[id(parameter)]!r}"
+            if why_not is not None:
+                why_not = f"torch's fused {kind.__name__} {why_not}"
+                break
+        if why_not is not None:
+            return why_not
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if optimizer.state and any(p.device.type != "cpu" for p in held):
         return "it has stepped already, with its counters where the plain step keeps them"
     for group in optimizer.param_groups:
         group["fused"] = True
@@ -147,23 +71,47 @@ def fuse(
     return None
 
 
+def _group_refusal(kind: type, group: dict[str, Any]) -> str | None:
+    if len({getattr(parameter, "device_mesh", None) for parameter in group["params"]}) > 1:
+        return f"torch's fused {kind.__name__} does not take parameters that are split and others that are not, in one group"
+    if group.get("fused") is not None or group.get("foreach") is not None:
+        return "fused or foreach was chosen by the caller"
+    if group.get("differentiable") or group.get("capturable"):
+        return "a differentiable or capturable step was asked for"
+    if group.get("momentum") and group.get("dampening"):
+        return "with dampening, the first step differs from the others, and torch's fused SGD takes it for all parameters at once"
+    return None
+
+
+def _parameter_refusal(kind: type, parameter: Any) -> str | None:
+    device = parameter.device.type
+    if not torch.is_floating_point(parameter) or device not in DEVICES.get(kind, EVERYWHERE):
+        return f"does not take {parameter.dtype} on {device}"
+    if kind is torch.optim.SGD and device == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16):
+        # In torch 2.13 its kernel computes something else from 32 elements on; the plain step is right.
+        return f"is wrong for {parameter.dtype} on a CPU"
+    if kind not in SHARDED and hasattr(parameter, "to_local"):
+        return "does not take sharded parameters"
+    return (
+        None if dense(local(parameter)) else "is wrong for a parameter that has gaps in memory, or overlaps"
+    )
+
+
 def _sparse(models: Iterable[nn.Module]) -> dict[int, str]:
     """id of each parameter whose gradient is sparse, and its module's name."""
-    embeddings = (nn.Embedding, nn.EmbeddingBag)
     return {
         id(module.weight): name
         for model in models
         for name, module in model.named_modules()
-        if isinstance(module, embeddings) and module.sparse
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
     }
 
 
 def fill_momentum(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] | None = None) -> None:
     """Start the momentum of fused SGD at zero for all parameters.
 
-    Left to itself, torch's fused SGD makes the buffers at the first step, without a value: an overflow skipped on the device
-    leaves them so, and a parameter whose first gradient comes later than another's is an error. From zero the first step is
-    the same as from nothing (without dampening).
+    torch's fused SGD makes the buffers at the first step, without a value: an overflow skipped on the device leaves them so, and a
+    parameter whose first gradient comes later than another's is an error. From zero the first step is the same (without dampening).
     """
     if (kind or type(optimizer)) is not torch.optim.SGD:
         return
@@ -183,3 +131,209 @@ def keep_implementation(optimizer: torch.optim.Optimizer, state: dict[str, Any])
         for saved, own in zip(state["param_groups"], optimizer.param_groups)
     ]
     return {**state, "param_groups": groups}
+
+
+# -- before a step ------------------------------------------------------------------------------------------------------
+
+# Our own hooks, to which clipped and unclipped gradients are the same.
+indifferent: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook of the user looks at gradients just before `optimizer` steps."""
+    hooks: dict[int, Any] = optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+    return bool(hooks) and any(hook not in indifferent for hook in hooks.values())
+
+
+class Clip:
+    """A factor that a clip has left to the next step, and the gradients that it was measured of, which stay as backward left them.
+
+    Attributes:
+        factor: float32, 0-dim, on the device.
+        measured: what kernels have measured of these gradients, if they did.
+    """
+
+    def __init__(
+        self, factor: Tensor, gradients: Iterable[tuple[Tensor, Tensor]], measured: Tensor | None = None
+    ) -> None:
+        self.factor, self.measured = factor, measured
+        self._seen = [(p, g, (part := local(g)), part._version) for p, g in gradients]
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients that are still there; those that were cleared since stay cleared.
+
+        Raises:
+            StepError: some are not those that were measured.
+        """
+        there = []
+        for parameter, gradient, part, version in self._seen:
+            now = parameter.grad
+            if now is gradient and part._version == version:
+                there.append(gradient)
+            elif now is not None and bool(local(now.detach()).any()):
+                raise StepError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} was changed between clip_grad_norm_ and step(). There "
+                    "it is neither clipped nor divided by the loss scale yet, for the step does both as it reads: change gradients "
+                    "before you clip, or use Accelerator(fused=False)"
+                )
+        return there
+
+    def apply(self) -> None:
+        """Multiply the gradients in memory, as if nothing had been left to the step."""
+        multiply(self.gradients(), self.factor)
+
+
+# -- norms --------------------------------------------------------------------------------------------------------------
+
+
+def wide_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The 2-norm of each, in float32, or in its own dtype where that is wider."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(i)
+    if len(by_kind) == 1 and tensors[0].dtype == torch.float32:
+        return list(torch._foreach_norm(tensors))
+    norms = list(tensors)
+    for (_, dtype), places in by_kind.items():
+        to = {"dtype": torch.float32} if dtype.itemsize < 4 else {}
+        for i, norm in zip(places, torch._foreach_norm([tensors[i] for i in places], 2, **to)):
+            norms[i] = norm
+    return norms
+
+
+def whole_squares(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """Σ x² of each whole tensor, [tensors], on the first one's device; `tensors` are spread as `parameters`.
+
+    A collective where any is sharded.
+    """
+    norms = wide_norms([values(local(t)) for t in tensors])
+    device = norms[0].device
+    squares = torch.stack([n.to(device, widest(device)) for n in norms]).square()
+    add_up(parameters, squares)
+    return squares
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The widest float of a device: mps has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """1 / scale in float32, rounded once."""
+    return scale.to(widest(scale.device)).reciprocal().float()
+
+
+@torch.no_grad()
+def multiply(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply in place."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        part = local(gradient._values() if gradient.is_sparse else gradient)
+        if part.numel():
+            by_device.setdefault(part.device, []).append(part)
+    for device, parts in by_device.items():
+        torch._foreach_mul_(parts, factor.to(device))
+
+
+def values(tensor: Tensor) -> Tensor:
+    """The numbers of a sparse tensor, each place once; any other tensor itself."""
+    return tensor.coalesce()._values() if tensor.is_sparse else tensor
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """`tensor` outside of autograd, and in fp32 if it has half precision."""
+    return tensor.detach().float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.detach()
+
+
+# -- a rule's reference, with states and rounding as the kernels have them ----------------------------------------------
+
+
+def fill(
+    rule: Rule, group: Group, parameter: Tensor, state: dict[str, Any], dtype: torch.dtype | None
+) -> bool:
+    """Complete `state` with all that `rule` has there, in `dtype`; returns whether some of it was missing."""
+    fresh = False
+    for key in rule.uses(group):
+        value = state.get(key)
+        fresh |= value is None
+        if value is None:
+            state[key] = torch.full_like(parameter, rule.starts(group), dtype=dtype, requires_grad=False)
+        elif dtype is not None and value.dtype != dtype:
+            state[key] = value.to(dtype)
+    for key in rule.single:
+        value = state.get(key, 0.0)
+        if not isinstance(value, Tensor) or value.device != parameter.device or value.dtype != torch.float32:
+            state[key] = torch.as_tensor(value).to(parameter.device, torch.float32)
+    return fresh
+
+
+class Widened:
+    """A step by torch where states have another dtype than their parameter, or bf16 is rounded stochastically, as no step of torch does.
+
+    Each tensor is widened to fp32, moved by its rule's reference, and rounded as the kernels round it, one after the other: for machines
+    without kernels, to give their numbers rather than their speed.
+
+    Args:
+        rule: without a survey.
+        dtype: of states; None: their parameter's.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: Rule,
+        dtype: torch.dtype | None,
+        rounding: Rounding | None,
+    ) -> None:
+        self._optimizer, self._rule, self._dtype, self._rounding = optimizer, rule, dtype, rounding
+        self._steps: dict[Tensor, Tensor] = {}  # where the state has none
+
+    def step(self, parameters: Iterable[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
+        """Waits for the flag, where there is one."""
+        if found_inf is not None and found_inf.item():
+            return
+        mine = {id(p) for p in parameters}
+        number = 0
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in mine:
+                    self._move(parameter, group, number, factor)
+                number += 1
+
+    def _move(self, parameter: Any, group: Group, number: int, factor: Tensor | None) -> None:
+        state = self._optimizer.state[parameter]
+        fresh = fill(self._rule, group, parameter, state, self._dtype)
+        if not self._rule.counts and (fresh or parameter not in self._steps):
+            self._steps[parameter] = torch.tensor(0.0 if fresh else 1.0)
+        counter = state["step"] if self._rule.counts else self._steps[parameter]
+        counter += 1
+        keys = self._rule.uses(group)
+        held = [local(parameter), *(local(state[key]) for key in keys)]
+        moved = [wide(t) for t in held]
+        gradient = wide(local(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad))
+        if factor is not None:
+            gradient = gradient * factor.to(gradient.device)
+        self._rule.reference(moved[0], gradient, dict(zip(keys, moved[1:])), group, int(counter.item()))
+        round_back(held, moved, counter, number, self._rounding, parameter)
+
+
+def round_back(
+    held: Sequence[Tensor],
+    moved: Sequence[Tensor],
+    counter: Tensor,
+    number: int,
+    rounding: Rounding | None,
+    parameter: Any,
+) -> None:
+    """Write widened tensors back: a parameter and its states, in their order.
+
+    Args:
+        counter: steps, this one counted.
+        number: of the parameter in its optimizer.
+    """
+    for role, (to, value) in enumerate(zip(held, moved)):
+        if rounding is not None and to.dtype == torch.bfloat16:
+            key = cuda.key_of(rounding.seed, counter, number, to.device)
+            to.copy_(cuda.stochastic(value, key, role, rounding.first(parameter)))
+        elif to.dtype != value.dtype:
+            to.copy_(value)

@@ -12,15 +12,16 @@ of `update`'s own, or with the step, where kernels of ours run it and no other o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import cuda
+from ..base.accumulation import Phase, UpdateWindow
 from ..base.dtensor import local
 from ..base.pytree import map_leaves
 from ..distributed import World
@@ -95,28 +96,6 @@ def rule_from(options: GradScalerKwargs) -> LossScale:
     )
 
 
-class Phase(Enum):
-    """Where an optimizer is in its step."""
-
-    READY = "its gradients are scaled, as backward left them"
-    UNSCALED = "its gradients have been divided by the scale, or its step will do it"
-    STEPPED = "it has stepped; update() begins the next round"
-
-
-@dataclass(slots=True)
-class _Round:
-    """One optimizer between two updates."""
-
-    phase: Phase = Phase.READY
-    found_inf: Tensor | None = None
-    lent: Scale | None = None
-
-    @property
-    def moved(self) -> bool:
-        """Whether its step has moved the scale."""
-        return self.lent is not None and self.lent.moved
-
-
 class Scaler:
     """Scales losses, unscales gradients, skips overflowed steps, and moves the scale.
 
@@ -128,6 +107,7 @@ class Scaler:
         world: an overflow on one of its ranks counts on all.
         enabled: False scales by one.
         guard: only skip steps whose gradients are not finite: the scale is 1, and is in no checkpoint.
+        window: of a run, whose next backward calls `update`; until then `get_scale` and `state_dict` say what it will make of the scale.
 
     Attributes:
         found: told at each step of a run whether it is skipped.
@@ -141,23 +121,24 @@ class Scaler:
         world: World | None = None,
         enabled: bool = True,
         guard: bool = False,
+        window: UpdateWindow | None = None,
     ) -> None:
         self.rule = LossScale(initial=1.0, dynamic=False) if guard else rule or LossScale()
         self.enabled = enabled or guard
         self.scales = enabled and not guard
         self.found: Callable[[Tensor], None] | None = None
-        self._seen = False  # whether a loss has been scaled since `update`
         self.agree = True
         self.sharers = 0
         self._world = world
+        self._runs = window is not None
+        self._window = window or UpdateWindow()
+        self._seen = False  # whether a loss has been scaled since `update`
         # int32 [3] on the device of the first loss, as `Scale` has it; the next three are views of it.
         self._state: Tensor | None = None
         self._scale: Tensor | None = None  # float32, 0-dim
         self._good: Tensor | None = None
         self._patience: Tensor | None = None
         self._law: Tensor | None = None
-        self._rounds: dict[int, _Round] = {}
-        self._skipped: dict[int, Tensor] = {}
         self._unscalers: dict[tuple[torch.device, torch.dtype], Gradients] = {}
         self._pending: dict[str, Any] = {
             "scale": self.rule.initial,
@@ -212,15 +193,8 @@ class Scaler:
         """
         if not self.enabled:
             return
-        turn = self._rounds.setdefault(id(optimizer), _Round())
-        if turn.phase is Phase.UNSCALED:
-            raise StepError(
-                "unscale_ was called twice for this optimizer since its last update(): once is enough"
-            )
-        if turn.phase is Phase.STEPPED:
-            raise StepError(
-                "unscale_ was called after step(): unscale before the step, or call update() first"
-            )
+        turn = self._window.turn(optimizer)
+        turn.check(Phase.UNSCALED)
         self._check_still()
         gradients = [
             p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
@@ -237,7 +211,7 @@ class Scaler:
         found = self.divide(gradients, home)
         found = self.agreed(found, bool(gradients))
         turn.found_inf = _to(found, home)  # where the step reads it: of shards in the host's memory, the host
-        turn.phase = Phase.UNSCALED
+        turn.enter(Phase.UNSCALED)
 
     def _check_scaled(self, here: bool) -> None:
         if (
@@ -262,17 +236,13 @@ class Scaler:
             grad = local(grad._values() if grad.is_sparse else grad)
             by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
         scale = self._on(home)
-        inverse = (
-            scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
-        )  # no float64 on mps
+        inverse = scale.to(_widest(scale)).reciprocal().float()
         found = torch.zeros_like(scale)
         for (device, dtype), grads in by_kind.items():
             here = found if device == found.device else torch.zeros((), device=device)
-            launcher = (
-                cuda.launcher_with(device, [cuda.UNSCALE[dtype], cuda.TOTAL])
-                if dtype in cuda.UNSCALE
-                else None
-            )
+            launcher = None
+            if dtype in cuda.UNSCALE:
+                launcher = cuda.launcher_with(device, [cuda.UNSCALE[dtype], cuda.TOTAL])
             if launcher is not None:
                 unscaler = self._unscalers.setdefault((device, dtype), cuda.Gradients(launcher))
                 bad, grads = unscaler.unscale(grads, _to(scale, device))
@@ -298,11 +268,6 @@ class Scaler:
             raise StepError(NO_GRADIENTS)
         return found
 
-    def phase(self, optimizer: torch.optim.Optimizer) -> Phase:
-        """Where `optimizer` is in its step; without a loss scale, always ready."""
-        turn = self._rounds.get(id(optimizer))
-        return Phase.READY if turn is None else turn.phase
-
     def scale_of(self, optimizers: Sequence[torch.optim.Optimizer], here: bool) -> Tensor | None:
         """The scale that the gradients of all these still have, for who measures them; None: they are not scaled.
 
@@ -312,7 +277,7 @@ class Scaler:
         Raises:
             StepError: no loss has been scaled.
         """
-        if not self.enabled or any(self.phase(o) is not Phase.READY for o in optimizers):
+        if not self.enabled or any(self._window.turn(o).phase is not Phase.ACCUMULATING for o in optimizers):
             return None
         self._check_scaled(here)
         if self._scale is None:
@@ -321,28 +286,27 @@ class Scaler:
         return self._scale
 
     def _check_still(self) -> None:
-        if any(turn.moved for turn in self._rounds.values()):
+        if any(turn.moved for turn in self._window.turns.values()):
             raise StepError(
                 "the loss scale has moved with the step of the only prepared optimizer, and gradients of another one are still multiplied "
                 "by what it was: prepare() all optimizers before the first step, or step this one before that one"
             )
 
     def take(self, optimizers: Sequence[torch.optim.Optimizer], found: Tensor | None) -> None:
-        """Their gradients have been measured, and their steps will divide by the scale.
+        """The steps of `optimizers` will divide by the scale; their gradients have been measured.
 
         Args:
             found: above 0 where one is not finite, on any rank; None: it is known already.
         """
-        for optimizer in optimizers if self.enabled else ():
-            turn = self._rounds.setdefault(id(optimizer), _Round())
-            turn.phase = Phase.UNSCALED
+        for optimizer in optimizers:
+            turn = self._window.turn(optimizer)
+            turn.enter(Phase.CLIPPED)
             if found is not None:
                 turn.found_inf = found
 
     def ensure_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """`unscale_`, unless that was done since the last update: clipping part by part asks more than once."""
-        turn = self._rounds.get(id(optimizer))
-        if turn is None or turn.phase is Phase.READY:
+        if self._window.turn(optimizer).phase is Phase.ACCUMULATING:
             self.unscale_(optimizer)
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -373,18 +337,14 @@ class Scaler:
         Raises:
             StepError: a second step before update().
         """
-        turn = self._rounds.setdefault(id(optimizer), _Round())
-        if turn.phase is Phase.STEPPED:
-            raise StepError(
-                "step() was called twice for this optimizer without accelerator.backward(loss) in between: loss.backward() by itself "
-                "does not count (with a scaler of your own, call update() after it)"
-            )
-        if turn.phase is Phase.READY:
+        turn = self._window.turn(optimizer)
+        turn.check(Phase.STEPPED)
+        if turn.phase is Phase.ACCUMULATING:
             self.unscale_(optimizer)
-        turn.phase = Phase.STEPPED
+        turn.enter(Phase.STEPPED)
         found = turn.found_inf
         assert found is not None
-        self._skipped[id(optimizer)] = found
+        turn.skipped = found
         if self.found is not None:
             self.found(found)
         return found
@@ -394,34 +354,27 @@ class Scaler:
 
         None where another optimizer divides by it, too, or the rule does not move it, or waits for the device to say that it cannot.
         """
-        turn = self._rounds.get(id(optimizer))
-        rule, state = self.rule, self._state
-        if turn is None or state is None or self.sharers != 1 or len(self._rounds) != 1:
+        turn, rule, state = self._window.turn(optimizer), self.rule, self._state
+        if state is None or self.sharers != 1 or self._window.begun != 1:
             return None
         if not rule.dynamic or rule.raise_at_minimum or state.device.type not in ("cpu", "cuda"):
             return None
         if self._law is None or self._law.device != state.device:
-            numbers = (
-                rule.growth_factor,
-                rule.backoff_factor,
-                rule.growth_interval,
-                rule.growth_delay,
-                rule.hysteresis,
-            )
-            law = (*map(float, (*numbers, rule.refill_each_step)), rule.minimum, rule.maximum)
-            self._law = cuda.upload(law, torch.float64, state.device)
+            numbers = (rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.growth_delay)
+            numbers = (*numbers, rule.hysteresis, rule.refill_each_step, rule.minimum, rule.maximum)
+            self._law = cuda.upload(tuple(map(float, numbers)), torch.float64, state.device)
         turn.lent = cuda.Scale(state, self._law)
         return turn.lent
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `optimizer`'s last step was skipped. Waits for the device."""
-        found = self._skipped.get(id(optimizer))
+        found = self._window.turn(optimizer).skipped
         return found is not None and bool(found.item())
 
     def recall(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         """`optimizer`'s last step, in a run before this one, was skipped or not."""
         if self.enabled:
-            self._skipped[id(optimizer)] = torch.tensor(float(skipped))
+            self._window.turn(optimizer).skipped = torch.tensor(float(skipped))
 
     # -- the scale ----------------------------------------------------------------------------------------------------
 
@@ -436,10 +389,11 @@ class Scaler:
         """
         if not self.enabled:
             return
-        found = [turn.found_inf for turn in self._rounds.values() if turn.found_inf is not None]
-        moved = any(turn.moved for turn in self._rounds.values())
+        if new_scale is not None and self._runs:
+            self.settle()
+        found, moved = self._found(), any(turn.moved for turn in self._window.turns.values())
         self._seen = False
-        self._rounds.clear()
+        self._window.begin()
         if moved:
             torch.autograd.graph.increment_version(self._state)  # type: ignore[arg-type]  # written to past autograd
         if new_scale is not None:
@@ -450,17 +404,38 @@ class Scaler:
             else:
                 self._scale.fill_(new_scale)
             return
-        if not found:
+        if found is None:
             raise StepError("update() before any step(): there is nothing to learn from")
         if not moved:
-            self.advance(
-                found[0] if len(found) == 1 else torch.stack([f.to(found[0].device) for f in found]).max()
-            )
+            self.advance(found)
+
+    def _found(self) -> Tensor | None:
+        """Above 0 where a gradient of any optimizer was not finite in this update; None where none has unscaled or stepped."""
+        found = [turn.found_inf for turn in self._window.turns.values() if turn.found_inf is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        return torch.stack([f.to(found[0].device) for f in found]).max()
 
     def settle(self) -> None:
         """`update()`, if an optimizer has stepped since the last one."""
-        if self._rounds and any(turn.phase is Phase.STEPPED for turn in self._rounds.values()):
+        if any(turn.phase is Phase.STEPPED for turn in self._window.turns.values()):
             self.update()
+
+    @contextmanager
+    def _ahead(self) -> Iterator[None]:
+        """Inside, scale and counters are as the next backward of a run will make them; afterwards as before."""
+        turns, state = list(self._window.turns.values()), self._state
+        stepped = any(turn.phase is Phase.STEPPED for turn in turns)
+        found = self._found() if self._runs and stepped and not any(turn.moved for turn in turns) else None
+        if found is None or state is None:
+            yield
+            return
+        before = state.clone()
+        try:
+            self.advance(found)
+            yield
+        finally:
+            state.copy_(before)
 
     def advance(self, found_inf: Tensor) -> None:
         """One step of the rule: `found_inf` is 0 after a good step, anything above after an overflow."""
@@ -498,30 +473,36 @@ class Scaler:
         scale.copy_(torch.where(falls, lower, torch.where(grows, higher, scale)))
         good.copy_(torch.where(grows, rule.growth_delay, count))
 
+    @property
+    def in_use(self) -> float:
+        """The scale of the gradients that there are. Waits for the device."""
+        return float(self._pending["scale"] if self._scale is None else self._scale)
+
     def get_scale(self) -> float:
         """The scale as a number. Waits for the device."""
         if not self.enabled:
             return 1.0
-        return float(self._pending["scale"]) if self._scale is None else float(self._scale.item())
+        with self._ahead():
+            return self.in_use
 
-    # -- what stays ---------------------------------------------------------------------------------------------------
+    # -- the state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """torch.amp.GradScaler's keys and, for rules that torch lacks, `hysteresis` still left."""
         if not self.scales:
             return {}
-        good, patience = (
-            (self._pending["good"], self._pending["patience"])
-            if self._good is None
-            else (self._good, self._patience)
-        )
+        with self._ahead():
+            good, patience = self._pending["good"], self._pending["patience"]
+            if self._good is not None and self._patience is not None:
+                good, patience = int(self._good), int(self._patience)
+            scale = self.in_use
         return {
-            "scale": self.get_scale(),
+            "scale": scale,
             "growth_factor": self.rule.growth_factor,
             "backoff_factor": self.rule.backoff_factor,
             "growth_interval": self.rule.growth_interval,
-            "_growth_tracker": int(good),
-            "hysteresis": int(patience),
+            "_growth_tracker": good,
+            "hysteresis": patience,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -540,7 +521,7 @@ class Scaler:
         }
         device = None if self._scale is None else self._scale.device
         self._state = self._scale = self._good = self._patience = None
-        self._rounds.clear()
+        self._window.begin()
         if device is not None:
             self._on(device)
 
@@ -552,9 +533,12 @@ def _to(number: Tensor, device: torch.device) -> Tensor:
 
 def _times(scale: Tensor, factor: float) -> Tensor:
     """Rounded once, as torch's kernel and ours have it: ranks may run either."""
-    return (
-        scale * factor if scale.device.type == "mps" else (scale.double() * factor).float()
-    )  # no float64 on mps
+    return (scale.to(_widest(scale)) * factor).float()
+
+
+def _widest(tensor: Tensor) -> torch.dtype:
+    """The widest float of its device: mps has no float64."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 def step_told(

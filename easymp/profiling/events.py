@@ -102,29 +102,29 @@ class Shadow:
 
 
 class Waits:
-    """Listens to the clock's news of loaders: marks the time inside a loader's next, and finds the beginnings of steps.
+    """Listens to the window's news of loaders: marks the time inside a loader's next, and finds the beginnings of steps.
 
     A step begins when the outermost loader is asked for the batch after one that it gave, unless that batch's accumulation window goes
     on.
     """
 
-    def __init__(self, clock: Any, begin_step: Callable[[], None]) -> None:
-        self._clock, self._begin_step = clock, begin_step
+    def __init__(self, window: Any, begin_step: Callable[[], None]) -> None:
+        self._window, self._begin_step = window, begin_step
         self._open: list[tuple[Any, record_function]] = []
         self._given = False
 
     def asks(self, loader: Any) -> None:
-        if self._given and self._clock.outermost is loader and self._clock.sync:
+        if self._given and self._window.outermost is loader and self._window.sync:
             self._given = False
             self._begin_step()
-            if self._clock.timing is not self:
+            if self._window.timing is not self:
                 return  # that was the last step to be recorded
         mark = record_function(PREFIX + DATA)
         mark.__enter__()
         self._open.append((loader, mark))
 
     def has(self, loader: Any) -> None:
-        self._given |= self._clock.outermost is loader
+        self._given |= self._window.outermost is loader
         self.over(loader)
 
     def over(self, loader: Any) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from ..base import env
-from ..base.accumulation import StepClock
+from ..base.accumulation import UpdateWindow
 from ..base.dtensor import local
 from ..base.units import size
 from ..distributed import World
@@ -53,7 +53,7 @@ class Subject:
     """
 
     world: World
-    clock: StepClock
+    window: UpdateWindow
     prepared: Any
     targets: Callable[[], Iterator[Target]]
     project: str | None
@@ -118,14 +118,14 @@ class Profile(torch.profiler.profile):
             StepError: a profile of this run is open already.
             SettingError: traces cannot be written.
         """
-        if self._subject.clock.timing is not None:
+        if self._subject.window.timing is not None:
             raise StepError("a profile of this run is open already: close it before the next one")
         self._folder = trace_folder(self._output, self._subject.project)
         self._exchange.begin()
         self._going = True
         try:
             self._marks.open()
-            self._subject.clock.timing = Waits(self._subject.clock, self._advance_by_itself)
+            self._subject.window.timing = Waits(self._subject.window, self._advance_by_itself)
             super().start()
         except BaseException:
             self._leave()
@@ -160,7 +160,7 @@ class Profile(torch.profiler.profile):
 
     def _leave(self) -> None:
         self._going = False
-        self._subject.clock.timing = None
+        self._subject.window.timing = None
         self._marks.close()
 
     def _advance_by_itself(self) -> None:
@@ -172,7 +172,7 @@ class Profile(torch.profiler.profile):
             self._complete.append(f"{STEP}{self.step_num}")
         super().step()
         if self.step_num > self._over_after:  # all is recorded: the rest of the block shall cost nothing
-            self._subject.clock.timing = None
+            self._subject.window.timing = None
             self._marks.close()
         else:
             self._marks.open()

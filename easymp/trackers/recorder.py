@@ -9,7 +9,7 @@ was made:
 - ``first``: the end of the first optimizer update, with `updates` and `samples`
 - ``log``: numbers that the script logged, as `values`, with its `step`, and `updates` made by then; of rank 0 only
 - ``end``: `plan`, `updates`, `samples`, `peak` bytes, `last` (when the last update ended), and `seconds` from the end of the first
-  update to that of the last, on an accelerator by its own clock
+  update to that of the last, on an accelerator by its own window
 
 Samples are those of all ranks, None where they are unknown; numbers that are not finite are the words "nan", "inf" and "-inf". A
 killed run has no ``end``, and a script that makes several Accelerators several ``begin``.
@@ -44,7 +44,7 @@ FAMILY = 1.0  # seconds of processor time between two searches for child process
 class Recorder:
     """Writes this rank's record until `finish`; a `Tracker` on the main process.
 
-    The step clock calls it at each update; it waits for the device at the end only.
+    The step window calls it at each update; it waits for the device at the end only.
 
     Args:
         folder: gets the file of this rank, which may hold earlier recordings; made if missing.
@@ -53,7 +53,7 @@ class Recorder:
     name = "record"
 
     def __init__(self, folder: str, run: Any) -> None:
-        self._run, self._clock, device = run, run.clock, run.world.device
+        self._run, self._window, device = run, run.window, run.world.device
         Path(folder).mkdir(parents=True, exist_ok=True)
         # Unbuffered: a killed rank's lines are on disk, and a forked child has no copy of them to write again.
         self._file = open(Path(folder) / f"rank-{run.world.rank}.jsonl", "ab", buffering=0)  # noqa: SIM115
@@ -74,7 +74,7 @@ class Recorder:
             plan=run.plan.as_dict(),
             machine=facts(run.plan.hardware),
         )
-        self._clock.stepped.append(self._stepped)
+        self._window.stepped.append(self._stepped)
         self._memory.start()
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -93,7 +93,7 @@ class Recorder:
         """Write the end. A second call does nothing."""
         if self._file.closed:
             return
-        self._clock.stepped.remove(self._stepped)
+        self._window.stepped.remove(self._stepped)
         self._memory.stop()
         seconds = self._last - self._first
         if self._marks is not None and self._updates > 1:
@@ -101,7 +101,7 @@ class Recorder:
                 self._marks[1].synchronize()
                 seconds = self._marks[0].elapsed_time(self._marks[1]) / 1000
             except RuntimeError as error:  # the device has failed, which ends the run
-                words = "the device's clock cannot be read, so the record's seconds are the host's: %s"
+                words = "the device's window cannot be read, so the record's seconds are the host's: %s"
                 logger.warning(words, error, main_process_only=False)
         peak, plan = self._memory.peak, self._run.plan.as_dict()
         self._write("end", plan=plan, seconds=seconds, last=self._last, peak=peak, **self._counted())
@@ -121,7 +121,7 @@ class Recorder:
             self._write("first", **self._counted())
 
     def _count(self) -> None:
-        loader = self._clock.reading
+        loader = self._window.reading
         if loader is None:
             self._known = False
             return

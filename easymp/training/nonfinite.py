@@ -120,14 +120,14 @@ class Nonfinite:
             )
 
     def _words(self) -> str:
-        scale = f"loss scale {self._scaler.get_scale():g}" if self._scaler.scales else "no loss scale"
+        scale = f"loss scale {self._scaler.in_use:g}" if self._scaler.scales else "no loss scale"
         return f"precision {self._precision()}, {scale}"
 
     def _raise(self) -> None:
         scaler, world = self._scaler, self._world
         mine, self._bad = self._bad, False
         everywhere = world.gather_objects(mine) if scaler.agree else [mine]
-        if scaler.scales and not any(everywhere) and scaler.get_scale() > 1:
+        if scaler.scales and not any(everywhere) and scaler.in_use > 1:
             return  # the scale is being found
         ranks = [str(rank) for rank, bad in enumerate(everywhere) if bad]
         what = f"{LOSS} is not finite on rank {', '.join(ranks)}" if ranks else f"{GRADIENTS} are not finite"

@@ -127,7 +127,7 @@ class Preparation:
         if run.plan.settings.replica_check and run.world.size > 1:
             every = run.plan.settings.replica_check
             self.replicas = Replicas(run.world, every, self.models, self.optimizers, self.owner)
-            run.clock.stepped.append(self.replicas.stepped)
+            run.window.stepped.append(self.replicas.stepped)
 
     @property
     def seed(self) -> int:
@@ -159,7 +159,7 @@ class Preparation:
         if self.replicas is not None:
             self.replicas.follow(self.strategy)
         if self._run.world.size > 1:
-            self._auto.reduce_early(new, plain, self.strategy, self._run.clock.accumulation > 1)
+            self._auto.reduce_early(new, plain, self.strategy, self._run.window.accumulation > 1)
         self._transform(new)
         done: dict[int, Any] = {}
         for kind in (nn.Module, Optimizer, DataLoader, object):
@@ -263,7 +263,7 @@ class Preparation:
         wrapped = strategy.wrap(model, optimizers, Manner(self._precision, place, initialize, compile_whole))
         if world.size > 1:
             world.hurry_groups()
-        summed = strategy.sums and self._run.clock.accumulation != 1
+        summed = strategy.sums and self._run.window.accumulation != 1
         if self._precision.masters or summed:
             why = "gradients of low-precision parameters are summed in fp32, dense ones only"
             refuse_sparse(model, why, "keep its weights in fp32", narrow=True)
@@ -324,13 +324,13 @@ class Preparation:
         stepped, counting = strategy.spread(optimizer), strategy.counting
         if isinstance(stepped, optim.FusedOptimizer) and counting.add is not None:
             stepped.count_by(counting)
-        engine = optim.engine_for(
+        engine = optim.Engine(
             *(stepped, counting, settings.fused, settings.ema_decay, masters, self._gave_way),
             scaled=self._scaler.enabled,
         )
         self._same_kernels(stepped, engine)
         prepared = optim.PreparedOptimizer(
-            stepped, self._run.clock, self._scaler, optimizer, masters, self.sums, engine
+            stepped, self._run.window, self._scaler, optimizer, masters, self.sums, engine
         )
         self.stepped_by.update((id(p), prepared) for p in held)
         vars(optimizer)["add_param_group"] = partial(self._add_param_group, optimizer, prepared)
@@ -433,12 +433,12 @@ class Preparation:
         if world.size == 1 or world.device.type != "cuda":
             return
         own = stepped if isinstance(stepped, optim.FusedOptimizer) else None
-        here = isinstance(engine, optim.CupyEngine) if own is None else own.engine.kernels is not None
+        here = (engine if own is None else own.engine).kernels is not None
         if world.any(not here) and here:
             reason = "our kernels do not run on all ranks"
             if own is not None:
                 own.do_without(reason)
-            elif isinstance(engine, optim.CupyEngine):
+            elif engine.kernels is not None:
                 engine.give_way(reason)
 
     def _say_steps(self) -> None:
@@ -482,7 +482,7 @@ class Preparation:
     def _prepare_loader(self, loader: DataLoader[Any], place: bool) -> PreparedLoader:
         prepared = prepare_loader(
             loader,
-            clock=self._run.clock,
+            window=self._run.window,
             world=self._run.world,
             data_rank=self.strategy.data_rank,
             data_size=self.strategy.data_size,
@@ -496,7 +496,7 @@ class Preparation:
 
     def _say_batch(self) -> None:
         if self.loaders and (total := self.loaders[0].total_batch_size) is not None:
-            steps = self._run.clock.accumulation
+            steps = self._run.window.accumulation
             more = f" × {steps} accumulation" if steps > 1 else ""
             self.batch = f"{self.loaders[0].size_line()}{more} = {total * steps}"
             if logger.isEnabledFor(logging.INFO):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import hardware
-from ..base.accumulation import StepClock
+from ..base.accumulation import UpdateWindow
 from ..distributed import World, locate, read_ranks
 from ..distributed.processes import Processes
 from ..errors import RefusedError, StepError
@@ -33,7 +33,7 @@ class Run:
 
     world: World
     plan: Plan
-    clock: StepClock
+    window: UpdateWindow
     accelerator: Callable[[], Any] = lambda: None
 
 
@@ -65,7 +65,7 @@ def current_world(cpu: bool | None = None, backend: str | None = None, timeout: 
         settings = resolve(cpu=cpu, timeout=timeout)
         plan = make_plan(settings, hardware.detect(), locate(read_ranks(), settings.timeout))
         world = World(plan.ranks, torch.device(plan.device.value), settings.timeout, settings.debug, backend)
-        register(Run(world, plan, StepClock()))
+        register(Run(world, plan, UpdateWindow()))
     return _open[-1].world
 
 
@@ -136,27 +136,27 @@ class GradientState:
         StepError: no Accelerator is open.
     """
 
-    def __init__(self, clock: StepClock | None = None) -> None:
-        self._clock = clock if clock is not None else _newest("GradientState").clock
+    def __init__(self, window: UpdateWindow | None = None) -> None:
+        self._window = window if window is not None else _newest("GradientState").window
 
-    sync_gradients = property(lambda self: self._clock.sync)
-    num_steps = property(lambda self: self._clock.accumulation)
+    sync_gradients = property(lambda self: self._window.sync)
+    num_steps = property(lambda self: self._window.accumulation)
     adjust_scheduler = True  # prepared schedulers count optimizer updates
-    sync_with_dataloader = property(lambda self: self._clock.end_with_loader)
-    active_dataloader = property(lambda self: self._clock.reading)
+    sync_with_dataloader = property(lambda self: self._window.end_with_loader)
+    active_dataloader = property(lambda self: self._window.reading)
 
     @property
     def in_dataloader(self) -> bool:
-        return self._clock.reading is not None
+        return self._window.reading is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        return self._clock.reading is not None and self._clock.reading.last
+        return self._window.reading is not None and self._window.reading.last
 
     @property
     def remainder(self) -> int:
         """Samples in the last global batch that are not repeated ones; -1 where none are, or before that batch."""
-        loader = self._clock.reading
+        loader = self._window.reading
         if loader is None or not loader.surplus:
             return -1
         return loader.total_batch_size - loader.surplus

@@ -11,8 +11,13 @@ from easymp.cuda import casts
 from easymp.cuda.cupy_launcher import PROBE
 from easymp.cuda.kernel import Kernel
 from easymp.cuda.measure import CONCLUDE, TOTAL, squares, totals, unscaled
-from easymp.cuda.rule import prepare, survey_of, update, weigh
-from easymp.cuda.rules import ADAM, ALL, LAMB, SGD, Rule
+from easymp.cuda.rule import Rule, prepare, survey_of, update, weigh
+from easymp.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, NovoGrad
+from easymp.optim.larc import Trust, larc
+
+RULES = {own.torchs: own.rule for own in (Adam, AdamW, SGD, Adagrad)}
+PLAIN = tuple(own.rule for own in (Adam, SGD, Adagrad, Lion))
+ALL = (*PLAIN, LAMB.rule, NovoGrad.rule, *(larc(rule, Trust()) for rule in PLAIN))
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)
@@ -77,13 +82,20 @@ def each_rule() -> list[Kernel]:
 def few_kernels() -> list[Kernel]:
     """One of each kind, those with most registers among them."""
     chosen = [
-        *of_rule(ADAM, COMBINATIONS[:1]),
-        *of_rule(ADAM, COMBINATIONS[6:7]),
-        *of_rule(LAMB, COMBINATIONS[4:5]),
+        *of_rule(Adam.rule, COMBINATIONS[:1]),
+        *of_rule(Adam.rule, COMBINATIONS[6:7]),
+        *of_rule(LAMB.rule, COMBINATIONS[4:5]),
     ]
     return list(
         dict.fromkeys(
-            [TOTAL, squares(F16), casts.last(3, BF16), casts.divide(F32, F16), *chosen, *of_rule(SGD, ())]
+            [
+                TOTAL,
+                squares(F16),
+                casts.last(3, BF16),
+                casts.divide(F32, F16),
+                *chosen,
+                *of_rule(SGD.rule, ()),
+            ]
         )
     )
 

@@ -16,13 +16,9 @@ from easymp.cuda.cupy_launcher import (
     facts,
     keep_cache_writable,
     launcher_for,
-    probe,
     unavailable,
-    warn_once,
 )
 from easymp.errors import EasympWarning, KernelError
-
-from .compiled import CompiledLauncher
 
 GOOD = Facts(cuda="13.0", hip=None, importable=True, wheels={"cupy-cuda13x": "14.2.0"}, capability=(9, 0))
 
@@ -76,13 +72,6 @@ def test_facts_are_had_without_importing_cupy(monkeypatch):
     assert "cupy" not in sys.modules
 
 
-def test_a_device_without_kernels_says_why_and_warns_of_nothing():
-    found = launcher_for(torch.device("cpu"))
-    assert isinstance(found, Unavailable)
-    assert found.reason
-    assert launcher_for(torch.device("cpu")) is found
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -104,23 +93,6 @@ def test_what_fails_at_the_probe_is_one_warning_and_a_reason(monkeypatch, error)
     assert len(said) == 1
     assert isinstance(found, Unavailable) and isinstance(other, Unavailable)
     assert str(error) in found.reason
-
-
-def test_a_later_failure_warns_once_as_well():
-    with pytest.warns(EasympWarning, match="adam_f32"):
-        warn_once("adam_f32 cannot be compiled")
-    warn_once("again")  # an EasympWarning is an error in these tests
-
-
-def test_the_probe_knows_its_answer():
-    probe(CompiledLauncher())
-
-
-def test_a_wrong_answer_is_a_failure():
-    launcher = CompiledLauncher()
-    launcher.launch = lambda kernel, blocks, arguments: None
-    with pytest.raises(KernelError, match="was due"):
-        probe(launcher)
 
 
 def test_a_folder_that_cannot_be_written_leaves_compiled_kernels_in_memory(tmp_path):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from easymp.cuda.kernel import Kernel
-
 from .kernels import each_rule, every_kernel, few_kernels, vectors
 from .nvidia import compiled, toolkit, unavailable
 
@@ -57,20 +55,6 @@ def test_one_of_each_kind(architecture, tmp_path, record_property):
             compiled(few_kernels()[:1], architecture, tmp_path)
         return
     look(few_kernels(), architecture, tmp_path, record_property)
-
-
-def test_numbers_that_are_not_in_registers_are_found(tmp_path):
-    text = "double x[40]; for (int j = 0; j < 40; ++j) x[j] = j * thread; at<double>(out)[block] = x[(which * thread) % 40];"
-    [found] = compiled([Kernel("bad", ("uint64 out", "int64 which"), text)], WHOLE, tmp_path)
-    assert found.stack == 320
-    assert "ld.local" in found.ptx
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a != WHOLE])
-def test_each_rule_elsewhere(architecture, tmp_path, record_property):
-    if architecture in known():
-        look(each_rule(), architecture, tmp_path, record_property)
 
 
 @pytest.mark.slow

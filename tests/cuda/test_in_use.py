@@ -6,7 +6,6 @@ import torch
 from easymp import cuda
 from easymp.cuda import casts, cupy_launcher
 from easymp.cuda.cupy_launcher import CupyLauncher, Unavailable
-from easymp.cuda.measure import Gradients
 from easymp.errors import KernelError
 from easymp.optim.masters import Masters, Sums
 from easymp.precision import Scaler
@@ -110,34 +109,6 @@ def _plain(own, case):
 
 def test_compressed_reductions(ranks):
     assert ranks(hooked, processes=2) == [[True] * 4] * 2
-
-
-def on_its_way():
-    """On two ranks: the norm of a gradient whose all-reduce has not been waited for."""
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    torch.distributed.init_process_group("gloo")
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        gradient = DTensor.from_local(torch.full((4,), 3.0), mesh, [Partial()])
-        with torch.no_grad():
-            gradient = gradient.redistribute(placements=[Replicate()], async_op=True)
-            waiting = isinstance(gradient._local_tensor, AsyncCollectiveTensor)
-            return waiting, Gradients(CompiledLauncher()).measure([gradient], [None])[0][0].item()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_gradients_that_are_on_their_way_are_waited_for(ranks):
-    assert ranks(on_its_way, processes=2) == [(True, 12.0)] * 2
-
-
-def test_gradients_of_other_kinds_are_measured_too():
-    wide, odd = torch.randn(6, 4), torch.randn(20)[::2]
-    found, _ = Gradients(CompiledLauncher(), copies=int).measure([wide, odd, torch.randn(3)], [2, 1, 0])
-    torch.testing.assert_close(found[0], (wide.square().sum() / 2 + odd.square().sum()).sqrt())
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------------

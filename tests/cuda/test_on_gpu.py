@@ -12,18 +12,13 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from easymp.cuda import casts, cupy_launcher
 from easymp.cuda.cupy_launcher import CupyLauncher, launcher_for
-from easymp.cuda.kernel import Kernel
-from easymp.cuda.measure import Gradients
 from easymp.cuda.rounding import Rounding
-from easymp.cuda.rules import ALL, RULES
 from easymp.cuda.step import FusedStep
-from easymp.errors import KernelError
 
 from .compiled import CompiledLauncher
+from .kernels import ALL, RULES
 from .test_rules import LAMB_GROUP, LION_GROUP, NOVOGRAD_GROUP, Plain
-from .test_scale import LAWS, moves_as_by_torch
 
 pytestmark = pytest.mark.gpu
 
@@ -124,11 +119,6 @@ def test_each_rule_as_on_a_cpu(launcher, rule, gradient, parameter, state, misal
         assert_same([one[key] for key in one], [other[key] for key in one], parameter)
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_the_loss_scale_moves_as_on_a_cpu(launcher, law):
-    moves_as_by_torch(law, launcher, "cuda")
-
-
 def test_rounding_at_random_is_the_same_on_both(launcher):
     rule, group = RULES[torch.optim.SGD], {**GROUPS["sgd"], "momentum": 0.0, "weight_decay": 0.0, "lr": 0.25}
     ours, theirs = parameters(BF16, "cuda"), parameters(BF16, "cpu")
@@ -159,70 +149,6 @@ def test_torchs_own_step(launcher, kind):
         torchs.step()
         assert result[0].item() == pytest.approx(total.item(), rel=1e-5)
     assert_same(ours, theirs, F32)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-def test_gradients_are_unscaled_where_they_lie(launcher, dtype):
-    held = [torch.randn(shape, device="cuda").mul(8).to(dtype) for shape in SHAPES]
-    copies, scale = [g.clone() for g in held], torch.tensor(8.0, device="cuda")
-    found, rest = Gradients(launcher).unscale(held, scale)
-    assert (found.item(), rest) == (0.0, [])
-    assert all(torch.equal(g, c / 8) for g, c in zip(held, copies))
-
-
-@pytest.mark.usefixtures("launcher")
-def test_casts_and_sums():
-    for dtype in (BF16, F16):
-        source = torch.randn(70001, device="cuda", dtype=dtype)
-        wide, narrow = torch.empty(70001, device="cuda"), torch.empty(70001, device="cuda", dtype=dtype)
-        assert casts.divided(source, wide, 3.0) is wide
-        torch.testing.assert_close(
-            wide, source.float() / 3, rtol=1e-6, atol=0.0
-        )  # torch multiplies by a third
-        assert casts.divided(wide, narrow, 1.0) is narrow
-        assert torch.equal(narrow, wide.to(dtype))
-        totals = [torch.ones(70001, device="cuda"), torch.full((70001,), float("nan"), device="cuda")]
-        casts.Adder()([source, source], totals, [False, True])
-        assert torch.equal(totals[0], 1 + source.float())
-        assert torch.equal(totals[1], source.float())
-
-
-@pytest.mark.usefixtures("launcher")
-@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("size", [(2, 3, 32, 32), (1, 3, 5, 7), (3, 1, 4, 4), (0, 3, 8, 8)])
-def test_images(order, size):
-    pictures = torch.randint(256, size, dtype=torch.uint8).to(memory_format=order)
-    numbers = torch.stack([torch.full((size[1],), 120.0), torch.full((size[1],), 1 / 60)])
-    expected = casts.normalised(pictures, numbers, BF16)
-    found = casts.normalised(pictures.cuda(), numbers.cuda(), BF16)
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(found.cpu(), expected, rtol=0.0, atol=0.0)
-
-
-def test_a_bad_gradient_is_found_wherever_it_is(launcher):
-    held = parameters(F32, "cuda")
-    step = step_of(held, RULES[torch.optim.AdamW], GROUPS["adam"], launcher)
-    for place in (0, 5, -1):
-        for bad in (float("inf"), float("nan")):
-            give(held, 0, F32)
-            held[4].given.view(-1)[place] = bad
-            before = [p.detach().clone() for p in held]
-            result = step.measure(1.0)
-            assert result[2].item() == 1.0
-            step.step(result[1], result[2])
-            assert all(torch.equal(p, q) for p, q in zip(held, before))
-
-
-def test_a_step_gives_the_same_bits_each_time(launcher):
-    runs = []
-    for _ in range(3):
-        held = parameters(F32, "cuda")
-        step = step_of(held, RULES[torch.optim.AdamW], GROUPS["adam"], launcher)
-        give(held, 0, F32)
-        result = step.measure(1.0)
-        step.step(result[1], result[2])
-        runs.append([result, *held])
-    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run))
 
 
 def warm(launcher) -> tuple[list[torch.nn.Parameter], FusedStep]:
@@ -277,34 +203,6 @@ def test_one_launch_a_phase_and_no_memory_of_cupys(launcher):
         del launcher.launch
     assert [name.split("_")[0] for name in seen] == ["squares", "total", "prepare", "adam"]
     assert cupy.get_default_memory_pool().total_bytes() == 0
-
-
-def test_a_graph_replays_the_step(launcher):
-    runs = []
-    for captured in (False, True):
-        held = parameters(F32, "cuda")
-        for p in held:
-            p.given = torch.zeros_like(p)
-        step = step_of(held, RULES[torch.optim.AdamW], GROUPS["adam"], launcher)
-
-        def once(step=step):
-            result = step.measure(1.0)
-            step.step(result[1], result[2])
-
-        once()  # compiles, and makes the tables and the state
-        graph = torch.cuda.CUDAGraph()
-        if captured:
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                once()
-        for turn in range(4):
-            generator = torch.Generator().manual_seed(turn)
-            for p in held:
-                p.given.copy_(torch.randn(p.shape, generator=generator))
-            graph.replay() if captured else once()
-        torch.cuda.synchronize()
-        runs.append([*held, *(v for p in held for v in step.optimizer.state[p].values())])
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_a_graph_of_backward_and_step(launcher):
@@ -382,21 +280,3 @@ def test_each_device_has_its_launcher_whatever_the_current_one():
         assert torch.cuda.current_device() == 0
     torch.cuda.synchronize(second)
     assert any(not torch.equal(p.detach(), q) for p, q in zip(held, before))
-
-
-def test_text_that_does_not_compile_is_a_kernel_error(launcher):
-    bad = Kernel("bad", ("uint64 out",), "at<double>(out)[block] = nothing;")
-    with pytest.raises(KernelError, match='identifier "nothing" is undefined'):
-        launcher.ready([bad])
-    torch.cuda.synchronize()  # the device goes on
-
-
-def test_a_failing_probe_leaves_torchs_path(monkeypatch):
-    monkeypatch.setattr(cupy_launcher, "_launchers", {})
-    monkeypatch.setattr(cupy_launcher, "_warned", [])
-    monkeypatch.setattr(
-        cupy_launcher, "PROBE", Kernel("probe", ("uint64 out", "int64 more", "float64 scale"), "nothing;")
-    )
-    with pytest.warns(UserWarning, match="torch's own steps run instead"):
-        found = launcher_for(torch.device("cuda"))
-    assert isinstance(found, cupy_launcher.Unavailable)

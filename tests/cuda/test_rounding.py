@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from easymp.cuda.elementwise import Role, Row, lay_out, stream
-from easymp.cuda.rounding import Rounding, first_of, key_of, stochastic
-from easymp.cuda.rules import RULES
+from easymp.cuda.rounding import Rounding, key_of, stochastic
 from easymp.cuda.step import FusedStep
-from easymp.errors import SettingError
 
 from .compiled import CompiledLauncher
+from .kernels import RULES
 
 EDGES = [
     0.0,
@@ -65,11 +64,6 @@ def test_torch_and_the_kernel_round_alike(seed, step, number, role, first):
     )
 
 
-def test_what_bf16_holds_and_what_is_not_finite_stays():
-    x = torch.tensor([*EDGES[:4], *EDGES[9:12]]).repeat(100)
-    torch.testing.assert_close(stochastic(x, key_of(1, 1, 1)).float(), x, rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize("sample", ["elements", "steps", "parameters"])
 def test_the_mean_of_many_roundings_is_the_number(sample):
     values = torch.tensor([1.0 + 2**-9, -(1.0 + 2**-10), 3.14159, 1e-3 * 1.2345, -7.77e-20])
@@ -111,41 +105,6 @@ def test_rows_of_a_whole_are_rounded_alike_however_it_is_cut():
         assert torch.equal(stochastic(x[cut:], key_of(1, 2, 3), first=cut * 33), whole[cut:])
 
 
-def shards():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    torch.distributed.init_process_group("gloo")
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        whole = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-        alike = []
-        for placement in (Shard(0), Replicate()):
-            part = distribute_tensor(whole, mesh, [placement])
-            rounded = stochastic(part.to_local(), key_of(1, 2, 3), first=Rounding().first(part))
-            expected = stochastic(whole, key_of(1, 2, 3))
-            begin = first_of(part) // 7
-            alike.append(torch.equal(rounded, expected[begin : begin + len(rounded)]))
-        columns = distribute_tensor(whole, mesh, [Shard(1)])
-        return [
-            *alike,
-            first_of(part),
-            first_of(distribute_tensor(whole, mesh, [Shard(0)])),
-            first_of(columns),
-        ]
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_shards_say_where_they_begin(ranks):
-    assert ranks(shards, processes=2) == [[True, True, 0, 0, 0], [True, True, 0, 21, 4]]
-
-
-def test_a_seed_out_of_range_is_refused():
-    with pytest.raises(SettingError, match="2\\^63"):
-        Rounding(-1)
-
-
 # -- in the step --------------------------------------------------------------------------------------------------------
 
 
@@ -179,26 +138,6 @@ def test_one_step_is_torchs_in_fp32_rounded_by_the_same_bits():
             differ = bits(low.detach()) != bits(expected)
             assert differ.double().mean() < 1e-2  # where the last bits of fp32 differ, and that decides
             torch.testing.assert_close(low, expected, rtol=2**-7, atol=1e-30)
-
-
-def test_the_bits_come_from_the_step_counter_alone():
-    whole, _ = train(range(6), Rounding(5))
-    half, optimizer = train(range(3), Rounding(5))
-    state = optimizer.state_dict()
-    copies = [torch.nn.Parameter(p.detach().clone()) for p in half]
-    resumed = torch.optim.AdamW(copies, lr=1e-3)
-    resumed.load_state_dict(state)
-    train(range(3, 6), Rounding(5), copies, resumed)
-    assert all(torch.equal(p, q) for p, q in zip(copies, whole))
-    other, _ = train(range(6), Rounding(6))
-    assert not any(torch.equal(p, q) for p, q in zip(other, whole))
-
-
-def test_the_bits_do_not_depend_on_the_launch(monkeypatch):
-    whole, _ = train(range(3), Rounding(5), shapes=((5000,), (7,)))
-    monkeypatch.setattr("easymp.cuda.elementwise.CHUNK", 512)
-    cut, _ = train(range(3), Rounding(5), shapes=((5000,), (7,)))
-    assert all(torch.equal(p, q) for p, q in zip(whole, cut))
 
 
 def test_updates_below_the_spacing_of_bf16_are_not_lost():

@@ -11,9 +11,9 @@ from easymp.cuda import elementwise as tables
 from easymp.cuda import measure
 from easymp.cuda import step as steps
 from easymp.cuda.elementwise import CHUNK, HEAD, WORDS, Role, Row, alike, dense, lay_out, stream
-from easymp.cuda.rules import ADAM
 from easymp.cuda.step import FusedStep
 from easymp.errors import StepError
+from easymp.optim.adam import ADAM
 
 from .compiled import CompiledLauncher
 
@@ -75,41 +75,6 @@ def made(monkeypatch):
     monkeypatch.setattr(steps, "lay_out", counting("step"))
     monkeypatch.setattr(measure, "lay_out", counting("gradients"))
     return count
-
-
-def test_it_is_made_once_while_all_stays_where_it_is(made):
-    run = Run()
-    for _ in range(4):
-        run()
-    assert made == {"step": 1, "gradients": 1}
-
-
-def test_parameters_gain_and_lose_gradients(made):
-    run = Run()
-    for which in ([0, 2], [0, 2], [0, 1, 2, 3], [1], [], [3], [0, 1, 2, 3]):
-        run(which)
-    assert made["step"] == 5  # for no gradients there is none
-
-
-def test_gradients_at_other_addresses(made):
-    run = Run()
-    kept = []
-    for _ in range(3):
-        run()
-        kept += [p.grad for p in run.ours]
-        for p in run.ours:
-            p.grad = None
-    assert made == {"step": 3, "gradients": 3}
-
-
-def test_it_keeps_nothing_alive():
-    run = Run()
-    run()
-    gradients = [weakref.ref(p.grad) for p in run.ours]
-    states = [weakref.ref(run.mine.state[p]["exp_avg"]) for p in run.ours]
-    run.mine.zero_grad()
-    run.mine.state.clear()
-    assert not any(r() is not None for r in (*gradients, *states))
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -175,113 +140,6 @@ def test_another_tensor_at_the_same_address_is_seen():
     assert [r is p for r in step.rest] == [True]
 
 
-def test_parameters_and_states_whose_memory_is_another(made):
-    run = Run()
-    run()
-    for p in run.ours:
-        p.data = p.data.clone()
-    run()
-    for p in run.ours:
-        run.mine.state[p]["exp_avg_sq"].data = run.mine.state[p]["exp_avg_sq"].data.clone()
-    run()
-    run()
-    assert made["step"] == 3
-
-
-def test_a_gradient_of_another_parameter_at_the_same_address():
-    """What a gradient counts for is its parameter's, also where the memory of the last one is used again."""
-    memory = torch.ones(4)
-    held = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
-    step = FusedStep(
-        torch.optim.AdamW(held), ADAM, CompiledLauncher(), copies=lambda p: 4 if p is held[1] else 1
-    )
-    for p, norm in zip(held, (2.0, 1.0)):
-        p.grad = memory
-        assert step.measure()[0].item() == norm
-        step.step()
-        p.grad = None
-    assert [step.optimizer.state[p]["step"].item() for p in held] == [1.0, 1.0]
-
-
-def test_a_parameter_goes_to_another_group():
-    run = Run(groups=[([0, 1], {}), ([2, 3], {"lr": 1.0})])
-    run([1])
-    for optimizer, held in ((run.mine, run.ours), (run.reference, run.theirs)):
-        for group, which in zip(optimizer.param_groups, ([0, 3], [2, 1])):
-            group["params"][:] = [held[i] for i in which]
-    run([1])
-
-
-def test_a_gradient_becomes_sparse_and_dense_again():
-    run = Run()
-    run()
-    p = run.ours[1]
-    before, grad = p.detach().clone(), p.grad
-    p.grad = torch.ones(3, 7).to_sparse(1)
-    run.step.measure()
-    assert [q is p for q in run.step.unmeasured] == [True]
-    run.step.step()
-    assert [q is p for q in run.step.rest] == [True] and torch.equal(p, before)
-    p.grad = grad
-    run.step.measure()
-    run.step.step()
-    assert run.step.unmeasured == run.step.rest == []
-    assert not torch.equal(p, before)
-
-
-def test_measuring_makes_no_state():
-    run = Run()
-    for p in run.ours:
-        p.grad = torch.ones_like(p)
-    run.step.measure(1.0)
-    assert not run.mine.state
-
-
-def test_torchs_state_comes_in_and_ours_goes_out():
-    run = Run(amsgrad=True)
-    for turn in range(3):
-        run(measured=turn != 1)
-    ours, theirs = run.mine.state_dict(), run.reference.state_dict()
-    assert {k: set(v) for k, v in ours["state"].items()} == {k: set(v) for k, v in theirs["state"].items()}
-    run.mine.load_state_dict(copy.deepcopy(theirs))
-    run.reference.load_state_dict(copy.deepcopy(ours))
-    for _ in range(3):
-        run()
-    assert run.mine.state[run.ours[0]]["step"] == 6
-
-
-def test_a_counter_or_a_state_that_is_replaced_or_a_plain_number(made):
-    run = Run()
-    run()
-    for p, q in zip(run.ours, run.theirs):
-        mine, theirs = run.mine.state[p], run.reference.state[q]
-        mine["step"], theirs["step"] = torch.tensor(41.0), torch.tensor(41.0)
-    run()
-    for p, q in zip(run.ours, run.theirs):
-        run.mine.state[p]["step"], run.reference.state[q]["step"] = 7, torch.tensor(7.0)
-        run.mine.state[p]["exp_avg"] = torch.ones_like(p, dtype=torch.bfloat16)
-        run.reference.state[q]["exp_avg"].fill_(1.0)
-    run()
-    assert made["step"] == 3
-
-
-def test_states_of_other_strides_are_straightened_once(made):
-    p = torch.nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
-    q = torch.nn.Parameter(p.detach().clone())
-    mine, reference = torch.optim.AdamW([p]), torch.optim.AdamW([q])
-    step = FusedStep(mine, ADAM, CompiledLauncher())
-    for turn in range(3):
-        q.grad = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
-        p.grad = q.grad.clone() if p.grad is None else p.grad.copy_(q.grad)
-        step.step()
-        reference.step()
-        if not turn:
-            mine.state[p]["exp_avg"] = mine.state[p]["exp_avg"].contiguous()
-    torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
-    assert made["step"] == 2
-    assert not step.rest
-
-
 # -- param groups ---------------------------------------------------------------------------------------------------------
 
 
@@ -298,43 +156,6 @@ def test_groups_have_their_own_numbers_and_schedulers_change_them(made):
         for group in (*run.mine.param_groups, *run.reference.param_groups):
             group["lr"] *= 0.5
     assert made["step"] == 1
-
-
-def test_a_group_that_comes_later(made):
-    run = Run(groups=[([0, 1], {})])
-    run([0, 1])
-    for optimizer, held in ((run.mine, run.ours), (run.reference, run.theirs)):
-        optimizer.add_param_group({"params": held[2:], "lr": 0.5, "betas": (0.1, 0.2)})
-    run()
-    run()
-    assert made["step"] == 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_lr_is_a_tensor_that_changes_in_place_and_is_replaced(dtype, made):
-    run = Run(lr=torch.tensor(0.25, dtype=dtype))
-    run()
-    for optimizer in (run.mine, run.reference):
-        optimizer.param_groups[0]["lr"].fill_(0.5)
-    run()
-    run()
-    for optimizer in (run.mine, run.reference):
-        optimizer.param_groups[0]["lr"] = torch.tensor(0.125, dtype=dtype)
-    run()
-    for optimizer in (run.mine, run.reference):
-        optimizer.param_groups[0]["lr"] = 0.01
-    run()
-    assert made["step"] == (3 if dtype == torch.float32 else 1)
-
-
-def test_a_group_that_is_not_for_the_kernels():
-    run = Run(groups=[([0, 1], {}), ([2, 3], {})])
-    run.mine.param_groups[1]["betas"] = (torch.tensor(0.9), torch.tensor(0.99))
-    for p in run.ours:
-        p.grad = torch.ones_like(p)
-    run.step.step()
-    assert [id(p) for p in run.step.rest] == [id(p) for p in run.ours[2:]]
-    assert set(map(id, run.mine.state)) == set(map(id, run.ours[:2]))
 
 
 # -- pure layout ----------------------------------------------------------------------------------------------------------

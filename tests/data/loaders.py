@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from easymp.base.accumulation import StepClock
+from easymp.base.accumulation import UpdateWindow
 from easymp.data import PreparedLoader, prepare_loader
 from easymp.distributed.process_group import World
 from easymp.distributed.ranks import Ranks
@@ -49,7 +49,7 @@ def prepared(
 ) -> PreparedLoader:
     return prepare_loader(
         loader,
-        clock=config.pop("clock", None) or StepClock(),
+        window=config.pop("window", None) or UpdateWindow(),
         world=config.pop("world", None) or World(Ranks(), CPU),
         data_rank=rank,
         data_size=size,

@@ -19,7 +19,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from easymp.base.accumulation import StepClock
+from easymp.base.accumulation import UpdateWindow
 from easymp.errors import BatchError
 
 from .loaders import Numbers, gathered, numbers, passes, prepared
@@ -167,18 +167,18 @@ def test_iterating_leaves_the_global_generator_alone() -> None:
         assert torch.equal(before, torch.get_rng_state())
 
 
-# -- the clock ----------------------------------------------------------------------------------------------------------
+# -- the window ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_clock_knows_the_innermost_loop() -> None:
-    clock = StepClock()
-    outer, inner = (prepared(DataLoader(Numbers(4), 2), clock=clock) for _ in range(2))
+    window = UpdateWindow()
+    outer, inner = (prepared(DataLoader(Numbers(4), 2), window=window) for _ in range(2))
     for _ in outer:
-        assert clock.reading is outer
+        assert window.reading is outer
         for _ in inner:
-            assert clock.reading is inner
-        assert clock.reading is outer
-    assert clock.reading is None
+            assert window.reading is inner
+        assert window.reading is outer
+    assert window.reading is None
 
 
 # -- samplers -----------------------------------------------------------------------------------------------------------

@@ -77,19 +77,6 @@ def test_they_are_the_formulas(kind: str, how: str, clip: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["memory", "torch", "kernels"])
-def test_a_first_step_that_is_skipped(how: str) -> None:
-    with stepping(how), accelerator(precision="fp16", fused=how != "memory") as acc:
-        model = make("mlp")
-        before = values(model)
-        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-        updates(acc, model, optimizer, 1, bad=0)
-        assert optimizer.step_was_skipped
-        torch.testing.assert_close(averages(acc, model), before, rtol=0, atol=0)
-        updates(acc, model, optimizer, 1)
-        assert not torch.equal(averages(acc, model)["0.weight"], before["0.weight"])
-
-
-@pytest.mark.parametrize("how", ["memory", "torch", "kernels"])
 def test_a_skipped_step_moves_none(how: str) -> None:
     with stepping(how), accelerator(precision="fp16", fused=how != "memory") as acc:
         model = make("mlp")
@@ -205,24 +192,6 @@ def test_a_run_without_averages_drops_those_that_it_loads(
     told = [record.message for record in caplog.records if "averages" in record.message]
     assert len(told) == (not theirs)
     assert theirs or "they are dropped. Accelerator(ema_decay=…) goes on with them" in told[0]
-
-
-def test_with_a_closure_and_an_average_that_begins_later() -> None:
-    with accelerator() as acc:
-        model = nn.Linear(2, 1, bias=False)
-        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        before = model.weight.detach().clone()
-
-        def closure() -> Tensor:
-            optimizer.optimizer.zero_grad()
-            loss = model(torch.ones(1, 2)).sum()
-            acc.backward(loss)
-            return loss
-
-        optimizer.step(closure)
-        torch.testing.assert_close(
-            averages(acc, model)["weight"], before + (model.weight.detach() - before) * (1 - DECAY)
-        )
 
 
 def test_wrong_calls() -> None:

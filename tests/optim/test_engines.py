@@ -14,10 +14,8 @@ from easymp import Accelerator, GradScalerKwargs
 from easymp.cuda import cupy_launcher
 from easymp.cuda.kernel import Kernel
 from easymp.errors import EasympWarning, KernelError, StepError
-from easymp.optim import TorchEngine
 from easymp.optim import engine as engines
 from easymp.optim import engine as torch_engine
-from easymp.optim.engine import multiply
 
 from ..cuda.compiled import CompiledLauncher
 from ..strategies.models import make, whole
@@ -40,7 +38,7 @@ def stepping(how: str) -> Iterator[CompiledLauncher | None]:
         patch.setattr(torch_engine, "WORTH", 0)
         if launcher is not None:
             patch.setattr(engines, "launcher_on", lambda device: launcher)
-            patch.setattr(engines, "DEVICES", ("cuda", "cpu"))
+            patch.setattr(engines, "KERNEL_DEVICES", ("cuda", "cpu"))
         yield launcher
 
 
@@ -99,7 +97,7 @@ def updates(
                 with acc.accumulate(model):
                     acc.backward(model(x.to(acc.device)).square().mean())
                     norm = acc.clip_grad_norm_(model.parameters(), clip) if clip else None
-                    left.append(optimizer.factor is not None)
+                    left.append(optimizer.turn.clip is not None)
                     moved.update(p for g in optimizer.param_groups for p in g["params"] if p.grad is not None)
                     optimizer.step()
                     schedule.step()
@@ -226,30 +224,11 @@ def test_a_kernel_that_fails_gives_way_to_torch(
 ) -> None:
     memory = updates(False, "AdamW", precision, 0.1)
     monkeypatch.setattr(engines, "launcher_on", lambda device: Failing(name))
-    monkeypatch.setattr(engines, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(engines, "KERNEL_DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(cupy_launcher, "_warned", [])
     with pytest.warns(EasympWarning, match="torch's own steps run instead: .*no NVRTC"):
         got = updates(True, "AdamW", precision, 0.1)
     same(got, memory, 1e-3)
-
-
-def failing_under_zero1() -> tuple[dict[str, Any], dict[str, Any]]:
-    memory = updates(False, "AdamW", "fp32", 0.1, "zero1", None, None, 1, "mlp")
-    before, engines.launcher_on, engines.DEVICES = (
-        engines.launcher_on,
-        lambda device: Failing("squares"),
-        ("cuda", "cpu"),
-    )
-    cupy_launcher._warned.append("not again")
-    try:
-        return memory, updates(True, "AdamW", "fp32", 0.1, "zero1", None, None, 1, "mlp")
-    finally:
-        engines.launcher_on, engines.DEVICES = before, ("cuda",)
-
-
-def test_torch_measures_whole_gradients_where_kernels_would_measure_parts(ranks: Any) -> None:
-    for memory, got in ranks(failing_under_zero1, processes=2):
-        same(got, memory)
 
 
 def plan_of(optimizer: Callable[[Any], torch.optim.Optimizer], how: str = "kernels") -> tuple[str, str]:
@@ -271,45 +250,6 @@ def test_the_plan_says_which_and_why() -> None:
     )
     assert plan_of(lambda p: torch.optim.AdamW(p, fused=True))[0] == "CuPy"
     assert plan_of(torch.optim.RMSprop) == ("as given", "torch has no fused step for RMSprop")
-
-
-@pytest.mark.parametrize("to_kernels", [True, False])
-def test_a_checkpoint_of_torchs_optimizer_loads_and_goes_back(to_kernels: bool) -> None:
-    """Three updates by one and two by the other are five by torch."""
-    straight, model = make("mlp"), make("mlp")
-    plain = torch.optim.AdamW(straight.parameters(), lr=0.01)
-    by_hand(straight, plain, range(5))
-    one = torch.optim.AdamW(model.parameters(), lr=0.01)
-    ways = ["kernels", "hand"] if not to_kernels else ["hand", "kernels"]
-    for way, steps in zip(ways, (range(3), range(3, 5))):
-        state = one.state_dict()
-        one = torch.optim.AdamW(model.parameters(), lr=0.5)
-        if way == "hand":
-            one.load_state_dict(state)
-            by_hand(model, one, steps)
-            continue
-        with stepping("kernels"), Accelerator(mixed_precision="no", cpu=True) as acc:
-            prepared, optimizer = acc.prepare(model, one)
-            optimizer.load_state_dict(state)
-            optimizer.param_groups[0]["lr"] = 0.01
-            by_hand(prepared, optimizer, steps, acc)
-            one.load_state_dict(optimizer.state_dict())
-    one.param_groups[0]["lr"] = 0.01
-    torch.testing.assert_close(
-        dict(model.named_parameters()), dict(straight.named_parameters()), rtol=1e-5, atol=1e-6
-    )
-    torch.testing.assert_close(one.state_dict()["state"], plain.state_dict()["state"], rtol=1e-5, atol=1e-6)
-
-
-def by_hand(model: Any, optimizer: Any, steps: Iterable[int], acc: Accelerator | None = None) -> None:
-    for step in steps:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01
-        optimizer.zero_grad()
-        model(torch.randn(4, 12, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        clip = torch.nn.utils.clip_grad_norm_ if acc is None else acc.clip_grad_norm_
-        clip(model.parameters(), 0.1)
-        optimizer.step()
 
 
 def test_what_kernels_do_not_take_is_torchs_with_the_same_factor() -> None:
@@ -397,7 +337,7 @@ def test_unscaled_first_and_then_clipped() -> None:
         acc.unscale_gradients()
         assert model.weight.grad[0].tolist() == pytest.approx([3.0] * 4, rel=1e-3)
         assert float(acc.clip_grad_norm_(model.parameters(), 1.0)) == pytest.approx(6.0, rel=1e-3)
-        assert optimizer.factor is not None
+        assert optimizer.turn.clip is not None
         moves(optimizer, model, 0.5)
 
 
@@ -466,7 +406,7 @@ def test_two_optimizers_and_one_clip() -> None:
             for _ in range(3):
                 acc.backward((body(torch.ones(2, 12)) * head(torch.ones(2, 12))).sum())
                 norm = acc.clip_grad_norm_([*body.parameters(), *head.parameters()], 0.1)
-                assert (one.factor is not None) is (two.factor is not None) is fused
+                assert (one.turn.clip is not None) is (two.turn.clip is not None) is fused
                 one.step(), two.step()
                 one.zero_grad(), two.zero_grad()
             found.append((norm, [p.detach() for p in [*body.parameters(), *head.parameters()]]))
@@ -483,57 +423,3 @@ def test_of_a_small_model_on_a_cpu_gradients_are_clipped_in_memory(monkeypatch: 
         optimizer.add_param_group({"params": list(acc.prepare(nn.Linear(4, 1)).parameters())})
         assert optimizer.engine.takes_factor()
         moves(optimizer, model, 0.5)
-
-
-def test_a_loss_scale_makes_a_factor_worth_it_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_engine, "WORTH", 10 * torch_engine.SCALED)
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(10))], fused=True)
-    assert not TorchEngine(optimizer).worth()
-    assert TorchEngine(optimizer, scaled=True).worth()
-    with Accelerator(mixed_precision="fp16", cpu=True) as acc:
-        model = nn.Linear(9, 1)
-        assert acc.prepare(model, torch.optim.AdamW(model.parameters()))[1].engine.worth()
-
-
-def test_a_part_of_the_parameters_is_clipped_in_memory() -> None:
-    acc, model, optimizer = started()
-    with acc:
-        later = acc.prepare(nn.Linear(4, 1, bias=False))
-        optimizer.add_param_group({"params": list(later.parameters())})
-        acc.clip_grad_norm_(model.parameters(), 1.0)
-        assert optimizer.factor is None
-        assert model.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-3)
-
-
-def test_parameters_gain_and_lose_gradients() -> None:
-    found = []
-    for fused in (True, False):
-        with Accelerator(mixed_precision="no", cpu=True, fused=fused) as acc:
-            model = make("mlp")
-            model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-            for step in range(4):
-                model[2].requires_grad_(step % 2 == 0)
-                acc.backward(model(torch.ones(2, 12)).square().sum())
-                acc.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append([p.detach() for p in model.parameters()])
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_measuring_is_torchs_norm(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((7, 5), (), (0,), (3000,))]
-    for p in parameters:
-        p.grad = torch.randn(p.shape).to(dtype) * 64
-    engine = TorchEngine(torch.optim.AdamW(parameters, fused=True))
-    norm, factor, bad = map(float, engine.measure(0.5, torch.tensor(64.0)))
-    expected = torch.cat([p.grad.float().flatten() for p in parameters]).div(64).norm().item()
-    assert (norm, bad) == (pytest.approx(expected, rel=1e-6), 0)
-    assert factor == pytest.approx(0.5 / (expected + 1e-6) / 64, rel=1e-6)
-    over = engine.measure(0.5, torch.tensor(64.0), lambda totals: totals.mul_(4))
-    assert float(over.norm) == pytest.approx(2 * expected, rel=1e-6)
-    multiply([p.grad for p in parameters], torch.tensor(float("inf")))
-    assert engine.measure(1.0, torch.tensor(64.0)).found_inf == 1
-    assert engine.measure(1.0, None, lambda totals: None).found_inf == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp.base.accumulation import StepClock
+from easymp.base.accumulation import UpdateWindow
 from easymp.optim import PreparedOptimizer, fuse
 from easymp.precision import Scaler
 
@@ -35,7 +35,7 @@ def net() -> nn.Sequential:
 
 
 def prepared(optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
-    return PreparedOptimizer(optimizer, StepClock(), Scaler(enabled=False))
+    return PreparedOptimizer(optimizer, UpdateWindow(), Scaler(enabled=False))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 1) -> None:
@@ -66,32 +66,6 @@ def test_the_same_numbers(kind: type[torch.optim.Optimizer], options: dict[str, 
     close(plain_state(fused), plain_state(plain))
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS)
-@pytest.mark.parametrize("to_fused", [True, False])
-def test_a_state_goes_from_one_to_the_other(
-    kind: type[torch.optim.Optimizer], options: dict[str, Any], to_fused: bool
-) -> None:
-    """Numbers go on as if nothing had happened, and each keeps the step it has."""
-    model = net()
-    first = kind(model.parameters(), **copy.deepcopy(options))
-    if not to_fused:
-        fuse(first)
-    train(model, first, 3)
-    state, weights = copy.deepcopy(first.state_dict()), copy.deepcopy(model.state_dict())
-    train(model, first, 3, seed=2)
-
-    again = net()
-    again.load_state_dict(weights)
-    raw = kind(again.parameters(), **copy.deepcopy(options))
-    if to_fused:
-        assert fuse(raw) is None
-    second = prepared(raw)
-    second.load_state_dict(state)
-    assert all(bool(group["fused"]) == to_fused for group in second.param_groups)
-    train(again, second, 3, seed=2)
-    close(again.state_dict(), model.state_dict())
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -107,35 +81,6 @@ def test_an_explicit_choice_is_left_alone(options: dict[str, Any], why: str) -> 
     before = copy.deepcopy(optimizer.state_dict()), dict(optimizer.defaults)
     assert why in str(fuse(optimizer))
     assert (optimizer.state_dict(), optimizer.defaults) == before
-
-
-def test_one_groups_choice_is_the_choice_of_all() -> None:
-    first, _, last = net()
-    optimizer = torch.optim.AdamW(
-        [{"params": first.parameters()}, {"params": last.parameters(), "foreach": True}]
-    )
-    assert "chosen by the caller" in str(fuse(optimizer))
-    assert [group["fused"] for group in optimizer.param_groups] == [None, None]
-
-
-def test_what_torch_has_no_fused_step_for() -> None:
-    class Mine(torch.optim.Adam):
-        pass
-
-    assert fuse(Mine(net().parameters())) == "torch has no fused step for Mine"
-    assert fuse(torch.optim.RMSprop(net().parameters())) == "torch has no fused step for RMSprop"
-    assert "does not take torch.complex64 on cpu" in str(
-        fuse(torch.optim.Adam([nn.Parameter(torch.ones(2, dtype=torch.complex64))]))
-    )
-    with_meta = torch.optim.Adam([nn.Parameter(torch.ones(2, device="meta"))])
-    assert "on meta" in str(fuse(with_meta))
-
-
-def test_a_parameter_with_gaps_takes_the_plain_step() -> None:
-    """torch 2.13's fused steps on a CPU write into the gaps."""
-    gaps = nn.Parameter(torch.ones(4, 8)[:, :5])
-    assert "has gaps in memory" in str(fuse(torch.optim.AdamW([gaps])))
-    assert fuse(torch.optim.AdamW([nn.Parameter(torch.ones(4, 8).t())])) is None
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -186,69 +131,6 @@ def test_a_parameter_group_that_comes_later() -> None:
         return [a.data, b.data]
 
     close(run(True), run(False))
-
-
-def test_a_state_from_before_a_parameter_had_gradients() -> None:
-    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    plain = torch.optim.SGD([a, b], lr=0.1, momentum=0.9)
-    a.grad = torch.ones(2)
-    plain.step()
-    raw = torch.optim.SGD([a, b], lr=0.1, momentum=0.9)
-    fuse(raw)
-    optimizer = prepared(raw)
-    optimizer.load_state_dict(plain.state_dict())
-    b.grad = torch.ones(2)
-    optimizer.step()
-    close(b.data, torch.full((2,), 0.9))
-
-
-def test_dampening_keeps_the_plain_step() -> None:
-    optimizer = torch.optim.SGD(net().parameters(), lr=0.1, momentum=0.9, dampening=0.5)
-    assert "dampening" in str(fuse(optimizer))
-    assert not optimizer.state
-    assert (
-        fuse(torch.optim.SGD(net().parameters(), lr=0.1, dampening=0.5)) is None
-    )  # without momentum it means nothing
-
-
-def test_frozen_parameters_get_no_state() -> None:
-    model = net()
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    assert fuse(optimizer) is None
-    assert set(optimizer.state) == set(model[2].parameters())
-
-
-def test_fusing_twice_changes_nothing() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    fuse(optimizer)
-    train(model, optimizer, 2)
-    before = copy.deepcopy(optimizer.state_dict())
-    fuse(optimizer)
-    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
-
-
-def test_an_optimizer_that_has_stepped_goes_on() -> None:
-    ours, theirs = net(), net()
-    fused, plain = torch.optim.Adam(ours.parameters()), torch.optim.Adam(theirs.parameters())
-    for model, optimizer in ((ours, fused), (theirs, plain)):
-        train(model, optimizer, 2)
-    assert fuse(fused) is None
-    for model, optimizer in ((ours, fused), (theirs, plain)):
-        train(model, optimizer, 2, seed=3)
-    close(ours.state_dict(), theirs.state_dict())
-    assert plain_state(fused)[0]["step"] == 4
-
-
-def test_an_empty_group() -> None:
-    """As `[{"params": decayed}, {"params": others}]` leaves, where nothing is decayed."""
-    p = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.Adam([{"params": []}, {"params": [p]}])
-    p.grad = torch.ones(2)
-    optimizer.step()
-    assert fuse(optimizer) is None
-    optimizer.step()
 
 
 @pytest.mark.parametrize(

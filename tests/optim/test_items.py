@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from easymp import Accelerator
-from easymp.base.accumulation import StepClock
+from easymp.base.accumulation import UpdateWindow
 from easymp.distributed import Ranks, World
 from easymp.errors import StepError
-from easymp.optim import ItemWindow
 
 from ..conftest import Ranks as Processes
 
@@ -38,19 +37,19 @@ def one_big_batch(batches: list[Tensor]) -> list[Tensor]:
 
 
 def windowed(counts: list[int], accumulation: int) -> list[list[Tensor]]:
-    """Gradients at the end of each window of an ItemWindow on its own."""
-    model, clock, window, seen = net(), StepClock(accumulation), ItemWindow(ALONE), []
+    """Gradients at the end of each window of an UpdateWindow on its own."""
+    model, window, seen = net(), UpdateWindow(accumulation), []
     for x in tokens(counts):
-        clock.inside = True
-        clock.tick()
-        window.divide(model(x).pow(2).sum(), len(x), clock).backward()
-        clock.backwards += 1
-        if window.open and clock.sync:
-            window.finish(p.grad for p in model.parameters() if p.grad is not None)
-        if clock.sync:
+        window.inside = True
+        window.tick()
+        window.divide(model(x).pow(2).sum(), len(x), ALONE).backward()
+        window.backwards += 1
+        if window.counts_items and window.sync:
+            window.finish_items((p.grad for p in model.parameters() if p.grad is not None), ALONE)
+        if window.sync:
             seen.append([p.grad for p in model.parameters()])
             model.zero_grad()
-        clock.inside = False
+        window.inside = False
     return seen
 
 
@@ -61,14 +60,6 @@ def test_any_counts_and_any_window(accumulation: int, counts: list[int]) -> None
     for w, found in enumerate(windowed(counts, accumulation)):
         expected = one_big_batch(batches[w * accumulation : (w + 1) * accumulation])
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_count_may_be_a_tensor() -> None:
-    model, clock = net(), StepClock()
-    clock.tick()
-    (x,) = tokens([5])
-    ItemWindow(ALONE).divide(model(x).pow(2).sum(), torch.tensor(5), clock).backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], one_big_batch([x]))
 
 
 # -- through the face --------------------------------------------------------------------------------------------------
@@ -153,20 +144,3 @@ def test_items_are_not_counted_twice() -> None:
                     match=r"second backward\(\) with num_items in one micro-step.*Add the losses up",
                 ):
                     accelerator.backward(model(torch.ones(2, 4)).sum(), num_items=2)
-
-
-def test_a_window_that_was_never_finished_is_forgotten() -> None:
-    clock, window = StepClock(3), ItemWindow(ALONE)
-    clock.inside = True
-    clock.tick()
-    window.divide(torch.ones(()), 100, clock)
-    clock.__init__(3)  # what free_memory does
-    clock.inside = True
-    model = net()
-    for x in tokens([2, 3, 4]):
-        clock.tick()
-        window.divide(model(x).pow(2).sum(), len(x), clock).backward()
-    window.finish(p.grad for p in model.parameters() if p.grad is not None)
-    torch.testing.assert_close(
-        [p.grad for p in model.parameters()], one_big_batch(tokens([2, 3, 4])), rtol=1e-5, atol=1e-6
-    )

@@ -223,19 +223,3 @@ def overflow(strategy: str, steps: int) -> tuple[bool, float, float]:
 @pytest.mark.parametrize(("strategy", "steps"), [("ddp", 1), ("ddp", 2), ("fsdp", 1), ("zero1", 2)])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, strategy: str, steps: int) -> None:
     assert ranks(overflow, strategy, steps) == [(True, 32768.0, 0.0)] * 2
-
-
-def loads(strategy: str) -> list[float]:
-    with Accelerator(mixed_precision="O2", strategy=strategy, kwargs_handlers=[SCALE]) as acc:
-        model = nn.Linear(2, 4, bias=False)
-        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        with torch.no_grad():
-            model.weight.fill_(5.0)
-        acc.backward(model(torch.ones(1, 2)).sum())
-        optimizer.step()
-        return whole(model.weight).flatten().tolist()
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
-def test_weights_written_on_ranks(ranks, strategy: str) -> None:
-    assert ranks(loads, strategy) == [[4.0] * 8] * 2

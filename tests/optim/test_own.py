@@ -14,7 +14,7 @@ import easymp.optim as ours
 from easymp import Accelerator, cuda
 from easymp.cuda.cupy_launcher import Unavailable
 from easymp.errors import KernelError, RefusedError, StepError
-from easymp.optim import TorchEngine
+from easymp.optim import Engine
 from easymp.training.prepare import Preparation
 from tests.cuda.compiled import CompiledLauncher
 
@@ -125,18 +125,6 @@ def test_checkpoints_are_torchs_both_ways(kind, kernels):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS[6:])
-def test_a_loaded_state_goes_on_as_the_run_it_is_of(kind, options):
-    straight, whole = run(kind, options)
-    moved = [torch.nn.Parameter(p.detach().clone()) for p in straight]
-    later = kind(moved, **options)
-    later.load_state_dict(copy.deepcopy(whole.state_dict()))
-    for parameters, optimizer in ((straight, whole), (moved, later)):
-        give(parameters, 7)
-        optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(straight, moved))
-
-
 @pytest.mark.parametrize("fast", [False, True])
 def test_an_average_of_the_weights(fast, monkeypatch):
     monkeypatch.setattr(
@@ -196,7 +184,7 @@ def test_gradients_that_changed_after_clipping_are_an_error():
     give(parameters, 0)
     optimizer.clip_grad_norm_(1.0)
     parameters[0].grad.mul_(2)
-    with pytest.raises(StepError, match="clip last"):
+    with pytest.raises(StepError, match="changed between clip_grad_norm_ and step"):
         optimizer.step()
     optimizer.clip_grad_norm_(1.0)
     optimizer.zero_grad()
@@ -232,20 +220,6 @@ def test_what_the_kernels_do_not_take_is_stepped_by_torch(kind, torchs, kernels)
     assert kernels.launches
     for p, q in zip(mixed, theirs):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-def test_copies_and_plain_torch():
-    optimizer = ours.Adam(made(), ema_decay=0.9)
-    twin = copy.deepcopy(optimizer)
-    give(twin.param_groups[0]["params"], 0)
-    twin.step()
-    assert twin.options == optimizer.options
-    assert not optimizer.state
-    model = net()
-    own = ours.AdamW(model.parameters())
-    with Accelerator(strategy="single", cpu=True, mixed_precision="no", fused=False) as acc:
-        model, _ = acc.prepare(model, own)
-    assert own.engine.name == "torch"
 
 
 def test_low_precision_sparse_and_double():
@@ -375,7 +349,7 @@ def test_kernels_run_on_all_ranks_or_on_none(everywhere, kernels):
     mine = ours.LAMB(parameters)
     assert mine.engine.kernels is not None
     world = SimpleNamespace(size=2, device=torch.device("cuda"), any=lambda mine: mine or not everywhere)
-    Preparation._same_kernels(SimpleNamespace(_run=SimpleNamespace(world=world)), mine, TorchEngine(mine))
+    Preparation._same_kernels(SimpleNamespace(_run=SimpleNamespace(world=world)), mine, Engine(mine))
     assert (mine.engine.kernels is not None) == everywhere
     parameters[0].grad = torch.ones(3)
     mine.step()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, DistributedDataParallelKwargs
-from easymp.errors import PrepareError, RefusedError
+from easymp import Accelerator
+from easymp.errors import PrepareError
 from easymp.optim import SGD
 
 from ..strategies.models import make, whole
@@ -65,26 +65,6 @@ def test_many_micro_batches_in_bf16_add_up() -> None:
 
     assert gradient(ours=True) == 512.0
     assert gradient(ours=False) == 256.0
-
-
-def test_the_plan_says_so() -> None:
-    with Accelerator(mixed_precision="no", gradient_accumulation_steps=4, cpu=True) as acc:
-        acc.prepare(nn.Linear(1, 1))
-        assert acc.plan.accumulation.reason == "4 micro-batches an update"
-        assert not acc._prepared.sums.on
-        acc.prepare(nn.Linear(1, 1).to(BF16))
-        assert (
-            acc.plan.accumulation.reason
-            == "4 micro-batches an update, their low-precision gradients summed in fp32"
-        )
-        acc.free_memory()
-        assert not acc._prepared.sums.on
-
-
-def test_nothing_is_summed_for_frozen_half_weights() -> None:
-    with Accelerator(mixed_precision="no", gradient_accumulation_steps=4, cpu=True) as acc:
-        acc.prepare(nn.Sequential(nn.Linear(1, 1).to(BF16).requires_grad_(False), nn.Linear(1, 1)))
-        assert not acc._prepared.sums.on
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "tensor_parallel"])
@@ -189,61 +169,10 @@ def test_gradients_that_are_cleared_or_kept() -> None:
         assert model.weight.grad is None
 
 
-def test_accumulation_can_change_on_the_way(ranks) -> None:
-    for a, b in (ranks(changes), ranks(changes)):
-        assert torch.equal(a, b)
-
-
-def changes() -> Tensor:
-    with Accelerator(mixed_precision="no", strategy="ddp") as acc:
-        model = nn.Linear(2, 2).to(BF16)
-        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        torch.manual_seed(acc.process_index)
-        for steps in (1, 2, 1, 3):
-            acc.gradient_accumulation_steps = steps
-            for _ in range(steps):
-                with acc.accumulate(model):
-                    acc.backward(model(torch.randn(4, 2).to(BF16)).float().square().mean())
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return model.weight.detach().float()
-
-
-def joins() -> str:
-    with Accelerator(mixed_precision="no", strategy="ddp", gradient_accumulation_steps=2) as acc:
-        model = acc.prepare(nn.Linear(2, 2).to(BF16))
-        with pytest.raises(RefusedError) as caught:
-            with acc.join_uneven_inputs([model]):
-                pass
-        return str(caught.value)
-
-
-def test_uneven_inputs_are_refused(ranks) -> None:
-    assert "join_uneven_inputs with gradient accumulation" in ranks(joins)[0]
-
-
 def test_sparse_gradients_are_refused() -> None:
     with Accelerator(mixed_precision="no", gradient_accumulation_steps=2, cpu=True) as acc:
         with pytest.raises(PrepareError, match=r"'Embedding' has sparse gradients, .* summed in fp32"):
             acc.prepare(nn.Embedding(4, 2, sparse=True).to(BF16))
-
-
-def hooked(hook: str) -> tuple[bool, list[Tensor | None]]:
-    options = DistributedDataParallelKwargs(comm_hook=hook)
-    with Accelerator(
-        strategy="ddp", strategy_options=options, gradient_accumulation_steps=2, mixed_precision="no"
-    ) as acc:
-        acc.prepare(make("mlp").to(BF16))
-        on = acc._prepared.sums.on
-    return on, window("ddp", "mlp", BF16, 3, options=options)
-
-
-def test_compressed_gradients_go_their_own_way(ranks) -> None:
-    one = window("single", "mlp", BF16, 3)
-    for hook, wanted in (("no", True), ("fp32", True), ("bf16", False)):
-        on, got = ranks(hooked, hook)[0]
-        assert on == wanted
-        assert off(got, one) < 0.02
 
 
 def kept() -> list[Tensor]:
@@ -259,7 +188,3 @@ def kept() -> list[Tensor]:
         with acc.no_sync(model):
             first = window()
         return [first, window()]  # what was kept counts in the next one, as ever
-
-
-def test_no_sync_keeps_them_on_the_rank(ranks) -> None:
-    assert [[float(g) for g in got] for got in ranks(kept)] == [[1.0, 3.0], [2.0, 3.0]]

@@ -230,7 +230,7 @@ def test_nothing_is_left_behind(script: Script) -> None:
     with pytest.raises(ZeroDivisionError), acc.profile() as prof:
         fail()
     assert [set(thing.__dict__) for thing in (acc, optimizer, script.model)] == [set(b) for b in before]
-    assert acc._clock.timing is None
+    assert acc._window.timing is None
     assert "1 step" in prof.summary()
     with acc.profile() as prof:  # and again; once all is recorded the rest of the block costs nothing
         for i, (x,) in enumerate(script.loader):
@@ -354,7 +354,7 @@ def test_what_cannot_be_recorded_or_written_is_said_at_once(script: Script, tmp_
     prof = script.acc.profile(ProfileKwargs(output_trace_dir=tmp_path / "file"))
     with pytest.raises(SettingError, match=r"traces cannot be written to .*file: .*output_trace_dir"):
         prof.start()
-    assert script.acc._clock.timing is None
+    assert script.acc._window.timing is None
 
 
 def test_a_project_behind_a_url_needs_a_folder() -> None:

@@ -138,11 +138,11 @@ def test_on_an_accelerator_its_own_memory_and_its_own_clock_count(
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
     with Accelerator(cpu=True, log_with="none") as acc:
-        clock = SimpleNamespace(stepped=[], reading=None)
+        window = SimpleNamespace(stepped=[], reading=None)
         world = SimpleNamespace(device=torch.device("cuda:0"), rank=0, size=1)
-        recorder = Recorder(str(tmp_path), SimpleNamespace(world=world, clock=clock, plan=acc.plan))
+        recorder = Recorder(str(tmp_path), SimpleNamespace(world=world, window=window, plan=acc.plan))
         for updates in (1, 2, 2, 3):  # of two optimizers
-            for hear in clock.stepped:
+            for hear in window.stepped:
                 hear(SimpleNamespace(updates=updates))
         recorder.finish()
         recorder.finish()

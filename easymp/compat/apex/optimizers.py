@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cuda.rules import ADAGRAD, ADAM, SGD
-from ...optim.fused import FusedOptimizer, Options, TorchsOptimizer
+from ...optim.adagrad import ADAGRAD
+from ...optim.adam import ADAM
+from ...optim.fused import FusedOptimizer, Options, TorchOptimizer
 from ...optim.lamb import LAMB
 from ...optim.masters import LOW
 from ...optim.novograd import NovoGrad
+from ...optim.sgd import SGD_RULE
 from .layer import ApexError, layer
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
@@ -116,7 +118,7 @@ class _DecayBeside(_Apexs):
                 group["weight_decay"] = decay
 
 
-class FusedAdam(_Apexs, TorchsOptimizer, torch.optim.Adam):
+class FusedAdam(_Apexs, TorchOptimizer, torch.optim.Adam):
     """Adam, or AdamW with `adam_w_mode`, the default.
 
     Args:
@@ -160,7 +162,7 @@ class FusedAdam(_Apexs, TorchsOptimizer, torch.optim.Adam):
             self.widened.step(parameters, factor, found_inf)  # torch's step has no such option
 
 
-class FusedSGD(_DecayBeside, TorchsOptimizer, torch.optim.SGD):
+class FusedSGD(_DecayBeside, TorchOptimizer, torch.optim.SGD):
     """SGD with momentum.
 
     Args:
@@ -170,7 +172,7 @@ class FusedSGD(_DecayBeside, TorchsOptimizer, torch.optim.SGD):
         others: as torch.optim.SGD's.
     """
 
-    rule = SGD
+    rule = SGD_RULE
     torchs = torch.optim.SGD
 
     def __init__(
@@ -192,7 +194,7 @@ class FusedSGD(_DecayBeside, TorchsOptimizer, torch.optim.SGD):
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
 
 
-class FusedAdagrad(_DecayBeside, TorchsOptimizer, torch.optim.Adagrad):
+class FusedAdagrad(_DecayBeside, TorchOptimizer, torch.optim.Adagrad):
     """Adagrad.
 
     Args:

@@ -1,0 +1,126 @@
+"""Base of our optimizers that torch does not have: operations on lists of tensors (foreach) where kernels do not run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.dtensor import local
+from ..errors import SettingError
+from .fused import FusedOptimizer, Options
+from .torch_step import fill, round_back, wide, widest
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Parameters of one group, on one device.
+
+    Attributes:
+        parameters: as the group holds them.
+        p, g: their local parts, and their gradients'; in fp32 or wider.
+        states: likewise, by their keys.
+        steps: number of this step, from 1, [parameters]; float64 where the device has it. None where the state has none.
+        go: 1, or 0 if nothing is to change.
+    """
+
+    parameters: list[Tensor]
+    p: list[Tensor]
+    g: list[Tensor]
+    states: dict[str, list[Tensor]]
+    steps: Tensor | None
+    go: Any
+
+
+class ListOptimizer(FusedOptimizer):
+    """Base of optimizers that torch does not have: without kernels, operations on lists of tensors (foreach), without a wait.
+
+    A step that is to be skipped is one by nothing: gradients become 0, and `go` (0 or 1, on the device) is a factor where that is not
+    enough. Half precision is widened to fp32 for the step and rounded after it, as the kernels do it.
+
+    Args:
+        options: of all our optimizers.
+        defaults: of the param groups. Numbers below 0, and betas of 1 or more, are refused.
+
+    Raises:
+        SettingError: a wrong number; in `add_param_group`, a parameter that is no real float.
+    """
+
+    def __init__(self, params: Any, options: Options, **defaults: Any) -> None:
+        for name in ("lr", "eps", "weight_decay", "max_grad_norm"):
+            value = defaults.get(name)
+            if value is not None and not value >= 0.0:
+                raise SettingError(f"{name}={value} must be a number of at least 0")
+        betas = defaults.get("betas", (0.0, 0.0))
+        if len(betas) != 2 or not all(0.0 <= b < 1.0 for b in betas):
+            raise SettingError(
+                f"betas={betas} must be two numbers, at least 0 and below 1; (0.9, 0.999) is usual"
+            )
+        self.options = options
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if not parameter.is_floating_point():
+                del self.param_groups[-1]
+                raise SettingError(
+                    f"{type(self).__name__} moves real floating-point parameters, not {parameter.dtype}: give it to another optimizer"
+                )
+
+    def advance_by_torch(
+        self, parameters: Sequence[Tensor], factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        if self.options.rounding is not None and not self.rule.counts:
+            return self.widened.step(parameters, factor, found_inf)
+        mine = {id(p) for p in parameters}
+        lists: list[tuple[dict[str, Any], Lists]] = []
+        for group in self.param_groups:
+            by_device: dict[torch.device, list[Tensor]] = {}
+            for parameter in group["params"]:
+                if id(parameter) in mine:
+                    by_device.setdefault(parameter.device, []).append(parameter)
+            lists += [(group, self._listed(group, of, factor, found_inf)) for of in by_device.values()]
+        self.advance_lists(lists)
+        order = {id(p): number for number, p in enumerate(self._parameters())}
+        for group, of in lists:
+            keys = self.rule.uses(group)
+            for p, *moved in zip(of.parameters, of.p, *(of.states[key] for key in keys)):
+                state = self.state[p]
+                held = [local(p), *(local(state[key]) for key in keys)]
+                round_back(held, moved, state.get("step", of.p[0]), order[id(p)], self.rounding, p)
+
+    def _listed(
+        self, group: dict[str, Any], parameters: list[Tensor], factor: Tensor | None, found_inf: Tensor | None
+    ) -> Lists:
+        device = parameters[0].device
+        grads: list[Any] = [p.grad for p in parameters]
+        grads = [wide(local(g.to_dense() if g.is_sparse else g)) for g in grads]
+        if factor is not None:
+            grads = torch._foreach_mul(grads, factor.to(device))
+        go: Any = 1.0
+        if found_inf is not None:
+            bad = found_inf.to(device) > 0
+            go = 1.0 - bad.float()
+            grads = [g.masked_fill(bad, 0.0) for g in grads]
+        for parameter in parameters:
+            fill(self.rule, group, parameter, self.state[parameter], self.options.state_dtype)
+        steps = None
+        if self.rule.counts:
+            counters = [self.state[p]["step"] for p in parameters]
+            torch._foreach_add_(counters, go)
+            steps = torch.stack(counters).clamp(min=1.0).to(widest(device))
+        states = {k: [wide(local(self.state[p][k])) for p in parameters] for k in self.rule.uses(group)}
+        return Lists(parameters, [wide(local(p)) for p in parameters], grads, states, steps, go)
+
+    def advance_lists(self, lists: Sequence[tuple[dict[str, Any], Lists]]) -> None:
+        """Move them, in place, and the states that have one number a tensor."""
+        raise NotImplementedError
+
+
+def signed(group: dict[str, Any], lists: Lists) -> list[Tensor]:
+    """The gradients to go down along."""
+    return list(torch._foreach_neg(lists.g)) if group["maximize"] else lists.g
