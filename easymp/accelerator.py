@@ -539,17 +539,18 @@ class Accelerator(Processes, Checkpoints):
         summed = sums.on and window.accumulation != 1
         if summed:
             sums.begin()
+        replicas: list[Any] = []
         if self._world.size > 1:
             self._world.trains_here()
-        reduces = self._world.size > 1 and window.sync and not self._alone and not summed
-        modules = [model.route.module for model in prepared.models] if reduces else []
-        replicas: list[Any] = [m for m in modules if isinstance(m, nn.parallel.DistributedDataParallel)]
+            if window.sync and not self._alone and not summed:
+                modules = (model.route.module for model in prepared.models)
+                replicas = [m for m in modules if isinstance(m, nn.parallel.DistributedDataParallel)]
         if replicas and kwargs.get("create_graph"):
             raise StepError(
                 "backward(create_graph=True) under ddp, which averages gradients in place and keeps no graph of them: take the inner "
                 "gradient by torch.autograd.grad(..., create_graph=True), and call backward() on a loss made of it"
             )
-        before = [replica.gradients() for replica in replicas] if replicas else ()
+        before = [replica.gradients() for replica in replicas]
         try:
             loss.backward(**kwargs)
         except RuntimeError as error:

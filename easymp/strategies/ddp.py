@@ -191,7 +191,7 @@ class Replica(DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
             if self.require_backward_grad_sync and torch.is_grad_enabled():
-                self.armed = True
+                self.__dict__["armed"] = True  # past nn.Module's own __setattr__, which takes microseconds
             if not self._begun and torch.is_grad_enabled():
                 self._begun = True
                 if self.static_graph and not self.require_backward_grad_sync:
@@ -250,7 +250,10 @@ class Replica(DistributedDataParallel):
         def changed(parameter: Tensor, grad: Tensor | None, version: int) -> bool:
             return parameter.grad is not grad or (grad is not None and grad._version != version)
 
-        if not any(changed(*one) for one in before):
+        for one in before:
+            if changed(*one):
+                break
+        else:
             return
         if not self.armed:
             raise StepError(
@@ -258,7 +261,7 @@ class Replica(DistributedDataParallel):
                 "Call the model itself, once for each backward() (add losses up first), not a part of it; name another method that "
                 "trains in prepare(model, forward_methods=('name',)), or decorate it with @easymp.forward_method"
             )
-        self.armed = False
+        self.__dict__["armed"] = False
         late = {id(p): name for name, p in self._frozen if p.grad is not None}
         for parameter, grad, version in before if late else ():
             if id(parameter) in late and changed(parameter, grad, version):
