@@ -115,3 +115,37 @@ def test_a_save_after_a_step_has_the_scale_of_the_next(
     assert (ends[0][0]["scale"], ends[0][0]["_growth_tracker"]) == (512, 2)
     torch.testing.assert_close(ends[0][1], ends[1][1], rtol=0, atol=0)
     assert own_launches == []
+
+
+def test_reading_the_scaler_between_two_steps_moves_nothing() -> None:
+    found = []
+    for reads in (False, True):
+        with fp16() as acc:
+            body, head = make("mlp"), make("mlp")
+            one, two = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (body, head))
+            body, head, one, two = acc.prepare(body, head, one, two)
+            for step in range(5):
+                x = torch.ones(2, 12) * (1e30 if step == 2 else 1)
+                acc.backward((body(x) * head(torch.ones(2, 12))).sum())
+                one.step()
+                if reads:
+                    acc.scaler.state_dict()
+                    assert acc.scaler.get_scale() == [1024, 1024, 512, 512, 512][step]
+                two.step()
+                one.zero_grad(), two.zero_grad()
+            weights = [p.detach() for p in [*body.parameters(), *head.parameters()]]
+            found.append((acc.scaler.state_dict(), weights))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
+
+
+def test_a_clip_that_no_step_follows_leaves_nothing_to_the_next_update() -> None:
+    with fp16() as acc:
+        model = make("mlp")
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        norms = []
+        for _ in range(2):
+            acc.backward(model(torch.ones(2, 12)).square().mean())
+            norms.append(acc.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.zero_grad()
+        assert norms[0] == norms[1]

@@ -224,6 +224,27 @@ def ready() -> tuple[Scaler, torch.optim.SGD]:
 
 
 @pytest.mark.parametrize("call", ["step", "unscale_"])
+@pytest.mark.parametrize(
+    ("calls", "early"),
+    [
+        (("unscale_", "unscale_"), "unscale_ was called twice"),
+        (("step", "unscale_"), "unscale_ was called after step"),
+        (("step", "step"), r"step\(\) was called twice"),
+    ],
+)
+def test_a_call_that_comes_too_early_is_refused_and_the_right_one_stays_possible(
+    calls: tuple[str, str], early: str
+) -> None:
+    scaler, optimizer = Scaler(LossScale(4.0)), sgd()
+    fill(optimizer, 4.0)
+    getattr(scaler, calls[0])(optimizer)
+    with pytest.raises(StepError, match=early):
+        getattr(scaler, calls[1])(optimizer)
+    scaler.update()
+    fill(optimizer, 4.0)
+    scaler.step(optimizer)
+
+
 def test_before_any_backward(call: str) -> None:
     with pytest.raises(StepError, match=r"before any backward\(\)"):
         getattr(Scaler(), call)(sgd())
