@@ -421,7 +421,7 @@ def averages_in(optimizers: Sequence[PreparedOptimizer], chosen: Container[int] 
     kept: list[tuple[Tensor, Tensor]] = []
     for optimizer in optimizers:
         there = optimizer.optimizer
-        reunited: list[Tensor] = []
+        gathered: list[Tensor] = []
         for held, parameter in optimizer.parameters():
             holder, states = holder_of(there, held)
             average = states[holder].get(EMA) if holder in states else None
@@ -431,11 +431,11 @@ def averages_in(optimizers: Sequence[PreparedOptimizer], chosen: Container[int] 
             kept.append((whole, whole.clone()))
             if isinstance(there, ShardedOptimizer):
                 there.rows(whole).copy_(local(average))
-                reunited.append(whole)
+                gathered.append(whole)
             else:
                 whole.copy_(local(average))
         if isinstance(there, ShardedOptimizer):
-            there.reunite(reunited)
+            there.gather_rows(gathered)
         optimizer.away = True
     try:
         yield

@@ -1,7 +1,7 @@
-"""Rows of tensors that the ranks share among them, and their way back into whole ones.
+"""ZeRO partition: rows of tensors that the ranks share among them, and which optimizers can step on them.
 
-Cut along dimension 0 as torch.chunk does (and FSDP2): ceil(length / ranks) rows each, the last ranks fewer or none. A tensor without
-dimensions is not cut: every rank has it whole.
+Tensors are cut along dimension 0 as torch.chunk does (and FSDP2): ceil(length / ranks) rows each, the last ranks fewer or none. A tensor
+without dimensions is not cut: every rank has it whole.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from .fused import FusedOptimizer
 
 ALONE = (
     2**20
-)  # bytes from which a tensor is gathered where it lies; smaller ones are packed, for each collective has its cost
+)  # bytes from which a tensor is gathered where it lies; smaller ones are packed into one collective
 AT_A_TIME = 2  # collectives under way while the next is packed
 
-_gather: Any = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # the older name warns from torch 2.13 on
+# The older name warns from torch 2.13 on.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def rows(length: int, rank: int, size: int) -> tuple[int, int]:
@@ -42,7 +41,7 @@ def cut(tensor: Tensor, rank: int, size: int) -> Tensor:
 
 
 def packed_at_once(tensors: Sequence[Tensor], cap: int) -> int:
-    """Elements in the buffers of a `Reunion` of `tensors`, at its peak."""
+    """Elements in the buffers of a `RowGather` of `tensors`, at its peak."""
     small = [t for t in tensors if not _alone(t)]
     width = max((t.element_size() for t in small), default=1)
     return min(sum(t.numel() for t in small), (AT_A_TIME + 1) * cap // width)
@@ -52,7 +51,7 @@ def _alone(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() >= ALONE and tensor.is_contiguous()
 
 
-class Reunion:
+class RowGather:
     """Makes tensors whole, in place, of which each rank has its own rows right. Calling it is a collective.
 
     Args:

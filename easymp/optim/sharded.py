@@ -25,7 +25,7 @@ from ..distributed import World
 from ..errors import RefusedError, StepError, WorldError
 from ..precision.scaler import takes_found_inf
 from .fused import FusedOptimizer
-from .partition import Reunion, check_sums, cut, elementwise
+from .partition import RowGather, check_sums, cut, elementwise
 from .torch_step import HOOKS, fill_momentum, indifferent
 
 OWN = {
@@ -36,9 +36,8 @@ OWN = {
     *HOOKS,
 }  # the scan for other references to parameters skips these
 
-_taken: weakref.WeakSet[torch.optim.Optimizer] = (
-    weakref.WeakSet()
-)  # optimizers that have a sharded one in their place
+# Optimizers that have a sharded one in their place.
+_taken: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 class _Part:
@@ -83,7 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._wholes: dict[int, Tensor] = {}  # id of a shard → its parameter
         self._meshes: dict[str, Any] = {}
         self._stepped: list[int] = []  # ids of the parameters of the last step
-        self._reunion = Reunion((), world, cap)
+        self._row_gather = RowGather((), world, cap)
         for name in HOOKS:
             setattr(
                 self, name, vars(given)[name]
@@ -142,9 +141,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """This rank's rows of anything that has a parameter's shape, a view."""
         return cut(whole, self.world.rank, self.world.size)
 
-    def reunite(self, parameters: Sequence[Tensor]) -> None:
+    def gather_rows(self, parameters: Sequence[Tensor]) -> None:
         """Make whole, in place, what each rank has written into its own rows. A collective."""
-        Reunion([p.detach() for p in parameters], self.world, self._cap)()
+        RowGather([p.detach() for p in parameters], self.world, self._cap)()
 
     def _lead(self) -> None:
         """Show in `given`'s groups what the twin has written into its own."""
@@ -291,9 +290,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _gather(self, parts: list[_Part]) -> None:
         stepped = [id(part.parameter) for part in parts]
         if stepped != self._stepped:
-            self._reunion = Reunion([part.whole for part in parts], self.world, self._cap)
+            self._row_gather = RowGather([part.whole for part in parts], self.world, self._cap)
             self._stepped = stepped
-        self._reunion()
+        self._row_gather()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -369,7 +368,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._is_cut(parameter, value):
             whole = value.new_empty(parameter.shape)
             cut(whole, self.world.rank, self.world.size).copy_(value)
-            Reunion([whole], self.world, self._cap)()
+            RowGather([whole], self.world, self._cap)()
             return whole.cpu()
         return value.detach().cpu().clone()
 
@@ -487,16 +486,9 @@ def _check(given: torch.optim.Optimizer) -> None:
         )
     held = {id(p) for group in given.param_groups for p in group["params"]}
     for name, value in vars(given).items():
-        items = (
-            value.values()
-            if isinstance(value, Mapping)
-            else value
-            if isinstance(value, (list, tuple))
-            else (value,)
-        )
-        if name not in OWN and any(
-            isinstance(item, torch.optim.Optimizer) or id(item) in held for item in items
-        ):
+        items = value.values() if isinstance(value, Mapping) else value
+        items = items if isinstance(value, (Mapping, list, tuple)) else (items,)
+        if name not in OWN and any(isinstance(i, torch.optim.Optimizer) or id(i) in held for i in items):
             raise RefusedError(
                 f"{kind} holds parameters or another optimizer in .{name}, beside its param groups, and under zero1 each rank steps on "
                 "a part of each parameter: use strategy='ddp'"

@@ -225,7 +225,7 @@ def test_a_rank_holds_its_part_of_the_states(ranks, kind: str, size: int) -> Non
 # -- gathering ---------------------------------------------------------------------------------------------------------
 
 
-def reunited(alone: int, cap: int) -> list[bool]:
+def gathered(alone: int, cap: int) -> list[bool]:
     partition.ALONE, before = alone, partition.ALONE
     try:
         with Accelerator(mixed_precision="no", strategy="ddp") as acc:
@@ -248,7 +248,7 @@ def reunited(alone: int, cap: int) -> list[bool]:
                 partition.cut(own, acc.process_index, acc.num_processes).copy_(
                     partition.cut(whole, acc.process_index, acc.num_processes)
                 )
-            partition.Reunion(mine, acc._world, cap)()
+            partition.RowGather(mine, acc._world, cap)()
             return [torch.equal(own, whole) for own, whole in zip(mine, wholes)]
     finally:
         partition.ALONE = before
@@ -260,7 +260,7 @@ def reunited(alone: int, cap: int) -> list[bool]:
 )
 def test_parts_come_together(ranks, alone: int, cap: int, size: int) -> None:
     """In place, even and ragged, and packed in one bucket or several, whatever the dtype and the memory format."""
-    for got in ranks(reunited, alone, cap, processes=size):
+    for got in ranks(gathered, alone, cap, processes=size):
         assert got == [True] * 10
 
 
