@@ -1,6 +1,12 @@
-"""The fourth launch: every element is read once, moved by its rule, and written once, with all that follows from it.
+"""Update rules as data, and the kernels that are made from them: the third and the fourth launch of a step.
 
-What follows: the exponential moving average of the weights, and the low-precision copy that the model computes with.
+The third computes step counters, bias corrections and all else that is one number a tensor, in float64, on the device, and moves the
+loss scale where it is lent to the step. `1.f - 0.999f` is off by 1.3e-5, so numbers become floats only there. lr may be a tensor of the
+device, and the counters are the optimizer's own, so a captured step goes on counting when it is replayed. Numbers of a group that are no
+tensors are, in a graph, those of the capture.
+
+The fourth reads every element once, moves it by its rule, and writes it once, with the moving average of the weights and the
+low-precision copy that the model computes with.
 """
 
 from __future__ import annotations
@@ -14,6 +20,189 @@ from torch import Tensor
 
 from .elementwise import Role, stream
 from .kernel import THREADS, Kernel
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a rule wants to know of a whole tensor before it moves any of it: sums over its elements, on all ranks that have some.
+
+    Attributes:
+        sums: names of the totals.
+        reads: what `element` sees, ``g`` (unscaled and clipped) first.
+        element: C++ on floats, once an element, that adds to `sums`.
+        weigh: C++ on doubles, once a tensor: sees the totals and what the rule's `prepare` does but ``step``; changes `constants`.
+        moves: whether `element` sees the states, and writes them; the rule's own then only reads them.
+    """
+
+    sums: tuple[str, ...]
+    element: Callable[[tuple[str, ...]], str]
+    weigh: str
+    moves: bool = False
+    reads: tuple[str, ...] = ("g", "p")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one optimizer moves a parameter.
+
+    Attributes:
+        name: a C identifier.
+        states: keys of what is kept of each element, as torch names them; of those that a group needs, see `uses`.
+        uses: of a param group, which of `states` it has.
+        refuse: of a param group, why it is not for these kernels, in words; None where it is.
+        hyper: of a param group, its numbers without lr, in the order of `numbers`.
+        numbers: what `prepare` calls them; "lr" comes before them.
+        prepare: C++ on doubles, once a tensor and step: sees `numbers`, ``lr``, ``step`` (of this step, from 1) and ``norm``, and
+            sets `constants`.
+        constants: floats that `element` sees.
+        element: C++ on floats, once an element: ``p``, ``g`` (unscaled and clipped) and the states.
+        reference: the same by torch in float64 or float32: ``(p, g, states, group, step)``, in place.
+        counts: whether the state has a ``step``; if not, steps are counted beside it, from 1 where states were there before.
+        starts: of a param group, the value that states start with.
+        scalar: key of a float32 number of each tensor, 0-dim, that `Survey.weigh` sees and writes; "" where there is none.
+        norm: whether `prepare` is to be told the norm of all gradients, as they are when the rule sees them; else it is 0.
+        survey: a pass over the elements before the update.
+    """
+
+    name: str
+    states: tuple[str, ...]
+    uses: Callable[[Group], tuple[str, ...]]
+    hyper: Callable[[Group], Sequence[float]]
+    numbers: tuple[str, ...]
+    prepare: str
+    constants: tuple[str, ...]
+    element: Callable[[tuple[str, ...]], str]
+    reference: Callable[[Tensor, Tensor, dict[str, Any], Group, int], None]
+    refuse: Callable[[Group], str | None] = lambda group: None
+    counts: bool = True
+    starts: Callable[[Group], float] = lambda group: 0.0
+    scalar: str = ""
+    norm: bool = False
+    survey: Survey | None = None
+
+    @property
+    def single(self) -> tuple[str, ...]:
+        """Keys of the state that have one number a tensor."""
+        return ("step",) * self.counts + (self.scalar,) * bool(self.scalar)
+
+
+# -- the third launch ------------------------------------------------------------------------------------------------------
+
+TENSOR = 4  # words of each tensor: its group, and the addresses of its step counter, its lr (0: the group's) and its scalar
+MOST = 16  # most numbers of a group, and most constants of a tensor, whose last is the number of the step
+
+
+def prepare(rule: Rule) -> Kernel:
+    """For each tensor: its counter goes up, unless the step is skipped, and its constants are written. The loss scale moves either way.
+
+    Arguments: ``tensors`` int64 [count, TENSOR]; ``hyper`` float64 [groups, MOST], lr first; ``skip``, the address of
+    a float that is above 0 if the step is skipped, or 0; ``constants`` float32 [count, MOST]; ``measured``, the address of
+    `measure.RESULT`, and ``factor`` of what gradients are multiplied by, or 0; ``scale`` and ``law``, see `scale.MOVE`.
+    """
+    declared = " ".join(f"double {c} = 0.0;" for c in rule.constants)
+    text = f"""
+float* const counter = at<float>(mine[1]);
+const double step = (double)*counter + 1.0; (void)step;
+*counter = (float)step;
+const float* const seen = at<const float>(measured);
+const double norm = seen ? (double)seen[0] * (factor ? (double)*at<const float>(factor) / (double)seen[3] : 1.0) : 0.0; (void)norm;
+{declared}
+{rule.prepare}
+out[{MOST - 1}] = (float)step;
+"""
+    arguments = ("uint64 measured", "uint64 factor", "uint64 scale", "uint64 law")
+    return _each(f"prepare_{rule.name}", rule, arguments, text, MOVE)
+
+
+def weigh(rule: Rule, survey: Survey) -> Kernel:
+    """For each tensor: its constants, with what the survey has found.
+
+    Arguments: those of `prepare`, with ``totals`` float64 [count, sums] in place of the last two.
+    """
+    loaded = " ".join(f"double {c} = (double)out[{i}]; (void){c};" for i, c in enumerate(rule.constants))
+    loaded += "".join(
+        f"\nconst double {s} = at<const double>(totals)[tensor * {len(survey.sums)} + {i}];"
+        for i, s in enumerate(survey.sums)
+    )
+    before, after = "", ""
+    if rule.scalar:
+        before = f"float* const kept = at<float>(mine[3]); double {rule.scalar} = (double)*kept;"
+        after = f"*kept = (float){rule.scalar};"
+    return _each(
+        f"weigh_{rule.name}", rule, ("uint64 totals",), f"{loaded}\n{before}\n{survey.weigh}\n{after}\n"
+    )
+
+
+def _each(name: str, rule: Rule, arguments: tuple[str, ...], text: str, always: str = "") -> Kernel:
+    """A kernel with a thread a tensor; the step is skipped where ``skip`` says so, but for what is `always` done."""
+    numbers = " ".join(f"const double {n} = group[{i + 1}]; (void){n};" for i, n in enumerate(rule.numbers))
+    stored = " ".join(f"out[{i}] = (float){c};" for i, c in enumerate(rule.constants))
+    assert len(rule.numbers) < MOST
+    assert len(rule.constants) < MOST
+    return Kernel(
+        name,
+        ("uint64 tensors", "int64 count", "uint64 hyper", "uint64 skip", "uint64 constants", *arguments),
+        f"""{always}
+const i64 tensor = block * {THREADS} + thread;
+if (tensor < count && !(skip && *at<const float>(skip) > 0.f)) {{
+  const u64* const mine = at<const u64>(tensors) + tensor * {TENSOR};
+  const double* const group = at<const double>(hyper) + mine[0] * {MOST};
+  const double lr = mine[2] ? (double)*at<const float>(mine[2]) : group[0]; (void)lr;
+  float* const out = at<float>(constants) + tensor * {MOST};
+  {numbers}
+  {text}
+  {stored}
+}}
+""",
+    )
+
+
+# -- the loss scale in it --------------------------------------------------------------------------------------------------
+
+RULE = ("growth", "backoff", "interval", "delay", "hysteresis", "refill", "minimum", "maximum")
+
+
+@dataclass(eq=False, slots=True)
+class Scale:
+    """A loss scale on a device, lent for one step.
+
+    Attributes:
+        state: int32 [3]: the float32 scale's bits; good steps since the last overflow or growth; overflows still to be forgiven, plus one.
+        rule: float64 [8], as `RULE` names them; see `precision.scaler.LossScale`, whose `Scaler.advance` is the same by torch.
+        moved: whether the step has moved it. One that torch runs, or that had nothing to step, has not.
+    """
+
+    state: Tensor
+    rule: Tensor
+    moved: bool = False
+
+
+# Sees ``scale`` and ``law``, addresses of `Scale.state` and `Scale.rule`, or 0; and ``skip``. Products are in double, as torch has them.
+MOVE = f"""
+if (scale && block == 0 && thread == 0) {{
+  float* const size = at<float>(scale);
+  int* const good = at<int>(scale) + 1;
+  int* const patience = at<int>(scale) + 2;
+  {" ".join(f"const double {name} = at<const double>(law)[{i}];" for i, name in enumerate(RULE))}
+  const bool bad = skip && *at<const float>(skip) > 0.f;
+  const bool falls = bad && *patience <= 1;
+  const int count = bad ? 0 : *good + 1;
+  const bool grows = (double)count >= interval + delay;
+  const float lower = (float)((double)*size * backoff), least = (float)minimum;
+  const float higher = (float)((double)*size * growth), most = (float)maximum;
+  const float bounded = higher > most ? most : higher;
+  if (refill > 0.0 ? !bad : grows) *patience = (int)hysteresis;
+  else if (bad && !falls) *patience -= 1;
+  if (falls) *size = lower < least ? least : lower;
+  else if (grows && finite(bounded)) *size = bounded;
+  *good = grows ? (int)delay : count;
+}}
+"""
+
+
+# -- the fourth launch -----------------------------------------------------------------------------------------------------
 
 GRADIENT, PARAMETER, AVERAGE, COPY = "g", "p", "ema", "low"
 
@@ -104,189 +293,3 @@ const i64 origin = (i64)row[4]; (void)origin;"""
             random if stochastic else "",
         )
     )
-
-
-# -- The third launch: step counters, bias corrections and whatever else is one number a tensor, in float64, on the device.
-
-
-TENSOR = 4  # words of each tensor: its group, and the addresses of its step counter, its lr (0: the group's) and its scalar
-MOST = 16  # most numbers of a group, and most constants of a tensor, whose last is the number of the step
-
-
-def prepare(rule: Rule) -> Kernel:
-    """For each tensor: its counter goes up, unless the step is skipped, and its constants are written. The loss scale moves either way.
-
-    Arguments: ``tensors`` int64 [count, TENSOR]; ``hyper`` float64 [groups, MOST], lr first; ``skip``, the address of
-    a float that is above 0 if the step is skipped, or 0; ``constants`` float32 [count, MOST]; ``measured``, the address of
-    `measure.RESULT`, and ``factor`` of what gradients are multiplied by, or 0; ``scale`` and ``law``, see `scale.MOVE`.
-    """
-    declared = " ".join(f"double {c} = 0.0;" for c in rule.constants)
-    text = f"""
-float* const counter = at<float>(mine[1]);
-const double step = (double)*counter + 1.0; (void)step;
-*counter = (float)step;
-const float* const seen = at<const float>(measured);
-const double norm = seen ? (double)seen[0] * (factor ? (double)*at<const float>(factor) / (double)seen[3] : 1.0) : 0.0; (void)norm;
-{declared}
-{rule.prepare}
-out[{MOST - 1}] = (float)step;
-"""
-    arguments = ("uint64 measured", "uint64 factor", "uint64 scale", "uint64 law")
-    return _each(f"prepare_{rule.name}", rule, arguments, text, MOVE)
-
-
-def weigh(rule: Rule, survey: Survey) -> Kernel:
-    """For each tensor: its constants, with what the survey has found.
-
-    Arguments: those of `prepare`, with ``totals`` float64 [count, sums] in place of the last two.
-    """
-    loaded = " ".join(f"double {c} = (double)out[{i}]; (void){c};" for i, c in enumerate(rule.constants))
-    loaded += "".join(
-        f"\nconst double {s} = at<const double>(totals)[tensor * {len(survey.sums)} + {i}];"
-        for i, s in enumerate(survey.sums)
-    )
-    before, after = "", ""
-    if rule.scalar:
-        before = f"float* const kept = at<float>(mine[3]); double {rule.scalar} = (double)*kept;"
-        after = f"*kept = (float){rule.scalar};"
-    return _each(
-        f"weigh_{rule.name}", rule, ("uint64 totals",), f"{loaded}\n{before}\n{survey.weigh}\n{after}\n"
-    )
-
-
-def _each(name: str, rule: Rule, arguments: tuple[str, ...], text: str, always: str = "") -> Kernel:
-    """A kernel with a thread a tensor; the step is skipped where ``skip`` says so, but for what is `always` done."""
-    numbers = " ".join(f"const double {n} = group[{i + 1}]; (void){n};" for i, n in enumerate(rule.numbers))
-    stored = " ".join(f"out[{i}] = (float){c};" for i, c in enumerate(rule.constants))
-    assert len(rule.numbers) < MOST
-    assert len(rule.constants) < MOST
-    return Kernel(
-        name,
-        ("uint64 tensors", "int64 count", "uint64 hyper", "uint64 skip", "uint64 constants", *arguments),
-        f"""{always}
-const i64 tensor = block * {THREADS} + thread;
-if (tensor < count && !(skip && *at<const float>(skip) > 0.f)) {{
-  const u64* const mine = at<const u64>(tensors) + tensor * {TENSOR};
-  const double* const group = at<const double>(hyper) + mine[0] * {MOST};
-  const double lr = mine[2] ? (double)*at<const float>(mine[2]) : group[0]; (void)lr;
-  float* const out = at<float>(constants) + tensor * {MOST};
-  {numbers}
-  {text}
-  {stored}
-}}
-""",
-    )
-
-
-# -- The loss scale in the step's third launch: who holds a `Scale` lends it to the step, whose first thread moves it on its way.
-
-
-RULE = ("growth", "backoff", "interval", "delay", "hysteresis", "refill", "minimum", "maximum")
-
-
-@dataclass(eq=False, slots=True)
-class Scale:
-    """A loss scale on a device, lent for one step.
-
-    Attributes:
-        state: int32 [3]: the float32 scale's bits; good steps since the last overflow or growth; overflows still to be forgiven, plus one.
-        rule: float64 [8], as `RULE` names them; see `precision.scaler.LossScale`, whose `Scaler.advance` is the same by torch.
-        moved: whether the step has moved it. One that torch runs, or that had nothing to step, has not.
-    """
-
-    state: Tensor
-    rule: Tensor
-    moved: bool = False
-
-
-# Sees ``scale`` and ``law``, addresses of `Scale.state` and `Scale.rule`, or 0; and ``skip``. Products are in double, as torch has them.
-MOVE = f"""
-if (scale && block == 0 && thread == 0) {{
-  float* const size = at<float>(scale);
-  int* const good = at<int>(scale) + 1;
-  int* const patience = at<int>(scale) + 2;
-  {" ".join(f"const double {name} = at<const double>(law)[{i}];" for i, name in enumerate(RULE))}
-  const bool bad = skip && *at<const float>(skip) > 0.f;
-  const bool falls = bad && *patience <= 1;
-  const int count = bad ? 0 : *good + 1;
-  const bool grows = (double)count >= interval + delay;
-  const float lower = (float)((double)*size * backoff), least = (float)minimum;
-  const float higher = (float)((double)*size * growth), most = (float)maximum;
-  const float bounded = higher > most ? most : higher;
-  if (refill > 0.0 ? !bad : grows) *patience = (int)hysteresis;
-  else if (bad && !falls) *patience -= 1;
-  if (falls) *size = lower < least ? least : lower;
-  else if (grows && finite(bounded)) *size = bounded;
-  *good = grows ? (int)delay : count;
-}}
-"""
-
-
-# -- What an update rule is: data, from which kernels are made.
-
-
-Group = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What a rule wants to know of a whole tensor before it moves any of it: sums over its elements, on all ranks that have some.
-
-    Attributes:
-        sums: names of the totals.
-        reads: what `element` sees, ``g`` (unscaled and clipped) first.
-        element: C++ on floats, once an element, that adds to `sums`.
-        weigh: C++ on doubles, once a tensor: sees the totals and what the rule's `prepare` does but ``step``; changes `constants`.
-        moves: whether `element` sees the states, and writes them; the rule's own then only reads them.
-    """
-
-    sums: tuple[str, ...]
-    element: Callable[[tuple[str, ...]], str]
-    weigh: str
-    moves: bool = False
-    reads: tuple[str, ...] = ("g", "p")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How one optimizer moves a parameter.
-
-    Attributes:
-        name: a C identifier.
-        states: keys of what is kept of each element, as torch names them; of those that a group needs, see `uses`.
-        uses: of a param group, which of `states` it has.
-        refuse: of a param group, why it is not for these kernels, in words; None where it is.
-        hyper: of a param group, its numbers without lr, in the order of `numbers`.
-        numbers: what `prepare` calls them; "lr" comes before them.
-        prepare: C++ on doubles, once a tensor and step: sees `numbers`, ``lr``, ``step`` (of this step, from 1) and ``norm``, and
-            sets `constants`.
-        constants: floats that `element` sees.
-        element: C++ on floats, once an element: ``p``, ``g`` (unscaled and clipped) and the states.
-        reference: the same by torch in float64 or float32: ``(p, g, states, group, step)``, in place.
-        counts: whether the state has a ``step``; if not, steps are counted beside it, from 1 where states were there before.
-        starts: of a param group, the value that states start with.
-        scalar: key of a float32 number of each tensor, 0-dim, that `Survey.weigh` sees and writes; "" where there is none.
-        norm: whether `prepare` is to be told the norm of all gradients, as they are when the rule sees them; else it is 0.
-        survey: a pass over the elements before the update.
-    """
-
-    name: str
-    states: tuple[str, ...]
-    uses: Callable[[Group], tuple[str, ...]]
-    hyper: Callable[[Group], Sequence[float]]
-    numbers: tuple[str, ...]
-    prepare: str
-    constants: tuple[str, ...]
-    element: Callable[[tuple[str, ...]], str]
-    reference: Callable[[Tensor, Tensor, dict[str, Any], Group, int], None]
-    refuse: Callable[[Group], str | None] = lambda group: None
-    counts: bool = True
-    starts: Callable[[Group], float] = lambda group: 0.0
-    scalar: str = ""
-    norm: bool = False
-    survey: Survey | None = None
-
-    @property
-    def single(self) -> tuple[str, ...]:
-        """Keys of the state that have one number a tensor."""
-        return ("step",) * self.counts + (self.scalar,) * bool(self.scalar)
