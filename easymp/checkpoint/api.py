@@ -213,7 +213,6 @@ class Checkpoints:
             models: indices of the models whose weights are kept; hooks see to the others.
         """
         prepared, run, scaler = self._prepared, self._run, self._scaler
-        scaler.settle()
         modules = [model.route.original for model in prepared.models]
         for i, part in enumerate(run_state.training_parts(modules, prepared, scaler)):
             left_out = i < len(modules) and i not in models
