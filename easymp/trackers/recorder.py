@@ -9,7 +9,7 @@ was made:
 - ``first``: the end of the first optimizer update, with `updates` and `samples`
 - ``log``: numbers that the script logged, as `values`, with its `step`, and `updates` made by then; of rank 0 only
 - ``end``: `plan`, `updates`, `samples`, `peak` bytes, `last` (when the last update ended), and `seconds` from the end of the first
-  update to that of the last, on an accelerator by its own window
+  update to that of the last, on an accelerator by its own clock
 
 Samples are those of all ranks, None where they are unknown; numbers that are not finite are the words "nan", "inf" and "-inf". A
 killed run has no ``end``, and a script that makes several Accelerators several ``begin``.
@@ -44,7 +44,7 @@ FAMILY = 1.0  # seconds of processor time between two searches for child process
 class Recorder:
     """Writes this rank's record until `finish`; a `Tracker` on the main process.
 
-    The step window calls it at each update; it waits for the device at the end only.
+    The update window calls it at each update; it waits for the device at the end only.
 
     Args:
         folder: gets the file of this rank, which may hold earlier recordings; made if missing.
@@ -101,7 +101,7 @@ class Recorder:
                 self._marks[1].synchronize()
                 seconds = self._marks[0].elapsed_time(self._marks[1]) / 1000
             except RuntimeError as error:  # the device has failed, which ends the run
-                words = "the device's window cannot be read, so the record's seconds are the host's: %s"
+                words = "the device's clock cannot be read, so the record's seconds are the host's: %s"
                 logger.warning(words, error, main_process_only=False)
         peak, plan = self._memory.peak, self._run.plan.as_dict()
         self._write("end", plan=plan, seconds=seconds, last=self._last, peak=peak, **self._counted())
