@@ -223,7 +223,6 @@ def ready() -> tuple[Scaler, torch.optim.SGD]:
     return scaler, optimizer
 
 
-@pytest.mark.parametrize("call", ["step", "unscale_"])
 @pytest.mark.parametrize(
     ("calls", "early"),
     [
@@ -245,6 +244,7 @@ def test_a_call_that_comes_too_early_is_refused_and_the_right_one_stays_possible
     scaler.step(optimizer)
 
 
+@pytest.mark.parametrize("call", ["step", "unscale_"])
 def test_before_any_backward(call: str) -> None:
     with pytest.raises(StepError, match=r"before any backward\(\)"):
         getattr(Scaler(), call)(sgd())
