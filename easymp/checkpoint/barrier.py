@@ -1,7 +1,7 @@
-"""Where ranks meet in the course of a save, in the store and not by collectives: a thread may do so while others train.
+"""Ranks meet in the course of a save through the process group's store, not by collectives: a thread may do so while others train.
 
-Each rank shows life once a second for as long as it is at work. Who waits for a rank gives up when it has shown none for the world's
-timeout: it was killed, or its machine is gone. Work may take as long as it takes.
+Each rank shows life once a second while it works. A rank that waits for another gives up when that one has shown none for the world's
+timeout: it was killed, or its machine is gone. Work itself may take any time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ BEAT = 1.0  # seconds between two signs of life
 HURRY = 10.0  # seconds without a sign after which a rank counts as dead, for a process that is about to end
 STOPPED = "stopped, as another rank failed"
 CHUNK = 2**22  # bytes of one value in the store: its server closes connections that send it more than 8 MiB
+GONE = "the ranks' common store is gone: rank 0, which has it, ended or was killed"
 
 
 class Store:
-    """This rank's connection for all saves of a run; each rank makes one, together."""
+    """This rank's connection for all saves of a run; all ranks make it together."""
 
     def __init__(self, world: World) -> None:
         self.rank, self.size, self.timeout = world.rank, world.size, world.timeout
@@ -45,21 +46,20 @@ class Store:
         return self._store
 
 
-class Meeting:
-    """One save's: ``with Meeting(store, number) as meeting``, on all ranks with the same number, which no other save has."""
+class Barrier:
+    """One save's meeting: ``with barrier``, on all ranks with the same number, which no other save has."""
 
     def __init__(self, store: Store, number: int) -> None:
+        self.rank, self.size = store.rank, store.size
         self._store, self._tag = store, str(number)
         self._over = threading.Event()
         self._failed = False
-        start = time.monotonic()
-        self._seen = dict.fromkeys(
-            range(store.size), (0, start)
-        )  # last beat of each rank, and when it was noticed
+        # Of each rank: its last beat, and when that was noticed.
+        self._seen = dict.fromkeys(range(store.size), (0, time.monotonic()))
         self._thread = threading.Thread(target=self._beat, name="easymp-beat", daemon=True)
 
-    def __enter__(self) -> Meeting:
-        if self._store.size > 1:
+    def __enter__(self) -> Barrier:
+        if self.size > 1:
             self._thread.start()
         return self
 
@@ -67,37 +67,36 @@ class Meeting:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        if self._store.size > 1:
+        if self.size > 1:
             self._thread.join()
 
     def _beat(self) -> None:
         try:
             while True:
-                self._store().add(f"alive/{self._store.rank}", 1)
+                self._store().add(f"alive/{self.rank}", 1)
                 self._failed = self._store().check([f"{self._tag}/failed"])
                 if self._over.wait(BEAT):
                     return
         except RuntimeError:
-            pass  # the store is gone, which the next one to wait will hear
+            pass  # the store is gone: the next wait says so
 
     def check(self) -> None:
-        """To be called while working: raises a CheckpointError, STOPPED, once another rank has said `fail`."""
+        """To be called while working: raises a CheckpointError, STOPPED, once another rank has called `fail`."""
         if self._failed:
             raise CheckpointError(STOPPED)
 
     def fail(self) -> None:
         """This save is lost: the others need not go on."""
-        if self._store.size > 1:
-            self._put("failed", b"")
+        self._put("failed", b"")
 
     def give(self, what: str, mine: bytes) -> None:
         """For rank 0 to `gather`; called by the others."""
-        self._put(f"{what}/{self._store.rank}", mine)
+        self._put(f"{what}/{self.rank}", mine)
 
     def gather(self, what: str, mine: bytes) -> list[bytes | CheckpointError]:
-        """On rank 0: what each rank gave, or that it shows no life any more."""
+        """On rank 0: each rank's value, or the error that it shows no life any more."""
         gathered: list[bytes | CheckpointError] = [mine]
-        for rank in range(1, self._store.size):
+        for rank in range(1, self.size):
             try:
                 gathered.append(self._take(f"{what}/{rank}", rank, last=True))
             except CheckpointError as error:
@@ -107,8 +106,7 @@ class Meeting:
 
     def announce(self, what: str, word: bytes) -> None:
         """Rank 0's word, for `announced`."""
-        if self._store.size > 1:
-            self._put(what, word)
+        self._put(what, word)
 
     def announced(self, what: str) -> bytes:
         """Rank 0's word, on the others.
@@ -119,27 +117,28 @@ class Meeting:
         return self._take(what, 0)
 
     def forget(self, also: Iterable[str] = ()) -> None:
-        """This save is over on all ranks: take what it left in the store out of it, and words of other names."""
-        if self._store.size > 1 and self._store.rank == 0:
+        """This save is over on all ranks: remove its values, and those of other names, from the store."""
+        if self.size > 1 and self.rank == 0:
             try:
                 for what in ("failed", "begin", "end", *also):
                     self._delete(f"{self._tag}/{what}")
             except RuntimeError:
-                pass  # the store is gone, which the next one to wait will hear
+                pass  # the store is gone: the next wait says so
 
     def _put(self, what: str, value: bytes) -> None:
-        chunks = _chunks(zlib.compress(value, 1))
+        if self.size == 1:
+            return
+        value = zlib.compress(value, 1)
+        chunks = [value[i : i + CHUNK] for i in range(0, len(value), CHUNK)]
         try:
             for i, chunk in enumerate(chunks[1:], 1):
                 self._store().set(f"{self._tag}/{what}/+{i}", chunk)
             self._store().set(f"{self._tag}/{what}", len(chunks).to_bytes(4, "little") + chunks[0])
         except RuntimeError as error:
-            raise CheckpointError(
-                f"the ranks' common store is gone: rank 0, which has it, ended or was killed ({error})"
-            ) from error
+            raise CheckpointError(f"{GONE} ({error})") from error
 
     def _take(self, what: str, rank: int, last: bool = False) -> bytes:
-        """A value of another rank, once it is there; `last`: nobody else will ask for it."""
+        """A value of another rank, once it is there; `last`: no other rank will ask for it."""
         name, pulse = f"{self._tag}/{what}", f"alive/{rank}"
         pause = 0.001
         try:
@@ -161,9 +160,7 @@ class Meeting:
         except RuntimeError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(
-                f"the ranks' common store is gone: rank 0, which has it, ended or was killed ({error})"
-            ) from error
+            raise CheckpointError(f"{GONE} ({error})") from error
         return zlib.decompress(b"".join([first[4:], *rest]))
 
     def _delete(self, name: str) -> None:
@@ -171,7 +168,3 @@ class Meeting:
             for i in range(1, int.from_bytes(self._store().get(name)[:4], "little")):
                 self._store().delete_key(f"{name}/+{i}")
             self._store().delete_key(name)
-
-
-def _chunks(value: bytes) -> list[bytes]:
-    return [value[i : i + CHUNK] for i in range(0, len(value), CHUNK)] or [b""]

@@ -484,11 +484,7 @@ class Reader:
     """The file `what` of `size` bytes, with these checksums; ``read(views, at)`` fills the views from byte `at` on, or fails."""
 
     def __init__(
-        self,
-        what: str,
-        size: int,
-        checksums: Sequence[int] | None,
-        read: Callable[[Views, int], None],
+        self, what: str, size: int, checksums: Sequence[int] | None, read: Callable[[Views, int], None]
     ) -> None:
         self._what, self._size, self._checksums, self._read = what, size, checksums, read
         self._crc32 = crc32()

@@ -1,22 +1,23 @@
-"""Whole tensors of a model that is spread over the ranks, one after the other on rank 0, which may let each go before the next."""
+"""Whole tensors of a model that is spread over the ranks, one after the other on rank 0, which may free each before the next."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..distributed import World
 from ..errors import CheckpointError
-from .barrier import Meeting, Store
+from .barrier import Barrier, Store
 from .huggingface import Item
 from .layout import Box, Shape, fault, on_host, place_of, whole
 
+EACH = 2**28  # bytes of tensors from one word of rank 0 to the next
 
-@dataclass(frozen=True)
-class Spread:
+
+class Spread(NamedTuple):
     """A tensor, and for each box of it the first rank that has it."""
 
     dtype: torch.dtype
@@ -28,7 +29,7 @@ class Gathering:
     """Made on all ranks together, of the same names in the same order; `bring` is a collective, too.
 
     Attributes:
-        tensors: what there is, by name; the same on all ranks.
+        tensors: by name; the same on all ranks.
 
     Raises:
         CheckpointError: on every rank: a tensor that the ranks do not have all of, or have in layouts that cannot be put together.
@@ -41,14 +42,12 @@ class Gathering:
         for name, tensor in tensors.items():
             try:
                 place = place_of(tensor)
+                self._parts[name] = dict(place.parts) if place is not None else {}
             except CheckpointError as error:
                 said = said or f"{name}: {error}"
-                continue
-            self._parts[name] = dict(place.parts) if place is not None else {}
         kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        everyones = world.gather_objects(
-            (said, kinds, {name: list(parts) for name, parts in self._parts.items()})
-        )
+        boxes = {name: list(parts) for name, parts in self._parts.items()}
+        everyones = world.gather_objects((said, kinds, boxes))
         for rank, (words, theirs, _) in enumerate(everyones):
             if words:
                 raise CheckpointError(words)
@@ -63,13 +62,12 @@ class Gathering:
                 for box in boxes[name]:
                     holders.setdefault(box, rank)
             if wrong := fault(shape, list(holders)):
-                raise CheckpointError(f"{name}: what the ranks have of it is not the whole: {wrong}")
+                raise CheckpointError(f"{name}: the ranks do not have the whole of it: {wrong}")
             self.tensors[name] = Spread(dtype, shape, tuple(holders.items()))
 
     def bring(self, name: str) -> Tensor | None:
         """The whole tensor on rank 0, on the CPU and contiguous (the live one itself, where it is that already); None elsewhere."""
-        spread, rank = self.tensors[name], self._world.rank
-        parts = self._parts[name]
+        spread, rank, parts = self.tensors[name], self._world.rank, self._parts[name]
         if rank == 0 and spread.holders == ((whole(spread.shape), 0),):
             return on_host(next(iter(parts.values())), name)
         complete = torch.empty(spread.shape, dtype=spread.dtype) if rank == 0 else None
@@ -82,21 +80,16 @@ class Gathering:
         return complete
 
 
-# -- Whole tensors to rank 0 at its own pace: between two of them it may be at its disk for longer than a collective waits.
-
-
-EACH = 2**28  # bytes from one word to the next
-
-
 def hand_over(
     world: World,
     gathering: Gathering,
     shards: Sequence[Sequence[Item]],
     write: Callable[[Callable[[str], Tensor | None]], str],
 ) -> str:
-    """Rank 0 calls `write` with what brings it the tensors of `shards`, in their order; all ranks go along, and return what it said.
+    """Rank 0 calls `write` with what brings it the tensors of `shards`, in their order; all ranks go along, and return its result.
 
-    Where `write` gives up half-way, the other tensors are handed over all the same, and dropped.
+    Between two tensors rank 0 may be at its disk for longer than a collective waits. So the others wait for its word in the store, and send
+    when it is there to receive. Where `write` gives up half-way, the other tensors are handed over all the same, and dropped.
 
     Raises:
         CheckpointError: rank 0 shows no life any more.
@@ -104,13 +97,13 @@ def hand_over(
     """
     turns = {name: f"turn/{number}" for number, name in enumerate(_first_of_each(shards))}
     waiting = iter([item.name for shard in shards for item in shard])
-    with Meeting(Store(world), 0) as meeting:
+    with Barrier(Store(world), 0) as barrier:
 
         def bring(name: str) -> Tensor | None:
             if name in turns and world.rank == 0:
-                meeting.announce(turns[name], b"")
+                barrier.announce(turns[name], b"")
             elif name in turns:
-                meeting.announced(turns[name])
+                barrier.announced(turns[name])
             return gathering.bring(name)
 
         if world.rank == 0:
@@ -118,17 +111,17 @@ def hand_over(
         for name in waiting:
             bring(name)
         if world.rank:
-            said = meeting.announced("end").decode()
-            meeting.give("done", b"")
+            said = barrier.announced("end").decode()
+            barrier.give("done", b"")
         else:
-            meeting.announce("end", said.encode())
-            meeting.gather("done", b"")
-            meeting.forget(turns.values())
+            barrier.announce("end", said.encode())
+            barrier.gather("done", b"")
+            barrier.forget(turns.values())
     return said
 
 
 def _first_of_each(shards: Sequence[Sequence[Item]]) -> list[str]:
-    """The first tensor of each file, and of what follows `EACH` bytes of it."""
+    """The first tensor of each file, and of each `EACH` bytes of it."""
     names = []
     for shard in shards:
         held = EACH

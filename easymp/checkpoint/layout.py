@@ -90,6 +90,8 @@ def fault(shape: Shape, boxes: Sequence[Box]) -> str | None:
     box adds 1 at its first corner and 1 or -1 at the others, those just behind its ends. So the boxes cover what one box of `shape`
     covers if and only if their steps add up to that one's; and the first place, by row, where they do not is where the count is wrong.
     """
+    if len(boxes) == 1 and boxes[0] == ((0,) * len(shape), shape):  # most are, and the rest takes its time
+        return None
     for box in boxes:
         if len(box.shape) != len(shape) or len(box.offset) != len(shape):
             return f"{box} has {len(box.shape)} dimensions, and the tensor {len(shape)}"

@@ -1,11 +1,11 @@
 """Loading: all is checked, read and verified before anything live changes, and all ranks go on, or none.
 
-In this order: what is there is compared with what is live; all is read, and verified; what runs a user's code and so may fail is tried,
-and undone where it does; then tensors are filled. After each step the ranks agree.
+Stages: read the manifest, match it with what is live (each `Kept` asks a `Reading` for its state), plan the reads (`read_plan`), read and
+verify; try what runs a user's code and so may fail, and undo it where it does; then fill tensors. After each stage the ranks agree.
 
-Of files in a local folder, live tensors are filled by reading once more, from files that are still open (the first `local.HELD` of
-them). That fails where somebody writes into these very files meanwhile, or where the disk does. Live tensors are then in part the old
-ones and in part the new ones, an error says so on all ranks, and another load puts all in place again.
+Of files in a local folder, live tensors are filled by reading once more, from files that are still open. That fails where another process
+writes into these very files meanwhile, or the disk fails. Live tensors are then in part the old ones and in part the new ones, an error
+says so on all ranks, and another load puts all in place again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..errors import CheckpointError, EasympError, nearest
 from ..logging import get_logger
 from .blocks import Tick, no_tick
 from .codec import unpack
-from .folders import SourceFile, current, open_manifest
-from .layout import Box, overlap, whole
+from .folders import SourceFile, current, open_manifest, source_files
+from .layout import Box, whole
 from .manifest import Manifest, Stored
 from .progress import expect
 from .read_plan import Want, blocks_of, preflight, stream
@@ -32,6 +32,7 @@ from .storage import Storage
 
 logger = get_logger(__name__)
 
+SHOWN = 5  # of a list in a message
 STUCK = "could not be put back"
 HALF = (
     "was loaded in part, so that the live state is neither what it was nor what was saved: load this or another checkpoint before going "
@@ -45,214 +46,13 @@ class Loaded:
 
     Attributes:
         place: where it lies.
-        manifest: what it holds.
+        manifest: of the checkpoint.
         skipped: what did not fit, in words; only ``strict=False`` skips anything.
     """
 
     place: str
     manifest: Manifest
     skipped: tuple[str, ...] = ()
-
-
-def load_checkpoint(
-    world: World, storage: Storage, name: str, kept: Sequence[Kept], strict: bool = True, tick: Tick = no_tick
-) -> Loaded:
-    """Put the checkpoint `name` of `storage` into what is live, on all ranks together.
-
-    Raises:
-        CheckpointError: on every rank, if it does not fit or cannot be read on one; nothing live has changed. Or a file that was whole
-            could not be read a second time, and the message says that the state was loaded in part.
-    """
-    with storage.held() as again:
-
-        def open_it() -> Reading:
-            folder = current(storage, name)
-            return Reading(storage, folder, open_manifest(storage, folder), world.rank, strict, again)
-
-        return put_in_place(world, f"{storage.place}/{name}", open_it, kept, tick)
-
-
-def put_in_place(
-    world: World, place: str, open_it: Callable[[], Reading], kept: Sequence[Kept], tick: Tick = no_tick
-) -> Loaded:
-    """As `load`, from what `open_it` opens at `place`."""
-    puts: list[Callable[[], None]] = []
-    found: list[Reading] = []
-
-    def prepare() -> None:
-        reading = open_it()
-        puts.extend(_taken(k, reading) for k in kept)
-        if left := reading.left():
-            reading.complain(
-                f"nothing here takes {several(left)} of the checkpoint: prepare what was saved before loading"
-            )
-        reading.run(tick)
-        found.append(reading)
-
-    trouble = _trouble(prepare)
-    _together(world, place, _words(trouble), trouble)
-    (reading,) = found
-    reading.skipped += _attempt(world, place, reading.trials, reading.strict)
-    world.settle()  # whatever waits to be averaged is about to be replaced
-
-    def put_all() -> None:
-        for put in puts:
-            put()
-
-    trouble = _trouble(put_all)
-    _together(world, place, _words(trouble), trouble, HALF)
-    skipped = tuple(
-        dict.fromkeys(words for everyones in world.gather_objects(reading.skipped) for words in everyones)
-    )
-    if skipped:
-        logger.warning("%s: skipped: %s", place, "; ".join(skipped))
-    return Loaded(place, reading.manifest, skipped)
-
-
-def _attempt(world: World, place: str, trials: Sequence[Trial], strict: bool) -> list[str]:
-    """Make all trials, or none; those that failed on any rank are left out where that is allowed, and returned in words."""
-    causes = {trial.what: error for trial in trials if (error := _trouble(trial.change)) is not None}
-    mine = {what: _words(error) for what, error in causes.items()}
-    failed = {what: words for each in reversed(world.gather_objects(mine)) for what, words in each.items()}
-    if not failed:
-        return []
-    stuck = [
-        f"{trial.what} {STUCK}: {_words(error)}"
-        for trial in reversed(trials)
-        if (strict or trial.what in failed) and (error := _trouble(trial.undo)) is not None
-    ]
-    if strict or any(world.gather_objects(stuck)):
-        said = "; ".join([f"{what}: {words}" for what, words in mine.items()] + stuck)
-        _together(world, place, said, next(iter(causes.values()), None))
-    return [f"{what}: {words}" for what, words in failed.items()]
-
-
-def _taken(kept: Kept, reading: Reading) -> Callable[[], None]:
-    try:
-        return kept.take(reading)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, EasympError):
-            raise
-        raise CheckpointError(
-            f"the manifest does not hold what a {type(kept).__name__} writes ({_words(error)}): load another checkpoint"
-        ) from error
-
-
-def _trouble(act: Callable[[], object]) -> Exception | None:
-    """What went wrong in `act`. Whatever it was, the other ranks wait to hear of it."""
-    try:
-        act()
-    except Exception as error:
-        return error
-    return None
-
-
-def _words(error: Exception | None) -> str:
-    if error is None:
-        return ""
-    said = str(error) or type(error).__name__
-    return said if isinstance(error, (OSError, EasympError)) else f"{type(error).__name__}: {error}"
-
-
-def _together(world: World, place: str, said: str, cause: Exception | None = None, what: str = "") -> None:
-    """Raise on all ranks what went wrong on any. `what` became of the checkpoint; if "", it was not loaded."""
-    everyones = world.gather_objects(said)
-    by_words: dict[str, list[str]] = {}
-    for rank, words in enumerate(everyones):
-        if words:
-            by_words.setdefault(words, []).append(str(rank))
-    if by_words:
-        who = {
-            words: f"rank {', '.join(ranks)}: " if len(ranks) < world.size else ""
-            for words, ranks in by_words.items()
-        }
-        told = "; ".join(who[words] + words for words in by_words)
-        what = what or ("was not loaded" if STUCK in told else "was not loaded, and nothing has changed")
-        raise CheckpointError(f"{place} {what}: {told}") from cause
-
-
-# -- Whether what a checkpoint holds fits what is live, said in words; and putting it there.
-
-
-SHOWN = 5  # of a list in a message
-
-
-def several(words: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
-    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    return "; ".join(words[:SHOWN]) + more
-
-
-def names_apart(live: Collection[str], saved: Collection[str], what: str = "") -> str:
-    """Which names are on one side only, with the nearest of those that are only on the other; "" where none is."""
-    lacks = [name for name in live if name not in saved]
-    left = [name for name in saved if name not in live]
-    said = []
-    if lacks:
-        said.append(
-            f"{what}not in the checkpoint: {several([repr(name) + nearest(name, left) for name in lacks[:SHOWN]] + lacks[SHOWN:])}"
-        )
-    if left:
-        said.append(
-            f"{what}only in the checkpoint: {several([repr(name) for name in left[:SHOWN]] + left[SHOWN:])}"
-        )
-    return "; ".join(said)
-
-
-def once(box: Box, live: Tensor) -> tuple[Box, Tensor]:
-    """A box and where its elements lie; of a tensor that shows one element in several places (``expand``), where they are alike, one."""
-    for dim, (length, stride) in enumerate(zip(live.shape, live.stride())):
-        if stride == 0 and length > 1:
-            live = live.narrow(dim, 0, 1)
-    return Box(box.offset, tuple(live.shape)), live
-
-
-def is_known(thing: Any) -> bool:
-    """Whether the states of `thing` have one form, by its class: torch's and easymp's have; a user's own may have another each time."""
-    return type(thing).__module__.partition(".")[0] in ("torch", "easymp")
-
-
-def kind_of(value: Any) -> str:
-    """The kind of a stored value, in words. Numbers of any type and one-element tensors are one kind, as are lists and tuples."""
-    if isinstance(value, bool):
-        return "True or False"
-    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim):
-        return "a number"
-    if isinstance(value, (list, tuple)):
-        return "a list"
-    return "a dict" if isinstance(value, Mapping) else f"a {type(value).__name__}"
-
-
-def check_like(what: str, saved: Any, live: Any) -> None:
-    """Compare a state with the live one, key by key: wrong kinds are found here, before anything live takes them.
-
-    None fits every kind. Keys that only one of the two has are not compared.
-
-    Raises:
-        CheckpointError: a value is of another kind, or an integer is too large for 64 bits.
-    """
-    if isinstance(saved, int) and not -(2**63) <= saved < 2**63:
-        raise CheckpointError(
-            f"{what} is {saved!r:.80} in the checkpoint, which 64 bits do not hold: load another checkpoint"
-        )
-    if saved is None or live is None:
-        return
-    if kind_of(saved) != kind_of(live) or (isinstance(live, tuple) and len(saved) != len(live)):
-        raise CheckpointError(
-            f"{what} is {saved!r:.80} in the checkpoint, and {live!r:.80} here: load another checkpoint"
-        )
-    if isinstance(live, Mapping):
-        for key in saved.keys() & live.keys():
-            check_like(f"{what}[{key!r:.80}]", saved[key], live[key])
-    elif isinstance(live, (list, tuple)) and live:
-        for i, item in enumerate(saved):
-            check_like(f"{what}[{i}]", item, live[min(i, len(live) - 1)])
-
-
-class FullName(str):
-    """A tensor's full name, in place of its values."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -268,11 +68,17 @@ class Trial:
     undo: Callable[[], None]
 
 
+class FullName(str):
+    """A tensor's full name, in place of its values."""
+
+    __slots__ = ()
+
+
 class Reading:
     """A committed checkpoint, as one rank reads it. Tensors asked for are empty until `run`, which reads and verifies them all.
 
-    What shall be in live tensors is verified by `run`, too. Where files may be read again, it is read again then, into the live tensors
-    themselves, and verified again: the state lies in memory once, and no new memory has to be cleared for it. Elsewhere a copy waits.
+    Bytes for live tensors are verified by `run`, too. Where files may be read again, they are read again then, into the live tensors
+    themselves, and verified again: the state lies in memory once. Elsewhere a copy waits.
 
     Args:
         again: whether files may be read twice; see `Storage.held`.
@@ -304,12 +110,14 @@ class Reading:
         self._asked: set[str] = set()
         self._masters: dict[str, str] | None = None
 
+    # -- Python state
+
     def __contains__(self, name: str) -> bool:
         self._asked.add(name)
         return name in self.manifest.states
 
     def named(self, name: str, own: bool = False) -> str:
-        """What `name` is kept under; with `own`, by the rank of the same number, counted round where fewer ranks wrote."""
+        """The name under which `name` is stored; with `own`, that of the rank of the same number, modulo the ranks that wrote."""
         return f"ranks/{self.rank % self.manifest.world_size:05d}/{name}" if own else name
 
     def state(
@@ -319,10 +127,10 @@ class Reading:
         tensor: Callable[[str], Any] | None = None,
         within: Sequence[str] = (),
     ) -> Any:
-        """The tree kept under `name`, its tensors as `tensor` makes them of their full names (whole ones, on the CPU).
+        """The tree under `name`, its tensors as `tensor` makes them of their full names (by default whole ones, on the CPU).
 
         Args:
-            own: what this rank alone keeps.
+            own: this rank's own.
             within: keys that lead to a part of the tree, which is made instead.
         """
         name = f"ranks/{self.rank:05d}/{name}" if own else name
@@ -334,28 +142,26 @@ class Reading:
         return unpack(tree, tensor or self.whole)
 
     def left(self) -> list[str]:
-        """Names of what is in the checkpoint and nobody asked for, beside what is a rank's own; without the parts of each."""
+        """Names of states that nothing asked for, except those of single ranks; without the parts of each."""
 
         def known(name: str) -> bool:
             words = name.split("/")
             above = ["/".join(words[:n]) for n in range(1, len(words))]
             return name in self._asked or any(n in self._asked or n in self.manifest.states for n in above)
 
-        return sorted(
-            name for name in self.manifest.states if not name.startswith("ranks/") and not known(name)
-        )
+        return sorted(n for n in self.manifest.states if not n.startswith("ranks/") and not known(n))
+
+    # -- tensors
 
     def stored(self, name: str) -> Stored:
-        """What there is of a tensor, by its full name or another one that it has."""
+        """A tensor, by its full name or an alias."""
         return self.manifest.tensors[self.manifest.aliases.get(name, name)]
 
     def master(self, name: str) -> str | None:
         """The fp32 master that an optimizer kept of a parameter: both by their full names."""
         if self._masters is None:
-            kept = [state for state in self.manifest.states if state.endswith("/masters")]
-            self._masters = {
-                k: v for state in kept for k, v in unpack(self.manifest.states[state], str).items()
-            }
+            kept = [tree for state, tree in self.manifest.states.items() if state.endswith("/masters")]
+            self._masters = {name: of for tree in kept for name, of in unpack(tree, str).items()}
         return self._masters.get(self.manifest.aliases.get(name, name))
 
     def whole(self, name: str) -> Tensor:
@@ -368,11 +174,11 @@ class Reading:
         return tensor
 
     def fill(self, name: str, box: Box, tensor: Tensor) -> None:
-        """Have `run` fill `tensor`, which has the shape of `box` and is nothing live."""
+        """Have `run` fill `tensor`, which has the shape of `box` and is not live."""
         self._wanted.append(Want(self.stored(name), box, tensor))
 
     def overwriting(self, parts: Iterable[tuple[str, Box, Tensor]]) -> Callable[[], None]:
-        """What fills these live tensors, of the shapes of their boxes, after `run`. It fails where a file can no longer be read."""
+        """A function that fills these live tensors, of the shapes of their boxes, after `run`. It fails if a file can't be read again."""
         wants = [Want(self.stored(name), *once(box, live)) for name, box, live in parts]
         if self._again:
             self._live += wants
@@ -394,21 +200,16 @@ class Reading:
         self.skipped.append(words)
 
     def run(self, tick: Tick = no_tick) -> None:
-        """Fill all that was asked for, and verify what live tensors shall take.
+        """Fill all that was asked for, and verify the bytes for live tensors.
 
         Raises:
             CheckpointError: bytes that are missing, or not what was written.
         """
-        needed = {
-            p.file for w in [*self._wanted, *self._live] for p in w.stored.pieces if overlap(p.box, w.box)
-        }
+        every = [*self._wanted, *self._live]
+        needed = {slab.piece.file for want in every for slab in want.slabs}
         preflight(self._storage, self._folder, self.manifest, sorted(needed))
-        self._tick = tick
-        self._files = {
-            name: SourceFile(self._storage, f"{self._folder}/{name}", record.size, record.checksums)
-            for name, record in self.manifest.files.items()
-        }
-        expect(tick, sum(want.into.nbytes for want in [*self._wanted, *self._live, *self._live]))
+        self._tick, self._files = tick, source_files(self._storage, self._folder, self.manifest.files)
+        expect(tick, sum(want.into.nbytes for want in [*every, *self._live]))
         stream(self._files, self._wanted, tick)
         known = blocks_of(self._wanted)
         for name, numbers in blocks_of(self._live).items():
@@ -422,7 +223,185 @@ class Reading:
         try:
             stream(self._files, wants, self._tick)
         finally:
-            for want in wants:
-                torch.autograd.graph.increment_version(
-                    want.into
-                )  # memory was written to past autograd; fp32 masters look here
+            for want in wants:  # memory was written to past autograd, and fp32 masters look at the version
+                torch.autograd.graph.increment_version(want.into)
+
+
+def once(box: Box, live: Tensor) -> tuple[Box, Tensor]:
+    """A box and its tensor, without the dimensions along which `expand` shows one element several times."""
+    for dim, (length, stride) in enumerate(zip(live.shape, live.stride())):
+        if stride == 0 and length > 1:
+            live = live.narrow(dim, 0, 1)
+    return Box(box.offset, tuple(live.shape)), live
+
+
+# -- load -------------------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(
+    world: World, storage: Storage, name: str, kept: Sequence[Kept], strict: bool = True, tick: Tick = no_tick
+) -> Loaded:
+    """Put the checkpoint `name` of `storage` into what is live, on all ranks together.
+
+    Raises:
+        CheckpointError: on every rank, if it does not fit or cannot be read on one; nothing live has changed. Or a file that was intact
+            could not be read a second time, and the message says that the state was loaded in part.
+    """
+    with storage.held() as again:
+
+        def open_it() -> Reading:
+            folder = current(storage, name)
+            return Reading(storage, folder, open_manifest(storage, folder), world.rank, strict, again)
+
+        return put_in_place(world, f"{storage.place}/{name}", open_it, kept, tick)
+
+
+def put_in_place(
+    world: World, place: str, open_it: Callable[[], Reading], kept: Sequence[Kept], tick: Tick = no_tick
+) -> Loaded:
+    """As `load_checkpoint`, from what `open_it` opens at `place`."""
+    puts: list[Callable[[], None]] = []
+    found: list[Reading] = []
+
+    def prepare() -> None:
+        reading = open_it()
+        puts.extend(_taken(k, reading) for k in kept)
+        if left := reading.left():
+            reading.complain(
+                f"nothing here takes {several(left)} of the checkpoint: prepare what was saved before loading"
+            )
+        reading.run(tick)
+        found.append(reading)
+
+    _together(world, place, _error(prepare))
+    (reading,) = found
+    reading.skipped += _attempt(world, place, reading.trials, reading.strict)
+    world.settle()  # whatever waits to be averaged is about to be replaced
+    _together(world, place, _error(lambda: [put() for put in puts]), HALF)
+    everyones = world.gather_objects(reading.skipped)
+    skipped = tuple(dict.fromkeys(words for skipped in everyones for words in skipped))
+    if skipped:
+        logger.warning("%s: skipped: %s", place, "; ".join(skipped))
+    return Loaded(place, reading.manifest, skipped)
+
+
+def _taken(kept: Kept, reading: Reading) -> Callable[[], None]:
+    try:
+        return kept.take(reading)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, EasympError):
+            raise
+        raise CheckpointError(
+            f"the manifest does not hold what a {type(kept).__name__} writes ({_words(error)}): load another checkpoint"
+        ) from error
+
+
+def _attempt(world: World, place: str, trials: Sequence[Trial], strict: bool) -> list[str]:
+    """Make all trials, or none; those that failed on any rank are left out where that is allowed, and returned in words."""
+    causes = {trial.what: error for trial in trials if (error := _error(trial.change)) is not None}
+    mine = {what: _words(error) for what, error in causes.items()}
+    failed = {what: words for each in reversed(world.gather_objects(mine)) for what, words in each.items()}
+    if not failed:
+        return []
+    stuck = [
+        f"{trial.what} {STUCK}: {_words(error)}"
+        for trial in reversed(trials)
+        if (strict or trial.what in failed) and (error := _error(trial.undo)) is not None
+    ]
+    if strict or any(world.gather_objects(stuck)):
+        said = "; ".join([f"{what}: {words}" for what, words in mine.items()] + stuck)
+        _together(world, place, next(iter(causes.values()), None), said=said)
+    return [f"{what}: {words}" for what, words in failed.items()]
+
+
+def _error(act: Callable[[], object]) -> Exception | None:
+    """Any error of `act`: the other ranks wait to hear of it."""
+    try:
+        act()
+    except Exception as error:
+        return error
+    return None
+
+
+def _words(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    said = str(error) or type(error).__name__
+    return said if isinstance(error, (OSError, EasympError)) else f"{type(error).__name__}: {error}"
+
+
+def _together(
+    world: World, place: str, error: Exception | None, what: str = "", said: str | None = None
+) -> None:
+    """Raise the errors of any rank on all. `what` became of the checkpoint; if "", it was not loaded. `said`: the words of the error."""
+    by_words: dict[str, list[str]] = {}
+    for rank, words in enumerate(world.gather_objects(_words(error) if said is None else said)):
+        if words:
+            by_words.setdefault(words, []).append(str(rank))
+    if by_words:
+        told = "; ".join(
+            (f"rank {', '.join(ranks)}: " if len(ranks) < world.size else "") + words
+            for words, ranks in by_words.items()
+        )
+        what = what or ("was not loaded" if STUCK in told else "was not loaded, and nothing has changed")
+        raise CheckpointError(f"{place} {what}: {told}") from error
+
+
+# -- what fits --------------------------------------------------------------------------------------------------------
+
+
+def several(words: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return "; ".join(words[:SHOWN]) + more
+
+
+def names_apart(live: Collection[str], saved: Collection[str], what: str = "") -> str:
+    """The names that are on one side only, with the nearest on the other; "" where there is none."""
+    lacks = [name for name in live if name not in saved]
+    left = [name for name in saved if name not in live]
+    near = [repr(name) + nearest(name, left) for name in lacks[:SHOWN]] + lacks[SHOWN:]
+    sides = (("not in", near), ("only in", [repr(name) for name in left]))
+    return "; ".join(f"{what}{side} the checkpoint: {several(names)}" for side, names in sides if names)
+
+
+def is_known(thing: Any) -> bool:
+    """Whether the states of `thing` have one form, by its class: torch's and easymp's have; a user's own may vary."""
+    return type(thing).__module__.partition(".")[0] in ("torch", "easymp")
+
+
+def kind_of(value: Any) -> str:
+    """The kind of a stored value, in words. Numbers of any type and one-element tensors are one kind, as are lists and tuples."""
+    if isinstance(value, bool):
+        return "True or False"
+    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim):
+        return "a number"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return "a dict" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+
+
+def check_like(what: str, saved: Any, live: Any) -> None:
+    """Compare a state with the live one, key by key, so that wrong kinds are found before anything live takes them.
+
+    None fits every kind. Keys that only one of the two has are not compared.
+
+    Raises:
+        CheckpointError: a value is of another kind, or an integer is too large for 64 bits.
+    """
+    if isinstance(saved, int) and not -(2**63) <= saved < 2**63:
+        raise CheckpointError(
+            f"{what} is {saved!r:.80} in the checkpoint, which 64 bits do not hold: load another checkpoint"
+        )
+    if saved is None or live is None:
+        return
+    if kind_of(saved) != kind_of(live) or (isinstance(live, tuple) and len(saved) != len(live)):
+        raise CheckpointError(
+            f"{what} is {saved!r:.80} in the checkpoint, and {live!r:.80} here: load another checkpoint"
+        )
+    if isinstance(live, Mapping):
+        for key in saved.keys() & live.keys():
+            check_like(f"{what}[{key!r:.80}]", saved[key], live[key])
+    elif isinstance(live, (list, tuple)) and live:
+        for i, item in enumerate(saved):
+            check_like(f"{what}[{i}]", item, live[min(i, len(live) - 1)])

@@ -377,7 +377,6 @@ def check_extra(paths: Collection[str], files: Collection[str]) -> None:
 
 def _check_tensors(tensors: Mapping[str, Stored], files: Mapping[str, FileRecord]) -> None:
     """Each is covered once by its pieces, and each byte of a file belongs to one piece at most."""
-    places: dict[str, list[tuple[int, int, str]]] = {}
     for name, stored in tensors.items():
         if nbytes(stored.dtype, stored.shape) is None:
             raise CheckpointError(
@@ -388,13 +387,18 @@ def _check_tensors(tensors: Mapping[str, Stored], files: Mapping[str, FileRecord
                 raise CheckpointError(f"{name!r:.300} has a box {box!r:.80}, which are not all whole numbers")
             if file not in files:
                 raise CheckpointError(f"{name!r:.300} lies in {file!r:.300}, which is none of the files")
+    places: dict[str, list[tuple[int, int, str]]] = {}
+    for name, stored in tensors.items():
         if wrong := fault(stored.shape, [piece.box for piece in stored.pieces]):
             raise CheckpointError(f"{name!r:.300} is not stored exactly once: {wrong}")
         for box, file, begin in stored.pieces:
-            count = prod(box.shape) * stored.dtype.itemsize
-            check_number(f"the first byte of {name!r:.300} in {file}", begin, 0, files[file].size - count)
-            if count:
-                places.setdefault(file, []).append((begin, begin + count, name))
+            end = begin + prod(box.shape) * stored.dtype.itemsize
+            if type(begin) is not int or not 0 <= begin <= end <= files[file].size:
+                raise CheckpointError(
+                    f"the first byte of {name!r:.300} in {file} is {begin!r:.80}, outside of the file"
+                )
+            if begin < end:
+                places.setdefault(file, []).append((begin, end, name))
     for file, taken in places.items():
         taken.sort()
         for (_, end, one), (begin, _, other) in pairwise(taken):

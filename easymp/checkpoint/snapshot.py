@@ -1,9 +1,14 @@
-"""What a rank brings to a checkpoint, and what it takes from one: the two ends between live objects and files."""
+"""The state that ranks save, collected, and the plan of who writes what: the first two stages of a save.
+
+Every rank collects its State: tensors by name and chunk, and JSON. From the lists of all ranks each makes the same plan: files whose every
+byte is known before the first is written, and each chunk in one of them. So only checksums have to be told afterwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -12,16 +17,55 @@ from torch import Tensor
 
 from ..distributed import World
 from ..errors import CheckpointError, EasympError, WorldError
+from ..logging import get_logger
 from .barrier import STOPPED
-from .blocks import Part, as_bytes
+from .blocks import Part, aligned, as_bytes, copy, spread
 from .codec import pack
-from .header import encode
+from .header import PAGE, encode
 from .layout import Box, Shape, fault, place_of, whole
 from .manifest import Piece, Stored
 
+logger = get_logger(__name__)
+CHUNK = 2**22  # bytes copied at a time of a tensor on a device, or with gaps
+LARGE = 2**25  # bytes that one thread copies at a time
+SMALL = 2**18  # bytes of a tensor that is not worth handing to another thread
+
+# -- collect ----------------------------------------------------------------------------------------------------------
+
+
+class Kept(Protocol):
+    """One live object whose state checkpoints keep."""
+
+    def bring(self, into: Snapshot) -> None:
+        """Add its state to a snapshot."""
+        ...
+
+    def take(self, source: Any) -> Callable[[], None]:
+        """Ask a `load.Reading` for its state, and check it; the returned function puts it in place once all is read.
+
+        Nothing live changes before that call, and it fails only where `Reading.overwriting` does.
+
+        Raises:
+            CheckpointError: the state does not fit.
+        """
+        ...
+
+
+class Brought(NamedTuple):
+    """A chunk of a tensor that a rank has.
+
+    `differs`: other ranks may have other values of it, and the first rank's count: buffers, such as the statistics of a BatchNorm.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    box: Box
+    differs: bool = False
+
 
 class Snapshot:
-    """This rank's part of a checkpoint in the making. Tensors are the live ones: nothing is copied.
+    """This rank's state. Tensors are the live ones: nothing is copied.
 
     Attributes:
         rank: this process's, under whose number it brings what is its own.
@@ -42,7 +86,7 @@ class Snapshot:
         """Keep the tree `value` under `name`; `own` of this rank, whatever the others bring.
 
         Args:
-            alike: ids of tensors that have the same values on all ranks that have them; None for all. Of others the first rank's are kept.
+            alike: ids of tensors that have the same values on all ranks; None for all. Of others the first rank's are kept.
         """
         tensors: dict[str, Tensor] = {}
         name = f"ranks/{self.rank:05d}/{name}" if own else name
@@ -51,61 +95,19 @@ class Snapshot:
             place = place_of(tensor)
             if place is None:
                 continue
-            # An empty tensor has no box with elements on any rank, and is something all the same.
-            parts = (
-                place.parts
-                if prod(place.shape)
-                else [(whole(place.shape), tensor.new_empty(place.shape, device="cpu"))]
-            )
+            differs = alike is not None and id(tensor) not in alike
+            parts = place.parts
+            if not prod(place.shape):  # an empty tensor is stored, though no rank has a box with elements
+                parts = ((whole(place.shape), tensor.new_empty(place.shape, device="cpu")),)
             for box, part in parts:
                 self.parts[path, box] = part
-                self.brought.append(
-                    Brought(
-                        path, tensor.dtype, place.shape, box, alike is not None and id(tensor) not in alike
-                    )
-                )
+                self.brought.append(Brought(path, tensor.dtype, place.shape, box, differs))
 
 
-class Kept(Protocol):
-    """One live thing that a checkpoint keeps."""
-
-    def bring(self, into: Snapshot) -> None:
-        """Add its state to a checkpoint in the making."""
-        ...
-
-    def take(self, source: Any) -> Callable[[], None]:
-        """Ask for its state, and check it as far as it is known; what is returned puts it in place, once all is read.
-
-        Nothing live changes before that is called, and it fails only where `Reading.overwriting` does.
-
-        Raises:
-            CheckpointError: the state does not fit.
-        """
-        ...
+# -- plan -------------------------------------------------------------------------------------------------------------
 
 
-# -- Who writes what: every rank's boxes, each written once, in files whose every byte is known before the first is written.
-
-
-class Brought(NamedTuple):
-    """A box of a tensor that a rank has.
-
-    `differs`: other ranks' values of it may be others, and the first rank's count: buffers, such as the statistics of a BatchNorm.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: Shape
-    box: Box
-    differs: bool = False
-
-    @property
-    def bytes(self) -> int:
-        return self.box.count * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class FilePlan:
+class FilePlan(NamedTuple):
     """A file that one rank writes: `header`, then the bytes of `contents` in their order."""
 
     name: str
@@ -115,27 +117,67 @@ class FilePlan:
     size: int
 
 
-@dataclass(frozen=True)
-class Division:
+class Division(NamedTuple):
     """All files, and where each tensor lies in them."""
 
     files: tuple[FilePlan, ...]
     tensors: dict[str, Stored]
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """The plan of all ranks.
+
+    Attributes:
+        brought, given: this rank's chunks, and its aliases.
+        aliases: all ranks'.
+        division: who writes what.
+    """
+
+    brought: Sequence[Brought]
+    given: Mapping[str, str]
+    aliases: Mapping[str, str]
+    division: Division
+
+
+def agree(world: World, kept: Sequence[Kept], last: Agreement | None) -> tuple[Snapshot, Agreement]:
+    """Collect the state of `kept`, and plan, on all ranks together.
+
+    Where every rank brings the same tensors as the `last` time, that plan is used again: the lists of all ranks can be long.
+
+    Raises:
+        CheckpointError: on every rank: one could not collect its state, or the chunks do not make a whole.
+    """
+    snapshot = Snapshot(world.rank)
+    said = trouble(lambda: [k.bring(snapshot) for k in kept])
+    same = last is not None and last.brought == snapshot.brought and last.given == snapshot.aliases
+    try:
+        together = world.gather_objects((said, same))
+        if wrong := first([said for said, _ in together]):
+            raise CheckpointError(f"the checkpoint was not begun: {wrong}")
+        if last is None or not all(same for _, same in together):
+            everyones = world.gather_objects((snapshot.brought, snapshot.aliases))
+            aliases = {name: of for _, given in everyones for name, of in given.items()}
+            division = divide([brought for brought, _ in everyones])
+            last = Agreement(snapshot.brought, snapshot.aliases, aliases, division)
+    except WorldError as error:
+        raise CheckpointError(f"the ranks could not agree on a checkpoint: {error}") from error
+    return snapshot, last
+
+
 def group(name: str) -> str:
-    """Which file a tensor goes to: the first word of its full name."""
+    """The first word of a tensor's full name: its file."""
     return name.partition("/")[0]
 
 
 def key(name: str, box: Box, shape: Shape) -> str:
-    """A tensor's name inside of its file: pieces carry their box."""
+    """A tensor's name inside of its file: chunks carry their box."""
     inside = name.partition("/")[2]
-    return inside if box == whole(shape) else f"{inside}{box}"
+    return inside if box.shape == shape else f"{inside}{box}"
 
 
 def divide(brought: Sequence[Sequence[Brought]]) -> Division:
-    """The plan for what each rank brought.
+    """The plan for the chunks of each rank.
 
     What several ranks have is written by the one with the least to write, largest first; or by the first of them, where they may differ.
 
@@ -161,20 +203,13 @@ def divide(brought: Sequence[Sequence[Brought]]) -> Division:
         boxes.setdefault(name, []).append(box)
     for name, (_, shape) in kinds.items():
         if wrong := fault(shape, boxes[name]):
-            raise CheckpointError(f"{name}: what the ranks have of it is not the whole: {wrong}")
-    load = [0] * len(brought)
-    writer: dict[tuple[str, Box], int] = {}
-    order = sorted(holders, key=lambda at: -at[1].count * kinds[at[0]][0].itemsize)
-    for at in order:
-        rank = holders[at][0] if at[0] in led else min(holders[at], key=lambda r: load[r])
-        writer[at] = rank
-        load[rank] += at[1].count * kinds[at[0]][0].itemsize
+            raise CheckpointError(f"{name}: the ranks do not have the whole of it: {wrong}")
     contents: dict[tuple[str, int], list[tuple[str, Box]]] = {}
-    for at in holders:
-        if (
-            prod(kinds[at[0]][1]) == 0 or at[1].count
+    for (name, box), rank in _writers(holders, kinds, led, len(brought)).items():
+        if prod(kinds[name][1]) == 0 or prod(
+            box.shape
         ):  # an empty box of a tensor that is not empty needs no place
-            contents.setdefault((group(at[0]), writer[at]), []).append(at)
+            contents.setdefault((group(name), rank), []).append((name, box))
     files: list[FilePlan] = []
     pieces: dict[str, list[Piece]] = {name: [] for name in kinds}
     for word in dict.fromkeys(g for g, _ in contents):
@@ -183,9 +218,8 @@ def divide(brought: Sequence[Sequence[Brought]]) -> Division:
             # Wide types first: each tensor then begins where its type may, and can be copied there as what it is.
             inside = tuple(sorted(contents[word, rank], key=lambda at: -kinds[at[0]][0].itemsize))
             name = f"{word}-{number:05d}-of-{len(ranks):05d}.safetensors"
-            header, slots = encode(
-                [(key(n, box, kinds[n][1]), kinds[n][0], box.shape) for n, box in inside], {"format": "pt"}
-            )
+            entries = [(key(n, box, kinds[n][1]), kinds[n][0], box.shape) for n, box in inside]
+            header, slots = encode(entries, {"format": "pt"})
             for (n, box), slot in zip(inside, slots):
                 pieces[n].append(Piece(box, name, slot.begin))
             files.append(FilePlan(name, rank, header, inside, slots[-1].end))
@@ -193,56 +227,19 @@ def divide(brought: Sequence[Sequence[Brought]]) -> Division:
     return Division(tuple(files), tensors)
 
 
-# -- What all ranks bring to a save, and who of them writes what: agreed on while all of them are at one place.
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """
-    Attributes:
-        brought, given: this rank's part of the plan, and its other names of tensors.
-        aliases: all ranks'.
-        division: who writes what.
-    """
-
-    brought: Sequence[Brought]
-    given: Mapping[str, str]
-    aliases: Mapping[str, str]
-    division: Division
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What this rank has to write of: live tensors, and Python state that is a copy."""
-
-    tensors: Mapping[tuple[str, Box], Tensor]
-    states: Mapping[str, Any]
-
-
-def agree(world: World, kept: Sequence[Kept], last: Agreement | None) -> tuple[Parts, Agreement]:
-    """Ask `kept` on each rank for its state, and divide the work, all ranks together.
-
-    Where every rank brings the same tensors as the `last` time, what was agreed then is used again: the lists of all ranks can be long.
-
-    Raises:
-        CheckpointError: on every rank: one could not say its state, or the parts do not make a whole.
-    """
-    snapshot = Snapshot(world.rank)
-    said = trouble(lambda: [k.bring(snapshot) for k in kept])
-    same = last is not None and last.brought == snapshot.brought and last.given == snapshot.aliases
-    try:
-        together = world.gather_objects((said, same))
-        if wrong := first([said for said, _ in together]):
-            raise CheckpointError(f"the checkpoint was not begun: {wrong}")
-        if last is None or not all(same for _, same in together):
-            everyones = world.gather_objects((snapshot.brought, snapshot.aliases))
-            aliases = {name: of for _, given in everyones for name, of in given.items()}
-            last = Agreement(
-                snapshot.brought, snapshot.aliases, aliases, divide([brought for brought, _ in everyones])
-            )
-    except WorldError as error:
-        raise CheckpointError(f"the ranks could not agree on a checkpoint: {error}") from error
-    return Parts(snapshot.parts, snapshot.states), last
+def _writers(
+    holders: Mapping[tuple[str, Box], Sequence[int]],
+    kinds: Mapping[str, tuple[torch.dtype, Shape]],
+    led: Collection[str],
+    ranks: int,
+) -> dict[tuple[str, Box], int]:
+    """The rank that writes each chunk."""
+    sizes = {at: prod(at[1].shape) * kinds[at[0]][0].itemsize for at in holders}
+    load, writer = [0] * ranks, dict.fromkeys(holders, 0)
+    for at in sorted(holders, key=lambda at: -sizes[at]):
+        writer[at] = holders[at][0] if at[0] in led else min(holders[at], key=load.__getitem__)
+        load[writer[at]] += sizes[at]
+    return writer
 
 
 def merged(one: Any, other: Any, name: str) -> Any:
@@ -258,13 +255,14 @@ def merged(one: Any, other: Any, name: str) -> Any:
         for word, value in other.items():
             both[word] = merged(one[word], value, f"{name}/{word}") if word in one else value
         return both
-    raise CheckpointError(
-        f"{name}: the ranks have different values, {one!r} and {other!r}, of what should be one"
-    )
+    raise CheckpointError(f"{name}: the ranks have different values, {one!r} and {other!r}, of one thing")
+
+
+# -- errors of ranks --------------------------------------------------------------------------------------------------
 
 
 def trouble(act: Callable[[], Any]) -> str:
-    """What went wrong in `act`, in words; "" where nothing did. All errors, also those of a user's own objects: the others must hear."""
+    """The error of `act` in words, or "". All errors, also those of a user's own objects: the other ranks must hear."""
     try:
         act()
     except (OSError, EasympError) as error:
@@ -275,29 +273,26 @@ def trouble(act: Callable[[], Any]) -> str:
 
 
 def first(said: Sequence[str]) -> str:
-    """What the ranks `said` went wrong, each thing once, with the rank that said it; "" where all is well."""
+    """The errors of all ranks, each once, with the first rank that has it; "" where there is none."""
     causes = [words for words in said if words and words != STOPPED] or said
     ranks = {words: rank for rank, words in reversed(list(enumerate(said))) if words and words in causes}
     named = sorted((rank, words) for words, rank in ranks.items())
     return "; ".join(f"rank {rank}: {words}" if len(said) > 1 else words for rank, words in named)
 
 
-# -- The bytes of a rank's file, from where its tensors are.
+# -- bytes of files ---------------------------------------------------------------------------------------------------
 
 
-CHUNK = 2**22  # bytes copied at a time of what has no plain bytes here: on a device, or with gaps
-
-
-def contents(plan: FilePlan, parts: Mapping[tuple[str, Box], Tensor]) -> Iterator[Part]:
-    """Header and tensors; no copy of those that lie in memory as they will in the file, and others are copied as their turn comes."""
-    yield plan.header
-    for at in plan.contents:
-        for tensor in _pieces(parts[at].detach()):
-            yield as_bytes(tensor.cpu().resolve_conj().resolve_neg().contiguous())
+def contents(plan: FilePlan, parts: Mapping[tuple[str, Box], Tensor]) -> Iterable[Part]:
+    """The bytes of a file. Tensors that lie in memory as they shall lie in the file are not copied, others piece by piece."""
+    tensors = [parts[name].detach() for name in plan.contents]
+    if all(map(is_plain, tensors)):
+        return [plan.header, *map(as_bytes, tensors)]
+    pieces = (piece for tensor in tensors for piece in _pieces(tensor))
+    return chain([plan.header], (as_bytes(p.cpu().resolve_conj().resolve_neg().contiguous()) for p in pieces))
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its memory is its value, row-major, on the CPU."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -314,3 +309,77 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
             yield from _pieces(part)
     else:
         yield from tensor.split(CHUNK // row)
+
+
+class Image:
+    """Memory for a copy of a rank's files, from which a thread writes while the run goes on. Each save uses it again."""
+
+    def __init__(self) -> None:
+        self.memory = aligned(0)
+        self._pending: list[tuple[torch.cuda.Event, Sequence[Tensor]]] = []
+
+    def take(
+        self, plans: Sequence[FilePlan], parts: Mapping[tuple[str, Box], Tensor]
+    ) -> dict[str, memoryview]:
+        """Copy the files of `plans`; the bytes of each, to be read after `wait`.
+
+        Large tensors on the CPU are copied by a few plain threads: torch's own wait for each other at every tensor. Copies from a GPU run
+        in the order of its current stream: what is enqueued there later may change the tensors, and this process does not wait.
+        """
+        self._reserve(sum(_padded(plan.size) for plan in plans))
+        files, at = {}, 0
+        large: list[tuple[memoryview, memoryview]] = []
+        for plan in plans:
+            image = self.memory[at : at + plan.size]
+            bytes_ = files[plan.name] = as_bytes(image)
+            bytes_[: len(plan.header)] = plan.header
+            begin = len(plan.header)
+            for name in plan.contents:
+                tensor = parts[name].detach()
+                end = begin + tensor.numel() * tensor.itemsize
+                if end - begin > SMALL and is_plain(tensor):
+                    source = as_bytes(tensor)
+                    steps = range(0, len(source), LARGE)
+                    large += [(bytes_[begin + i : end][:LARGE], source[i : i + LARGE]) for i in steps]
+                else:
+                    _copy(image[begin:end], tensor)
+                begin = end
+            at += _padded(plan.size)
+        for _ in spread(lambda task: copy(*task), large, "copy"):
+            pass
+        there = [parts[name] for plan in plans for name in plan.contents if parts[name].is_cuda]
+        for device in {tensor.device for tensor in there}:
+            # Held until they are copied: some were made for this save only.
+            self._pending.append((torch.cuda.current_stream(device).record_event(), there))
+        return files
+
+    def wait(self) -> None:
+        """Until the copy is complete."""
+        for event, _ in self._pending:
+            event.synchronize()
+        self._pending.clear()
+
+    def _reserve(self, size: int) -> None:
+        pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
+        if len(self.memory) < size or (size and pinned and not self.memory.is_pinned()):
+            self.memory = aligned(0)  # the old one goes first
+            logger.info(
+                "asynchronous checkpoints: %.2f GB of memory on this rank for a copy of the state", size / 1e9
+            )
+            self.memory = aligned(size)
+
+
+def _copy(into: Tensor, tensor: Tensor) -> None:
+    """The bytes of `tensor`, row-major, into a row of bytes; of CUDA's, once its stream has come so far."""
+    if not tensor.numel():
+        return
+    later = tensor.is_cuda  # of no other device is there an event to wait for
+    if into.storage_offset() % tensor.itemsize == 0:
+        into.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=later)
+    else:
+        plain = tensor.resolve_conj().resolve_neg().contiguous()
+        into.copy_(plain.view(-1).view(torch.uint8), non_blocking=later)
+
+
+def _padded(size: int) -> int:
+    return -(-size // PAGE) * PAGE

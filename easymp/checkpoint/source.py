@@ -1,11 +1,11 @@
-"""Where weights come from: one safetensors file, a Hugging Face folder, or a checkpoint of ours, all described in the same words."""
+"""Weights to load: where they lie, and which of them goes where in a live model, by names, shapes and dtypes. No tensor is read."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,30 @@ from ..base.dtensor import local
 from ..errors import CheckpointError, nearest
 from ..logging import get_logger
 from .codec import loads
-from .folders import SourceFile, current, file_in, found_at, open_checkpoint, open_storage, read_header
+from .folders import (
+    Opened,
+    SourceFile,
+    current,
+    file_in,
+    found_at,
+    open_checkpoint,
+    open_storage,
+    read_header,
+)
 from .header import PARTS, filed
 from .layout import whole
 from .manifest import COMMIT, INDEX, MANIFEST, Piece, Stored
 from .storage import Storage
 
+T = TypeVar("T")
+logger = get_logger(__name__)
+
 SINGLE = "model.safetensors"
 LARGEST_INDEX = 2**28  # bytes
+SHOWN = 8  # names in a message
+INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, torch's checkpoint_wrapper
+WRAPPERS = (*INSIDE, "_fsdp_wrapped_module.")  # also torch's first FSDP
+OUTER = "module."  # DistributedDataParallel, DataParallel
 
 
 @dataclass(frozen=True)
@@ -46,15 +62,15 @@ class Source:
 
 
 def open_source(place: str | os.PathLike[str], which: str = "model") -> Source:
-    """What there is at `place`: a ``.safetensors`` file, an ``.index.json``, or a folder with either of them or of ours.
+    """The weights at `place`: a ``.safetensors`` file, an ``.index.json``, or a folder with either of them, or a checkpoint.
 
     In a folder that holds both, the single file counts, as for Hugging Face's libraries.
 
     Args:
-        which: whose weights, of a checkpoint of ours.
+        which: the model, of a checkpoint: "model", or "model_1" and so on.
 
     Raises:
-        CheckpointError: nothing of that kind is there, or it is damaged.
+        CheckpointError: there are none, or they are damaged.
     """
     said = os.fspath(place)
     try:
@@ -153,34 +169,37 @@ def _indexed(place: str, folder: Storage, name: str) -> Source:
 
 def _committed(place: str, which: str) -> Source:
     found = open_checkpoint(place)
-    tensors, others = found.manifest.tensors, found.manifest.aliases
+    tensors, aliases = weights_of(found, which)
+    used = {piece.file for stored in tensors.values() for piece in stored.pieces}
+    return Source(place, tensors, aliases, {name: file for name, file in found.files.items() if name in used})
+
+
+def weights_of(found: Opened, which: str) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors and aliases of one model in a checkpoint, by the names that the model gives them.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    tensors, prefix = found.manifest.tensors, f"{which}/"
     known = dict.fromkeys(name.partition("/")[0] for name in tensors if name.startswith("model"))
     if which not in known:
         raise CheckpointError(
-            f"{place} has no weights of {which!r}{nearest(which, known) or '.'} It has: {', '.join(known) or 'no model'}"
+            f"{found.place} has no weights of {which!r}{nearest(which, known) or '.'} It has: {', '.join(known) or 'no model'}"
         )
-    prefix = f"{which}/"
-    mine = {name.removeprefix(prefix): stored for name, stored in tensors.items() if name.startswith(prefix)}
-    aliases = {
-        name.removeprefix(prefix): of.removeprefix(prefix)
-        for name, of in others.items()
-        if name.startswith(prefix)
-    }
-    used = {piece.file for stored in mine.values() for piece in stored.pieces}
-    return Source(place, mine, aliases, {name: file for name, file in found.files.items() if name in used})
+    aliases = {n: of.removeprefix(prefix) for n, of in found.manifest.aliases.items() if n.startswith(prefix)}
+    return _without(prefix, tensors), _without(prefix, aliases)
 
 
-# -- What of some files goes where in a live model: by names, shapes and dtypes, before a byte of a tensor is read.
+def _without(prefix: str, table: Mapping[str, T]) -> dict[str, T]:
+    return {name.removeprefix(prefix): value for name, value in table.items() if name.startswith(prefix)}
 
 
-logger = get_logger(__name__)
-
-SHOWN = 8  # names in a message
+# -- match ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """What `load_weights` passed over, which only ``strict=False`` lets it do.
+    """Names that `load_weights` skipped; only ``strict=False`` skips any.
 
     Attributes:
         missing: the model's names for which nothing was found; they keep what they had.
@@ -216,9 +235,7 @@ class Live:
     tensor: Tensor
     names: list[str] = field(default_factory=list)
     stored: Stored | None = None
-    twins: list[str] = field(
-        default_factory=list
-    )  # names in the files for what is one tensor here, beyond the first
+    twins: list[str] = field(default_factory=list)  # further names in the files of this one tensor
 
 
 def name_of(model: nn.Module) -> str:
@@ -253,7 +270,7 @@ def live_tensors(model: nn.Module) -> dict[str, Live]:
 
 
 def memory(tensor: Tensor) -> Any:
-    """Something equal for tensors that are the same memory, seen alike."""
+    """A key that is equal for tensors of the same memory, shape and strides."""
     here = None if tensor.is_meta else local(tensor.detach())
     if here is None or not here.numel() or here.layout != torch.strided:
         return id(tensor)
@@ -285,7 +302,7 @@ def renamed_in(source: Source, live: Collection[str]) -> dict[str, str]:
 
 
 def match(source: Source, renamed: Mapping[str, str], live: Mapping[str, Live]) -> Skipped:
-    """Find what goes where; what does not is returned."""
+    """Set `stored` of each live tensor; returns what does not fit."""
     found = {plain: source.tensors[name] for name, plain in renamed.items()}
     for name, of in source.aliases.items():
         found.setdefault(name if name in live else without_wrappers(name), source.tensors[of])
@@ -308,7 +325,7 @@ def match(source: Source, renamed: Mapping[str, str], live: Mapping[str, Live]) 
 
 
 def as_complex(stored: Stored, live: Tensor) -> Stored:
-    """`stored`, or for complex numbers that safetensors has no type for, what it keeps as their real and imaginary parts."""
+    """`stored`; of complex numbers without a safetensors type, seen as such rather than as real and imaginary parts."""
     parts = filed(live.dtype, live.shape)
     if live.dtype in PARTS and (stored.dtype, stored.shape) == parts:
         (piece,) = stored.pieces
@@ -341,23 +358,15 @@ def dtype_fault(one: Live, wanted: torch.dtype | str | None) -> str | None:
     return f"{there} in the files, and {live} in the model: {remedy}"
 
 
-# -- Names of tensors, whatever wrapped the module that holds them.
-
-
-INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, and torch's checkpoint_wrapper
-WRAPPERS = (*INSIDE, "_fsdp_wrapped_module.")  # also torch's first FSDP
-OUTER = "module."  # DistributedDataParallel and DataParallel, around the whole
-
-
 def canonical(name: str) -> str:
-    """A live name without what torch's wrappers of submodules put in. ``module.`` stays: it may be the user's own."""
+    """A live name without the parts that torch's wrappers of submodules add. ``module.`` stays: it may be the user's own."""
     for word in INSIDE:
         name = name.replace(word, "")
     return name
 
 
 def without_wrappers(name: str) -> str:
-    """A name in a file that somebody wrote, as the plain module has it."""
+    """The name of a tensor in a file, as the plain module has it."""
     for word in WRAPPERS:
         name = name.replace(word, "")
     while name.startswith(OUTER):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -9,6 +10,9 @@ from typing import Any, Protocol
 
 from ..errors import CheckpointError
 from .blocks import Part, Runs, Tick, block_count, by_block, no_tick
+
+PATH = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[^/\0]+(?:/(?=[^/])|\Z))*", re.DOTALL)
+"""Names below a folder. They may come from a manifest, so none leads out of it."""
 
 
 class Claim(Protocol):
@@ -21,18 +25,6 @@ class Claim(Protocol):
     left: Mapping[str, Any]
 
     def release(self) -> None: ...
-
-
-def components(name: str, place: str) -> list[str]:
-    """The folders and the last word of a name; none of "". Names may come from a manifest, so none leads out of `place`.
-
-    Raises:
-        CheckpointError: a name that might.
-    """
-    words = name.split("/") if name else []
-    if "\0" in name or any(word in ("", ".", "..") for word in words):
-        raise CheckpointError(f"{name!r} is no name of a file below {place}: use words with / between them")
-    return words
 
 
 class Storage(ABC):

@@ -16,7 +16,7 @@ from . import blocks
 from .blocks import Part, Reader, Runs, Tick, Views, Writer, check_size, no_tick, rest
 from .lock import NO_LOCKS, Heartbeat, KernelLock, lock_of, words
 from .manifest import COMMIT
-from .storage import Claim, Storage, components
+from .storage import PATH, Claim, Storage
 
 HERE = -100  # AT_FDCWD
 HELD = 256  # files that are kept open; a process may often have 1024
@@ -106,7 +106,11 @@ class LocalStorage(Storage):
     def _find(self, name: str) -> tuple[str, str]:
         """Where `name` is, and the link on the way, or ""."""
         path, link = self.place, ""
-        for word in components(name, self.place):
+        if not PATH.fullmatch(name):
+            raise CheckpointError(
+                f"{name!r} is no name of a file below {self.place}: use words with / between them"
+            )
+        for word in name.split("/") if name else ():
             link = link or (path if path != self.place and os.path.islink(path) else "")
             path = os.path.join(path, word)
         return path, link

@@ -23,7 +23,7 @@ from . import blocks
 from .blocks import PIECE, Part, Runs, Tick, block_count, check, check_size, crc32, cut, no_tick
 from .lock import Heartbeat, lock_of, words
 from .manifest import BLOCK, COMMIT
-from .storage import Claim, Storage, components
+from .storage import PATH, Claim, Storage
 
 T = TypeVar("T")
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "cos", "memory"}
@@ -253,7 +253,11 @@ class RemoteStorage(Storage):
     # -- the client
 
     def _path(self, name: str) -> str:
-        return "/".join([self._root.rstrip("/"), *components(name, self.place)])
+        if not PATH.fullmatch(name):
+            raise CheckpointError(
+                f"{name!r} is no name of a file below {self.place}: use words with / between them"
+            )
+        return "/".join([self._root.rstrip("/"), *([name] if name else [])])
 
     def _url(self, path: str) -> str:
         return self._fs.unstrip_protocol(path)  # without a password

@@ -98,15 +98,6 @@ def test_another_process_is_refused_by_name_and_owns_nothing_once_killed(tmp_pat
     assert storage.list() == []
 
 
-def test_a_marker_of_a_killed_process_is_known_at_once(tmp_path, holder):
-    other = holder("marker")
-    other.kill()
-    other.wait()
-    claim = take(LocalStorage(tmp_path), "marker")
-    assert claim.left["pid"] == other.pid
-    claim.release()
-
-
 def test_another_process_with_the_number_of_a_dead_one_is_not_its_owner(tmp_path):
     storage = LocalStorage(tmp_path)
     dead = {**json.loads(words(folder="mine")), "started": "1"}  # this process's number, long ago
@@ -114,15 +105,6 @@ def test_another_process_with_the_number_of_a_dead_one_is_not_its_owner(tmp_path
     assert lock.abandoned(storage, lock_of("best")) == (lock.started(os.getpid()) != "")
     storage.replace(lock_of("best"), json.dumps({**dead, "space": "another container"}).encode())
     assert not lock.abandoned(storage, lock_of("best"))
-
-
-def test_a_marker_of_another_machine_is_dead_when_it_stops_changing(tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(lock, "PATIENCE", 0.4)
-    storage = LocalStorage(tmp_path)
-    storage.replace(lock_of("best"), b'{"host":"elsewhere","pid":1,"folder":"best.save-2"}')
-    claim = take(storage, "marker")
-    assert claim.left["folder"] == "best.save-2"
-    claim.release()
 
 
 def test_forked_children_do_not_keep_the_claim(tmp_path):
@@ -157,10 +139,3 @@ def test_of_many_at_once_one_has_it(tmp_path):
         thread.join()
     assert (len(got), len(refused)) == (1, 7)
     got[0].release()
-
-
-def test_without_locks_a_marker_is_used(tmp_path, monkeypatch, quick):
-    monkeypatch.setattr(lock, "fcntl", None)
-    claim = LocalStorage(tmp_path).claim("best")
-    assert isinstance(claim, Heartbeat)
-    claim.release()

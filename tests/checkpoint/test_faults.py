@@ -29,10 +29,7 @@ from .things import Rows, alone, loaded, save, values, world
 from .things import target as target_of
 
 FIRST, SECOND = "step-00000001", "step-00000002"
-SAVES: dict[str, dict[str, Any]] = {
-    "the same step": {"step": 1},
-    "the next step": {"step": 2, "limit": 0},
-}
+SAVES: dict[str, dict[str, Any]] = {"the same step": {"step": 1}, "the next step": {"step": 2, "limit": 0}}
 NO_SWAP = "the same step, where names cannot be swapped"
 STAYING = "the same step, where nothing can be renamed"
 HOOKED = "the same step, with files of hooks"
@@ -187,43 +184,6 @@ def test_killed_before_or_after_a_change_of_the_disk(ranks, tmp_path, kind):
 def test_killed_before_and_after_every_change_of_the_disk(ranks, tmp_path, kind):
     (seen,) = ranks(_killed_everywhere, str(tmp_path), kind, 1, processes=1, timeout=110)
     assert len(seen) > 40
-
-
-def _two_writers(base: str) -> None:
-    root = Path(base)
-    save(root, 1)
-    told, tell = os.pipe()
-    child = os.fork()
-    if not child:
-        real = blocks.do
-
-        def do(operation: str, *arguments: Any) -> Any:
-            if operation == "fsync":
-                os.write(tell, b"x")
-                signal.pause()
-            return real(operation, *arguments)
-
-        blocks.do = do
-        save(root, 2, step=1)
-    os.read(told, 1)
-    with pytest.raises(CheckpointError, match=rf"{FIRST} is being written by process {child} on "):
-        save(root, 3, step=1)
-    save(root, 4, step=4)  # another one is nobody's
-    assert len([name for name in os.listdir(root) if name.startswith(".tmp-")]) == 2, (
-        "the other's folder and its lock stay"
-    )
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert loaded(root, FIRST) == values(1)
-    save(root, 3, step=1)
-    assert loaded(root, FIRST) == values(3)
-    assert clean(root)
-    os.close(told)
-    os.close(tell)
-
-
-def test_of_two_writers_the_second_is_refused(ranks, tmp_path):
-    ranks(_two_writers, str(tmp_path), processes=1)
 
 
 # -- power -------------------------------------------------------------------------------------------------------------
@@ -389,11 +349,7 @@ def failed_everywhere(root: Path, kind: str, number: int, step: int) -> int:
             # What cannot be removed where nothing is renamed stays, and the log says so.
             assert clean(place) or (
                 kind.endswith("renamed") and seen[at - 1] in ("unlink", "rmdir", "fsync directory")
-            ), (
-                at,
-                seen,
-                os.listdir(place),
-            )
+            ), (at, seen, os.listdir(place))
             shutil.rmtree(place)
     return tries
 

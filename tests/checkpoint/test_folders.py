@@ -1,12 +1,17 @@
-"""Names of folders: which is a checkpoint of which step, and which of several saves counts."""
+"""Names of checkpoints' folders, and the storage that a path or URL opens."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from easymp.checkpoint import folders, lock
+from easymp.checkpoint.folders import open_storage
 from easymp.checkpoint.manifest import COMMIT, MANIFEST, seal
 from easymp.checkpoint.storage_local import LocalStorage
+from easymp.checkpoint.storage_remote import RemoteStorage
+from easymp.errors import CheckpointError
 
 
 @pytest.fixture
@@ -65,3 +70,32 @@ def test_the_newest_committed_save_counts(root):
     put(root, "best.save-10")
     put(root, "best.save-11", committed=False)
     assert folders.current(root, "best") == "best.save-10"
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "path"),
+    [
+        ("/a/b", LocalStorage, "/a/b"),
+        ("runs/x", LocalStorage, "runs/x"),
+        (Path("/a/b"), LocalStorage, "/a/b"),
+        ("odd/x://y", LocalStorage, "odd/x://y"),
+        ("file:///a/b c", LocalStorage, "/a/b c"),
+        ("file://localhost/a", LocalStorage, "/a"),
+        ("memory://a/b", RemoteStorage, "memory://a/b"),
+    ],
+)
+def test_a_place_opens_its_storage(place: str, kind: type, path: str) -> None:
+    storage = open_storage(place)
+    assert (type(storage), storage.place, storage.renames) == (kind, path, kind is LocalStorage)
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("file://elsewhere/a", "names a machine, not a folder: write file:///"),
+        ("nowhere://a", "Protocol not known: nowhere.*Install the package"),
+    ],
+)
+def test_a_place_that_nobody_knows_is_refused(place: str, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        open_storage(place)

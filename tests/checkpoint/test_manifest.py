@@ -45,10 +45,6 @@ GOOD = Manifest(
 )
 
 
-def test_it_comes_back() -> None:
-    assert decode(GOOD.encode(), "x") == GOOD
-
-
 def test_one_without_files_of_hooks_is_of_the_version_that_knew_none() -> None:
     extra = {
         "unet/config.json": FileRecord(3, (7,)),
@@ -129,7 +125,6 @@ def edited(**changes: Any) -> bytes:
     return json.dumps(raw).encode()
 
 
-STORED = {"dtype": "F32", "shape": [1], "pieces": [[[0], [1], A, 0]]}
 BAD: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "JSON"),
     "a list": (b"[]", "no manifest of a checkpoint"),
@@ -201,11 +196,11 @@ BAD: dict[str, tuple[bytes, str]] = {
     "piece that ends behind the file": (edited(tensors__b__pieces__0__3=4113), "the first byte"),
     "piece at a huge place": (edited(tensors__w__pieces__0__3=2**63), "the first byte"),
     "the same bytes twice": (edited(tensors__b__pieces__0__3=4110), "lie in the same bytes"),
-    "alias a, and nothing": (edited(aliases={"model/head": "model/v"}), "not stored"),
-    "alias a, and itself": (edited(aliases={"model/head": "model/head"}), "not stored"),
+    "alias of nothing": (edited(aliases={"model/head": "model/v"}), "not stored"),
+    "alias of itself": (edited(aliases={"model/head": "model/head"}), "not stored"),
     "aliases in a circle": (edited(aliases={"a": "b", "b": "a"}), "not stored"),
     "alias that is stored": (edited(aliases={"model/b": "model/w"}), "too"),
-    "alias a, and a list": (edited(aliases={"a": []}), "as a, and should have words"),
+    "alias of a list": (edited(aliases={"a": []}), "as a, and should have words"),
     "state of an unknown kind": (edited(states={"a": {"$": "pickle"}}), "'a': .*'pickle'"),
     "state with a tensor that is not there": (
         edited(states={"a": {"$": "tensor", "name": "b"}}),
@@ -290,16 +285,3 @@ def test_what_cannot_be_is_refused(name: str) -> None:
 def test_what_would_not_be_read_is_not_written(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         dataclasses.replace(GOOD, **changes).encode()
-
-
-def test_thousands_of_pieces_in_one_file() -> None:
-    boxes = [Box((0, i), (1, 1)) for i in range(5_000)]
-    pieces = tuple(Piece(box, "f", i) for i, box in enumerate(boxes))
-    big = dataclasses.replace(
-        GOOD,
-        tensors={"t": Stored(torch.uint8, (1, 5_000), pieces)},
-        files={"f": FileRecord(5_000, (0,))},
-        states={},
-        aliases={},
-    )
-    assert decode(big.encode(), "x") == big

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import logging
 import re
-import threading
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,7 @@ import torch
 
 from easymp import Accelerator
 from easymp.checkpoint import progress
-from easymp.checkpoint.progress import Progress, expect, of_ranks
-from easymp.distributed import Ranks, World
+from easymp.checkpoint.progress import Progress, expect
 
 MIB = 2**20
 
@@ -64,11 +61,6 @@ def test_a_terminal_has_one_line_that_is_rewritten() -> None:
     assert before_the_end.isspace() and len(before_the_end) == len(states[-1].rstrip())  # nothing of it stays
 
 
-def test_a_terminal_that_is_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    assert max(map(len, run(4, 0.5, terminal=True).split("\r")[1:-1])) == 19
-
-
 def test_a_file_has_a_line_every_ten_seconds() -> None:
     lines = run(32, 0.5, terminal=False).splitlines()
     assert lines == [
@@ -78,22 +70,6 @@ def test_a_file_has_a_line_every_ten_seconds() -> None:
         "saved x: 64.0 MiB in 32.0 s, 2.0 MiB/s",
     ]
     assert run(4, 0.5, terminal=False).splitlines() == ["saved x: 64.0 MiB in 4.0 s, 16.0 MiB/s"]
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_other_processes_say_nothing(terminal: bool) -> None:
-    assert run(40, 0.5, terminal, shown=False) == ""
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_in_the_background_the_log_hears_of_the_end_alone(
-    terminal: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "easymp"):
-        assert run(40, 0.5, terminal, background=True) == ""
-        assert [r.getMessage() for r in caplog.records] == ["saved x: 64.0 MiB in 40.0 s, 1.6 MiB/s"]
-        assert run(1, 0.5, terminal, background=True) == ""
-        assert len(caplog.records) == 1
 
 
 def test_what_fails_is_not_said_to_be_done() -> None:
@@ -112,32 +88,6 @@ def test_what_fails_is_not_said_to_be_done() -> None:
         and "saved" not in stream.getvalue()
     )
     assert stream.getvalue().endswith(" \r")
-
-
-def test_threads_lose_no_bytes() -> None:
-    clock, stream = Clock(), Stream(False)
-    with Progress("saving x", "saved x", stream=stream, clock=clock) as tick:
-        threads = [threading.Thread(target=lambda: [tick(1) for _ in range(2000)]) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        clock.now += 8
-    assert stream.getvalue() == "saved x: 7.8 KiB in 8.0 s, 1000 B/s\n"
-
-
-def test_rank_0_speaks_for_all(capsys: pytest.CaptureFixture[str]) -> None:
-    for rank, size in ((0, 1), (0, 4), (3, 4)):
-        clock = Clock()
-        tick = of_ranks(World(Ranks(rank=rank, size=size), torch.device("cpu")), "saving", "saved", "x")
-        tick._clock, tick._began = clock, clock.now
-        with tick:
-            clock.now += 4
-            tick(4 * MIB)
-    assert capsys.readouterr().err.splitlines() == [
-        "saved x: 4.0 MiB in 4.0 s, 1.0 MiB/s",
-        "saved x (rank 0 of 4): 4.0 MiB in 4.0 s, 1.0 MiB/s",
-    ]
 
 
 def told(folder: str, asynchronous: bool) -> list[str]:
@@ -169,9 +119,3 @@ def test_an_accelerator_speaks_on_its_main_process(tmp_path: Path, ranks: Any, a
     for line, pattern in zip(first, expected[asynchronous:], strict=True):
         assert re.match(pattern, line)
     assert second == []
-
-
-def test_other_ticks_are_not_asked() -> None:
-    heard: list[int] = []
-    expect(heard.append, 5)
-    assert heard == []

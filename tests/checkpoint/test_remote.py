@@ -66,20 +66,6 @@ def test_a_store_that_fails_is_an_error_with_the_url(
     assert storage.list() == []
 
 
-def test_what_others_do_is_seen_at_once(storage: RemoteStorage) -> None:
-    storage.put("step/file", [b"old"], 3) if not storage._folders else storage.make("step")
-    storage.list(), storage.list("step"), storage.size("step/late")
-    other = type(storage._fs)(**{**storage._fs.storage_options, "skip_instance_cache": True})
-    other.pipe_file(f"{storage._root}/step/late", b"there")
-    assert (
-        "late" in storage.list("step")
-        and storage.size("step/late") == 5
-        and storage.get("step/late", 9) == b"there"
-    )
-    other.rm_file(f"{storage._root}/step/late")
-    assert "late" not in storage.list("step") and storage.size("step/late") is None
-
-
 def test_a_thread_saves_and_loads(storage: RemoteStorage) -> None:
     data, found = content(BLOCK + 1), bytearray(BLOCK + 1)
 
@@ -101,30 +87,6 @@ def test_a_file_that_came_short_is_refused(storage: RemoteStorage, monkeypatch: 
     monkeypatch.setattr(blocks, "do", shorten)
     with pytest.raises(CheckpointError, match="file: 5 bytes came of 6 from byte 0"):
         storage.verify("file", 6, checksums)
-
-
-def test_nothing_is_renamed(storage: RemoteStorage) -> None:
-    assert not storage.renames and storage.exchange("one", "two") is False
-    with pytest.raises(CheckpointError, match="renamed atomically"):
-        storage.rename("one", "two")
-
-
-def test_a_missing_bucket_is_not_made(s3: str) -> None:
-    storage = RemoteStorage("s3://mispelt/run")
-    storage.make("step")
-    with pytest.raises(FileNotFoundError, match="bucket"):
-        storage.put("step/file", [b"abc"], 3)
-    assert not storage._fs.exists("s3://mispelt")
-
-
-def test_a_folder_that_is_there_is_not_made_again(storage: RemoteStorage) -> None:
-    storage.make("step")
-    storage.put("step/file", [b"1"], 1)
-    with pytest.raises(FileExistsError):
-        storage.make("step")
-    assert storage.modified("step") >= storage.modified("step/file") - 1
-    with pytest.raises(FileNotFoundError):
-        storage.modified("other")
 
 
 def test_an_import_that_draws_changes_no_random_number_of_the_training(

@@ -6,15 +6,13 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
 from easymp.checkpoint import barrier, blocks, folders
-from easymp.checkpoint.folders import is_committed
-from easymp.checkpoint.lineage import committed, newest
+from easymp.checkpoint.lineage import committed
 from easymp.checkpoint.load import load_checkpoint as load
 from easymp.checkpoint.save import Saves, Target
 from easymp.checkpoint.storage_local import LocalStorage
@@ -33,14 +31,6 @@ def listed(root):
 # -- one process -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_saved_and_loaded(tmp_path, asynchronous):
-    save(tmp_path / "new" / "root", 1, asynchronous=asynchronous)
-    assert loaded(tmp_path / "new" / "root", STEP) == values(1)
-    assert listed(tmp_path / "new" / "root") == ["latest", STEP]
-    assert (tmp_path / "new" / "root" / "latest").read_text() == STEP + "\n"
-
-
 @pytest.fixture(params=["swaps", "renames", "neither"])
 def storage(request, monkeypatch):
     """What a file system may be able to do."""
@@ -49,14 +39,6 @@ def storage(request, monkeypatch):
     if request.param == "neither":
         monkeypatch.setattr(LocalStorage, "renames", False)
     return request.param
-
-
-def test_saving_again_replaces(tmp_path, storage):
-    for seed in (1, 2, 3):
-        save(tmp_path, seed, step=1)
-        assert loaded(tmp_path, STEP) == values(seed)
-        assert len(listed(tmp_path)) == 2
-        assert newest(LocalStorage(tmp_path))[0].startswith(STEP)
 
 
 def test_any_name_will_do_but_not_every_one(tmp_path):
@@ -108,19 +90,6 @@ def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path, storage):
     assert (tmp_path / "latest").read_text() == f"{last}\n"
 
 
-def test_the_older_ones_stay_until_the_new_one_counts(tmp_path, monkeypatch):
-    save(tmp_path, 1)
-    with broken(monkeypatch, "write", "COMMIT"):
-        with pytest.raises(
-            CheckpointError, match=r"step-00000002 was not written.*untouched: .*No space left"
-        ):
-            save(tmp_path, 2, limit=0)
-    assert listed(tmp_path) == ["latest", STEP]
-    assert loaded(tmp_path, STEP) == values(1)
-    save(tmp_path, 2, limit=0)
-    assert listed(tmp_path) == ["latest", "step-00000002"]
-
-
 @contextmanager
 def broken(monkeypatch, operation, word):
     """That operation on a path with that word finds no space."""
@@ -134,21 +103,6 @@ def broken(monkeypatch, operation, word):
     with monkeypatch.context() as patch:
         patch.setattr(blocks, "do", do)
         yield
-
-
-def test_what_dead_writers_left_goes_and_what_live_ones_write_stays(tmp_path):
-    storage = LocalStorage(tmp_path)
-    save(tmp_path, 1)
-    for name in (".tmp-step-00000001-0123abcd", ".tmp-step-00000002-0123abcd", ".tmp-best-0123abcd"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "COMMIT").write_text("x")
-    (tmp_path / ".tmp-step-00000002.lock").write_text("")
-    alive = storage.claim("best")
-    save(tmp_path, 1)
-    assert listed(tmp_path) == [".tmp-best-0123abcd", ".tmp-best.lock", "latest", STEP]
-    with pytest.raises(CheckpointError, match="best is being written by process"):
-        Saves(world()).save(target(tmp_path, 1, "best"), [])
-    alive.release()
 
 
 def test_a_store_where_nothing_is_renamed(monkeypatch):
@@ -167,39 +121,6 @@ def test_a_store_where_nothing_is_renamed(monkeypatch):
 
 
 # -- in the background -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gate(monkeypatch):
-    """Writing waits until it is set."""
-    real, opened = blocks.do, threading.Event()
-
-    def do(what, path, call, *arguments):
-        if what == "create":
-            assert opened.wait(30)
-        return real(what, path, call, *arguments)
-
-    monkeypatch.setattr(blocks, "do", do)
-    yield opened
-    opened.set()
-
-
-def test_the_state_is_that_of_the_call(tmp_path, gate):
-    saves, rows = Saves(world()), Rows(0, 1, 1)
-    saves.save(target(tmp_path, 1), [rows], asynchronous=True)
-    rows.mine.zero_()
-    rows.seed = 5
-    assert not is_committed(LocalStorage(tmp_path), STEP)
-    gate.set()
-    saves.wait()
-    assert loaded(tmp_path, STEP) == values(1)
-    saves.save(
-        target(tmp_path, 2), [Rows(0, 1, 2, rows=600)], asynchronous=True
-    )  # more than the memory of before
-    saves.save(target(tmp_path, 3), [Rows(0, 1, 3)], asynchronous=True)  # waits for it
-    saves.close()
-    assert loaded(tmp_path, "step-00000003") == values(3)
-    assert is_committed(LocalStorage(tmp_path), "step-00000002")
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "close"])
@@ -350,7 +271,7 @@ def _elsewhere(root):
 def test_ranks_that_do_not_share_a_folder_are_told_so(ranks, tmp_path):
     for said in ranks(_elsewhere, str(tmp_path)):
         assert "rank 1: " in said
-        assert "All ranks must share the file system" in said
+        assert "must share the file system" in said
     assert listed(tmp_path / "0") == []
 
 

@@ -133,17 +133,6 @@ def test_only_touched_blocks_are_read(storage: Storage, folder: str) -> None:
         storage.verify(f"{folder}/file", len(data), wrong)
 
 
-@NEAR
-def test_the_blocks_that_are_asked_for_are_verified(storage: Storage, folder: str) -> None:
-    data, told = content(2 * BLOCK + 5), []
-    checksums = storage.put(f"{folder}/file", [data], len(data))
-    wrong = (checksums[0], checksums[1] ^ 1, checksums[2])
-    storage.verify(f"{folder}/file", len(data), wrong, told.append, [0, 2])
-    assert sum(told) == BLOCK + 5
-    with pytest.raises(CheckpointError, match="block 1 "):
-        storage.verify(f"{folder}/file", len(data), wrong, numbers=[1])
-
-
 def test_a_file_that_is_held_is_the_same_when_it_is_read_again(storage: Storage, folder: str) -> None:
     (crc,) = storage.put(f"{folder}/file", [b"abc"], 3)
     with storage.held() as again:
@@ -172,42 +161,6 @@ def test_a_file_that_is_missing_or_of_another_size_is_refused(storage: Storage, 
             storage.fetch(f"{folder}/file", size, checksums, [(0, memoryview(bytearray(1)))])
     with pytest.raises(CheckpointError, match="other: no such file"):
         storage.verify(f"{folder}/other", 3, (crc,))
-
-
-@pytest.mark.parametrize(
-    "wanted", [[(2, 2)], [(0, 2), (1, 1)], [(1, 1), (0, 1)]], ids=["outside", "overlap", "unsorted"]
-)
-def test_runs_that_cannot_be_are_refused(
-    storage: Storage, folder: str, wanted: list[tuple[int, int]]
-) -> None:
-    checksums = storage.put(f"{folder}/file", [b"abc"], 3)
-    with pytest.raises(CheckpointError, match="are asked for after byte"):
-        storage.fetch(
-            f"{folder}/file", 3, checksums, [(at, memoryview(bytearray(count))) for at, count in wanted]
-        )
-
-
-def test_a_file_is_new(storage: Storage, folder: str) -> None:
-    storage.put(f"{folder}/file", [b"first"], 5)
-    with pytest.raises(FileExistsError):
-        storage.put(f"{folder}/file", [b"second"], 6)
-    assert storage.get(f"{folder}/file", 10) == b"first"
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_parts_of_another_size_are_refused(storage: Storage, folder: str, size: int) -> None:
-    with pytest.raises(CheckpointError, match=f"not the {size} bytes that were announced"):
-        storage.put(f"{folder}/file", [b"ab", b"c"], size)
-
-
-def test_small_files(storage: Storage, folder: str) -> None:
-    storage.put(f"{folder}/file", [b"ab", b"", memoryview(b"cd")], 4)
-    assert storage.get(f"{folder}/file", 4) == b"abcd" and storage.head(f"{folder}/file", 3) == b"abc"
-    with pytest.raises(CheckpointError, match="more than 3 bytes"):
-        storage.get(f"{folder}/file", 3)
-    with pytest.raises(FileNotFoundError):
-        storage.get(f"{folder}/other", 3)
-    assert storage.size(f"{folder}/other") is None and storage.size(f"{folder}/file/x") is None
 
 
 def test_folders(storage: Storage, folder: str) -> None:

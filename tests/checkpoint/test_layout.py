@@ -1,23 +1,139 @@
-"""Places: what the ranks hold, put together by its boxes, is the whole, under every strategy."""
+"""Chunks of tensors as arithmetic, and where the elements of a rank lie in the whole."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from easymp import Accelerator
-from easymp.checkpoint.layout import Box, fault, place_of, runs_held, whole
+from easymp.checkpoint import layout
+from easymp.checkpoint.layout import Box, fault, overlap, place_of, runs, runs_held, whole
 from easymp.errors import CheckpointError
 
 from ..strategies.models import BATCH, MODELS, make
 from ..strategies.models import whole as full
 from ..strategies.ways import WAYS
 
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
-def held(label: str, kind: str) -> dict[str, Any]:
+
+@st.composite
+def boxes_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    offset = tuple(draw(st.integers(0, s)) for s in shape)
+    return Box(offset, tuple(draw(st.integers(0, s - o)) for o, s in zip(offset, shape)))
+
+
+def elements(shape: tuple[int, ...]) -> torch.Tensor:
+    return (
+        torch.arange(max(torch.Size(shape).numel(), 1)).reshape(shape)
+        if 0 not in shape
+        else torch.empty(shape, dtype=torch.long)
+    )
+
+
+def held(tensor: torch.Tensor, box: Box, origin: tuple[int, ...] | None = None) -> torch.Tensor:
+    origin = origin or (0,) * len(box.shape)
+    return tensor[tuple(slice(o - w, o - w + n) for o, n, w in zip(box.offset, box.shape, origin))]
+
+
+@settings(deadline=None)
+@given(st.data(), shapes)
+def test_overlap_is_what_both_have(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    a, b = data.draw(boxes_of(shape)), data.draw(boxes_of(shape))
+    tensor, common = elements(shape), overlap(a, b)
+    both = set(held(tensor, a).flatten().tolist()) & set(held(tensor, b).flatten().tolist())
+    assert both == (set(held(tensor, common).flatten().tolist()) if common else set())
+    assert overlap(b, a) == common
+
+
+@settings(deadline=None)
+@given(st.data(), shapes)
+def test_runs_are_what_indexing_reads(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    within = data.draw(boxes_of(shape))
+    inner = data.draw(boxes_of(within.shape))
+    part = Box(tuple(o + w for o, w in zip(inner.offset, within.offset)), inner.shape)
+    memory = held(elements(shape), within).contiguous()
+    found = list(runs(part, within))
+    read = [value for start, count in found for value in memory.flatten()[start : start + count].tolist()]
+    assert read == held(memory, part, within.offset).flatten().tolist()
+    assert all(count and start + count <= memory.numel() for start, count in found)
+    if part == within and part.count:
+        assert found == [(0, part.count)]
+
+
+def counted(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+    count = torch.zeros(shape, dtype=torch.long)
+    for box in boxes:
+        held(count, box).add_(1)
+    return bool((count == 1).all())
+
+
+@settings(deadline=None)
+@given(st.data(), shapes)
+def test_fault_by_counting(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    some = data.draw(st.lists(boxes_of(shape), max_size=6))
+    assert (fault(shape, some) is None) == counted(shape, some)
+
+
+@st.composite
+def tilings(draw: st.DrawFn, box: Box, cuts: int = 6) -> list[Box]:
+    """Cut in two at a random place of a random dimension, again and again."""
+    long = [d for d, n in enumerate(box.shape) if n > 1]
+    if not cuts or not long or draw(st.booleans()):
+        return [box]
+    d = draw(st.sampled_from(long))
+    at = draw(st.integers(1, box.shape[d] - 1))
+    first = Box(box.offset, (*box.shape[:d], at, *box.shape[d + 1 :]))
+    second = Box(
+        (*box.offset[:d], box.offset[d] + at, *box.offset[d + 1 :]),
+        (*box.shape[:d], box.shape[d] - at, *box.shape[d + 1 :]),
+    )
+    return [*draw(tilings(first, cuts - 1)), *draw(tilings(second, cuts - 1))]
+
+
+@settings(deadline=None)
+@given(st.data(), st.lists(st.integers(1, 9), max_size=4).map(tuple), st.randoms())
+def test_tilings_have_no_fault_and_any_change_is_one(
+    data: st.DataObject, shape: tuple[int, ...], rng: random.Random
+) -> None:
+    tiles = data.draw(tilings(whole(shape)))
+    rng.shuffle(tiles)
+    assert fault(shape, tiles) is None
+    lost, *rest = tiles
+    assert "leave holes" in str(fault(shape, rest))
+    assert "overlap" in str(fault(shape, [*tiles, lost]))
+
+
+def test_more_corners_than_memory_has_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "CORNERS", 15)
+    quarters = [Box(at, (1, 1)) for at in itertools.product(range(2), repeat=2)]
+    assert (
+        fault((2, 2), quarters)
+        == "the tensor is cut into 4 boxes along 2 dimensions, and at most 3 are understood"
+    )
+    assert fault((2, 2), [Box((0, 0), (1, 2)), Box((1, 0), (1, 2))]) is None
+
+
+@pytest.mark.parametrize("dimension", [0, 1], ids=["rows", "columns"])
+def test_twenty_thousand_pieces(dimension: int) -> None:
+    """Pair by pair, this would take minutes."""
+    shape = [7, 7]
+    shape[dimension] = 20_000
+    boxes = [Box((i, 0), (1, 7)) if dimension == 0 else Box((0, i), (7, 1)) for i in range(20_000)]
+    random.Random(0).shuffle(boxes)
+    assert fault(tuple(shape), boxes) is None
+    assert "overlap" in str(fault(tuple(shape), [*boxes, boxes[7]]))
+    assert "is in none" in str(fault(tuple(shape), boxes[1:]))
+
+
+def held_by_a_rank(label: str, kind: str) -> dict[str, Any]:
     """Of each parameter, its momentum and each buffer: its shape, the boxes that are here with their values, and torch's whole."""
     way = WAYS[label]
     options = {**way.options, **way.more.get(kind, {})}
@@ -61,7 +177,7 @@ def held(label: str, kind: str) -> dict[str, Any]:
     ("label", "size"), [(label, size) for label, way in WAYS.items() for size in way.sizes]
 )
 def test_what_ranks_hold_is_the_whole(ranks, label: str, size: int, kind: str) -> None:
-    several = ranks(held, label, kind, processes=size)
+    several = ranks(held_by_a_rank, label, kind, processes=size)
     expected = {name: t.shape for name, t in [*make(kind).named_parameters(), *make(kind).named_buffers()]}
     for name in {name for rank in several for name in rank} | set(expected):
         holders = [rank[name] for rank in several if name in rank]
@@ -79,7 +195,7 @@ def test_what_ranks_hold_is_the_whole(ranks, label: str, size: int, kind: str) -
 
 def test_a_rank_may_hold_nothing(ranks) -> None:
     """Five rows on four ranks: two, two, one, none."""
-    rows = [rank["4.bias"][1] for rank in ranks(held, "fsdp", "mlp", processes=4)]
+    rows = [rank["4.bias"][1] for rank in ranks(held_by_a_rank, "fsdp", "mlp", processes=4)]
     assert [[box for box, _ in parts] for parts in rows] == [
         [Box((0,), (2,))],
         [Box((2,), (2,))],

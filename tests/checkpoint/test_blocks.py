@@ -1,15 +1,71 @@
-"""A copy of the state, and what is written of tensors that have no plain bytes: the same files, whatever their memory is like."""
+"""Checksums, threads, and the copy that an asynchronous save writes from."""
 
 from __future__ import annotations
+
+import sys
+import threading
+import zlib
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from easymp.checkpoint import save
+from easymp.checkpoint import blocks as module
 from easymp.checkpoint import snapshot as of_contents
+from easymp.checkpoint.blocks import PAGE, crc32, spread
 from easymp.checkpoint.layout import whole
-from easymp.checkpoint.save import PAGE, Image
-from easymp.checkpoint.snapshot import Brought, contents, divide
+from easymp.checkpoint.snapshot import Brought, Image, contents, divide
+
+MODULES = ["isal.isal_zlib", "zlib_ng.zlib_ng"]
+
+
+@pytest.fixture(autouse=True)
+def _chosen_anew() -> Iterator[None]:
+    crc32.cache_clear()
+    yield
+    crc32.cache_clear()
+
+
+@pytest.mark.parametrize("module", [*MODULES, None])
+def test_all_give_the_same_value(monkeypatch: pytest.MonkeyPatch, module: str | None) -> None:
+    if module is not None:
+        pytest.importorskip(module)
+    for other in MODULES:
+        if other != module:
+            monkeypatch.setitem(sys.modules, other, None)
+    data = bytes(range(256)) * 1000
+    assert crc32().__module__ in ((module or "zlib"), (module or "zlib").rpartition(".")[2])
+    for view in (b"", data, memoryview(data)[3:77_777], memoryview(bytearray(data))):
+        assert crc32()(view, 0) == zlib.crc32(view) and crc32()(view, 123) == zlib.crc32(view, 123)
+
+
+def test_the_first_error_is_raised_and_nothing_runs_on() -> None:
+    def fail(x: int) -> int:
+        if x == 5:
+            raise KeyboardInterrupt("five")
+        return x
+
+    with pytest.raises(KeyboardInterrupt, match="five"):
+        list(spread(fail, range(50), "test"))
+    assert not [t for t in threading.enumerate() if t.name == "easymp-test"]
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_without_more_threads_the_work_is_done_by_those_there_are(
+    monkeypatch: pytest.MonkeyPatch, start: int
+) -> None:
+    started = []
+
+    class Few(threading.Thread):
+        def start(self) -> None:
+            if len(started) == start:
+                raise RuntimeError("can't start new thread")
+            started.append(self)
+            super().start()
+
+    monkeypatch.setattr(module, "Thread", Few)
+    assert sorted(spread(lambda x: x + 1, range(10), "test")) == list(range(1, 11))
+
 
 TENSORS = {
     "bools": torch.tensor([True, False, True]),
@@ -29,8 +85,8 @@ TENSORS = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(of_contents, "CHUNK", 64)
-    monkeypatch.setattr(save, "SMALL", 1000)
-    monkeypatch.setattr(save, "CHUNK", 50_000)
+    monkeypatch.setattr(of_contents, "SMALL", 1000)
+    monkeypatch.setattr(of_contents, "LARGE", 50_000)
 
 
 def planned(device="cpu"):
@@ -49,13 +105,6 @@ def expected(plan, parts):
     return plan.header + torch.cat(rows).numpy().tobytes()
 
 
-def test_files_are_what_is_said_of_them():
-    plan, parts = planned()
-    content = b"".join(contents(plan, parts))
-    assert content == expected(plan, parts)
-    assert len(content) == plan.size
-
-
 def test_each_tensor_begins_where_its_type_may():
     plan, _ = planned()
     sizes = [TENSORS[name.partition("/")[2]].itemsize for name, _ in plan.contents]
@@ -70,12 +119,12 @@ def test_a_copy_is_the_file_and_uses_its_memory_again():
         content = image.take([plan], parts)[plan.name]
         image.wait()
         assert bytes(content) == expected(plan, parts)
-        address = image._memory.data_ptr()
+        address = image.memory.data_ptr()
         assert address % PAGE == 0
         parts = {at: tensor.clone() for at, tensor in parts.items()}
     del content
     image.take([plan], parts)
-    assert image._memory.data_ptr() == address
+    assert image.memory.data_ptr() == address
 
 
 @pytest.mark.gpu
@@ -88,20 +137,7 @@ def test_a_copy_from_a_gpu_is_of_the_moment_of_the_call():
         for tensor in parts.values():
             tensor.zero_()  # enqueued behind the copy
         image.wait()
-        assert image._memory.is_pinned()
+        assert image.memory.is_pinned()
         assert bytes(content) == right
         parts = kept
     assert b"".join(contents(plan, parts)) == right
-
-
-def test_nothing_but_cuda_is_copied_behind_the_callers_back(monkeypatch):
-    """There is no event to wait for elsewhere (Apple's, Intel's)."""
-    waits, copy = [], torch.Tensor.copy_
-    monkeypatch.setattr(
-        torch.Tensor,
-        "copy_",
-        lambda into, source, non_blocking: (waits.append(non_blocking), copy(into, source))[1],
-    )
-    plan, parts = planned()
-    Image().take([plan], parts)
-    assert waits and not any(waits)
