@@ -105,13 +105,6 @@ def expected(plan, parts):
     return plan.header + torch.cat(rows).numpy().tobytes()
 
 
-def test_each_tensor_begins_where_its_type_may():
-    plan, _ = planned()
-    sizes = [TENSORS[name.partition("/")[2]].itemsize for name, _ in plan.contents]
-    assert sizes == sorted(sizes, reverse=True)
-    assert len(plan.header) % PAGE == 0
-
-
 def test_a_copy_is_the_file_and_uses_its_memory_again():
     plan, parts = planned()
     image = Image()

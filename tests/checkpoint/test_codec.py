@@ -7,7 +7,6 @@ import datetime
 import enum
 import json
 import math
-import pathlib
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple
@@ -48,25 +47,16 @@ def test_what_is_written_comes_back(value: object) -> None:
 
 NO_JSON = {
     "nothing": (b"", "no JSON"),
-    "half": (b'{"a":1', "delimiter"),
-    "two": (b"1 2", "Extra data"),
     "twice": (b'{"a":1,"b":2,"a":3}', "'a' stands twice"),
-    "twice inside": (b'[{"k":{"a":1,"a":1}}]', "'a' stands twice"),
     "twice, spelled otherwise": (rb'{"a":1,"\u0061":1}', "'a' stands twice"),
     "NaN": (b"[NaN]", "NaN is no number"),
-    "Infinity": (b"[-Infinity]", "-Infinity is no number"),
     "infinite by size": (b"1e999", "a number like 1e999"),
-    "long float": (b"0." + b"1" * 1000, "a number like 0.1"),
     "giant integer": (b"1" * 1_000_000, "an integer of 1000000 digits"),
     "65 bits and more": (b"-100000000000000000000", "21 digits|22 digits"),
     "deep": (b"[" * 1000 + b"]" * 1000, "nested more than 200 deep"),
-    "deep objects": (b'{"a":' * 201 + b"1" + b"}" * 201, "nested more than 200 deep"),
-    "very deep": (b"[" * 1_000_000, "nested more than 200 deep"),
     "deep behind a string": (b'["\\"[", ' + b"[" * 100_000 + b"]" * 100_001, "nested more than 200 deep"),
     "half a surrogate pair": (rb'["\ud800"]', "not UTF-8"),
-    "half a surrogate pair as a key": (rb'{"\uDFFF":1}', "not UTF-8"),
     "UTF-16": ("[1]".encode("utf-16"), "not UTF-8"),
-    "Latin-1": ('"é"'.encode("latin-1"), "not UTF-8"),
     "byte order mark": (b"\xef\xbb\xbf[1]", "BOM"),
     "control character": (b'"\x00"', "control character"),
     "backslash outside": (b"\\[", "no JSON"),
@@ -220,10 +210,6 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
-class Words(str):
-    pass
-
-
 class Mine:
     def state_dict(self) -> dict[str, int]:
         return {}
@@ -237,27 +223,18 @@ for _ in range(LEVELS + 1):
 REFUSED = {
     "lambda": (lambda: 1, r"a function \(lambda\) can't be stored: leave it out"),
     "function": (through, r"a function \(through\)"),
-    "builtin": (len, r"a function \(len\)"),
     "class": (Mine, r"a class \(.*Mine\)"),
     "object": (object(), "a object can't be stored: store numbers"),
     "object with state": (Mine(), r"store its state_dict\(\)"),
     "module": (nn.Linear(1, 1), r"Linear can't be stored: store its state_dict\(\)"),
     "namedtuple": (Point(1, 2), r"Point can't be stored: store tuple"),
-    "max": (torch.ones(2, 2).max(0), r"store tuple"),
     "enum": (Colour.RED, r"store its \.value"),
-    "subclass of str": (Words("a"), r"store str\(…\) of it"),
     "date": (datetime.datetime(2026, 1, 1), r"datetime\.datetime can't be stored: store its isoformat"),
-    "path": (pathlib.Path("a"), r"store str\(…\) of it"),
     "deque": (collections.deque([1]), r"store list\(…\) of it"),
-    "user dict": (collections.UserDict(), r"store dict\(…\) of it"),
     "generator": (torch.Generator(), r"store its get_state\(\)"),
     "random": (random.Random(1), r"store its getstate\(\)"),
     "NumPy generator": (numpy.random.default_rng(1), r"store its bit_generator\.state"),
-    "NumPy random": (numpy.random.RandomState(1), r"store its get_state\(\)"),
     "array of objects": (numpy.array([None]), "NumPy ndarray of object .* tolist"),
-    "array of words": (numpy.array(["a"]), "NumPy ndarray of <U1"),
-    "long double": (numpy.longdouble(1), "NumPy longdouble of float128"),
-    "masked": (numpy.ma.array([1], mask=[True]), "NumPy MaskedArray"),
     "sparse": (torch.eye(2).to_sparse(), r"store \.to_dense\(\)"),
     "subclass of Tensor": (
         torch.ones(1).as_subclass(type("Special", (Tensor,), {})),
@@ -289,46 +266,28 @@ def test_the_deepest_that_is_stored_can_be_read() -> None:
 
 HOSTILE: dict[str, Any] = {
     "kind unknown": {"$": "pickle", "value": "gA=="},
-    "kind a number": {"$": 1},
-    "kind a list": {"$": []},
     "kind of Python": {"$": "__import__", "items": ["os"]},
     "no fields": {"$": "tuple"},
-    "more fields": {"$": "tuple", "items": [], "more": 1},
     "items a word": {"$": "tuple", "items": "ab"},
-    "items a dict": {"$": "set", "items": {}},
     "unhashable": {"$": "set", "items": [[1]]},
-    "unhashable key": {"$": "dict", "items": [[[1], 2]]},
     "twice in a set": {"$": "set", "items": [1, 1.0]},
     "a key twice": {"$": "dict", "items": [[1, 2], [1, 3]]},
     "pair of three": {"$": "dict", "items": [[1, 2, 3]]},
-    "pair a word": {"$": "dict", "items": ["ab"]},
     "float of a word": {"$": "float", "value": "1e400"},
-    "float of a number": {"$": "float", "value": 1.0},
     "int of a word": {"$": "int", "value": "0x"},
-    "int with lines": {"$": "int", "value": "0x1_0"},
     "complex of three": {"$": "complex", "items": [1.0, 2.0, 3.0]},
-    "complex of words": {"$": "complex", "items": ["1", "2"]},
     "bytes of no base64": {"$": "bytes", "value": "a"},
-    "bytes of spaces": {"$": "bytes", "value": "gA =="},
-    "bytes of é": {"$": "bytes", "value": "é"},
     "str of no text": {"$": "str", "value": "/w=="},
     "dtype unknown": {"$": "dtype", "value": "nn"},
     "device unknown": {"$": "device", "value": "toaster:0"},
-    "size of words": {"$": "size", "items": ["a"]},
-    "size of truth": {"$": "size", "items": [True]},
     "size too large": {"$": "size", "items": [2**64]},
     "range of two": {"$": "range", "items": [1, 2]},
-    "range without step": {"$": "range", "items": [1, 2, 0]},
     "slice of one": {"$": "slice", "items": [1]},
     "defaultdict of a module": {"$": "defaultdict", "of": "os", "items": []},
-    "tensor of a number": {"$": "tensor", "name": 1},
     "tensor in a set": {"$": "set", "items": [{"$": "tensor", "name": "a"}]},
     "tensor as a key": {"$": "dict", "items": [[{"$": "tuple", "items": [{"$": "tensor", "name": "a"}]}, 1]]},
     "scalar too large": {"$": "scalar", "dtype": "int8", "value": 300},
-    "scalar rounded": {"$": "scalar", "dtype": "float32", "value": 0.1},
     "scalar of another kind": {"$": "scalar", "dtype": "int8", "value": 1.0},
-    "scalar of a list": {"$": "scalar", "dtype": "int8", "value": [1]},
-    "scalar unknown": {"$": "scalar", "dtype": "object", "value": 1},
     "same hashes": {
         "$": "set",
         "items": [{"$": "int", "value": hex((2**61 - 1) * n)} for n in range(8, 2000)],
@@ -344,22 +303,6 @@ def test_what_was_never_stored_is_refused(name: str) -> None:
     assert len(str(caught.value)) < 400
     with pytest.raises(CheckpointError):
         names(value)
-
-
-def test_deep_values_end_in_a_sentence() -> None:
-    value: Any = 1
-    for _ in range(100_000):
-        value = [value]
-    with pytest.raises(CheckpointError, match="levels"):
-        unpack(value, lambda name: name)
-
-    value = loads(b"[" * 150 + b"]" * 150, "x")
-
-    def further(calls: int) -> Any:
-        return further(calls - 1) if calls else unpack(value, lambda name: name)
-
-    with pytest.raises(CheckpointError, match="too many functions"):
-        further(sys.getrecursionlimit() - 170)
 
 
 def test_numpy_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,46 +74,7 @@ def test_we_read_what_the_library_writes(tmp_path: Path, dtype: torch.dtype) -> 
         assert text[begin:end] == content(tensors[name])
 
 
-def test_tensors_of_all_kinds_side_by_side(tmp_path: Path) -> None:
-    """Files are as the caller orders them, aligned or not; the library copes."""
-    tensors = {
-        "a": some(torch.uint8, (3,)),
-        "b": some(torch.float32, (5,)),
-        "c": some(torch.bool, (1,)),
-        "d": some(torch.int64, (2, 2)),
-    }
-    write(tmp_path / "a", tensors)
-    for name, found in safetensors.torch.load_file(tmp_path / "a").items():
-        assert torch.equal(found, tensors[name])
-
-
 F4 = torch.float4_e2m1fn_x2
-UNWRITABLE = {
-    "twice": (
-        [("w", torch.int8, (1,)), ("w", torch.int8, (1,))],
-        None,
-        "two tensors of a file have this name",
-    ),
-    "taken": ([("__metadata__", torch.int8, (1,))], None, "two tensors of a file have this name"),
-    "huge": ([("w", torch.int64, (2**31, 2**31))], None, "no file holds"),
-    "huge together": ([("v", torch.int8, (2**62,)), ("w", torch.int8, (2**62,))], None, "w: no file holds"),
-    "negative": ([("w", torch.int64, (-1,))], None, "no file holds"),
-    "half a byte": ([("w", F4, ())], None, "without a dimension"),
-    "no text": ([("\ud800", torch.int8, (1,))], None, "cannot be stored as JSON"),
-    "metadata": ([("w", torch.int8, (1,))], {"a": 1}, "words to words"),
-    "too many names": (
-        [("n" * 50_100_000, torch.int8, (0,)), ("m" * 50_100_000, torch.int8, (0,))],
-        None,
-        "several files",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNWRITABLE)
-def test_what_would_not_be_read_is_not_written(name: str) -> None:
-    tensors, metadata, words = UNWRITABLE[name]
-    with pytest.raises(CheckpointError, match=words):
-        encode(tensors, metadata)
 
 
 GOOD = {
@@ -133,48 +94,24 @@ def changed(**fields: object) -> bytes:
 
 HOSTILE = {
     "nothing": (b"", "no safetensors file: 0 bytes"),
-    "7 bytes": (b"\2\0\0\0\0\0\0", "no safetensors file: 7 bytes"),
     "length beyond the file": ((1000).to_bytes(8, "little") + b"{}", "no length of a header"),
-    "length without end": (b"\xff" * 8 + b"{}", "no length of a header"),
     "no JSON": (put(b"{]"), "no JSON"),
-    "a list": (put([]), "no object"),
-    "space first": (put(b" {}", 0), "no object"),
     "a key twice": (put(b'{"w":{},"w":{}}'), "'w' stands twice"),
     "metadata of numbers": (put({"__metadata__": {"a": 1}}, 0), "__metadata__"),
-    "metadata a list": (put({"__metadata__": []}, 0), "__metadata__"),
     "entry a number": (put({"w": 1}, 0), "not described by"),
     "entry without shape": (put({"w": {"dtype": "I8", "data_offsets": [0, 0]}}, 0), "not described by"),
-    "entry with more": (changed(more=1), "'w' is not described by"),
     "dtype unknown": (changed(dtype="F31"), "the dtype 'F31', which this easymp does not know"),
     "dtype of ours alone": (changed(dtype="C128", shape=[1]), "the dtype 'C128'"),
-    "dtype a list": (changed(dtype=["F32"]), "the dtype"),
-    "shape a number": (changed(shape=3), "the shape 3"),
     "shape negative": (changed(shape=[-3]), "the shape"),
-    "shape twice negative": (changed(shape=[-3, -1]), "the shape"),
-    "shape of floats": (changed(shape=[3.0]), "the shape"),
-    "shape of truth": (changed(shape=[3, True]), "the shape"),
     "shape that overflows": (changed(shape=[2**32, 2**32, 3]), "the shape"),
-    "shape that overflows to nothing": (changed(shape=[0, 2**40, 2**40], data_offsets=[4, 4]), "the shape"),
-    "shape of many dimensions": (changed(shape=[3] + [1] * 64), "the shape"),
     "shape smaller than bytes": (changed(shape=[2]), "needs 8 bytes"),
     "shape larger than bytes": (changed(shape=[4]), "needs 16 bytes"),
-    "half bytes odd": (put({"w": {"dtype": "F4", "shape": [3], "data_offsets": [0, 2]}}, 2), "the shape"),
-    "half bytes without dimension": (
-        put({"w": {"dtype": "F4", "shape": [], "data_offsets": [0, 1]}}, 1),
-        "the shape",
-    ),
-    "places: one": (changed(data_offsets=[4]), "not two places"),
-    "places: words": (changed(data_offsets="ab"), "not two places"),
-    "places: floats": (changed(data_offsets=[4.0, 16]), "not two places"),
-    "places: truth": (changed(data_offsets=[True, 16]), "not two places"),
     "places: negative": (changed(data_offsets=[-8, 4]), "of the 16 after the header"),
-    "places: backwards": (changed(data_offsets=[16, 4]), "of the 16 after the header"),
     "places: beyond": (changed(data_offsets=[8, 20]), "of the 16 after the header"),
     "overlap": (changed(shape=[4], data_offsets=[0, 16]), "overlaps"),
     "hole": (put({"w": {"dtype": "I8", "shape": [2], "data_offsets": [1, 3]}}, 3), "leaves 1 bytes"),
     "more after": (put(GOOD, 17), "1 bytes after the last tensor"),
     "less": (put(GOOD, 15), "of the 15 after the header"),
-    "data of nothing": (put({}, 1), "1 bytes after"),
 }
 
 

@@ -393,9 +393,3 @@ def columns(folder: Path, save: bool) -> tuple[bool, int]:
         storage = Counting(folder.parent)
         load(acc._run.world, storage, folder.name, list(acc._parts([0])))
         return torch.equal(model.table.weight.full_tensor(), expected), storage.requests
-
-
-def test_short_runs_are_read_with_what_lies_between(ranks: Any, tmp_path: Path) -> None:
-    ranks(columns, tmp_path / "a", True, processes=1)
-    for same, requests in ranks(columns, tmp_path / "a", False, processes=2):
-        assert same and requests < 10

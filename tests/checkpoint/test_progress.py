@@ -46,11 +46,6 @@ def run(seconds: float, step: float, terminal: bool, **options: bool) -> str:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_short_one_is_silent(terminal: bool) -> None:
-    assert run(1.6, 0.2, terminal) == ""
-
-
 def test_a_terminal_has_one_line_that_is_rewritten() -> None:
     text = run(4, 0.125, terminal=True)
     assert text.count("\n") == 1 and text.endswith("\r" + "saved x: 64.0 MiB in 4.0 s, 16.0 MiB/s\n")
@@ -70,24 +65,6 @@ def test_a_file_has_a_line_every_ten_seconds() -> None:
         "saved x: 64.0 MiB in 32.0 s, 2.0 MiB/s",
     ]
     assert run(4, 0.5, terminal=False).splitlines() == ["saved x: 64.0 MiB in 4.0 s, 16.0 MiB/s"]
-
-
-def test_what_fails_is_not_said_to_be_done() -> None:
-    clock, stream = Clock(), Stream(True)
-
-    def save() -> None:
-        with Progress("saving x", "saved x", stream=stream, clock=clock) as tick:
-            clock.now += 3
-            tick(MIB)
-            raise OSError
-
-    with pytest.raises(OSError):
-        save()
-    assert (
-        stream.getvalue().startswith("\rsaving x: 1.0 MiB, 341.3 KiB/s\r")
-        and "saved" not in stream.getvalue()
-    )
-    assert stream.getvalue().endswith(" \r")
 
 
 def told(folder: str, asynchronous: bool) -> list[str]:
