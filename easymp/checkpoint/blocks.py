@@ -60,13 +60,6 @@ def no_tick(count: int) -> None:
     """A tick that tells no one."""
 
 
-CHANGES = frozenset(
-    ("mkdir", "create", "allocate", "write", "fsync", "fsync directory")
-    + ("rename", "exchange", "replace", "copy", "unlink", "rmdir")
-)
-"""Operations of `do` that change a disk; the others are open, close, read, list and stat."""
-
-
 def do(operation: str, path: str, call: Callable[..., T], *arguments: Any) -> T:
     """``call(*arguments)``, an `operation` on the file or folder `path`, which an OSError then names.
 

@@ -17,8 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from easymp.checkpoint import blocks
-
+CHANGES = frozenset(
+    ("mkdir", "create", "allocate", "write", "fsync", "fsync directory")
+    + ("rename", "exchange", "replace", "copy", "unlink", "rmdir")
+)
+"""Operations of `blocks.do` that change a disk; the others are open, close, read, list and stat."""
 MANY = 5  # unsynced changes up to which every subset is tried
 SAMPLES = 24  # subsets that are tried of more
 
@@ -44,7 +47,7 @@ class Recorder:
             self.steps.append(Step(operation, path, (data[:value], arguments[2])))
         elif operation == "exchange" and not value:
             pass
-        elif operation in blocks.CHANGES and not path.endswith(".lock"):
+        elif operation in CHANGES and not path.endswith(".lock"):
             self.steps.append(Step(operation, path, arguments))
         return value
 

@@ -24,7 +24,7 @@ from easymp.checkpoint.folders import is_committed, open_manifest
 from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError
 
-from .disk import Disk, Recorder, Step, put
+from .disk import CHANGES, Disk, Recorder, Step, put
 from .things import Rows, alone, loaded, save, values, world
 from .things import target as target_of
 
@@ -124,7 +124,7 @@ def dying(at: int, after: bool) -> Callable[..., Any]:
 
     def do(operation: str, path: str, call: Callable[..., Any], *arguments: Any) -> Any:
         nonlocal count
-        turn = operation in blocks.CHANGES
+        turn = operation in CHANGES
         count += turn
         if turn and count == at and not after:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -278,7 +278,7 @@ def _killed_then_power(base: Path, at: int) -> tuple[int, list[str]] | None:
         if count >= at:
             raise Killed
         value = recorder.do(operation, path, call, *arguments)
-        count += operation in blocks.CHANGES
+        count += operation in CHANGES
         return value
 
     try:
@@ -315,7 +315,7 @@ def failing(at: int, number: int, seen: list[str]) -> Callable[..., Any]:
     real = blocks.do
 
     def do(operation: str, path: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        if operation in blocks.CHANGES:
+        if operation in CHANGES:
             seen.append(operation)
             if len(seen) == at:
                 raise OSError(number, os.strerror(number), path)
