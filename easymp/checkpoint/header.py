@@ -42,19 +42,19 @@ class Slot(NamedTuple):
 
 
 def words(metadata: object) -> bool:
-    """Whether this is what the format takes as ``__metadata__``."""
+    """Whether the format takes this as ``__metadata__``."""
     return isinstance(metadata, dict) and all(
         isinstance(word, str) for pair in metadata.items() for word in pair
     )
 
 
 def filed(dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """As what a file holds a tensor: as itself, or with the real and imaginary parts in one more dimension."""
+    """Dtype and shape of a tensor in a file: its own, or with the real and imaginary parts in one more dimension."""
     return (PARTS[dtype], (*shape, 2)) if dtype in PARTS else (dtype, tuple(shape))
 
 
 def nbytes(dtype: torch.dtype, shape: object) -> int | None:
-    """The bytes of a tensor; None where `shape` is no shape that a tensor of torch can have."""
+    """Bytes of a tensor; None where no torch tensor can have this `shape`."""
     if not isinstance(shape, (list, tuple)) or len(shape) > DIMENSIONS:
         return None
     # A dimension of zero does not make another one harmless: torch multiplies them all for the strides.
@@ -66,7 +66,7 @@ def nbytes(dtype: torch.dtype, shape: object) -> int | None:
 def encode(
     tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str] | None = None
 ) -> tuple[bytes, list[Slot]]:
-    """The bytes before the first tensor, and where each one of `tensors` goes, in their order.
+    """The bytes before the first tensor, and the slot of each of `tensors`, in their order.
 
     Raises:
         CheckpointError: a dtype or shape that no file can hold, two tensors of one name, or more names than a header takes.
@@ -106,10 +106,10 @@ def encode(
 
 
 def length(text: bytes, size: int, what: str) -> int:
-    """How many bytes come before the data of a file of `size` bytes; its first 8 say it.
+    """Bytes before the data of a file of `size` bytes, from its first 8.
 
     Raises:
-        CheckpointError: they say what cannot be; `what` names the file.
+        CheckpointError: they are impossible; `what` names the file.
     """
     count = int.from_bytes(text[:8], "little")
     if len(text) < 8 or count > LONGEST or 8 + count > size:
@@ -176,7 +176,7 @@ def _tiled(slots: Mapping[str, Slot], base: int, size: int, what: str) -> None:
             fault = (
                 "overlaps with the tensor before it"
                 if slot.begin < at
-                else f"leaves {slot.begin - at} bytes before it to no one"
+                else f"leaves {slot.begin - at} bytes before it unused"
             )
             raise CheckpointError(f"{what}: {name!r} {fault}: damaged, or no safetensors file")
         at = slot.end

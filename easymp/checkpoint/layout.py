@@ -1,6 +1,6 @@
-"""Boxes of tensors, as pure arithmetic: what two layouts have in common, and where that lies in memory.
+"""Chunks of tensors, as pure arithmetic: the overlap of two layouts, where it lies in memory, and the chunks of a live tensor on this rank.
 
-A box is what one rank holds, or one file stores, of a tensor: an offset and a shape, in elements, row-major.
+A `Box` is a chunk that one rank holds, or one file stores: an offset and a shape, in elements, row-major.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CORNERS = 2**23  # of all boxes of a tensor; they are held in memory
 
 
 class Box(NamedTuple):
-    """A part of a tensor: its first element's place, and its shape."""
+    """A chunk of a tensor: the place of its first element, and its shape."""
 
     offset: Shape
     shape: Shape
 
     @property
     def count(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return prod(self.shape)
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What lies in both; None where nothing does."""
+    """The elements that are in both; None where there are none."""
     offset = tuple(map(max, a.offset, b.offset))
     end = tuple(min(o + n, p + m) for o, n, p, m in zip(a.offset, a.shape, b.offset, b.shape))
     if any(e <= o for o, e in zip(offset, end)):
@@ -57,14 +57,14 @@ def strides(shape: Shape) -> Shape:
 
 
 def span(part: Box, within: Box) -> int:
-    """Elements from the first to the last one of `part` in the row-major memory of `within`, which holds it."""
+    """Elements from the first to the last one of `part`, both included, in the row-major memory of `within`, which contains it."""
     return (
         sum((n - 1) * stride for n, stride in zip(part.shape, strides(within.shape))) + 1 if part.count else 0
     )
 
 
 def runs(part: Box, within: Box) -> Iterator[tuple[int, int]]:
-    """The elements of `part` in the row-major memory of `within`, which holds it: (first, count) of each contiguous run, in order."""
+    """(first, count) of each contiguous run of `part` in the row-major memory of `within`, which contains it, in order."""
     if not part.count:
         return
     if part == within:  # most are, and arithmetic for thousands of them takes its time
@@ -84,7 +84,7 @@ def runs(part: Box, within: Box) -> Iterator[tuple[int, int]]:
 
 
 def fault(shape: Shape, boxes: Sequence[Box]) -> str | None:
-    """Why `boxes` do not cover a tensor of `shape` exactly once, in words; None where they do.
+    """Why `boxes` do not cover a tensor of `shape` exactly once; None where they do.
 
     The time is linear in the number of boxes. A function of the elements ("how many boxes hold this one") is known by its steps: a
     box adds 1 at its first corner and 1 or -1 at the others, those just behind its ends. So the boxes cover what one box of `shape`
@@ -130,7 +130,7 @@ def _add_corners(steps: Counter[Shape], ends: Sequence[tuple[int, int]], sign: i
 
 
 def slices(box: Box, most: int) -> Iterator[Box]:
-    """`box` in parts of at most `most` elements, in the order in which they lie in its memory."""
+    """`box` in parts of at most `most` elements, in the order of its memory."""
     dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
     if box.count <= most or dim is None:
         yield box
@@ -142,7 +142,7 @@ def slices(box: Box, most: int) -> Iterator[Box]:
         yield from slices(Box(offset, shape), most)
 
 
-# -- Where the elements that this rank holds of a tensor belong in the whole: the link between live tensors and boxes.
+# -- the chunks of a live tensor --------------------------------------------------------------------------------------
 
 
 Run = tuple[int, int]
@@ -151,7 +151,7 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """What one rank holds of a tensor.
+    """The chunks of a tensor on one rank.
 
     Attributes:
         shape: of the whole tensor.
@@ -165,16 +165,13 @@ class Place:
 
 
 def place_of(tensor: Tensor) -> Place | None:
-    """Where `tensor`, plain or a DTensor, lies on this rank; None for a meta tensor, of which nothing is here. No collective.
+    """The chunks of `tensor`, plain or a DTensor, on this rank; None for a meta tensor. No collective.
 
     Raises:
-        CheckpointError: a DTensor whose elements are sums that are still to be made, or of a layout that is not known here; or a
-            sparse tensor.
+        CheckpointError: a partial DTensor, one of an unknown layout, or a sparse tensor.
     """
     with torch.no_grad():
-        spread: Any = (
-            tensor if hasattr(tensor, "to_local") else None
-        )  # DTensor, whose class takes long to import
+        spread: Any = tensor if hasattr(tensor, "to_local") else None  # DTensor, which takes long to import
         local = (tensor if spread is None else spread.to_local()).detach()
         if local.is_meta:
             return None
@@ -201,7 +198,7 @@ def place_of(tensor: Tensor) -> Place | None:
 def runs_held(
     shape: Sequence[int], mesh: Sequence[int], at: Sequence[int], placements: Sequence[Any]
 ) -> list[list[Run]]:
-    """What the rank with coordinates `at` holds of each dimension, in the order in which it lies there.
+    """The runs of each dimension on the rank with coordinates `at`, in the order of its memory.
 
     Raises:
         CheckpointError: a placement that is neither a shard nor whole.
@@ -235,7 +232,7 @@ def runs_held(
 
 
 def _chunk(runs: Sequence[Run], count: int, index: int) -> list[Run]:
-    """Piece `index` of `count`, as torch.chunk makes them of the elements of `runs`, one run after the other."""
+    """Piece `index` of the `count` into which torch.chunk cuts the elements of `runs`."""
     size = -(-sum(n for _, n in runs) // count)
     skip, left = index * size, size
     piece = []
