@@ -1,4 +1,4 @@
-"""Whether our kernels run on a device, and if not, why: in words, for the plan.
+"""Kernels launched on a GPU by CuPy; and whether they run on a device, or why not, in words for the plan.
 
 `unavailable` reasons about what is installed without importing CuPy (0.5 s, and a wrong wheel loads wrong libraries). What passes
 that is tried once a device with a kernel whose answer is known. Nothing here raises: torch's own path is always there.
@@ -178,7 +178,13 @@ def keep_cache_writable() -> None:
         env.put({"CUPY_CACHE_DIR": tempfile.gettempdir(), "CUPY_CACHE_IN_MEMORY": "1"})
 
 
-# -- Kernels on a GPU: their text, compiled and started by CuPy's ElementwiseKernel.
+# -- the launcher -------------------------------------------------------------------------------------------------------
+
+# CuPy makes ``extern "C" __global__`` around a grid-stride loop ``CUPY_FOR(i, _ind.size())``, and starts
+# ``min(2^31 - 1, size / block_size)`` blocks. With ``size`` a multiple of the block, and fewer blocks than that, each thread goes
+# through it once and all threads of a block together, so a barrier in it is legal. A start of one thread does nothing: with that a
+# kernel is compiled and loaded before it is needed. Nothing is allocated here, and nothing waits: arguments are numbers, torch owns all
+# memory, and each start is on torch's current stream. Subnormal float32 numbers are flushed to zero (CuPy passes ``-ftz=true``).
 
 
 OPTIONS = ("--std=c++17",)
@@ -310,9 +316,6 @@ def _said(error: Exception) -> str:
     """Type and first words of `error`, in one line: a compiler's log is long."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
-
-
-# -- The launcher for work beside the optimizer's step: casts, sums, images. Where there is none, torch's operations do it.
 
 
 _broken: set[tuple[torch.device, Kernel]] = set()

@@ -1,4 +1,4 @@
-"""Kernels that stream over tensors: element by element, all tensors of one launch, 16 bytes a load.
+"""Kernels that stream over tensors, element by element, and the table of addresses from which a launch finds them.
 
 What is written by hand is what happens to one element; loads, stores, conversions and the loop are made around it. Each block takes
 one chunk of one tensor, as the chunk map says (`table`). A tensor that is not aligned goes through the same text one number at a time.
@@ -163,7 +163,10 @@ for (i64 j = whole + thread; j < count; j += {THREADS}) {{
 """
 
 
-# -- The table of addresses and the map of chunks, from which one launch finds all its tensors where they lie.
+# -- the table ----------------------------------------------------------------------------------------------------------
+
+# Nothing is copied together or moved, so gradients in DDP's buckets, shards of FSDP and torch's own state stay what they are. The table
+# owns nothing: who fills it keeps the tensors.
 
 
 # Pinned memory that a capture has taken is its graph's, and not handed on (its CachingHostAllocator.h).

@@ -1,4 +1,4 @@
-"""What a kernel is: text that any launcher compiles, and how it is laid over blocks of threads.
+"""A kernel: text that any launcher compiles, laid over blocks of threads.
 
 CuPy's ElementwiseKernel compiles it for a GPU, g++ for a test. Threads of a block do not talk to one another but by sums: a body adds
 to named doubles, the launcher totals them over the block, in a fixed order, and one thread goes on with the totals. So the same body
@@ -59,9 +59,9 @@ class Launcher(Protocol):
         ...
 
 
-# -- The words that kernels are written in: numbers of half precision, and loads and stores of 16 bytes.
-
-
+# Words that kernels are written in: numbers of half precision, and loads and stores of 16 bytes. A launcher puts its own part in front:
+# ``DEVICE`` (what marks a function of the device), ``half_to_float``, ``float_to_half`` and the streaming loads and stores ``__ldcs`` and
+# ``__stcs`` of 4-, 8- and 16-byte words. No header is needed, so any CUDA toolkit will do.
 PREAMBLE = (
     r"""
 typedef long long i64;

@@ -131,9 +131,8 @@ class RowGather:
         torch._foreach_copy_(tensors, [c.reshape(-1)[: t.numel()].view(t.shape) for t, c in columns])
 
 
-# -- Which optimizers step element by element, so that parts of their parameters are as good to them as the whole.
-
-
+# Optimizers that step element by element, so that parts of their parameters do as well as the whole. Any other may look at whole
+# matrices (Muon does), and steps on DTensors, whose norms and products are those of the whole matrix.
 ELEMENTWISE = (
     *(
         torch.optim.Adam,
