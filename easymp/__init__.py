@@ -62,12 +62,12 @@ if TYPE_CHECKING:
     from .settings import resolve as resolve
     from .strategies.batchnorm import SyncBatchNorm as SyncBatchNorm
     from .strategies.batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
-    from .strategies.data_parallel import DataParallelOptions as DataParallelOptions
     from .strategies.fsdp import FSDPOptions as FSDPOptions
     from .strategies.hsdp import HSDPOptions as HSDPOptions
     from .strategies.local_sgd import LocalSGD as LocalSGD
     from .strategies.local_sgd import LocalSGDOptions as LocalSGDOptions
     from .strategies.pipeline import PipelineOptions as PipelineOptions
+    from .strategies.single import DataParallelOptions as DataParallelOptions
     from .strategies.tensor_parallel import TensorParallelOptions as TensorParallelOptions
     from .strategies.transforms import CompileOptions as CompileOptions
     from .trackers.own import GeneralTracker as GeneralTracker
@@ -107,7 +107,7 @@ _HOMES = {
     "protocols": "Choice Source Tracker",
     "settings": "Settings resolve",
     "strategies.batchnorm": "SyncBatchNorm convert_sync_batchnorm",
-    "strategies.data_parallel": "DataParallelOptions",
+    "strategies.single": "DataParallelOptions",
     "strategies.fsdp": "FSDPOptions",
     "strategies.hsdp": "HSDPOptions",
     "strategies.local_sgd": "LocalSGD LocalSGDOptions",

@@ -568,6 +568,46 @@ class Accelerator(Processes, Checkpoints):
         if summed and window.sync:
             sums.hand_over()
 
+    def forward_backward(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor],
+        *inputs: Any,
+        target: Any = None,
+        num_items: int | Tensor | None = None,
+        **keywords: Any,
+    ) -> Tensor:
+        """Forward, loss and backward of one micro-step, under every strategy; the call that schedules of a pipeline need.
+
+        Instead of ``backward(loss_fn(model(*inputs), target))``, and with the same gradients; accumulation, `num_items` and the loss scale
+        work as in `backward`. Under strategy "pipeline" `loss_fn` is called with the output of a micro-batch and its part of `target`, and
+        the loss is the mean over the samples (with `num_items` the sum).
+
+        Args:
+            model: a prepared model.
+            loss_fn: called as ``loss_fn(outputs, target)``, or ``loss_fn(outputs)`` without a target; returns one number.
+            inputs, keywords: for the model.
+            target: what the loss compares with, a tensor or a nested batch of tensors.
+            num_items: as in `backward`.
+
+        Returns:
+            The loss of this rank's batch without a graph, 0-dim, as `loss_fn` gives it: neither scaled nor divided.
+
+        Raises:
+            StepError: as `backward`, and where `loss_fn` returns no number.
+
+        Example:
+            >>> loss = accelerator.forward_backward(model, F.cross_entropy, x, target=y)
+        """
+        (route,) = self._prepared.routes((model,))
+        strategy = self._prepared.strategy
+        summed = num_items is not None
+        loss = strategy.loss(route.module, route.call, loss_fn, inputs, keywords, target, summed)
+        self.backward(loss, num_items=num_items)
+        if strategy.late_loss:
+            self._nonfinite.loss(loss)
+        return loss.detach()
+
     def _average_sums(self) -> None:
         if self._world.size > 1 and not self._sync_each_batch and not self._alone:
             modules = [model.route.module for model in self._prepared.models]

@@ -156,6 +156,7 @@ class Strategy(Protocol):
     data_rank: int  # the slice of the data that this process sees; under tensor parallelism 0 of 1
     data_size: int
     data_group: dist.ProcessGroup | None  # one rank of each slice, this one among them; None: all ranks
+    late_loss: ClassVar[bool]  # what `loss` returns has its value only after backward
     once: str  # why a gradient of a gradient cannot be had; "" where it can
     only_forward: str  # why methods cannot be called as forward is, as "has …"; "" where they can
     sums: (
@@ -192,6 +193,25 @@ class Strategy(Protocol):
         """The optimizer to step in place of `optimizer`, whose models are wrapped; itself where nothing is to be done.
 
         Another one has `laid_out` and `remember`, by which checkpoints know its states (see `ShardedOptimizer`).
+        """
+        ...
+
+    def loss(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        loss_fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        summed: bool,
+    ) -> Tensor:
+        """The loss of a batch, ready for backward: ``loss_fn(call(*args, **kwargs), target)``, without a target where that is None.
+
+        Args:
+            module: what `wrap` returned.
+            call: calls it.
+            summed: the loss is a sum over the batch, no mean.
         """
         ...
 

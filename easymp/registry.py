@@ -47,7 +47,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
     {
         "single": ("strategies.single:Single", "one process alone"),
         "data_parallel": (
-            "strategies.data_parallel:DataParallel",
+            "strategies.single:DataParallel",
             "one process drives all GPUs; torch advises ddp",
         ),
         "ddp": ("strategies.ddp:DDP", "each process holds the whole model"),

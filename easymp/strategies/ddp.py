@@ -22,9 +22,9 @@ from ..cuda.casts import divided
 from ..distributed import World
 from ..errors import RefusedError, StepError
 from ..options import DistributedDataParallelKwargs
-from ..protocols import Counting, Facts, Layout, Manner, Refusal
+from ..protocols import Layout, Manner
 from .blocks import refuse_sparse
-from .single import Framed, clip_whole
+from .single import Framed, Single
 from .transforms import passed_over
 
 # Options that torch takes as they are.
@@ -32,7 +32,7 @@ TORCHS = ("dim", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_
 CALLS = 8  # before one backward, whose outputs are looked at under find_unused_parameters
 
 
-class DDP:
+class DDP(Single):
     """torch's DistributedDataParallel, around the model under autocast.
 
     In place, by torch: parameters and buffers take rank 0's values when wrapped. A model without trainable parameters is
@@ -43,34 +43,16 @@ class DDP:
     """
 
     name: ClassVar[str] = "ddp"
+    several: ClassVar[str] = "averages gradients over processes"
     Options: ClassVar[type] = DistributedDataParallelKwargs
-    whole: ClassVar[bool] = True
-    apart: ClassVar[bool] = False
-    alike: ClassVar[bool] = True
-    masters: ClassVar[bool] = True
-    sharded: ClassVar[bool] = False
-    once = ""
-    only_forward = ""
-    early: ClassVar[bool] = False
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         self.data_rank, self.data_size = world.rank, world.size
-        self.data_group = None
         # Compressed gradients travel by hooks of backward, so under accumulation they are summed where they are, in their own type.
         self.sums = options.comm_hook in ("no", "fp32")
-        self._world = world
-        self._options = options
+        super().__init__(world, options)
         if options.static_graph:
             self.once = "with static_graph=True the first backward counts as the one that is averaged. Leave static_graph out"
-
-    @staticmethod
-    def refuse(facts: Facts) -> Refusal | None:
-        if facts.world_size == 1:
-            return Refusal(
-                "strategy 'ddp' averages gradients over processes, and there is one",
-                "start several (`easymp launch --processes N script.py`), or use 'auto'",
-            )
-        return None
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
@@ -83,28 +65,25 @@ class DDP:
     def wrap(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
     ) -> nn.Module:
-        _check(model, self._options, manner)
+        _check(model, self.options, manner)
         device = self._world.device
         if manner.place:
             model.to(device)
         module = manner.policy.forward(manner.policy.convert(model), device)
         if any(p.requires_grad for p in model.parameters()):
-            options = {name: getattr(self._options, name) for name in TORCHS}
-            if not self._options.broadcast_buffers:
+            options = {name: getattr(self.options, name) for name in TORCHS}
+            if not self.options.broadcast_buffers:
                 options["broadcast_buffers"] = False  # naming torch's default warns from 2.13 on
             if manner.place and device.type in ("cuda", "xpu"):
                 options["device_ids"] = [device]
             module = Replica(Framed(module) if passed_over(module) else module, model, options)
-            hook = make_hook(self._options, self._world.size)
+            hook = make_hook(self.options, self._world.size)
             if hook is not None:
                 module.register_comm_hook(*hook)
-                if self._options.low_rank:
+                if self.options.low_rank:
                     self._world.carried.append(Carried(hook[0], module))
         manner.compile(module)
         return module
-
-    def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
@@ -132,22 +111,12 @@ class DDP:
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         replicas = [m for m in models if isinstance(m, DistributedDataParallel)]
-        if make_hook(self._options, self._world.size) is not None:
+        if make_hook(self.options, self._world.size) is not None:
             raise RefusedError(
                 "join_uneven_inputs with a comm_hook or gradient_predivide_factor, which divide by the number of all ranks: batches that "
                 "some ranks no longer have would count less. Leave these options out, or keep even_batches=True and do not join"
             )
         return Join(replicas, divide_by_initial_world_size=False) if replicas else nullcontext()
-
-    @property
-    def counting(self) -> Counting:
-        return Counting()
-
-    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        return clip_whole(parameters, max_norm, norm_type)
-
-    def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
-        return alone
 
 
 class Replica(DistributedDataParallel):

@@ -13,7 +13,7 @@ The numbers differ from ddp's by the rounding of the weights outside of matrix p
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from ..base.dtensor import names_of, rebind
 from ..distributed import World
-from ..errors import PrepareError, RefusedError, SettingError, StepError, nearest
+from ..errors import PrepareError, SettingError, StepError, nearest
 from ..optim.partition import check_sums
 from ..precision.mixed import as_if_fp32
-from ..protocols import Counting, Facts, Layout, Manner, Refusal, nowhere, pieces
+from ..protocols import Counting, Layout, Manner, nowhere, pieces
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sparse
 from .meta_init import materialise, on_meta
-from .single import clip_to_norm, counting
+from .single import Single, clip_to_norm, counting
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class FSDPOptions:
             )
 
 
-class FSDP:
+class FSDP(Single):
     """torch's `fully_shard`, on each repeated block and on the model.
 
     In place, by torch: parameters become DTensors, which hold this rank's shard; the class of the model and of each block becomes a
@@ -105,36 +105,22 @@ class FSDP:
     """
 
     name: ClassVar[str] = "fsdp"
+    several: ClassVar[str] = "shards a model over processes"
+    no_join: ClassVar[str] = "every rank's forward needs the other ranks' shards"
     Options: ClassVar[type] = FSDPOptions
     sharded: ClassVar[bool] = True
-    whole: ClassVar[bool] = True  # in forward and backward each part is gathered
-    apart: ClassVar[bool] = False
-    alike: ClassVar[bool] = True
-    masters: ClassVar[bool] = True
     once = (
         "fsdp frees a block's gathered parameters after its backward, which that would need again. Use strategy='ddp', or a loss without "
         "the gradient of a gradient"
     )
-    only_forward = ""
     sums = False  # torch keeps its own, in the type that gradients are reduced in
 
     def __init__(self, world: World, options: FSDPOptions) -> None:
         self.data_rank, self.data_size = world.rank, world.size
-        self.data_group = None
-        self._world = world
-        self.options = options
+        super().__init__(world, options)
         self.early = options.reduce_every_micro_batch
         self._shape: tuple[int, ...] = (world.size,)  # of the mesh
         self._mesh: Any = None
-
-    @staticmethod
-    def refuse(facts: Facts) -> Refusal | None:
-        if facts.world_size == 1:
-            return Refusal(
-                "strategy 'fsdp' shards a model over processes, and there is one",
-                "start several (`easymp launch --processes N script.py`), or use 'auto'",
-            )
-        return None
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
@@ -210,12 +196,6 @@ class FSDP:
 
     def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
         raise AssertionError("torch reduces the sums that it keeps")
-
-    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        raise RefusedError(
-            f"strategy {self.name!r} cannot join uneven inputs: every rank's forward needs the other ranks' shards. Keep "
-            "even_batches=True, or use strategy='ddp'"
-        )
 
     @property
     def counting(self) -> Counting:

@@ -11,7 +11,7 @@ from torch import nn
 from ..base.torch_flags import TORCH
 from ..distributed import World
 from ..errors import RefusedError, SettingError
-from ..protocols import Facts, Layout, Refusal
+from ..protocols import Layout
 from .fsdp import FSDP, FSDPOptions, shards_of
 
 ZEROS = (2, 13)  # the first release that can reduce zeros for parameters without a gradient
@@ -84,15 +84,6 @@ class HSDP(FSDP):
             self.early = False
         elif self.early is None:
             self.early = True
-
-    @staticmethod
-    def refuse(facts: Facts) -> Refusal | None:
-        if facts.world_size == 1:
-            return Refusal(
-                "strategy 'hsdp' shards a model over processes, and there is one",
-                "start several (`easymp launch --processes N script.py`), or use 'auto'",
-            )
-        return None
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:

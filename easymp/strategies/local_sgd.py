@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ..distributed import World
 from ..errors import EasympWarning, RefusedError, SettingError
-from ..protocols import Counting, Facts, Layout, Manner, Refusal
+from ..protocols import Manner
 from .ddp import DDP
-from .single import Framed, Single, clip_whole
+from .single import Framed, Single
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def check_every(name: str, every: Any) -> None:
         raise SettingError(f"{name}={every!r} is not a whole number of updates of at least 1")
 
 
-class LocalTraining:
+class LocalTraining(Single):
     """The model, under autocast, on every rank for itself.
 
     Averaged are the parameters of a prepared optimizer and the floating-point buffers of the models that they are of: after every
@@ -56,21 +56,15 @@ class LocalTraining:
     """
 
     name: ClassVar[str] = "local_sgd"
+    several: ClassVar[str] = "averages models over processes"
+    no_join: ClassVar[str] = "models are averaged after as many updates on every rank"
     Options: ClassVar[type] = LocalSGDOptions
-    sharded: ClassVar[bool] = False
-    once = ""
-    only_forward = ""
-    data_group = None
-    whole: ClassVar[bool] = True
     apart: ClassVar[bool] = True
-    alike: ClassVar[bool] = True
     masters: ClassVar[bool] = False  # parameters are averaged, and masters would not know
-    sums = True
-    early: ClassVar[bool] = False
 
     def __init__(self, world: World, options: LocalSGDOptions) -> None:
         self.data_rank, self.data_size = world.rank, world.size
-        self._world = world
+        super().__init__(world, options)
         self._every = options.every
         self._models: list[nn.Module] = []
         self._turns: list[Turn] = []
@@ -78,19 +72,6 @@ class LocalTraining:
             None
         )  # told of each averaging
         world.settling.append(self._settle)
-
-    @staticmethod
-    def refuse(facts: Facts) -> Refusal | None:
-        if facts.world_size == 1:
-            return Refusal(
-                "strategy 'local_sgd' averages models over processes, and there is one",
-                "start several (`easymp launch --processes N script.py`), or use 'auto'",
-            )
-        return None
-
-    @staticmethod
-    def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
-        return Layout()
 
     def wrap(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
@@ -129,28 +110,6 @@ class LocalTraining:
         for turn in self._turns:
             if turn.updates:
                 self._average(turn)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
-        pass
-
-    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        raise RefusedError(
-            "strategy 'local_sgd' cannot join uneven inputs: models are averaged after as many updates on every rank. Keep "
-            "even_batches=True, or use strategy='ddp'"
-        )
-
-    @property
-    def counting(self) -> Counting:
-        return Counting()
-
-    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        return clip_whole(parameters, max_norm, norm_type)
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         left = max((turn.updates for turn in self._turns), default=0)

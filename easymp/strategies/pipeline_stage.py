@@ -1,8 +1,12 @@
-"""Where a model is cut into pipeline stages, and which stage holds what: found by one forward without values.
+"""The stages of one rank, on torch.distributed.pipelining: torch's schedules, torch's stages, and a forward that is the user's own.
 
-The model's forward runs once on the meta device, shapes only. What it shows: in which order modules are called, between which calls
-each parameter is used, and which values cross from one such segment into a later one. A stage may begin at a module if all that
-crosses goes through that module's arguments; among those places cuts are chosen that balance the parameters.
+No model is traced, so train and eval, changing shapes, keyword arguments and any Python in a forward stay what they are. Every rank calls
+the whole model. What lies before a stage has no values: modules there are stood in for by blank tensors of the right shape. At the
+module where the stage begins, blank arguments become the ones received from the stage before. Where the next stage begins, the forward
+is left, and the arguments of that module are what the next stage receives.
+
+What crosses a cut is known on every rank, by one forward without values for each form of micro-batch (`survey`). So micro-batches may
+differ in length, and nothing about shapes is sent.
 """
 
 from __future__ import annotations
@@ -11,321 +15,61 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..base.pytree import leaves, map_leaves
+from ..base.pytree import concatenate, leaves, map_leaves, slice_tensors
 from ..base.rng import mix, seed_all
-from ..errors import EasympError, PrepareError, StepError, nearest
-from .blocks import ATOMS, CONTAINERS, find_repeated
+from ..distributed import World, odd_one_out
+from ..errors import BatchError, EasympError, RefusedError, StepError, WorldError
+from .pipeline_cuts import Blanks, Cuts, Survey, blank, call_of, holds_tensors, intercepted, survey
+
+# Schedules by our words: torch's class, and whether it takes one stage a rank or a list of them.
+CLASSES = {
+    "gpipe": ("ScheduleGPipe", "ScheduleLoopedBFS"),
+    "1f1b": ("Schedule1F1B", None),
+    "interleaved_1f1b": (None, "ScheduleInterleaved1F1B"),
+    "zero_bubble": (None, "ScheduleInterleavedZeroBubble"),
+}
 
 
-@dataclass(frozen=True)
-class Cuts:
-    """A model in stages.
+class SharedParameter:
+    """A parameter that several ranks use: each gets the sum of its gradients.
 
-    Attributes:
-        begins: names of the modules at whose first call stages 1, 2 … begin.
-        users: name of each parameter and buffer → the stages that use it, in order; one that nothing uses lies with its neighbour.
+    As in DDP, gradients are averaged over the ranks that hold it, which leaves alone what has been averaged before; so each rank's own
+    part is multiplied by their number first.
     """
 
-    begins: tuple[str, ...]
-    users: Mapping[str, tuple[int, ...]]
+    def __init__(self, parameter: nn.Parameter, count: int, group: Any) -> None:
+        self.parameter, self.count, self.group = parameter, count, group
+        self._hook: Any = None
+
+    def watch(self) -> None:
+        """To be called before a forward: the parameter may have been unfrozen since the last one."""
+        if self._hook is None and self.parameter.requires_grad:
+            count = self.count
+            self._hook = self.parameter.register_hook(lambda grad: grad * count)
+
+    def sum(self) -> None:
+        if self.parameter.requires_grad:
+            if self.parameter.grad is None:
+                self.parameter.grad = torch.zeros_like(self.parameter)
+            dist.all_reduce(self.parameter.grad, group=self.group)
+            self.parameter.grad /= self.count
+
+    def release(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
 
-# -- calls of modules, intercepted -------------------------------------------------------------------------------------
-
-
-@contextmanager
-def intercepted(doors: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, calls of these modules go to `doors`.
-
-    Through the place where ``module.compile()`` keeps its function, which is asked before hooks and forward; what was there comes back.
-    """
-    before = {module: vars(module).pop("_compiled_call_impl", None) for module in doors}
-    for module, door in doors.items():
-        vars(module)["_compiled_call_impl"] = door
-    try:
-        yield
-    finally:
-        for module, call in before.items():
-            del vars(module)["_compiled_call_impl"]
-            if call is not None:
-                vars(module)["_compiled_call_impl"] = call
-
-
-def call_of(module: nn.Module) -> Callable[..., Any]:
-    """What a call of `module` comes to, when nobody intercepts it."""
-    compiled: Callable[..., Any] | None = vars(module).get("_compiled_call_impl")
-    return compiled or module._call_impl
-
-
-# -- values that are not here ------------------------------------------------------------------------------------------
-
-
-def blank(leaf: Any) -> Any:
-    """A tensor's shape and dtype on the meta device; a blank tensor, or anything else, itself."""
-    if not isinstance(leaf, Tensor) or leaf.is_meta:
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-
-
-class Blanks(TorchDispatchMode):
-    """While entered, an operation on a blank tensor has a blank result, whatever else it is given."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not any(t.is_meta for t in given):
-            return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            _refuse_overwriting(func, args, kwargs)
-        args, kwargs = pytree.tree_map_only(Tensor, blank, (args, kwargs))
-        if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("meta")
-        results = func(*args, **kwargs)
-        self.seen(given, results)
-        return results
-
-    def seen(self, given: Sequence[Tensor], results: Any) -> None:
-        """Told of each operation on blank tensors."""
-
-
-def _refuse_overwriting(func: Any, args: Any, kwargs: Any) -> None:
-    for position, argument in enumerate(func._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        if (
-            argument.alias_info is not None
-            and argument.alias_info.is_write
-            and isinstance(value, Tensor)
-            and not value.is_meta
-        ):
-            raise StepError(
-                f"the model writes in place ({func}) what one stage computes into a tensor of shape {tuple(value.shape)} that it made "
-                "itself: other stages would not see it. Write `x = x + y` in place of `x += y` there, or use another strategy"
-            )
-
-
-# -- the survey --------------------------------------------------------------------------------------------------------
-
-
-def candidates(model: nn.Module, splits: Sequence[str]) -> dict[str, nn.Module]:
-    """Modules whose calls are watched, by name: `splits`, children, repeated blocks instead of what holds them, no module twice.
-
-    Raises:
-        PrepareError: a name in `splits` that no module has, or of one that cannot be called.
-    """
-    named = dict(model.named_modules())
-    named.pop("", None)
-    for name in splits:
-        if name not in named:
-            raise PrepareError(
-                f"splits holds {name!r}, and no module of this {type(model).__name__} has that name{nearest(name, named)}"
-            )
-        if type(named[name]) in (nn.ModuleList, nn.ModuleDict):
-            raise PrepareError(
-                f"splits holds {name!r}, a {type(named[name]).__name__}, which is never called: name a module inside of it"
-            )
-    opened = {id(model)}
-    held = {id(m) for m in find_repeated(model)} | {id(named[name]) for name in splits}
-    for module in named.values():
-        inside = any(id(m) in held for m in module.modules() if m is not module)
-        if (inside or isinstance(module, CONTAINERS)) and not isinstance(module, ATOMS):
-            opened.add(id(module))
-    found: dict[str, nn.Module] = {}
-
-    def walk(module: nn.Module, prefix: str) -> None:
-        for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            if id(child) not in opened:
-                found.setdefault(path, child)
-            else:
-                if path in splits:
-                    found.setdefault(path, child)
-                walk(child, f"{path}.")
-
-    walk(model, "")
-    return found
-
-
-class Survey(Blanks):
-    """Watches one forward: segments between first calls of modules, and who uses what.
-
-    Segment 0 is before the first such call, segment i begins at ``order[i - 1]``.
-    """
-
-    def __init__(self, tensors: Mapping[int, str], places: Mapping[nn.Module, str]) -> None:
-        super().__init__()
-        self.order: list[str] = []
-        self.users: dict[str, set[int]] = {}
-        self.torn: dict[
-            int, int
-        ] = {}  # segment at which no stage can begin → a segment that uses what is not passed there
-        self._tensors, self._places = tensors, places
-        self._passed: list[set[int]] = [
-            set()
-        ]  # a segment: ids of the blank tensors among the arguments it begins with
-        self._born: dict[int, int] = {}
-        self._kept: list[Any] = []  # so that no id is used twice
-
-    @property
-    def segment(self) -> int:
-        return len(self.order)
-
-    def door(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What is called in place of `module`, of which `call` is the call."""
-
-        def through(*args: Any, **kwargs: Any) -> Any:
-            name = self._places[module]
-            if name not in self.order:
-                self.order.append(name)
-                passed = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-                self._passed.append({id(t) for t in passed})
-                self._kept.append(passed)
-            if holds_tensors(module):
-                args, kwargs = map_leaves(blank, args), map_leaves(blank, kwargs)
-            return call(*args, **kwargs)
-
-        return through
-
-    def seen(self, given: Sequence[Tensor], results: Any) -> None:
-        now = self.segment
-        for tensor in given:
-            name = self._tensors.get(id(tensor))
-            if name is not None:
-                self.users.setdefault(name, set()).add(now)
-                continue
-            for cut in range(self._born.get(id(tensor), now) + 1, now + 1):
-                if id(tensor) not in self._passed[cut]:
-                    self.torn.setdefault(cut, now)
-        for result in pytree.tree_leaves(results):
-            if isinstance(result, Tensor) and id(result) not in self._tensors:
-                self._born.setdefault(id(result), now)
-                self._kept.append(result)
-
-
-def holds_tensors(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
-
-
-def survey(
-    model: nn.Module, called: nn.Module, places: Mapping[str, nn.Module], args: Any, kwargs: Any
-) -> Survey:
-    """One forward of `called`, which is `model` or wraps it, without values. Nothing in the model changes.
-
-    Raises:
-        PrepareError: a forward that needs values.
-    """
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    blanks = {name: blank(t.detach()) for name, t in state.items()}
-    watch = Survey(
-        {id(t): name for name, t in blanks.items()}, {module: name for name, module in places.items()}
-    )
-    doors = {module: watch.door(module, call_of(module)) for module in places.values()}
-    prefix = next(name for name, module in called.named_modules() if module is model)
-    dotted = f"{prefix}." if prefix else ""
-    try:
-        with intercepted(doors), torch.no_grad(), watch:
-            torch.func.functional_call(
-                called, {f"{dotted}{name}": t for name, t in blanks.items()}, args, kwargs
-            )
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        if isinstance(error, StepError):
-            raise
-        said = (str(error).splitlines() or [""])[0]
-        raise PrepareError(
-            f"the forward of this {type(model).__name__} could not be followed without values ({type(error).__name__}: {said}): "
-            "strategy 'pipeline' needs one whose course depends on shapes and on its inputs only, not on what it computes. Use another "
-            "strategy"
-        ) from error
-    return watch
-
-
-# -- the choice --------------------------------------------------------------------------------------------------------
-
-
-def balance(weights: Sequence[int], allowed: Sequence[int], stages: int) -> list[int]:
-    """`stages` - 1 of the positions `allowed`, in order, that cut `weights` into the most even parts (least sum of squares).
-
-    A cut at i lies before ``weights[i]``.
-    """
-    before = [0]
-    for weight in weights:
-        before.append(before[-1] + weight)
-    ends = [*allowed, len(weights)]
-    best: list[tuple[int, list[int]]] = [
-        (before[end] ** 2, []) for end in ends
-    ]  # the first part ends at ends[k]
-    for part in range(1, stages):
-        best = [
-            min(
-                (
-                    (best[j][0] + (before[end] - before[ends[j]]) ** 2, [*best[j][1], ends[j]])
-                    for j in range(part - 1, k)
-                ),
-                key=lambda cost_and_cuts: cost_and_cuts[0],
-                default=(1 << 200, []),
-            )
-            for k, end in enumerate(ends)
-        ]
-    return best[-1][1]
-
-
-def choose(model: nn.Module, watch: Survey, splits: Sequence[str] | None, stages: int) -> Cuts:
-    """Cuts at `splits`, or where they balance the parameters.
-
-    Raises:
-        PrepareError: stages cannot begin there, or nowhere.
-    """
-    kind = type(model).__name__
-    if splits is not None:
-        at = []
-        for name in splits:
-            if name not in watch.order:
-                raise PrepareError(
-                    f"splits holds {name!r}, but the forward of this {kind} does not call that module"
-                )
-            at.append(watch.order.index(name) + 1)
-            if at[-1] in watch.torn:
-                user = watch.order[watch.torn[at[-1]] - 1]
-                raise PrepareError(
-                    f"no stage can begin at {name!r}: something computed before is used at or after {user!r} without being passed to "
-                    f"{name!r}. Possible: {', '.join(n for i, n in enumerate(watch.order, 1) if i not in watch.torn)}"
-                )
-        if at != sorted(at):
-            called = ", ".join(name for name in watch.order if name in splits)
-            raise PrepareError(
-                f"splits={tuple(splits)} are not in the order in which forward calls them: {called}"
-            )
-    else:
-        allowed = [i for i in range(1, len(watch.order) + 1) if i not in watch.torn]
-        if len(allowed) < stages - 1:
-            raise PrepareError(
-                f"this {kind} would need {stages} stages, one a process, but there are {len(allowed)} modules at which one can begin"
-                f"{': ' + ', '.join(watch.order[i - 1] for i in allowed) if allowed else ''}. Start fewer processes, or use another "
-                "strategy"
-            )
-        sizes = {name: p.numel() for name, p in model.named_parameters()}
-        weights = [0] * (len(watch.order) + 1)
-        for name, segments in watch.users.items():
-            weights[min(segments)] += sizes.get(name, 0)
-        at = balance(weights, allowed, stages)
-    users: dict[str, tuple[int, ...]] = {}
-    for tensors in (model.named_parameters(), model.named_buffers()):
-        neighbour: tuple[int, ...] = (0,)
-        for name, _ in tensors:
-            found = {sum(segment >= cut for cut in at) for segment in watch.users.get(name, ())}
-            users[name] = tuple(sorted(found)) or neighbour
-            neighbour = users[name][-1:]
-    return Cuts(tuple(watch.order[i - 1] for i in at), users)
-
-
-# -- One stage of a model: the user's own forward, with values only where this rank's stage is.
+# -- the forward of one stage ------------------------------------------------------------------------------------------
 
 
 class Departure(BaseException):
@@ -336,56 +80,86 @@ class Departure(BaseException):
         self.values = values
 
 
-class Stage:
-    """Calls a model for the part that is here.
+class Arrival(torch.autograd.Function):
+    """A received value as no leaf, so that a model may work on it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, data: list[Tensor]) -> Tensor:
+        return data[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+class StageForward(nn.Module):
+    """Calls a model for the part that is one stage; what torch's stage calls its submodule.
 
     Args:
-        module: what is called: the user's model, or what wraps it.
-        names: of the modules at which stages 1, 2 … begin.
+        module: what is called: `root`, or `root` under autocast.
+        root: the user's model.
+        cuts: where the stages begin, and what they use.
         places: all modules whose calls are intercepted, by name.
-        index: which stage is here.
+        index: which stage.
     """
 
     def __init__(
-        self, module: nn.Module, names: Sequence[str], places: Mapping[str, nn.Module], index: int
+        self, module: nn.Module, root: nn.Module, cuts: Cuts, places: Mapping[str, nn.Module], index: int
     ) -> None:
-        self.module = module
-        self.names = tuple(names)
-        self.index = index
-        self.last = len(names)  # index of the last stage
-        self._begins = [places[name] for name in names]
-        self._doors = {place: self._door(place, call_of(place)) for place in places.values()}
+        super().__init__()
+        self.index, self.last, self.names = index, len(cuts.begins), cuts.begins
+        self._module = (module,)  # a tuple: what is called is no part of this
+        self._own = tuple(p for name, p in root.named_parameters() if index in cuts.users[name])
+        self._everything = frozenset(id(t) for t in (*root.parameters(), *root.buffers()))
+        self._begins = [places[name] for name in cuts.begins]
+        self._calls = {place: self._intercept(place, call_of(place)) for place in places.values()}
         self._remembered: dict[Any, Any] = {}
-        self._blanks = Blanks()
-        self._waits = False  # whether blank tensors are about
+        self._blanks: Blanks | None = None
         self._at = 0  # the stage that the running forward has reached
-        self._arrive: Callable[[list[Tensor]], list[Tensor]] = lambda values: values
+        self._received: Sequence[Tensor] = ()
+        self._positions: Sequence[int] = ()
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return iter(self._own)
 
     @property
     def where(self) -> str:
-        """In words."""
         begins = f"begins at {self.names[self.index - 1]!r}" if self.index else "is the first"
         return f"stage {self.index} of {self.last + 1} ({begins})"
 
-    def __call__(
-        self, args: Any, kwargs: Any, arrive: Callable[[list[Tensor]], list[Tensor]]
-    ) -> tuple[bool, Any]:
-        """One micro-batch: whether the forward ended here, and its output or else what the next stage needs.
+    def forward(self, *received: Tensor, batch: Batch, chunk: int) -> Any:
+        """Micro-batch `chunk` of `batch`; what the next stage receives, or what `batch` makes of the model's output."""
+        self._received = [Arrival.apply(t, [t.detach()]) if t.requires_grad else t for t in received]
+        self._positions = [i for i, _ in batch.crossing(chunk, self.index)]
+        try:
+            ended, result = self._run(*batch.parts[chunk][:2])
+        finally:
+            self._received = ()
+        if ended:
+            return batch.ended(chunk, result)
+        tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        sent = []
+        for i, expected in batch.crossing(chunk, self.index + 1):
+            tensor = tensors[i] if i < len(tensors) else None
+            if tensor is None or tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+                raise StepError(
+                    f"what {self.where} passes on was {tuple(expected.shape)} {expected.dtype} in a forward without values, and is "
+                    f"{'nothing' if tensor is None else (tuple(tensor.shape), tensor.dtype)}: strategy 'pipeline' needs shapes that "
+                    "follow from the inputs' shapes"
+                )
+            # torch cuts graphs at what is passed on, in place, which views and leaves do not allow.
+            sent.append(tensor.clone() if tensor._is_view() or tensor.is_leaf else tensor)
+        return tuple(sent)
 
-        Args:
-            arrive: called where the stage begins with the tensors among its first module's arguments, some of them blank; returns as
-                many with values.
-
-        Raises:
-            StepError: the forward did not come by as it did the first time.
-        """
-        self._at, self._arrive = 0, arrive
-        self._waits = bool(self.index)
-        if self._waits:
+    def _run(self, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Whether the forward ended in this stage, and the model's output, or else the arguments that the next stage begins with."""
+        self._at = 0
+        if self.index:
+            self._blanks = Blanks(self._everything)
             self._blanks.__enter__()
         try:
-            with intercepted(self._doors):
-                outputs = self.module(*args, **kwargs)
+            with intercepted(self._calls):
+                outputs = self._module[0](*args, **kwargs)
         except Departure as departure:
             return False, departure.values
         except (RuntimeError, TypeError, ValueError) as error:
@@ -396,8 +170,7 @@ class Stage:
                 )
             raise
         finally:
-            if self._waits:
-                self._blanks.__exit__(None, None, None)
+            self._leave_blanks()
         if self._at != self.last:
             raise StepError(
                 f"the forward ended in {self.where} before it called {self.names[self._at]!r}, where the next stage begins"
@@ -409,8 +182,13 @@ class Stage:
             )
         return True, outputs
 
-    def _door(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-        def door(*args: Any, **kwargs: Any) -> Any:
+    def _leave_blanks(self) -> None:
+        if self._blanks is not None:
+            blanks, self._blanks = self._blanks, None
+            blanks.__exit__(None, None, None)
+
+    def _intercept(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        def through(*args: Any, **kwargs: Any) -> Any:
             if self._at < self.last and module is self._begins[self._at]:
                 self._at += 1
                 if self._at == self.index:
@@ -421,19 +199,26 @@ class Stage:
                 return self._stand_in(module, call, args, kwargs)
             return call(*args, **kwargs)
 
-        return door
+        return through
 
     def _begin(self, values: Any) -> Any:
-        """`values`, which the stage begins with, all with values."""
-        if (
-            _get_current_dispatch_mode() is self._blanks
-        ):  # else a mode that the model entered lies above, and ours stays until the end
-            self._waits = False
-            self._blanks.__exit__(None, None, None)
+        """`values`, which the stage begins with, with the received ones in place."""
+        if _get_current_dispatch_mode() is self._blanks:  # else a mode of the model's lies above: ours stays
+            self._leave_blanks()
+        torch.clear_autocast_cache()  # it may hold blank copies of parameters that this stage shares with an earlier one
         tensors = [leaf for leaf in leaves(values) if isinstance(leaf, Tensor)]
-        arrived = iter(
-            [_become(old, new, self.where) for old, new in zip(tensors, self._arrive(tensors), strict=True)]
-        )
+        if any(t.is_meta for i, t in enumerate(tensors) if i not in self._positions):
+            raise StepError(
+                f"{self.where} begins with a tensor that a forward without values did not pass there: the forward takes another course, on "
+                "something else than its inputs' shapes"
+            )
+        if self._received and any(t.requires_grad for t in self._received) and not torch.is_grad_enabled():
+            raise StepError(
+                "a stage begins inside no_grad, but what is computed before needs gradients: split elsewhere (a checkpoint needs "
+                "use_reentrant=False)"
+            )
+        new = dict(zip(self._positions, self._received, strict=True))
+        arrived = iter([_become(t, new[i], self.where) if i in new else t for i, t in enumerate(tensors)])
         return map_leaves(lambda leaf: next(arrived) if isinstance(leaf, Tensor) else leaf, values)
 
     def _stand_in(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -458,14 +243,13 @@ def _become(old: Tensor, new: Tensor, where: str) -> Tensor:
     Raises:
         StepError: torch cannot do that, for something beside Python variables holds `old`.
     """
-    if old is not new:
-        try:
-            torch.utils.swap_tensors(old, new)
-        except RuntimeError as error:
-            raise StepError(
-                f"{where} cannot have the values that it begins with, for something else keeps what is passed there: a view of it, or a "
-                "checkpoint around that module. Put checkpoints inside of modules, or split elsewhere"
-            ) from error
+    try:
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError as error:
+        raise StepError(
+            f"{where} cannot have the values that it begins with, for something else keeps what is passed there: a view of it, or a "
+            "checkpoint around that module. Put checkpoints inside of modules, or split elsewhere"
+        ) from error
     return old
 
 
@@ -481,6 +265,539 @@ def form_of(tree: Any) -> Any:
         return (type(tree), tree)
     inner = list(leaves(tree))
     return (type(tree), *(() if len(inner) == 1 and inner[0] is tree else map(form_of, inner)))
+
+
+# -- torch's stage, with transfers of our own ---------------------------------------------------------------------------
+
+
+class Stage(_PipelineStageBase):
+    """torch's stage, which sends and receives what crosses the cuts for each micro-batch, whatever its length.
+
+    Tensors travel as bytes, for not every backend knows every dtype.
+    """
+
+    def __init__(self, forward: StageForward, world: World) -> None:
+        super().__init__(forward, forward.index, forward.last + 1, world.device)
+        self.batch: Any = None
+        self._arriving: dict[int, list[Tensor]] = {}
+        self._returning: dict[int, list[Tensor | None]] = {}
+        self._whole: set[int] = set()  # micro-batches whose backward is not to be split
+
+    def take(self, batch: Batch) -> None:
+        """Begin `batch`."""
+        self.clear_runtime_states()
+        self.batch, self.chunks, self.has_backward = batch, len(batch.parts), batch.trains
+        meta = getattr(self, "_stage_meta", None)  # torch 2.13 counts the arguments there
+        if meta is not None:
+            meta.inputs = tuple(f for _, f in batch.crossing(0, self.stage_index))
+
+    def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
+        return ()
+
+    def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
+        return None
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
+        return ()
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        return super().forward_one_chunk(fwd_chunk_id, (), {"batch": self.batch, "chunk": fwd_chunk_id})
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not full_backward:
+            # torch finds the parameters of a split backward on the way from the inputs to the output: there must be both, and one output.
+            forms = self.batch.crossing(bwd_chunk_id, self.stage_index)
+            outputs = [t for t in self.fwd_cache[bwd_chunk_id][0] if t.requires_grad]
+            if not any(self.batch.returns(f) for _, f in forms) or (len(outputs) > 1 and not self.is_last):
+                full_backward = True
+                self._whole.add(bwd_chunk_id)
+        super().backward_one_chunk(
+            bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
+        )
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if bwd_chunk_id in self._whole:
+            self._whole.remove(bwd_chunk_id)
+        else:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        forms = self.batch.crossing(fwd_chunk_id, self.stage_index)
+        arriving = [torch.empty(f.shape, dtype=f.dtype, device=self.device) for _, f in forms]
+        self._arriving[fwd_chunk_id] = arriving
+        return self._transfers(dist.irecv, arriving, -1)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        forms = self.batch.crossing(fwd_chunk_id, self.stage_index)
+        arrived = self._arriving.pop(fwd_chunk_id)
+        return tuple(t.requires_grad_(self.batch.returns(f)) for t, (_, f) in zip(arrived, forms))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return [] if self.is_last else self._transfers(dist.isend, self.fwd_cache[fwd_chunk_id][0], 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        forms = self.batch.crossing(bwd_chunk_id, self.stage_index + 1)
+        self._returning[bwd_chunk_id] = [
+            torch.empty(f.shape, dtype=f.dtype, device=self.device) if self.batch.returns(f) else None
+            for _, f in forms
+        ]
+        return self._transfers(dist.irecv, self._returning[bwd_chunk_id], 1)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        return tuple(self._returning.pop(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        forms = self.batch.crossing(bwd_chunk_id, self.stage_index)
+        grads = [
+            torch.zeros(f.shape, dtype=f.dtype, device=self.device) if grad is None else grad
+            for (_, f), grad in zip(forms, self.bwd_cache.pop(bwd_chunk_id))
+            if self.batch.returns(f)
+        ]
+        return self._transfers(dist.isend, grads, -1)
+
+    def _transfers(self, op: Any, tensors: Sequence[Tensor | None], step: int) -> list[dist.P2POp]:
+        peer = (self.stage_index + step) % self.group_size
+        return [dist.P2POp(op, _bytes(t), peer) for t in tensors if t is not None and t.numel()]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _start(transfers: list[dist.P2POp]) -> list[Any]:
+    return dist.batch_isend_irecv(transfers) if transfers else []
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+# -- a batch -----------------------------------------------------------------------------------------------------------
+
+
+class Seed(torch.autograd.Function):
+    """A scalar whose backward gives each of `outputs` its gradient of `grads`."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.grads = grads
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, *ctx.grads
+
+
+class Outputs(torch.autograd.Function):
+    """Outputs of the last stage, on every rank, whose backward runs that of the stages."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, values: list[Tensor], batch: Batch) -> tuple[Tensor, ...]:
+        ctx.batch = batch
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        _once(ctx).backward(grads)
+        return None, None, None
+
+
+class ScheduledLoss(torch.autograd.Function):
+    """The loss of a batch, whose backward runs forward and backward of all micro-batches in turns, and which has its value then."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, batch: Batch) -> Tensor:
+        ctx.batch = batch
+        loss = torch.ones_like(anchor)
+        batch.loss = loss.detach()
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        _once(ctx).run(grads[0])
+        return None, None
+
+
+def _once(ctx: Any) -> Batch:
+    batch, ctx.batch = ctx.batch, None
+    if batch is None:
+        raise StepError(
+            "a second backward through one forward of a pipelined model: its activations are gone. Call the model again"
+        )
+    found: Batch = batch
+    return found
+
+
+class Batch:
+    """One batch on its way through the stages.
+
+    Attributes:
+        parts: the micro-batches, each args, kwargs and target.
+        trains: whether gradients are wanted.
+        loss: of the whole batch, where a schedule runs it.
+    """
+
+    def __init__(self, pipelined: Pipelined, args: Any, kwargs: Any, target: Any = None) -> None:
+        self._pipelined = pipelined
+        root, device = pipelined.root, pipelined.world.device
+        self.parts = split((args, kwargs, target), pipelined.count)
+        self.rows = [length(part) for part in self.parts]
+        flags = tuple(p.requires_grad for p in root.parameters())
+        self.trains = torch.is_grad_enabled() and any(flags)
+        if self.trains and any(isinstance(t, Tensor) and t.requires_grad for t in leaves((args, kwargs))):
+            raise StepError(
+                "an input of a pipelined model requires a gradient, which only the first stage could compute: detach it"
+            )
+        autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        manner = (root.training, flags, autocast, self.trains)
+        self._key = int(torch.randint(1 << 62, (), device="cpu"))
+        with own_stream(0, 0, device):  # a survey may draw numbers
+            self._surveys = [pipelined.survey(*part[:2], manner) for part in self.parts]
+        self.loss: Any = None
+        self._loss_fn: Callable[..., Any] | None = None
+        self._summed = False
+        self._total: Any = None
+        self._factor: Any = None
+        self._outputs: dict[int, Any] = {}
+        self._stages: list[Stage] = []
+
+    def crossing(self, chunk: int, stage: int) -> list[tuple[int, Tensor]]:
+        """Position and form of each tensor that comes to `stage` from the one before."""
+        names = self._pipelined.begins
+        return self._surveys[chunk].crossing[names[stage - 1]] if 0 < stage <= len(names) else []
+
+    def returns(self, form: Tensor) -> bool:
+        """Whether a gradient comes back for what crosses in that form. Zero bubble needs them all, to find the parameters of a stage."""
+        if not self.trains or not (form.is_floating_point() or form.is_complex()):
+            return False
+        return form.requires_grad or self._pipelined.schedule == "zero_bubble"
+
+    def ended(self, chunk: int, outputs: Any) -> Any:
+        """What the last stage makes of the model's output for a micro-batch: a loss to run backward on, or the tensors."""
+        target = self.parts[chunk][2]
+        if self._loss_fn is None:
+            self._outputs[chunk] = outputs
+            return tuple(leaf for leaf in leaves(outputs) if isinstance(leaf, Tensor))
+        loss = self._loss_fn(outputs) if target is None else self._loss_fn(outputs, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise StepError(f"loss_fn returned a value of {what}: return one number, the mean over the batch")
+        if not self._summed:
+            loss = loss * (self.rows[chunk] / sum(self.rows))
+        self._total += loss.detach().reshape(())
+        return loss.reshape(()) * self._factor
+
+    # -- by a schedule of torch's, forwards and backwards in turns ------------------------------------------------------
+
+    def scheduled(self, loss_fn: Callable[..., Any], summed: bool) -> Tensor:
+        """The loss, with its value once backward has run.
+
+        Args:
+            summed: micro-batches' losses are sums, and so is the batch's; else means.
+        """
+        self._loss_fn, self._summed = loss_fn, summed
+        anchor = torch.zeros((), device=self._pipelined.world.device, requires_grad=self.trains)
+        loss: Tensor = ScheduledLoss.apply(anchor, self)
+        return loss
+
+    def run(self, factor: Tensor) -> None:
+        """All micro-batches, forward and backward; `factor` multiplies the loss."""
+        there, count = self._pipelined, len(self.parts)
+        self._factor, self._total = factor, torch.zeros((), device=there.world.device)
+        schedule, stages = there.scheduled(count)
+        for stage in stages:
+            stage.take(self)
+
+        def take_turns() -> None:
+            schedule._step_microbatches([()] * count, [{}] * count, [None] * count, None)
+
+        try:
+            self._run("the stages of a pipeline", take_turns)
+        except BaseException:
+            there.forget_schedules()
+            raise
+        schedule._internal_losses.clear()
+        self.loss.copy_(there.world.broadcast(self._total, there.last_rank))
+        there.sum_shared()
+
+    # -- forward, and backward later ------------------------------------------------------------------------------------
+
+    def forward(self) -> list[Any]:
+        """The outputs, one a micro-batch, on the rank with the last stage; nothing elsewhere."""
+        self._stages = self._pipelined.make_stages()
+        sends: list[Any] = []
+
+        def all_forwards() -> None:
+            for stage in self._stages:
+                stage.take(self)
+                for chunk in range(len(self.parts)):
+                    _wait(_start(stage.get_fwd_recv_ops(chunk)))
+                    stage.forward_one_chunk(chunk)
+                    sends.extend(_start(stage.get_fwd_send_ops(chunk)))
+            _wait(sends)
+
+        self._run("the forward of a pipeline", all_forwards, torch.is_grad_enabled())
+        return [self._outputs[chunk] for chunk in sorted(self._outputs)]
+
+    def backward(self, grads: Sequence[Tensor]) -> None:
+        """Gradients of this rank's parameters, from those of the outputs that require some."""
+        there, (stage,) = self._pipelined, self._stages
+        pieces = list(zip(*(grad.split(self.rows) for grad in grads)))
+        sends: list[Any] = []
+
+        def all_backwards() -> None:
+            for chunk, piece in enumerate(pieces):
+                _wait(_start(stage.get_bwd_recv_ops(chunk)))
+                loss = None
+                if stage.is_last:
+                    outputs = [t for t in stage.fwd_cache[chunk][0] if t.requires_grad]
+                    loss = Seed.apply(piece, *outputs)
+                stage.backward_one_chunk(chunk, loss=loss, last_backward=chunk == len(pieces) - 1)
+                sends.extend(_start(stage.get_bwd_send_ops(chunk)))
+            _wait(sends)
+
+        self._run("the backward of a pipeline", all_backwards)
+        self._outputs.clear()
+        self._stages = []
+        there.sum_shared()
+
+    def _run(self, what: str, work: Callable[[], None], grad: bool = True) -> None:
+        """Do `work`, in which stages draw from streams of their own; errors are the user's, without torch's around them."""
+        world = self._pipelined.world
+        with (
+            world.explained(what),
+            own_stream(self._key, world.rank, world.device),
+            torch.set_grad_enabled(grad),
+        ):
+            try:
+                return work()
+            except RuntimeError as error:
+                cause = error.__cause__ if "ailed to run" in str(error) else None
+                if not isinstance(cause, Exception):
+                    raise
+            raise cause  # here, so that it does not hold torch's frames, and by them connections
+
+
+class Pipelined(nn.Module):
+    """Calls the stages.
+
+    Args:
+        module: what is called: `root`, or `root` under autocast.
+        root: the user's model.
+        places: modules at which it may be cut, by name.
+        schedule: a word of `CLASSES`.
+        count: micro-batches of a batch.
+        divide: called once, with a survey: cuts the model and keeps this rank's part.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        root: nn.Module,
+        places: Mapping[str, nn.Module],
+        world: World,
+        schedule: str,
+        count: int,
+        divide: Callable[[Survey], tuple[Cuts, list[SharedParameter]]],
+    ) -> None:
+        super().__init__()
+        self.module, self.root, self.world = module, root, world
+        self.schedule, self._most = schedule, count
+        self.sums = True  # whether backward sums the gradients of shared parameters
+        self.cuts: Cuts | None = None
+        self.shared: list[SharedParameter] = []
+        self._places, self._divide = dict(places), divide
+        self._surveys: dict[Any, Survey] = {}  # by form of micro-batch
+        self._schedules: dict[int, tuple[Any, list[Stage]]] = {}  # by number of micro-batches
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        batch = Batch(self, args, kwargs)
+        if batch.trains and self.schedule != "gpipe":
+            raise RefusedError(
+                f"the model was called to be trained under schedule={self.schedule!r}, which runs backwards between forwards and needs the "
+                "loss function for it: use accelerator.forward_backward(model, loss_fn, inputs, target=...) in place of the call, the "
+                "loss and backward(); or schedule='gpipe'"
+            )
+        self._check_outputs(batch)
+        self._begin()
+        outputs = batch.forward()
+        tensors, tree = self._share(outputs, batch)
+        wanted = [i for i, t in enumerate(tensors) if batch.trains and t.requires_grad]
+        tensors = [t.detach() for t in tensors]
+        if wanted:
+            anchor = torch.zeros((), device=self.world.device, requires_grad=True)
+            for i, tensor in zip(wanted, Outputs.apply(anchor, [tensors[i] for i in wanted], batch)):
+                tensors[i] = tensor
+        given = iter(tensors)
+        return map_leaves(lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf, tree)
+
+    def loss(self, loss_fn: Callable[..., Any], args: Any, kwargs: Any, target: Any, summed: bool) -> Tensor:
+        """The loss of a batch, which has its value once backward has run; see `Batch.scheduled`."""
+        batch = Batch(self, args, kwargs, target)
+        self._begin()
+        return batch.scheduled(loss_fn, summed)
+
+    def _begin(self) -> None:
+        for shared in self.shared:
+            shared.watch()
+
+    def survey(self, args: Any, kwargs: Any, manner: Any) -> Survey:
+        """What crosses the cuts for a micro-batch of this form. The first one divides the model."""
+        key = (manner, form_of((args, kwargs)))
+        if self.cuts is None:
+            seen = self.world.gather_objects((str(form_of((args, kwargs))), self.root.training))
+            if any(s != seen[0] for s in seen):
+                raise WorldError(
+                    f"the ranks call the model with different batches: {odd_one_out(seen)}. Under strategy 'pipeline' all see the same, "
+                    "which prepared loaders take care of"
+                )
+        if key not in self._surveys:
+            found = survey(self.root, self.module, self._places, args, kwargs, self.world.device)
+            if self.cuts is None:
+                self.cuts, self.shared = self._divide(found)
+            missing = [name for name in self.begins if name not in found.crossing]
+            if missing:
+                raise StepError(
+                    f"the forward does not call {missing[0]!r}, where a stage begins, for a batch of this form: strategy 'pipeline' needs "
+                    "one course for all"
+                )
+            self._surveys[key] = found
+        return self._surveys[key]
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return self.cuts.begins if self.cuts is not None else ()
+
+    @property
+    def last_rank(self) -> int:
+        return len(self.begins) % self.world.size
+
+    def count(self, rows: int) -> int:
+        """Micro-batches for so many samples: as many as asked for, or the next lower number that the schedule can take."""
+        count = min(self._most, rows)
+        while not fits(self.schedule, count, self.world.size):
+            count -= 1
+        return count
+
+    def make_stages(self) -> list[Stage]:
+        assert self.cuts is not None
+        mine = range(self.world.rank, len(self.begins) + 1, self.world.size)
+        return [
+            Stage(StageForward(self.module, self.root, self.cuts, self._places, i), self.world) for i in mine
+        ]
+
+    def scheduled(self, count: int) -> tuple[Any, list[Stage]]:
+        """torch's schedule for so many micro-batches, and its stages. Fewer than ranks leave no turns to take: all forwards come first."""
+        if count not in self._schedules:
+            stages = self.make_stages()
+            one, several = CLASSES[self.schedule if count >= self.world.size else "gpipe"]
+            one = one if len(stages) == 1 else None
+            kind = getattr(torch_schedules, one or str(several))
+            made = kind(stages[0] if one else stages, count, loss_fn=lambda loss, _: loss, scale_grads=False)
+            self._schedules[count] = made, stages
+        return self._schedules[count]
+
+    def forget_schedules(self) -> None:
+        self._schedules.clear()
+
+    def sum_shared(self) -> None:
+        if self.sums and self.shared:
+            with self.world.explained("gradients of shared parameters"), torch.no_grad():
+                for shared in self.shared:
+                    shared.sum()
+
+    # -- outputs --------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _check_outputs(batch: Batch) -> None:
+        for found, rows in zip(batch._surveys, batch.rows):
+            for leaf in leaves(found.outputs):
+                if isinstance(leaf, Tensor) and (not leaf.ndim or leaf.shape[0] != rows):
+                    raise BatchError(
+                        f"the model returns a tensor of shape {tuple(leaf.shape)} for {rows} samples: micro-batches can be put together "
+                        "only along dimension 0. Return one value a sample, and reduce it outside (the loss, for example), or use "
+                        "accelerator.forward_backward()"
+                    )
+                if not (leaf is None or isinstance(leaf, (Tensor, bool, int, float, str))):
+                    raise BatchError(
+                        f"the model returns a {type(leaf).__name__}, which cannot be put together from micro-batches: return tensors, "
+                        "and lists, tuples or dicts of them"
+                    )
+
+    def _share(self, outputs: Sequence[Any], batch: Batch) -> tuple[list[Tensor], Any]:
+        """The tensors of the whole batch's output on every rank, and the tree that holds them."""
+        tree = batch._surveys[0].outputs
+        forms = [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+        if outputs:
+            if any(
+                form_of(map_leaves(_without_tensors, o)) != form_of(map_leaves(_without_tensors, tree))
+                for o in outputs
+            ):
+                raise StepError(
+                    "the model's output has another form than in a forward without values: strategy 'pipeline' needs shapes that follow "
+                    "from the inputs' shapes"
+                )
+            whole = concatenate(outputs)
+            tensors = [leaf.detach().contiguous() for leaf in leaves(whole) if isinstance(leaf, Tensor)]
+        else:
+            rows, device = sum(batch.rows), self.world.device
+            tensors = [torch.empty((rows, *f.shape[1:]), dtype=f.dtype, device=device) for f in forms]
+        with self.world.explained("the outputs of the last stage"):
+            for tensor in tensors:
+                if tensor.numel():
+                    dist.broadcast(_bytes(tensor), self.last_rank)
+        return [t.requires_grad_(f.requires_grad) for t, f in zip(tensors, forms, strict=True)], tree
+
+    @contextmanager
+    def summing(self, wanted: bool) -> Iterator[None]:
+        before, self.sums = self.sums, wanted
+        try:
+            yield
+        finally:
+            self.sums = before
+
+
+def _without_tensors(leaf: Any) -> Any:
+    return "a tensor" if isinstance(leaf, Tensor) else leaf
+
+
+def fits(schedule: str, count: int, ranks: int) -> bool:
+    """Whether torch's schedule takes so many micro-batches on so many ranks; where it takes turns between rounds, rounds are equal."""
+    turns = schedule in ("interleaved_1f1b", "zero_bubble")
+    return not turns or count % max(1, count // ranks) == 0
+
+
+def split(tree: Any, count: Callable[[int], int]) -> list[Any]:
+    """`tree` in parts along dimension 0 of all tensors, `count` of the number of samples.
+
+    Raises:
+        BatchError: tensors of different lengths, or none.
+    """
+    tensors = [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim]
+    lengths = sorted({t.shape[0] for t in tensors})
+    if len(lengths) != 1 or not lengths[0]:
+        said = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise BatchError(
+            f"strategy 'pipeline' cuts a batch into micro-batches along dimension 0, and the model was called with tensors of shapes "
+            f"({said}): pass tensors with one row a sample; what is no part of the batch (a mask) goes into a buffer of the model"
+        )
+    number = count(lengths[0])
+    rows, extra = divmod(lengths[0], number)
+    parts, begin = [], 0
+    for i in range(number):
+        end = begin + rows + (i < extra)
+        parts.append(slice_tensors(tree, slice(begin, end)))
+        begin = end
+    return parts
+
+
+def length(part: Any) -> int:
+    """Samples in a micro-batch."""
+    return next(leaf.shape[0] for leaf in leaves(part) if isinstance(leaf, Tensor) and leaf.ndim)
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""single: one process, one device."""
+"""single: one process, one device; and what the other strategies do alike, who are subclasses of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -11,37 +12,56 @@ from torch import Tensor, nn
 
 from ..base.dtensor import local
 from ..distributed import World
+from ..errors import RefusedError, SettingError
+from ..logging import get_logger
 from ..optim.torch_step import multiply, values
 from ..options import DistributedDataParallelKwargs
 from ..protocols import Counting, Facts, Layout, Manner, Refusal
 
+logger = get_logger(__name__)
+
 
 class Single:
-    """The model, under autocast. Takes ddp's options, for scripts that run on one process and on several; they mean nothing here."""
+    """The model, under autocast. Takes ddp's options, for scripts that run on one process and on several; they mean nothing here.
+
+    Attributes:
+        several: what the strategy does over processes, in words; "" where it is for one.
+        no_join: why ranks cannot run out of batches at different times, in words; "" where they can.
+
+    The others are those of `easymp.protocols.Strategy`.
+    """
 
     name: ClassVar[str] = "single"
     Options: ClassVar[type] = DistributedDataParallelKwargs
+    several: ClassVar[str] = ""
+    no_join: ClassVar[str] = ""
     sharded: ClassVar[bool] = False
-    once = ""
-    only_forward = ""
-    data_rank = 0
-    data_size = 1
-    data_group = None
     whole: ClassVar[bool] = True
     apart: ClassVar[bool] = False
     masters: ClassVar[bool] = True
-    sums = True
     alike: ClassVar[bool] = True
-    early: ClassVar[bool] = False
+    late_loss: ClassVar[bool] = False
+    once = ""
+    only_forward = ""
+    early: bool | None = False
+    sums = True
+    data_rank = 0
+    data_size = 1
+    data_group: Any = None
 
-    def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
-        self._device = world.device
+    def __init__(self, world: World, options: Any) -> None:
+        self._world, self.options = world, options
 
-    @staticmethod
-    def refuse(facts: Facts) -> Refusal | None:
-        if facts.world_size > 1:
+    @classmethod
+    def refuse(cls, facts: Facts) -> Refusal | None:
+        if cls.several and facts.world_size == 1:
             return Refusal(
-                f"strategy 'single' is for one process, and {facts.world_size} were started: each would train alone",
+                f"strategy {cls.name!r} {cls.several}, and there is one process",
+                "start several (`easymp launch --processes N script.py`), or use 'auto'",
+            )
+        if not cls.several and facts.world_size > 1:
+            return Refusal(
+                f"strategy {cls.name!r} is for one process, and {facts.world_size} were started: each would train alone",
                 "use strategy='ddp' or 'auto', or start one process",
             )
         return None
@@ -54,13 +74,27 @@ class Single:
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
     ) -> nn.Module:
         if manner.place:
-            model.to(self._device)
-        module = manner.policy.forward(manner.policy.convert(model), self._device)
+            model.to(self._world.device)
+        module = manner.policy.forward(manner.policy.convert(model), self._world.device)
         manner.compile(module)
         return module
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer
+
+    def loss(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        loss_fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        summed: bool,
+    ) -> Tensor:
+        outputs = call(*args, **kwargs)
+        loss: Tensor = loss_fn(outputs) if target is None else loss_fn(outputs, target)
+        return loss
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -72,6 +106,10 @@ class Single:
         pass
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        if self.no_join:
+            raise RefusedError(
+                f"strategy {self.name!r} cannot join uneven inputs: {self.no_join}. Keep even_batches=True, or use strategy='ddp'"
+            )
         return nullcontext()
 
     @property
@@ -85,7 +123,101 @@ class Single:
         return alone
 
 
-# -- The true global norm of gradients that lie on the ranks in any layout: each element counts once.
+class Framed(nn.Module):
+    """Calls a module of torch's own (a bare nn.Sequential), whose code torch.compile passes over when DDP calls it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+# -- data_parallel: one process, several accelerators ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataParallelOptions:
+    """Options of strategy "data_parallel".
+
+    Attributes:
+        devices: indices of the accelerators to use, the one that holds the model first; None takes all that are visible.
+    """
+
+    devices: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.devices is None:
+            return
+        devices = tuple(self.devices) if isinstance(self.devices, (list, tuple, range)) else ()
+        if not devices or len({*devices}) < len(devices) or any(type(d) is not int or d < 0 for d in devices):
+            raise SettingError(
+                f"devices={self.devices!r} is not a list of different device indices, such as (0, 1)"
+            )
+        object.__setattr__(self, "devices", devices)
+
+
+class DataParallel(Single):
+    """torch's nn.DataParallel, around the model under autocast; with fewer than two accelerators the model itself, as in "single".
+
+    The loader's batch is the whole: it is split along dimension 0, outputs are put together again. A forward that returns the loss
+    returns one a device: average them. What forward writes stays only on the first device, and batch-norm takes each device's share
+    by itself, also with `convert_sync_batchnorm`. ddp does the same faster, without copies and with a process a device.
+    """
+
+    name: ClassVar[str] = "data_parallel"
+    Options: ClassVar[type] = DataParallelOptions
+
+    def __init__(self, world: World, options: DataParallelOptions) -> None:
+        super().__init__(world, options)
+        self._devices = choose_devices(world.device, options.devices)
+        if len(self._devices) > 1:
+            self.only_forward = "calls copies of the model, by forward alone"
+
+    def wrap(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+    ) -> nn.Module:
+        module = super().wrap(model, optimizers, manner)
+        count = len(self._devices)
+        if count < 2:
+            logger.info("data_parallel: one device (%s), so the model runs as it is", self._world.device)
+            return module
+        for name, part in module.named_modules():
+            if part._compiled_call_impl is not None:
+                raise RefusedError(
+                    f"data_parallel calls copies of the model, and the compiled code of {name or 'the model'} would run in each of them "
+                    "with the first one's parameters: leave compiling out, or use strategy='ddp'"
+                )
+        logger.info(
+            "data_parallel copies the model to %d devices at each call; ddp is faster: `easymp launch --processes %d`",
+            count,
+            count,
+        )
+        return nn.DataParallel(module, list(self._devices))
+
+
+def choose_devices(device: torch.device, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Indices of the devices of `device`'s kind that a model on `device` is spread over.
+
+    Raises:
+        RefusedError: some of `wanted` are not here, or the model is not on the first of them.
+    """
+    here = torch.get_device_module(device).device_count() if device.type in ("cuda", "xpu") else 0
+    first = device.index or 0
+    if wanted is None:
+        return (first, *(d for d in range(here) if d != first)) if here else ()
+    missing = [d for d in wanted if d >= here]
+    if missing:
+        raise RefusedError(
+            f"devices={wanted}, but there are {here} accelerators here, counted from 0: leave out {missing}"
+        )
+    if wanted[0] != first:
+        raise RefusedError(f"devices={wanted}, but the model is put on device {first}: name that one first")
+    return wanted
+
+
+# -- norms of gradients that lie on the ranks in any layout: each element counts once ----------------------------------
 
 
 def clip_whole(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
@@ -172,14 +304,3 @@ def settle(parameter: Any) -> None:
 
 
 # -- Frames around a model: modules that call it, and do nothing else.
-
-
-class Framed(nn.Module):
-    """Calls a module of torch's own (a bare nn.Sequential), whose code torch.compile passes over when DDP calls it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from ..base.dtensor import local, names_of, rebind
 from ..distributed import World
-from ..errors import BatchError, PrepareError, RefusedError, SettingError, StepError, nearest
+from ..errors import BatchError, PrepareError, SettingError, StepError, nearest
 from ..optim.partition import check_sums
 from ..optim.torch_step import indifferent, values
-from ..protocols import Counting, Facts, Layout, Manner, Refusal
+from ..protocols import Counting, Layout, Manner
 from .blocks import ATOMS
 from .fsdp import (
     FSDPOptions,
@@ -36,7 +36,7 @@ from .fsdp import (
     shards_of,
     take_rank_0s,
 )
-from .single import clip_to_norm, counting, settle
+from .single import Single, clip_to_norm, counting, settle
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class TensorParallelOptions:
             )
 
 
-class TensorParallel:
+class TensorParallel(Single):
     """torch's `parallelize_module` on the modules that the plan names; `fully_shard` over the groups, where there are several.
 
     In place, by torch: the parameters of these modules become DTensors; hooks that hand inputs and outputs over are registered on the
@@ -119,19 +119,17 @@ class TensorParallel:
     """
 
     name: ClassVar[str] = "tensor_parallel"
+    several: ClassVar[str] = "splits layers over processes"
+    no_join: ClassVar[str] = "every rank's forward needs the other ranks' parts"
     Options: ClassVar[type] = TensorParallelOptions
     whole: ClassVar[bool] = False
-    apart: ClassVar[bool] = False
-    alike: ClassVar[bool] = True
-    masters: ClassVar[bool] = True
-    sharded: ClassVar[bool] = False
     once = (
         "under tensor_parallel torch's DTensor keeps no graph of a backward. Use strategy='ddp', or a loss without the gradient of a "
         "gradient"
     )
-    only_forward = ""
 
     def __init__(self, world: World, options: TensorParallelOptions) -> None:
+        super().__init__(world, options)
         self._size = world.size if options.size is None else options.size
         if world.size % self._size:
             fit = [n for n in range(2, world.size + 1) if world.size % n == 0]
@@ -140,20 +138,9 @@ class TensorParallel:
             )
         self.data_rank, self.data_size = world.rank // self._size, world.size // self._size
         self.sums = self.data_size == 1  # where groups share the data, fsdp keeps its own
-        self._world = world
-        self.options = options
         self.early = options.fsdp.reduce_every_micro_batch if self.data_size > 1 else False
         self._grid: Any = None
         self._names: dict[int, str] = {}  # of parameters, by id, for messages
-
-    @staticmethod
-    def refuse(facts: Facts) -> Refusal | None:
-        if facts.world_size == 1:
-            return Refusal(
-                "strategy 'tensor_parallel' splits layers over processes, and there is one",
-                "start several (`easymp launch --processes N script.py`), or use 'auto'",
-            )
-        return None
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
@@ -312,15 +299,6 @@ class TensorParallel:
     def force_sync(self, model: nn.Module) -> Iterator[None]:
         with _reducing(model, True):
             yield
-
-    def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
-        pass  # all ranks of the one group have seen the same data
-
-    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        raise RefusedError(
-            "strategy 'tensor_parallel' cannot join uneven inputs: every rank's forward needs the other ranks' parts. Keep "
-            "even_batches=True, or use strategy='ddp'"
-        )
 
     @property
     def counting(self) -> Counting:

@@ -8,20 +8,19 @@ parameters once more, and Adam's state takes 8 / ranks bytes a parameter instead
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ..distributed import World
-from ..errors import RefusedError
 from ..optim.partition import packed_at_once
 from ..optim.sharded import ShardedOptimizer
 from ..options import DistributedDataParallelKwargs
-from ..protocols import Facts, Layout, Manner, Refusal, pieces
+from ..protocols import Layout, Manner, pieces
 from .blocks import refuse_sparse
 from .ddp import DDP
+from .single import Single
 
 
 class ZeRO1(DDP):
@@ -35,7 +34,10 @@ class ZeRO1(DDP):
     """
 
     name: ClassVar[str] = "zero1"
-    Options: ClassVar[type] = DistributedDataParallelKwargs
+    several: ClassVar[str] = "shards optimizer states over processes"
+    no_join: ClassVar[str] = "every rank's step needs the other ranks' shards"
+
+    join = Single.join
 
     def __init__(self, world: World, options: DistributedDataParallelKwargs) -> None:
         super().__init__(world, options)
@@ -43,15 +45,6 @@ class ZeRO1(DDP):
         self._frozen: set[int] = (
             set()
         )  # ids of parameters whose gradients, should there be some, nobody averages
-
-    @staticmethod
-    def refuse(facts: Facts) -> Refusal | None:
-        if facts.world_size == 1:
-            return Refusal(
-                "strategy 'zero1' shards optimizer states over processes, and there is one",
-                "start several (`easymp launch --processes N script.py`), or use 'auto'",
-            )
-        return None
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
@@ -70,12 +63,6 @@ class ZeRO1(DDP):
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return ShardedOptimizer(optimizer, self._world, self._cap, self._frozen)
-
-    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        raise RefusedError(
-            "strategy 'zero1' cannot join uneven inputs: every rank's step needs the other ranks' shards. Keep even_batches=True, or "
-            "use strategy='ddp'"
-        )
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         self._frozen.difference_update(id(p) for p in model.parameters())

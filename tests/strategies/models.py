@@ -81,6 +81,15 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
+def step(acc: Accelerator, model: nn.Module, loss_fn: Any, x: Any, y: Any, **how: Any) -> Tensor:
+    """Forward and backward as a script writes them, or by `forward_backward` where the schedule of a pipeline needs it."""
+    if getattr(acc._prepared.strategy.options, "schedule", "gpipe") != "gpipe":
+        return acc.forward_backward(model, loss_fn, x, target=y, **how)
+    loss = loss_fn(model(x), y)
+    acc.backward(loss, **how)
+    return loss.detach()
+
+
 def train(acc: Accelerator, kind: str, clip: float | None = None, adam: bool = True) -> dict[str, Any]:
     """`STEPS` updates, in which the ranks share each micro-batch: losses, gradient norms and skipped steps, parameters, buffers."""
     model = make(kind)
@@ -102,9 +111,7 @@ def train(acc: Accelerator, kind: str, clip: float | None = None, adam: bool = T
             )
             x, y = (t.chunk(spread.data_size)[spread.data_rank] for t in (x, y))
             with acc.accumulate(model):
-                loss = nn.functional.cross_entropy(model(x), y)
-                acc.backward(loss)
-                total += loss.detach()
+                total += step(acc, model, nn.functional.cross_entropy, x, y)
                 norm = acc.clip_grad_norm_(model.parameters(), clip or 1e9)
                 optimizer.step()
                 schedule.step()

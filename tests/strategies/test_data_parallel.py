@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from easymp import Accelerator, DataParallelOptions
 from easymp.errors import RefusedError, SettingError
-from easymp.strategies import data_parallel
-from easymp.strategies.data_parallel import choose_devices
+from easymp.strategies import single as data_parallel
+from easymp.strategies.single import choose_devices
 
 from .models import make, train
 
