@@ -539,26 +539,20 @@ class Accelerator(Processes, Checkpoints):
         summed = sums.on and window.accumulation != 1
         if summed:
             sums.begin()
-        replicas: list[Any] = []
+        check = None
         if self._world.size > 1:
             self._world.trains_here()
             if window.sync and not self._alone and not summed:
-                modules = (model.route.module for model in prepared.models)
-                replicas = [m for m in modules if isinstance(m, nn.parallel.DistributedDataParallel)]
-        if replicas and kwargs.get("create_graph"):
-            raise StepError(
-                "backward(create_graph=True) under ddp, which averages gradients in place and keeps no graph of them: take the inner "
-                "gradient by torch.autograd.grad(..., create_graph=True), and call backward() on a loss made of it"
-            )
-        before = [replica.gradients() for replica in replicas]
+                modules = [model.route.module for model in prepared.models]
+                check = prepared.strategy.backward_check(modules, bool(kwargs.get("create_graph")))
         try:
             loss.backward(**kwargs)
         except RuntimeError as error:
             self._world.blame(error, "backward")
             wrapper.explain_second_backward(error)
             raise
-        for replica, gradients in zip(replicas, before):
-            replica.check_averaged(gradients)
+        if check is not None:
+            check()
         if summed:
             sums.add()
             if window.sync:

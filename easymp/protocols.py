@@ -230,6 +230,10 @@ class Strategy(Protocol):
         """
         ...
 
+    def backward_check(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
+        """Called before a backward that reduces gradients of `models`; what to call after it, which raises where it could not."""
+        ...
+
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Inside: ranks may run out of batches at different times; `models` are what `wrap` returned."""
         ...

@@ -18,7 +18,7 @@ from easymp import Accelerator, load_weights
 from easymp.checkpoint.storage_local import LocalStorage
 from easymp.errors import CheckpointError, RefusedError, SettingError
 
-from .strategies.models import BATCH, MODELS, make
+from .strategies.models import BATCH, MODELS, make, mean_square, train_step
 from .strategies.models import whole as full
 from .strategies.ways import WAYS
 
@@ -65,7 +65,7 @@ def export(label: str, kinds: tuple[str, ...], folder: str) -> list[tuple[State,
             x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[
                 spread.data_rank
             ]
-            acc.backward(model(x).square().mean())
+            train_step(acc, model, mean_square, x)
             optimizer.step()
             acc.save_model(model, Path(folder, kind), max_shard_size=2000)
             state = {name: t.clone() for name, t in acc.get_state_dict(model).items()}

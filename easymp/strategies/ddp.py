@@ -109,6 +109,22 @@ class DDP(Single):
                     True  # buffers: what forward does when it expects a reduction
                 )
 
+    def backward_check(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
+        replicas = [(m, m.gradients()) for m in models if isinstance(m, Replica)]
+        if not replicas:
+            return None
+        if create_graph:
+            raise StepError(
+                "backward(create_graph=True) under ddp, which averages gradients in place and keeps no graph of them: take the inner "
+                "gradient by torch.autograd.grad(..., create_graph=True), and call backward() on a loss made of it"
+            )
+
+        def check() -> None:
+            for replica, before in replicas:
+                replica.check_averaged(before)
+
+        return check
+
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         replicas = [m for m in models if isinstance(m, DistributedDataParallel)]
         if make_hook(self.options, self._world.size) is not None:
@@ -117,6 +133,11 @@ class DDP(Single):
                 "some ranks no longer have would count less. Leave these options out, or keep even_batches=True and do not join"
             )
         return Join(replicas, divide_by_initial_world_size=False) if replicas else nullcontext()
+
+    def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
+        for hook in model.hooks if isinstance(model, Replica) else ():
+            hook.remove()
+        return alone
 
 
 class Replica(DistributedDataParallel):
@@ -145,13 +166,19 @@ class Replica(DistributedDataParallel):
             self.reducer._rebuild_buckets()
         self._begun = False  # whether gradients have been reduced once
         self.armed = False  # whether a backward averages gradients, which a call makes so, and only once
+        trained = [p for p in root.parameters() if p.requires_grad]
+        # By which a backward is seen: every parameter, or few of them where torch is told of the backward and waits for all gradients.
         self._all = tuple(root.parameters())
-        self._few = (*self._all[:4], *self._all[4:][-4:])
-        self._outputs: deque[list[Tensor]] = deque(
-            maxlen=CALLS
-        )  # since the last backward, for find_unused_parameters
+        some_may_lack = options["find_unused_parameters"] or options["static_graph"]
+        self._few = (*trained[:4], *trained[4:][-4:]) if some_may_lack else tuple(trained[-1:])
+        self._outputs: deque[list[Tensor]] = deque(maxlen=CALLS)  # since the last backward
         self._done = False  # whether there has been one
-        self._frozen = tuple((name, p) for name, p in root.named_parameters() if not p.requires_grad)
+        self._late: list[str] = []  # parameters, frozen when wrapped, that got a gradient in this backward
+        self.hooks = [
+            _when_accumulated(p, self._late, name)
+            for name, p in root.named_parameters()
+            if not p.requires_grad and (p.is_floating_point() or p.is_complex())
+        ]
 
     def _build_params_for_reducer(self) -> Any:
         parameters, sparse = super()._build_params_for_reducer()
@@ -204,9 +231,11 @@ class Replica(DistributedDataParallel):
     def gradients(self) -> list[tuple[Tensor, Tensor | None, int]]:
         """Parameters, each with its gradient and that one's version, for `check_averaged` after a backward.
 
-        Where nothing can go wrong, a few show whether the backward reached this model: hundreds would be looked at in every step.
+        In the usual loop, where the model was called, one parameter shows whether the backward reached it. All are looked at where it was
+        not called since the last backward.
         """
-        chosen = self._all if self._frozen or not self.armed else self._few
+        self._late.clear()
+        chosen = self._few if self.armed else self._all
         return [(p, grad, 0 if grad is None else grad._version) for p in chosen for grad in [p.grad]]
 
     def check_averaged(self, before: Sequence[tuple[Tensor, Tensor | None, int]]) -> None:
@@ -215,12 +244,14 @@ class Replica(DistributedDataParallel):
         Raises:
             StepError: it added gradients that no rank averages.
         """
-
-        def changed(parameter: Tensor, grad: Tensor | None, version: int) -> bool:
-            return parameter.grad is not grad or (grad is not None and grad._version != version)
-
-        for one in before:
-            if changed(*one):
+        if self._late:
+            raise StepError(
+                f"backward() added a gradient that no rank averages: {self._late[0]!r} had requires_grad=False when the model was "
+                "prepared. Freeze it after prepare() instead, with DistributedDataParallelKwargs(find_unused_parameters=True); or "
+                "prepare the model anew once it trains (free_memory() lets go of it)"
+            )
+        for parameter, grad, version in before:
+            if parameter.grad is not grad or (grad is not None and grad._version != version):
                 break
         else:
             return
@@ -231,14 +262,6 @@ class Replica(DistributedDataParallel):
                 "trains in prepare(model, forward_methods=('name',)), or decorate it with @easymp.forward_method"
             )
         self.__dict__["armed"] = False
-        late = {id(p): name for name, p in self._frozen if p.grad is not None}
-        for parameter, grad, version in before if late else ():
-            if id(parameter) in late and changed(parameter, grad, version):
-                raise StepError(
-                    f"backward() added a gradient that no rank averages: {late[id(parameter)]!r} had requires_grad=False when the model "
-                    "was prepared. Freeze it after prepare() instead, with DistributedDataParallelKwargs(find_unused_parameters=True); or "
-                    "prepare the model anew once it trains (free_memory() lets go of it)"
-                )
 
     def _unused(self, said: str) -> str:
         """torch's sentence about parameters that it waits for, with their names and the way out for these options."""
@@ -267,6 +290,14 @@ class Replica(DistributedDataParallel):
                 "strategy_options or kwargs_handlers); if it never does, freeze them before prepare: requires_grad_(False)"
             )
         return f"in the last backward {who}, and ddp averages gradients only when it has them all. {cure}"
+
+
+def _when_accumulated(parameter: nn.Parameter, names: list[str], name: str) -> Any:
+    """A hook that notes `name` where `parameter`, which is frozen, gets a gradient after all."""
+    parameter.requires_grad_(True)  # torch takes no hook for a frozen one
+    hook = parameter.register_post_accumulate_grad_hook(lambda _: names.append(name))
+    parameter.requires_grad_(False)
+    return hook
 
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"

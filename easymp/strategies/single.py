@@ -105,6 +105,9 @@ class Single:
     def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
         pass
 
+    def backward_check(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
+        return None
+
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         if self.no_join:
             raise RefusedError(

@@ -17,7 +17,7 @@ from easymp.checkpoint import layout
 from easymp.checkpoint.layout import Box, fault, overlap, place_of, runs, runs_held, whole
 from easymp.errors import CheckpointError
 
-from ..strategies.models import BATCH, MODELS, make
+from ..strategies.models import BATCH, MODELS, make, mean_square, train_step
 from ..strategies.models import whole as full
 from ..strategies.ways import WAYS
 
@@ -148,8 +148,7 @@ def held_by_a_rank(label: str, kind: str) -> dict[str, Any]:
         x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[
             spread.data_rank
         ]
-        loss = model(x).square().mean()
-        acc.backward(loss)
+        train_step(acc, model, mean_square, x)
         optimizer.step()
         named: dict[str, Tensor] = dict(model.named_parameters())
         if way.strategy != "pipeline":

@@ -18,7 +18,7 @@ from easymp.checkpoint.storage_local import LocalStorage
 from easymp.checkpoint.weights import Skipped, load_weights
 from easymp.errors import CheckpointError, SettingError
 
-from ..strategies.models import BATCH, MODELS, Tied, make
+from ..strategies.models import BATCH, MODELS, Tied, make, mean_square, train_step
 from ..strategies.ways import WAYS
 
 State = dict[str, Tensor]
@@ -111,7 +111,7 @@ def save_and_load(label: str, kind: str, folder: str) -> list[str]:
         x = torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[
             spread.data_rank
         ]
-        acc.backward(model(x).square().mean())
+        train_step(acc, model, mean_square, x)
         optimizer.step()
         acc.save_state(folder)
         plain = make(kind)

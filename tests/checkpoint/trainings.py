@@ -13,11 +13,15 @@ from torch import Tensor, nn
 from easymp import Accelerator, GradScalerKwargs
 from easymp.checkpoint.blocks import as_bytes
 
-from ..strategies.models import BATCH, MODELS, whole
+from ..strategies.models import BATCH, MODELS, train_step, whole
 from ..strategies.ways import WAYS
 
 SCALE = GradScalerKwargs(init_scale=1024.0, growth_interval=4)  # grows on the way
 BEFORE, AFTER = 3, 3  # updates before the save, and after it
+
+
+def entropy(outputs: Any, y: Any) -> Any:
+    return nn.functional.cross_entropy(outputs.float(), y)
 
 
 class Row(NamedTuple):
@@ -73,9 +77,7 @@ class Training:
                 )
                 x, y = (t.chunk(spread.data_size)[spread.data_rank] for t in (x, y))
                 with acc.accumulate(self.model):
-                    loss = nn.functional.cross_entropy(self.model(x).float(), y)
-                    acc.backward(loss)
-                    total += loss.detach()
+                    total += train_step(acc, self.model, entropy, x, y)
                     self.optimizer.step()
                     self.schedule.step()
                     self.optimizer.zero_grad()

@@ -13,7 +13,7 @@ import easymp.optim as ours
 from easymp import Accelerator, load_weights
 from easymp.errors import RefusedError, SettingError, StepError
 
-from ..strategies.models import make, whole
+from ..strategies.models import make, mean_square, train_step, whole
 from ..strategies.ways import WAYS
 from .test_engines import KINDS, SCALE, stepping
 
@@ -28,7 +28,7 @@ def updates(
     for _ in range(steps):
         generator = torch.Generator().manual_seed(optimizer.updates)
         x = torch.randn(8, 12, generator=generator).chunk(spread.data_size)[spread.data_rank]
-        acc.backward(model(x * 1e30 if optimizer.updates == bad else x).square().mean())
+        train_step(acc, model, mean_square, x * 1e30 if optimizer.updates == bad else x)
         if clip:
             acc.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()

@@ -18,7 +18,7 @@ from easymp.optim import engine as engines
 from easymp.optim import engine as torch_engine
 
 from ..cuda.compiled import CompiledLauncher
-from ..strategies.models import make, whole
+from ..strategies.models import make, mean_square, train_step, whole
 from ..strategies.ways import WAYS
 
 SCALE = GradScalerKwargs(init_scale=1024.0, growth_interval=3)
@@ -95,7 +95,7 @@ def updates(
                 if bad == (step, acc.process_index):
                     x = x * 1e30
                 with acc.accumulate(model):
-                    acc.backward(model(x.to(acc.device)).square().mean())
+                    train_step(acc, model, mean_square, x.to(acc.device))
                     norm = acc.clip_grad_norm_(model.parameters(), clip) if clip else None
                     left.append(optimizer.turn.clip is not None)
                     moved.update(p for g in optimizer.param_groups for p in g["params"] if p.grad is not None)

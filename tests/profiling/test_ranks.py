@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from easymp import Accelerator, ProfileKwargs
 
-from ..strategies.models import make
+from ..strategies.models import make, mean_square, train_step
 from ..strategies.ways import WAYS
 
 
@@ -26,7 +26,7 @@ def train(acc: Accelerator, steps: int, folder: str, alone: bool = False, sleepy
     if not alone or acc.is_main_process:
         prof.start()
     for i, (x,) in enumerate(loader, 1):
-        acc.backward(model(x).square().mean())
+        train_step(acc, model, mean_square, x)
         optimizer.step()
         optimizer.zero_grad()
         if sleepy == acc.process_index:

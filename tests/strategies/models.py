@@ -81,11 +81,15 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def step(acc: Accelerator, model: nn.Module, loss_fn: Any, x: Any, y: Any, **how: Any) -> Tensor:
+def mean_square(outputs: Tensor) -> Tensor:
+    return outputs.square().mean()
+
+
+def train_step(acc: Accelerator, model: nn.Module, loss_fn: Any, x: Any, y: Any = None, **how: Any) -> Tensor:
     """Forward and backward as a script writes them, or by `forward_backward` where the schedule of a pipeline needs it."""
     if getattr(acc._prepared.strategy.options, "schedule", "gpipe") != "gpipe":
         return acc.forward_backward(model, loss_fn, x, target=y, **how)
-    loss = loss_fn(model(x), y)
+    loss = loss_fn(model(x)) if y is None else loss_fn(model(x), y)
     acc.backward(loss, **how)
     return loss.detach()
 
@@ -111,7 +115,7 @@ def train(acc: Accelerator, kind: str, clip: float | None = None, adam: bool = T
             )
             x, y = (t.chunk(spread.data_size)[spread.data_rank] for t in (x, y))
             with acc.accumulate(model):
-                total += step(acc, model, nn.functional.cross_entropy, x, y)
+                total += train_step(acc, model, nn.functional.cross_entropy, x, y)
                 norm = acc.clip_grad_norm_(model.parameters(), clip or 1e9)
                 optimizer.step()
                 schedule.step()

@@ -17,7 +17,7 @@ from easymp.errors import BatchError, EasympError, PrepareError, RefusedError, S
 from easymp.strategies.pipeline import Pipeline
 from easymp.strategies.pipeline_cuts import balance, candidates, choose, survey
 
-from .models import WIDTH, Tied, make, step, train
+from .models import WIDTH, Tied, make, train, train_step
 
 
 def trained(
@@ -106,7 +106,7 @@ def batch_norm(strategy: str, schedule: str) -> dict[str, Any]:
             total = 0.0
             for xs, ys in zip(x.chunk(parts), y.chunk(parts)):
                 with acc.accumulate(model):
-                    total += step(acc, model, nn.functional.cross_entropy, xs, ys).item() / parts
+                    total += train_step(acc, model, nn.functional.cross_entropy, xs, ys).item() / parts
                     optimizer.step()
                     optimizer.zero_grad()
             losses.append(total)
@@ -322,7 +322,7 @@ def runs(schedule: str) -> int:
         model = acc.prepare(Counting())
         for block in model.blocks:
             block[0].register_forward_hook(lambda m, a, out: calls.append(1) if not out.is_meta else None)
-        step(acc, model, nn.functional.mse_loss, torch.ones(8, 12), torch.ones(8, 12))
+        train_step(acc, model, nn.functional.mse_loss, torch.ones(8, 12), torch.ones(8, 12))
     return len(calls)
 
 
