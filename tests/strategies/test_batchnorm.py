@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import easymp
 from easymp import Accelerator, SyncBatchNorm, convert_sync_batchnorm
 from easymp.distributed import World, read_ranks
 from easymp.errors import PrepareError, RefusedError
@@ -163,20 +162,6 @@ def test_under_autocast_statistics_are_fp32(ranks: Any) -> None:
         ).abs().max() < 1  # bf16 sums would be off by tens
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_models_of_another_dtype(ranks: Any, dtype: torch.dtype) -> None:
-    loose = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {"rtol": 1e-9, "atol": 1e-9}
-    compare(ranks, norm().to(dtype), batches(4, [3, 2], dtype=dtype), **loose)
-
-
-def test_channels_last_stays_so(ranks: Any) -> None:
-    given = [
-        [part.contiguous(memory_format=torch.channels_last) for part in parts] for parts in batches(4, [3, 2])
-    ]
-    compare(ranks, norm(), given)
-    assert ranks(spread, norm(), given)[0]["outputs"][0].is_contiguous(memory_format=torch.channels_last)
-
-
 def one_value(count: int) -> None:
     world = World(read_ranks(), torch.device("cpu"), 20)
     try:
@@ -319,12 +304,6 @@ def test_a_convolutional_net_trains_as_on_one_process(
             assert torch.allclose(got["buffers"][name], values, rtol=1e-3, atol=1e-4), name
 
 
-def test_in_half_precision(ranks: Any) -> None:
-    one = trained("single", 1, 0.1, "bf16")
-    for got in ranks(trained, "ddp", 1, 0.1, "bf16"):
-        assert got["losses"] == pytest.approx(one["losses"], rel=0.05)
-
-
 def kinds_and_after() -> dict[str, Any]:
     model = make("conv")
     names = list(model.state_dict())
@@ -393,7 +372,3 @@ def test_a_rank_that_is_gone_in_forward_is_named(ranks: Any) -> None:
     assert dead.type == "SIGKILL"
     assert survivor.type == "WorldError"
     assert "gave up in forward" in survivor.message and "rank 1: no answer" in survivor.message
-
-
-def test_names_are_public() -> None:
-    assert {"SyncBatchNorm", "convert_sync_batchnorm"} <= set(easymp.__all__)

@@ -216,20 +216,6 @@ def test_options_are_checked(options: Any, words: str) -> None:
         CompileOptions(**options)
 
 
-def compiled_by_inductor(strategy: str) -> dict[str, Any]:
-    with torch._inductor.config.patch(compile_threads=1):  # torch never ends the threads of its compile pool
-        return trained(strategy, "tied", True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_inductor(ranks) -> None:
-    one = trained("single", "tied", False)
-    for strategy in ("ddp", "fsdp"):
-        for got in ranks(compiled_by_inductor, strategy, processes=2, timeout=500):
-            assert got["losses"] == pytest.approx(one["losses"], rel=1e-4)
-
-
 def graphs_of_a_chain(strategy: str) -> int:
     GRAPHS.clear()
     torch._dynamo.reset()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, DataParallelOptions
-from easymp.errors import RefusedError, SettingError
+from easymp import Accelerator
+from easymp.errors import RefusedError
 from easymp.strategies import single as data_parallel
 from easymp.strategies.single import choose_devices
 
@@ -140,16 +140,6 @@ def test_compiled_copies_are_refused(two_devices: None) -> None:
             acc.prepare(model)
 
 
-def test_it_says_that_ddp_is_faster(two_devices: None, caplog: pytest.LogCaptureFixture) -> None:
-    with Accelerator(mixed_precision="no", strategy="data_parallel", cpu=True) as acc:
-        with caplog.at_level("INFO", logger="easymp"):
-            acc.prepare(make("mlp"))
-    assert (
-        "copies the model to 2 devices at each call; ddp is faster: `easymp launch --processes 2`"
-        in caplog.text
-    )
-
-
 def several() -> None:
     Accelerator(strategy="data_parallel")
 
@@ -161,12 +151,6 @@ def test_several_processes_are_refused(ranks) -> None:
             "for one process that drives several devices, and 2 were started; use strategy='ddp'"
             in failure.message
         )
-
-
-@pytest.mark.parametrize("devices", [(), (0, 0), (-1,), ("0",), 2, (True, 0)])
-def test_wrong_devices(devices: Any) -> None:
-    with pytest.raises(SettingError, match="is not a list of different device indices"):
-        DataParallelOptions(devices)
 
 
 @pytest.mark.parametrize(

@@ -36,33 +36,6 @@ def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
 # -- options that change no number -------------------------------------------------------------------------------------
 
 
-UNCHANGED = [
-    {"bucket_cap_mb": 0.001},
-    {"gradient_as_bucket_view": False},
-    {"static_graph": True},
-    {"static_graph": True, "gradient_as_bucket_view": False, "bucket_cap_mb": 0.001},
-    {"broadcast_buffers": False},
-    {"find_unused_parameters": True},
-    {"comm_hook": "fp32"},
-    {"gradient_predivide_factor": 1.0},
-    {"gradient_predivide_factor": 0.5},
-    {"gradient_predivide_factor": 1.5, "bucket_cap_mb": 0.001, "static_graph": True},
-]
-
-
-@pytest.mark.parametrize("options", UNCHANGED, ids=str)
-def test_it_trains_as_one_process(ranks, options: dict[str, Any]) -> None:
-    kind = "idle" if "find_unused_parameters" in options else "tied"
-    one = trained("single", kind, 3, 0.1, options)  # which takes the same record
-    for got in ranks(trained, "ddp", kind, 3, 0.1, options):
-        agree(got, one)
-
-
-@pytest.mark.parametrize("options", [{}, {"gradient_predivide_factor": 2.0}, {"static_graph": True}], ids=str)
-def test_four_processes(ranks, options: dict[str, Any]) -> None:
-    agree(ranks(trained, "ddp", "mlp", 1, 0.1, options, processes=4)[0], trained("single", "mlp", 1, 0.1))
-
-
 def cleared(strategy: str, options: Any, how: str) -> list[torch.Tensor]:
     with Accelerator(
         mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=2
@@ -163,33 +136,6 @@ def test_what_arrives_is_the_average_in_the_type_of_the_journey(
                     - 4 * torch.finfo(dtype).eps * by_hand.abs()
                 )
                 assert wrong.max() <= 1e-12
-
-
-@pytest.mark.parametrize(("precision", "hook"), [("bf16", "bf16"), ("fp16", "fp16"), ("fp16", "bf16")])
-def test_half_of_the_bytes_train_alike(ranks, precision: str, hook: str) -> None:
-    ours = ranks(trained, "ddp", "tied", 2, 1.0, {"comm_hook": hook}, precision)
-    theirs = ranks(trained, "ddp", "tied", 2, 1.0, None, precision)
-    assert ours[0]["losses"] == ours[1]["losses"]
-    assert ours[0]["losses"][-1] == pytest.approx(theirs[0]["losses"][-1], rel=0.1)
-    assert ours[0]["skipped"] == ours[1]["skipped"]
-    assert not ours[0]["skipped"][-1]
-
-
-def overflow(hook: str) -> tuple[bool, float, float]:
-    with Accelerator(mixed_precision="fp16", strategy_options={"comm_hook": hook}) as acc:
-        model = make("mlp")
-        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-        before = [whole(p) for p in model.parameters()]
-        scale = float("inf") if acc.process_index == 1 else 1.0
-        acc.backward(model(torch.ones(2, 12)).sum() * scale)
-        optimizer.step()
-        moved = sum(float((whole(p) - b).abs().sum()) for p, b in zip(model.parameters(), before))
-        return acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved
-
-
-@pytest.mark.parametrize("hook", ["no", "fp16", "bf16", "fp32"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, hook: str) -> None:
-    assert ranks(overflow, hook) == [(True, 32768.0, 0.0)] * 2
 
 
 def sparse(options: Any) -> torch.Tensor:
@@ -414,13 +360,6 @@ def test_wrong_options(options: dict[str, Any], words: str) -> None:
         DistributedDataParallelKwargs(**options)
 
 
-def test_one_process_is_refused() -> None:
-    with pytest.raises(
-        RefusedError, match=r"'ddp' averages gradients over processes, and there is one; start several"
-    ):
-        Accelerator(strategy="ddp")
-
-
 # -- what torch says of parameters that it waits for -------------------------------------------------------------------
 
 
@@ -469,14 +408,3 @@ def uneven(options: Any) -> str:
 @pytest.mark.parametrize("options", [{"comm_hook": "bf16"}, {"gradient_predivide_factor": 1.0}], ids=str)
 def test_hooks_that_divide_by_all_ranks_cannot_be_joined(ranks, options: Any) -> None:
     assert all("divide by the number of all ranks" in said for said in ranks(uneven, options))
-
-
-def twice() -> list[float]:
-    return [
-        trained("ddp", "mlp", 2, 0.1, {"comm_hook": hook})["losses"][-1] for hook in ("fp16", "bf16", "fp32")
-    ]
-
-
-def test_one_run_after_another(ranks) -> None:
-    zero, one = ranks(twice)
-    assert zero == one

@@ -23,12 +23,11 @@ from easymp import (
     PartialState,
 )
 from easymp.errors import PrepareError, RefusedError, SettingError, StepError
-from easymp.strategies import STRATEGIES, blocks
+from easymp.strategies import blocks
 from easymp.strategies.blocks import find_blocks, find_layers
 
 from ..distributed.hurry import hurry
 from .models import Tied, make, train, whole
-from .ways import PAIRS
 
 ROOT = Path(easymp.__file__).parent.parent
 
@@ -59,29 +58,6 @@ def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
 
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "steps", "clip", "size"), [*((*row, 2) for row in PAIRS), ("tied", 3, 0.1, 4)]
-)
-def test_it_trains_as_one_process(ranks, kind: str, steps: int, clip: float | None, size: int) -> None:
-    one = trained("single", kind, steps, clip)
-    for got in ranks(trained, "fsdp", kind, steps, clip, processes=size):
-        agree(got, one)
-        assert got["kinds"] == ["DTensor"]
-        for name, values in one["parameters"].items():
-            # A key's bias has no gradient but rounding, which Adam makes a step of.
-            assert name.endswith("in_proj_bias") or torch.allclose(
-                got["parameters"][name], values, rtol=1e-3, atol=1e-4
-            ), name
-
-
-@pytest.mark.parametrize("kind", ["mlp", "idle"])
-def test_with_momentum(ranks, kind: str) -> None:
-    agree(
-        ranks(trained, "fsdp", kind, 3, 0.1, "no", None, False)[0],
-        trained("single", kind, 3, 0.1, adam=False),
-    )
 
 
 @pytest.mark.parametrize(("steps", "clip"), [(1, 0.1), (3, None)])
@@ -133,37 +109,7 @@ def test_a_rank_holds_its_part_of_parameters_and_states(ranks, size: int) -> Non
     assert [got["states"] for got in results] == [2 * n for n in held]  # AdamW's two
 
 
-def auto() -> tuple[str, str]:
-    with Accelerator(strategy="fsdp") as acc:
-        acc.prepare(make("mlp"))
-        return acc.mixed_precision, acc.plan.precision.reason
-
-
-def test_precision_auto_decides_without_timing(ranks) -> None:
-    for precision, reason in ranks(auto):
-        assert precision == "no"
-        assert "not measured" in reason or "no bf16 instructions" in reason
-
-
 # -- the step ----------------------------------------------------------------------------------------------------------
-
-
-def overflow(strategy: str, fused: bool, options: Any = None) -> tuple[bool, float, float]:
-    with Accelerator(mixed_precision="fp16", strategy=strategy, fused=fused, strategy_options=options) as acc:
-        model = make("tied")
-        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-        before = [whole(p) for p in model.parameters()]
-        acc.backward(model(torch.randn(4, 12)).sum() / 1000)
-        if acc.process_index == 1:
-            model.embed.weight.grad.to_local().view(-1)[0] = float("inf")
-        optimizer.step()
-        moved = sum(float((whole(p) - b).abs().sum()) for p, b in zip(model.parameters(), before))
-        return acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_an_overflow_in_one_shard_skips_the_step_on_all(ranks, fused: bool) -> None:
-    assert ranks(overflow, "fsdp", fused) == [(True, 32768.0, 0.0)] * 2
 
 
 def token_windows(strategy: str) -> list[torch.Tensor]:
@@ -268,61 +214,6 @@ def test_norms_of_every_kind_and_of_mixed_layouts(ranks) -> None:
     for size in (2, 4):  # of 4 ranks, some hold no element of a bias of 5
         for got in ranks(norms, processes=size, env={"EASYMP_STRATEGY": "fsdp"}):
             assert got == pytest.approx(one, rel=1e-5)
-
-
-def evaluate(reshard: bool) -> tuple[float, float, list[str], bool]:
-    with Accelerator(
-        mixed_precision="no", strategy="fsdp", strategy_options={"reshard_after_forward": reshard}
-    ) as acc:
-        model = acc.prepare(make("tied"))
-        with torch.no_grad():
-            there = float(model.eval()(torch.ones(2, 12)).sum())
-        kinds = sorted({type(p).__name__ for p in model.parameters()})
-        return there, float(make("tied").eval()(torch.ones(2, 12)).sum()), kinds, isinstance(model, Tied)
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_evaluation_leaves_shards(ranks, reshard: bool) -> None:
-    for there, here, kinds, instance in ranks(evaluate, reshard):
-        assert there == pytest.approx(here, rel=1e-5)
-        assert kinds == ["DTensor"]
-        assert instance
-
-
-def unlike() -> float:
-    with Accelerator(mixed_precision="no", strategy="fsdp") as acc:
-        torch.manual_seed(acc.process_index)
-        model = acc.prepare(nn.Linear(4, 4))
-        return float(whole(model.weight).sum())
-
-
-def test_ranks_take_rank_0s_values(ranks) -> None:
-    torch.manual_seed(0)
-    assert ranks(unlike) == pytest.approx([float(nn.Linear(4, 4).weight.detach().sum())] * 2)
-
-
-def two_models(strategy: str) -> list[torch.Tensor]:
-    with Accelerator(mixed_precision="no", strategy=strategy, gradient_accumulation_steps=2) as acc:
-        first, second = make("tied"), nn.Linear(5, 3)
-        groups = [
-            {"params": [p for p in first.parameters() if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [*(p for p in first.parameters() if p.ndim == 1), *second.parameters()], "lr": 0.001},
-        ]
-        first, second, optimizer = acc.prepare(first, second, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(6):
-            x = torch.randn(8, 12, generator=generator).chunk(acc.num_processes)[acc.process_index]
-            with acc.accumulate():
-                acc.backward(second(first(x)).square().mean())
-                acc.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-        return [whole(p) for p in [*first.parameters(), *second.parameters()]]
-
-
-def test_two_models_and_an_optimizer_of_two_groups(ranks) -> None:
-    for a, b in zip(ranks(two_models, "fsdp")[0], two_models("single")):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 # -- half precision ----------------------------------------------------------------------------------------------------
@@ -451,12 +342,6 @@ def test_it_gathers_and_keeps_what_plain_fully_shard_does(
 # -- what is wrapped ---------------------------------------------------------------------------------------------------
 
 
-def test_repeated_blocks_are_found() -> None:
-    model = Tied()
-    assert find_blocks(model, "blocks") == list(model.blocks)
-    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "blocks") == []
-
-
 class Reads(Words):
     """Its head is the embedding, whose weight is read."""
 
@@ -501,14 +386,6 @@ def test_blocks_that_share_a_parameter_with_the_outside_are_not_wrapped() -> Non
     assert model.embed not in find_blocks(model, ("Embedding", "Block"))
 
 
-def test_inner_blocks_come_before_those_that_hold_them() -> None:
-    model = nn.Sequential(
-        *(nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))) for _ in range(2))
-    )
-    found = find_blocks(model, "blocks")
-    assert found == [model[0][0], model[0][1], model[0], model[1][0], model[1][1], model[1]]
-
-
 def test_parts_by_size_and_attention_left_whole() -> None:
     model = Tied()
     parts = [type(m).__name__ for m in find_blocks(model, 1)]
@@ -532,13 +409,6 @@ def test_a_class_that_no_module_has() -> None:
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-def test_one_process_is_refused() -> None:
-    with pytest.raises(
-        RefusedError, match=r"'fsdp' shards a model over processes, and there is one; start several"
-    ):
-        Accelerator(strategy="fsdp")
 
 
 @pytest.mark.parametrize(
@@ -581,12 +451,6 @@ def test_options_of_another_strategy(ranks) -> None:
     )
     assert "pass one of them" in ranks(refused_options, "ddp", {"static_graph": True}, handlers)[0]
     assert "did you mean 'static_graph'" in refused_options("auto", {"static_grap": True})
-
-
-@pytest.mark.parametrize("wrap", [0, -1, True, 1.5, (), (1,), None])
-def test_wrap_is_checked(wrap: Any) -> None:
-    with pytest.raises(SettingError, match="neither 'blocks', nor a tuple of class names"):
-        FSDPOptions(wrap=wrap)
 
 
 def refusals() -> dict[str, str]:
@@ -666,21 +530,6 @@ def test_a_rank_that_does_not_come_to_forward_is_named(ranks, tmp_path: Path) ->
 # -- beginning and end -------------------------------------------------------------------------------------------------
 
 
-def twice() -> list[dict[str, Any]]:
-    kept = [trained("fsdp", "tied", 1, 0.1)]
-    for kind in ("mlp", "idle", "mlp"):
-        trained(
-            "fsdp", kind, 1, 0.1
-        )  # a sharded model that waits to be collected holds the old store: the next world may meet its end
-    return [*kept, trained("fsdp", "tied", 3, 0.1), trained("ddp", "tied", 3, 0.1)]
-
-
-def test_another_accelerator_afterwards(ranks) -> None:
-    first, second, third = ranks(twice)[0]
-    agree(first, trained("single", "tied", 1, 0.1))
-    agree(second, third)
-
-
 SCRIPT = """
 import torch
 from easymp import Accelerator
@@ -702,15 +551,6 @@ def test_a_script_that_never_closes_ends(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "done" in done.stdout
-
-
-def test_it_is_imported_at_first_use() -> None:
-    heavy = ("torch.distributed.tensor", "torch.distributed.fsdp")
-    code = f"from easymp import Accelerator\nimport sys\nprint([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100, cwd=ROOT
-    )
-    assert done.stdout.strip() == "[]"
 
 
 # -- what stays whole --------------------------------------------------------------------------------------------------
@@ -781,6 +621,19 @@ def test_ignored_parameters_may_thaw_and_are_let_go(ranks) -> None:
         assert hooks == 0
 
 
+def overflow(strategy: str, fused: bool, options: Any = None) -> tuple[bool, float, float]:
+    with Accelerator(mixed_precision="fp16", strategy=strategy, fused=fused, strategy_options=options) as acc:
+        model = make("tied")
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        before = [whole(p) for p in model.parameters()]
+        acc.backward(model(torch.randn(4, 12)).sum() / 1000)
+        if acc.process_index == 1:
+            model.embed.weight.grad.to_local().view(-1)[0] = float("inf")
+        optimizer.step()
+        moved = sum(float((whole(p) - b).abs().sum()) for p, b in zip(model.parameters(), before))
+        return acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_overflow_in_an_ignored_gradient(ranks, fused: bool) -> None:
     assert ranks(overflow, "fsdp", fused, {"ignore": "blocks"}) == [(True, 32768.0, 0.0)] * 2
@@ -823,7 +676,3 @@ def kind_of_run(strategy: str) -> list[str]:
 def test_scripts_are_told_that_it_is_fsdp(ranks) -> None:
     assert ranks(kind_of_run, "fsdp")[0] == ["FSDP", "FSDP", "MULTI_CPU"]
     assert ranks(kind_of_run, "ddp")[0] == ["MULTI_CPU"] * 3
-
-
-def test_every_strategy_says_whether_it_shards() -> None:
-    assert {name for name, kind in STRATEGIES.items() if kind.sharded} >= {"fsdp", "hsdp"}

@@ -15,21 +15,8 @@ from easymp import Accelerator, HSDPOptions
 from easymp.errors import EasympError, SettingError
 
 from .models import make, whole
-from .test_fsdp import agree, by_hand, overflow, trained
 
 PAIRS = HSDPOptions(shard_size=2)
-
-
-@pytest.mark.parametrize(("kind", "steps", "clip"), [("tied", 3, 0.1), ("mlp", 1, None), ("idle", 1, 0.1)])
-def test_it_trains_as_one_process(ranks, kind: str, steps: int, clip: float | None) -> None:
-    one = trained("single", kind, steps, clip)
-    total = sum(p.numel() for p in make(kind).parameters())
-    results = ranks(trained, "hsdp", kind, steps, clip, "no", PAIRS, processes=4)
-    for got in results:
-        agree(got, one)
-        assert got["kinds"] == ["DTensor"]
-    held = [got["shards"] for got in results]
-    assert held[:2] == held[2:] and sum(held[:2]) == total
 
 
 def placements(options: Any) -> tuple[Any, ...]:
@@ -50,17 +37,6 @@ def placements(options: Any) -> tuple[Any, ...]:
 def test_a_node_is_a_group(ranks) -> None:
     for found in ranks(placements, None, processes=4, env={"LOCAL_WORLD_SIZE": "2"}):
         assert found == (["R", "S(0)"], (2, 2), "FSDP", "FSDP")
-
-
-@pytest.mark.parametrize("how", ["no_sync", "trigger"])
-def test_accumulation_by_hand(ranks, how: str) -> None:
-    one = by_hand("single", how)
-    for got in ranks(by_hand, "hsdp", how, PAIRS, processes=4):
-        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, one))
-
-
-def test_an_overflow_in_one_shard_skips_the_step_on_all(ranks) -> None:
-    assert ranks(overflow, "hsdp", True, PAIRS, processes=4) == [(True, 32768.0, 0.0)] * 4
 
 
 def norm_of_a_known_gradient() -> tuple[float, float]:

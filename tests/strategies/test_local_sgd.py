@@ -264,12 +264,6 @@ def test_the_block_averages_every_second_step_and_at_its_end(ranks) -> None:
             assert alike == [False, True, False, True, False, True, True]
 
 
-def test_a_disabled_block_is_ddp(ranks) -> None:
-    for alike, parameters in ranks(block, 2, False, 1):
-        assert all(alike)
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(parameters, block(2, True, 1)[1]))
-
-
 @pytest.mark.parametrize("steps", [1, 5])
 def test_averaged_after_each_step_the_block_is_ddp(ranks, steps: int) -> None:
     one = block(1, True, steps)[1]

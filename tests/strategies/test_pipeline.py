@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from easymp import Accelerator, CompileOptions, PipelineOptions
 from easymp.errors import BatchError, EasympError, PrepareError, RefusedError, SettingError, StepError
 from easymp.strategies.pipeline import Pipeline
-from easymp.strategies.pipeline_cuts import balance, candidates, choose, survey
+from easymp.strategies.pipeline_cuts import candidates, choose, survey
 
 from .models import WIDTH, Tied, make, train, train_step
 
@@ -80,16 +80,6 @@ def test_it_trains_as_one_process(
 ) -> None:
     ours = ranks(trained, "pipeline", kind, steps, clip, "no", options, processes=size)
     agree(ours, trained("single", kind, steps, clip))
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_in_half_precision_as_one_process(ranks, precision: str) -> None:
-    """Activations travel in the type they have. In one micro-batch, for which sums overflow depends on how many samples they run over."""
-    one = trained("single", "tied", 1, 0.1, precision)
-    for got in ranks(trained, "pipeline", "tied", 1, 0.1, precision, {"microbatches": 1}):
-        assert got["losses"] == pytest.approx(one["losses"], rel=1e-3)
-        assert got["norms"] == pytest.approx(one["norms"], rel=1e-2)
-        assert got["skipped"] == one["skipped"]
 
 
 def batch_norm(strategy: str, schedule: str) -> dict[str, Any]:
@@ -518,13 +508,6 @@ def test_cuts_balance_parameters_and_leave_the_model_alone() -> None:
     assert all(len(stages) == 1 for stages in idle.users.values())
 
 
-def test_balance() -> None:
-    assert balance([4, 4, 4, 4], [1, 2, 3], 2) == [2]
-    assert balance([1, 1, 1, 9, 1], [1, 2, 3, 4], 3) == [3, 4]
-    assert balance([5, 5, 5], [1, 2], 3) == [1, 2]
-    assert balance([9, 1, 1], [2], 2) == [2]
-
-
 class Skip(nn.Module):
     """What `a` computes is passed to `b`, used after it, and not passed to `c`."""
 
@@ -634,13 +617,6 @@ def test_memory_goes_by_the_fullest_stage() -> None:
 def test_options_are_checked(options: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         PipelineOptions(**options)
-
-
-def test_one_process_is_refused() -> None:
-    with pytest.raises(
-        RefusedError, match="gives each process a stage of the model, and there is one process"
-    ):
-        Accelerator(strategy="pipeline")
 
 
 class Scalar(nn.Sequential):

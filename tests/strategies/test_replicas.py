@@ -182,24 +182,6 @@ def test_copies_are_compared_where_a_strategy_has_some(
     assert said in str(found[0][1])
 
 
-def test_after_the_first_updates_every_so_many_are_compared(ranks) -> None:
-    (updates, said), _ = ranks(every_sixth)
-    assert updates == 6
-    assert "after update 6 of SGD" in said
-
-
-def every_sixth() -> list[Any]:
-    return drifting(by_hand, "ddp", None, 4, replica_check=6)
-
-
-def never() -> list[Any]:
-    return drifting(by_hand, "ddp", None, 0, replica_check=0)
-
-
-def test_zero_compares_nothing(ranks) -> None:
-    assert ranks(never) == [[BATCHES, None]] * 2
-
-
 def at_the_end() -> Any:
     def run(acc: Accelerator) -> None:
         model, optimizer = started(acc)

@@ -48,58 +48,6 @@ def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
 # -- the numbers -------------------------------------------------------------------------------------------------------
 
 
-ROWS = [  # all of them are in the matrix
-    ("tied", 3, 0.1, 2, 2),
-    ("idle", 1, None, 2, 2),
-    ("conv", 1, None, 2, 2),
-    ("mlp", 3, 0.1, 4, 2),
-]
-
-
-@pytest.mark.parametrize(("kind", "steps", "clip", "processes", "size"), ROWS)
-def test_it_trains_as_one_process(
-    ranks, kind: str, steps: int, clip: float | None, processes: int, size: int
-) -> None:
-    one = trained("single", kind, steps, clip)
-    for got in ranks(
-        trained, "tensor_parallel", kind, steps, clip, {"size": size}, processes=processes, timeout=110
-    ):
-        agree(got, one)
-        assert "DTensor" in got["kinds"]
-        assert got["shards"] < sum(p.numel() for p in one["parameters"].values())
-        for name, values in one["parameters"].items():
-            # A key's bias has no gradient but rounding, which Adam makes a step of.
-            assert name.endswith("in_proj_bias") or torch.allclose(
-                got["parameters"][name], values, rtol=1e-3, atol=1e-4
-            ), name
-
-
-def test_with_momentum(ranks) -> None:
-    one = trained("single", "idle", 3, 0.1, adam=False)
-    agree(ranks(trained, "tensor_parallel", "idle", 3, 0.1, None, "no", False)[0], one)
-
-
-@pytest.mark.parametrize(("precision", "rel"), [("bf16", 0.05), ("fp16", 0.02)])
-def test_in_half_precision(ranks, precision: str, rel: float) -> None:
-    one = trained("single", "mlp", 1, 0.1, precision=precision)
-    for got in ranks(trained, "tensor_parallel", "mlp", 1, 0.1, None, precision):
-        assert got["losses"] == pytest.approx(one["losses"], rel=rel)
-        assert got["norms"] == pytest.approx(one["norms"], rel=4 * rel)
-        assert got["skipped"] == one["skipped"]
-
-
-def auto() -> tuple[str, str]:
-    with Accelerator(strategy="tensor_parallel") as acc:
-        acc.prepare(make("mlp"))
-        return acc.mixed_precision, acc.plan.precision.reason
-
-
-def test_precision_auto_decides_without_timing(ranks) -> None:
-    for precision, reason in ranks(auto):
-        assert precision == "no"
-        assert "not measured" in reason or "no bf16 instructions" in reason
-
-
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
@@ -402,27 +350,6 @@ def test_a_layer_on_parts_that_the_plan_forgets_is_named(ranks, processes: int) 
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-def overflow(size: int, fused: bool) -> tuple[bool, float, float]:
-    with Accelerator(
-        mixed_precision="fp16", strategy="tensor_parallel", strategy_options={"size": size}, fused=fused
-    ) as acc:
-        torch.manual_seed(0)
-        model: Any = make("tied")
-        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-        before = [whole(p) for p in model.parameters()]
-        acc.backward(model(torch.randn(4, 12)).sum() / 1000)
-        if acc.process_index == 1:
-            model.embed.weight.grad.to_local().view(-1)[0] = float("inf")
-        optimizer.step()
-        moved = sum(float((whole(p) - b).abs().sum()) for p, b in zip(model.parameters(), before))
-        return acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved
-
-
-@pytest.mark.parametrize(("processes", "size"), [(2, 2), (4, 2)])
-def test_an_overflow_in_one_part_skips_the_step_on_all(ranks, processes: int, size: int) -> None:
-    assert ranks(overflow, size, True, processes=processes) == [(True, 32768.0, 0.0)] * processes
-
-
 def fused(groups: bool) -> tuple[str, str]:
     with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc:
         model: Any = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -464,69 +391,6 @@ def test_muon_takes_whole_matrices(ranks) -> None:
     assert (one[0] - start[0]).abs().max() > 0.02
     for a, b in zip(there, one):
         assert torch.allclose(a, b, atol=4e-3)  # it computes in bf16
-
-
-def token_windows(strategy: str, options: Any = None) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    counts = [[3, 8], [1, 6], [9, 2]]  # micro-step, slice of the data
-    with Accelerator(
-        mixed_precision="no", strategy=strategy, strategy_options=options, gradient_accumulation_steps=3
-    ) as acc:
-        model = acc.prepare(make("mlp"))
-        spread = acc._prepared.strategy
-        for row in counts:
-            parts = [
-                (torch.randn(n, 12, generator=generator), torch.randint(0, 5, (n,), generator=generator))
-                for n in row
-            ]
-            mine = parts if spread.data_size == 1 else parts[spread.data_rank : spread.data_rank + 1]
-            x, y = torch.cat([x for x, _ in mine]), torch.cat([y for _, y in mine])
-            with acc.accumulate(model):
-                acc.backward(nn.functional.cross_entropy(model(x), y, reduction="sum"), num_items=len(y))
-        return [whole(p.grad) for p in model.parameters()]
-
-
-@pytest.mark.parametrize("processes", [2, 4])
-def test_a_token_weighted_loss_is_that_of_one_big_batch(ranks, processes: int) -> None:
-    for got in ranks(token_windows, "tensor_parallel", {"size": 2}, processes=processes):
-        for a, b in zip(got, token_windows("single")):
-            assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-def by_hand(strategy: str, options: Any = None) -> list[Tensor]:
-    with Accelerator(mixed_precision="no", strategy=strategy, strategy_options=options) as acc:
-        model = acc.prepare(make("mlp"))
-        spread = acc._prepared.strategy
-        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).chunk(spread.data_size)[
-            spread.data_rank
-        ]
-        with acc.no_sync(model):
-            acc.backward(model(x).square().mean())
-            loss = model(x).square().mean()
-            with acc.trigger_sync_in_backward(model):
-                acc.backward(loss)
-        acc.clip_grad_value_(model.parameters(), 0.01)
-        return [whole(p.grad) for p in model.parameters()]
-
-
-@pytest.mark.parametrize("processes", [2, 4])
-def test_accumulation_by_hand(ranks, processes: int) -> None:
-    for got in ranks(by_hand, "tensor_parallel", {"size": 2}, processes=processes):
-        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(got, by_hand("single")))
-
-
-def evaluate() -> tuple[float, float, bool]:
-    with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc:
-        model = acc.prepare(make("tied"))
-        with torch.no_grad():
-            there = float(model.eval()(torch.ones(2, 12)).sum())
-        return there, float(make("tied").eval()(torch.ones(2, 12)).sum()), isinstance(model, Tied)
-
-
-def test_evaluation(ranks) -> None:
-    for there, here, instance in ranks(evaluate):
-        assert there == pytest.approx(here, rel=1e-5)
-        assert instance
 
 
 # -- the data ----------------------------------------------------------------------------------------------------------
@@ -576,25 +440,6 @@ def test_one_group_sees_all_data(ranks) -> None:
         )
 
 
-def unlike() -> float:
-    with Accelerator(mixed_precision="no", strategy="tensor_parallel") as acc:
-        torch.manual_seed(acc.process_index)
-        return float(
-            sum(
-                whole(p).sum()
-                for p in acc.prepare(nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1))).parameters()
-            )
-        )
-
-
-def test_ranks_take_rank_0s_values(ranks) -> None:
-    torch.manual_seed(0)
-    expected = float(
-        sum(p.sum() for p in nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1)).parameters()).detach()
-    )
-    assert ranks(unlike) == pytest.approx([expected] * 2)
-
-
 def held(kind: str, size: int) -> tuple[int, int, int]:
     with Accelerator(
         mixed_precision="no", strategy="tensor_parallel", strategy_options={"size": size}
@@ -624,13 +469,6 @@ def test_a_rank_holds_what_its_layout_says_and_no_more(ranks, processes: int, si
 
 
 # -- refusals, beginning and end ---------------------------------------------------------------------------------------
-
-
-def test_one_process_is_refused() -> None:
-    with pytest.raises(
-        RefusedError, match=r"'tensor_parallel' splits layers over processes, and there is one; start several"
-    ):
-        Accelerator(strategy="tensor_parallel")
 
 
 @pytest.mark.parametrize(
@@ -686,14 +524,3 @@ def test_refusals_have_sentences(ranks) -> None:
         assert "strategy 'tensor_parallel' cannot join uneven inputs" in said["join"]
         assert "one rank alone cannot call it" in said["closed"]
         assert "parameter '0.weight' is sharded already" in said["again"]
-
-
-def twice() -> list[dict[str, Any]]:
-    return [
-        trained(strategy, "mlp", 1, 0.1) for strategy in ("tensor_parallel", "fsdp", "tensor_parallel", "ddp")
-    ]
-
-
-def test_another_accelerator_afterwards(ranks) -> None:
-    for got in ranks(twice)[0]:
-        agree(got, trained("single", "mlp", 1, 0.1))

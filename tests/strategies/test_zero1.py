@@ -21,7 +21,6 @@ from easymp.training import memory
 
 from ..versions import ADDS
 from .models import STEPS, make, train
-from .ways import PAIRS
 
 UNUSED = {"find_unused_parameters": True}
 
@@ -112,45 +111,6 @@ def agree(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
 
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "steps", "clip", "size"),
-    [*((*row, 2) for row in PAIRS), ("tied", 3, 0.1, 4), ("idle", 3, None, 4)],
-)
-def test_it_trains_as_one_process(ranks, kind: str, steps: int, clip: float | None, size: int) -> None:
-    one = trained("single", kind, steps, clip)
-    results = ranks(trained, "zero1", kind, steps, clip, processes=size)
-    for got in results:
-        agree(got, one)
-        assert got["kinds"] == ["Parameter"]
-        for name, values in one["parameters"].items():
-            # A key's bias has no gradient but rounding, which Adam makes a step of.
-            assert name.endswith("in_proj_bias") or torch.allclose(
-                got["parameters"][name], values, rtol=1e-3, atol=1e-4
-            ), name
-            assert torch.equal(got["parameters"][name], results[0]["parameters"][name]), name
-
-
-@pytest.mark.parametrize("kind", ["mlp", "idle"])
-def test_with_momentum(ranks, kind: str) -> None:
-    agree(ranks(trained, "zero1", kind, 3, 0.1, "no", False)[0], trained("single", kind, 3, 0.1, adam=False))
-
-
-@pytest.mark.parametrize(("steps", "clip"), [(1, 0.1), (3, None)])
-def test_batch_norm_as_in_ddp(ranks, steps: int, clip: float | None) -> None:
-    """Each rank normalises by its own samples, so one process computes something else."""
-    ours, theirs = (ranks(trained, strategy, "conv", steps, clip) for strategy in ("zero1", "ddp"))
-    for a, b in zip(ours, theirs):
-        agree(a, b)
-        for name, values in b["buffers"].items():
-            assert torch.allclose(a["buffers"][name], values, rtol=1e-4, atol=1e-5), name
-
-
-@pytest.mark.parametrize(("kind", "precision"), [("mlp", "fp16"), ("conv", "bf16"), ("tied", "fp16")])
-def test_in_half_precision_as_in_ddp(ranks, kind: str, precision: str) -> None:
-    ours, theirs = (ranks(trained, strategy, kind, 1, 0.1, precision)[0] for strategy in ("zero1", "ddp"))
-    agree(ours, theirs, rel=1e-3)
 
 
 def optimized(strategy: str, which: str, kind: str = "tied", steps: int = STEPS) -> dict[str, Any]:
@@ -264,55 +224,7 @@ def test_parts_come_together(ranks, alone: int, cap: int, size: int) -> None:
         assert got == [True] * 10
 
 
-def test_rows_are_cut_as_torch_does() -> None:
-    for length in range(1, 12):
-        for size in (1, 2, 3, 4, 8):
-            chunks = [*torch.arange(length).chunk(size), *[torch.arange(0)] * size][:size]
-            assert [partition.cut(torch.arange(length), r, size).tolist() for r in range(size)] == [
-                c.tolist() for c in chunks
-            ]
-
-
 # -- the step ----------------------------------------------------------------------------------------------------------
-
-
-def overflow(which: str, fused: bool) -> list[Any]:
-    with Accelerator(mixed_precision="fp16", strategy="zero1", fused=fused) as acc:
-        model = make("tied")
-        model, optimizer = acc.prepare(model, OPTIMIZERS[which](list(model.parameters())))
-        said = []
-        for bad in (True, False, True):
-            before = [p.detach().clone() for p in model.parameters()]
-            states = [
-                v.to_local().clone() for per in optimizer.state.values() for v in per.values() if v.ndim
-            ]
-            acc.backward(model(torch.randn(4, 12)).sum() / 1000)
-            if bad and acc.process_index == 1:
-                model.embed.weight.grad.view(-1)[0] = float("inf")  # in rank 0's rows
-            optimizer.step()
-            optimizer.zero_grad()
-            moved = any(not torch.equal(p, b) for p, b in zip(model.parameters(), before))
-            after = [v.to_local() for per in optimizer.state.values() for v in per.values() if v.ndim]
-            kept = not states or all(torch.equal(a, b) for a, b in zip(after, states))
-            said.append((acc.optimizer_step_was_skipped, acc.scaler.get_scale(), moved, kept))
-        return said
-
-
-@pytest.mark.parametrize(
-    ("which", "fused"),
-    [
-        ("adamw", True),
-        ("adamw", False),
-        ("sgd with momentum", True),
-        ("adagrad", True),
-        ("a subclass of adamw", False),
-    ],
-)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, which: str, fused: bool) -> None:
-    for first, second, third in ranks(overflow, which, fused):
-        assert first == (True, 32768.0, False, True)
-        assert second[:3] == (False, 32768.0, True)
-        assert third == (True, 16384.0, False, True)
 
 
 def waits() -> bool:
@@ -511,13 +423,6 @@ def test_state_moves_between_plain_and_sharded(ranks, which: str) -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def test_one_process_is_refused() -> None:
-    with pytest.raises(
-        RefusedError, match=r"'zero1' shards optimizer states over processes, and there is one; start several"
-    ):
-        Accelerator(strategy="zero1")
-
-
 @pytest.mark.parametrize("torchs", ["2.8.0+cu128", "2.10.1a0+git1234"])
 def test_a_torch_that_would_step_it_wrongly_is_said(monkeypatch: pytest.MonkeyPatch, torchs: str) -> None:
     monkeypatch.setattr(torch, "__version__", torchs)
@@ -612,16 +517,3 @@ def unlike_gradients() -> None:
 def test_ranks_with_other_gradients_are_told_in_debug_mode(ranks) -> None:
     for failure in ranks.fails(unlike_gradients):
         assert "the ranks step on different numbers of gradients ([6, 5])" in failure.message
-
-
-def twice() -> list[dict[str, Any]]:
-    return [
-        trained("zero1", "tied", 1, 0.1),
-        optimized("zero1", "a subclass of adamw"),
-        trained("zero1", "tied", 1, 0.1),
-    ]
-
-
-def test_another_accelerator_afterwards(ranks) -> None:
-    for first, _, second in ranks(twice):
-        agree(first, second)
