@@ -56,7 +56,7 @@ class Single:
     def refuse(cls, facts: Facts) -> Refusal | None:
         if cls.several and facts.world_size == 1:
             return Refusal(
-                f"strategy {cls.name!r} {cls.several}, and there is one process",
+                f"strategy {cls.name!r} {cls.several}, and there is one",
                 "start several (`easymp launch --processes N script.py`), or use 'auto'",
             )
         if not cls.several and facts.world_size > 1:

@@ -148,7 +148,7 @@ def test_several_processes_are_refused(ranks) -> None:
     for failure in ranks.fails(several):
         assert failure.type == "RefusedError"
         assert (
-            "for one process that drives several devices, and 2 were started; use strategy='ddp'"
+            "is for one process, and 2 were started"
             in failure.message
         )
 

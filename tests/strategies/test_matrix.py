@@ -37,7 +37,7 @@ ELSEWHERE = {
     (
         "pipeline",
         1,
-    ): r"'pipeline' gives each process a stage of the model, and there is one process; start several",
+    ): r"'pipeline' gives each process a stage of the model, and there is one; start several",
     ("local_sgd", 1): r"'local_sgd' .*there is one; start several",
 }
 
