@@ -147,10 +147,7 @@ def several() -> None:
 def test_several_processes_are_refused(ranks) -> None:
     for failure in ranks.fails(several):
         assert failure.type == "RefusedError"
-        assert (
-            "is for one process, and 2 were started"
-            in failure.message
-        )
+        assert "is for one process, and 2 were started" in failure.message
 
 
 @pytest.mark.parametrize(
