@@ -311,7 +311,9 @@ def runs(schedule: str) -> int:
     ) as acc:
         model = acc.prepare(Counting())
         for block in model.blocks:
-            block[0].register_forward_hook(lambda m, a, out: calls.append(1) if not out.is_meta else None)
+            block[0].register_forward_hook(
+                lambda m, a, out: calls.append(1) if type(out) is Tensor and not out.is_meta else None
+            )
         train_step(acc, model, nn.functional.mse_loss, torch.ones(8, 12), torch.ones(8, 12))
     return len(calls)
 
