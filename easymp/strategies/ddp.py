@@ -173,10 +173,12 @@ class Replica(DistributedDataParallel):
         self._few = (*trained[:4], *trained[4:][-4:]) if some_may_lack else tuple(trained[-1:])
         self._outputs: deque[list[Tensor]] = deque(maxlen=CALLS)  # since the last backward
         self._done = False  # whether there has been one
-        self._late: list[str] = []  # parameters, frozen when wrapped, that got a gradient in this backward
+        self._late: list[
+            tuple[int, str]
+        ] = []  # parameters, frozen when wrapped, with a gradient in this backward
         self.hooks = [
-            _when_accumulated(p, self._late, name)
-            for name, p in root.named_parameters()
+            _when_accumulated(p, self._late, (i, name))
+            for i, (name, p) in enumerate(root.named_parameters())
             if not p.requires_grad and (p.is_floating_point() or p.is_complex())
         ]
 
@@ -246,7 +248,7 @@ class Replica(DistributedDataParallel):
         """
         if self._late:
             raise StepError(
-                f"backward() added a gradient that no rank averages: {self._late[0]!r} had requires_grad=False when the model was "
+                f"backward() added a gradient that no rank averages: {min(self._late)[1]!r} had requires_grad=False when the model was "
                 "prepared. Freeze it after prepare() instead, with DistributedDataParallelKwargs(find_unused_parameters=True); or "
                 "prepare the model anew once it trains (free_memory() lets go of it)"
             )
@@ -292,7 +294,7 @@ class Replica(DistributedDataParallel):
         return f"in the last backward {who}, and ddp averages gradients only when it has them all. {cure}"
 
 
-def _when_accumulated(parameter: nn.Parameter, names: list[str], name: str) -> Any:
+def _when_accumulated(parameter: nn.Parameter, names: list[Any], name: Any) -> Any:
     """A hook that notes `name` where `parameter`, which is frozen, gets a gradient after all."""
     parameter.requires_grad_(True)  # torch takes no hook for a frozen one
     hook = parameter.register_post_accumulate_grad_hook(lambda _: names.append(name))
