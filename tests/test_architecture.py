@@ -15,9 +15,17 @@ from easymp.registry import ALIASES, PRECISIONS, STRATEGIES
 
 PACKAGE = Path(easymp.__file__).parent
 LAYERS, ROOT_MODULES, FILES, LINES, IN_CYCLES = 12, 11, 230, 51_500, 9  # ceilings
-NAMES = {*PRECISIONS, *ALIASES, *STRATEGIES}
-# A strategy or precision knows its own name, hardware has units called bf16, and the plan, the settings and the list decide by names.
-KNOW_NAMES = ("strategies/", "precision/", "hardware/", "plan.py", "settings.py", "registry.py")
+NAMES = {*PRECISIONS, *ALIASES, *STRATEGIES} - {"no"}  # which is an answer, too
+# These know names: readers of other libraries' files, strategies and precisions, cards with bf16 units, the plan, the lists.
+KNOW_NAMES = (
+    "cli/config/",
+    "strategies/",
+    "precision/",
+    "hardware/",
+    "plan.py",
+    "settings.py",
+    "registry.py",
+)
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 

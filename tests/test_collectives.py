@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 import easymp
 from easymp import Accelerator, BatchError, WorldError
@@ -135,30 +134,6 @@ def test_unlike_calls_are_one_error_on_all_ranks(ranks) -> None:
     for (_, _, words), *texts in zip(UNLIKE, *ranks(all_unlike, processes=3)):
         assert all(words in text for text in texts), texts
         assert len(set(texts)) == 1
-
-
-def metrics_of(rows: Callable[[torch.Tensor, int], Any]) -> str:
-    with Accelerator(mixed_precision="no") as acc:
-        loader = acc.prepare(DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2))
-        for (x,) in loader:
-            return said(acc.gather_for_metrics, rows(x, acc.process_index))
-
-
-def rows_of_one(x: torch.Tensor, rank: int) -> Any:
-    return x[: 2 - rank]
-
-
-def objects_of_one(x: torch.Tensor, rank: int) -> Any:
-    return x.tolist() if rank else x
-
-
-def test_metrics_that_are_no_batch_on_one_rank(ranks) -> None:
-    for rows, words in (
-        (rows_of_one, "rank 1: gather_for_metrics() got shape (1,), but"),
-        (objects_of_one, "rank 1 has objects"),
-    ):
-        zero, one = ranks(metrics_of, rows)
-        assert words in zero and zero == one
 
 
 def keys_in_another_order() -> tuple[list[str], dict[str, list[float]]]:

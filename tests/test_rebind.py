@@ -7,36 +7,7 @@ import torch
 from torch import nn
 
 from easymp import PrepareError
-from easymp.base.dtensor import follow, names_of, rebind
-
-
-def replace(model: nn.Module) -> None:
-    """New parameters in the places of the old ones; tied ones stay tied."""
-    new: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                module._parameters[name] = new.setdefault(
-                    id(p), nn.Parameter(p.detach().clone(), p.requires_grad)
-                )
-
-
-def test_lbfgs_steps_the_new_parameters() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.LBFGS(model.parameters())
-    names = names_of(model, [optimizer])
-    replace(model)
-    rebind(model, [optimizer], names)
-    before = model.weight.detach().clone()
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 2)).square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert not torch.equal(model.weight, before)
+from easymp.base.dtensor import follow, names_of
 
 
 def test_state_that_would_belong_to_nothing_is_refused() -> None:

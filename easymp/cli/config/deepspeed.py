@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from ... import optim
 from ...errors import SettingError, nearest
 from .rules import CLIP, OFF, Importer, Rule, Rules, accumulate, also_off, clip, each, is_off, switch
 
@@ -156,8 +157,6 @@ def _typed(take: Importer, value: Any) -> tuple[str, Mapping[str, Any]]:
 
 def _optimizer(take: Importer, value: Any) -> str:
     import torch
-
-    from ... import optim
 
     name, params = _typed(take, value)
     lower, params = name.lower(), dict(params)
