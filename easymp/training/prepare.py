@@ -177,20 +177,21 @@ class Preparation:
         self, item: Any, place: bool, optimizers: Sequence[Optimizer], named: dict[nn.Module, tuple[str, ...]]
     ) -> Any:
         if isinstance(item, nn.Module):
-            known = self._known(item)
-            return known.view if known else self._prepare_model(item, optimizers, place, named[item])
+            model = self._known(item)
+            return self._prepare_model(item, optimizers, place, named[item]) if model is None else model.view
         ready = (optim.PreparedOptimizer, optim.PreparedScheduler, PreparedLoader, SkippedLoader)
         if item is None or isinstance(item, ready):
             return item
+        # A prepared loader may have no length, so it has no truth value either.
         if isinstance(item, Optimizer):
-            known = next((p for p in self.optimizers if p.given is item), None)
-            return known or self._prepare_optimizer(item)
+            before: Any = next((p for p in self.optimizers if p.given is item), None)
+            return self._prepare_optimizer(item) if before is None else before
         if isinstance(item, DataLoader):
-            known = next((p for p in self.loaders if p._given is item), None)
-            return known or self._prepare_loader(item, place)
+            before = next((p for p in self.loaders if p._given is item), None)
+            return self._prepare_loader(item, place) if before is None else before
         if callable(getattr(item, "step", None)) and hasattr(item, "state_dict"):
-            known = next((p for p in self.schedulers if p.scheduler is item), None)
-            return known or self._prepare_scheduler(item)
+            before = next((p for p in self.schedulers if p.scheduler is item), None)
+            return self._prepare_scheduler(item) if before is None else before
         raise PrepareError(
             f"prepare() got a {type(item).__name__}, which is no Module, Optimizer, scheduler or DataLoader: leave it out "
             "(a data set goes into a DataLoader first)"
