@@ -13,7 +13,7 @@ The numbers differ from ddp's by the rounding of the weights outside of matrix p
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -30,7 +30,7 @@ from ..precision.mixed import as_if_fp32
 from ..protocols import Counting, Layout, Manner, nowhere, pieces
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sparse
 from .meta_init import materialise, on_meta
-from .single import Single, clip_to_norm, counting
+from .single import Released, Single, clip_to_norm, counting
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,12 @@ class FSDPOptions:
                 f"wrap={wrap!r} is neither 'blocks', nor a tuple of class names such as ('Block',), nor a number of parameters of at "
                 "least 1"
             )
+
+
+SHARDS = (
+    "this model's parameters are shards of a run that has let go of it (close, free_memory), and one rank alone cannot call it: call it "
+    "before, or build it anew"
+)
 
 
 class FSDP(Single):
@@ -184,18 +190,11 @@ class FSDP(Single):
             )
         return self._mesh
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        with _of(model).reducing(False):
-            yield
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return _of(model).reducing(False)
 
-    @contextmanager
-    def force_sync(self, model: nn.Module) -> Iterator[None]:
-        with _of(model).reducing(True):
-            yield
-
-    def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
-        raise AssertionError("torch reduces the sums that it keeps")
+    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return _of(model).reducing(True)
 
     @property
     def counting(self) -> Counting:
@@ -207,7 +206,7 @@ class FSDP(Single):
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
         if isinstance(model, Sharded):
             model.forget()
-        return Released()
+        return Released(SHARDS)
 
 
 def one_by_one(optimizer: torch.optim.Optimizer, parts: str, whole: str) -> None:
@@ -346,16 +345,6 @@ def shard(
         for part in parts:
             part.set_force_sum_reduction_for_comms(True)
     return parts
-
-
-class Released(nn.Module):
-    """What is called in place of a model whose run has let go of it: one rank alone has no whole parameters."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StepError(
-            "this model's parameters are shards of a run that has let go of it (close, free_memory), and one rank alone cannot call it: "
-            "call it before, or build it anew"
-        )
 
 
 class Sharded(nn.Module):

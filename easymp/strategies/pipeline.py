@@ -15,8 +15,8 @@ stage here is a part of the forward of the user's one model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from ..base.dtensor import follow
 from ..base.lazy import modules_at_first_use
 from ..distributed import World
-from ..errors import PrepareError, SettingError, StepError, nearest
+from ..errors import PrepareError, SettingError, nearest
 from ..optim.torch_step import multiply, values
 from ..protocols import Counting, Layout, Manner
 from .meta_init import LEFT
 from .pipeline_cuts import Cuts, Survey, balance, candidates, choose
-from .single import Single, counting
+from .single import Released, Single, counting
 
 if TYPE_CHECKING:
     from . import pipeline_stage
@@ -91,6 +91,12 @@ class PipelineOptions:
     def stages(self, ranks: int) -> int:
         """How many there are on so many ranks."""
         return ranks * (self.stages_per_rank or (2 if self.schedule == "interleaved_1f1b" else 1))
+
+
+STAGE = (
+    "this model is one stage of a run that has let go of it (close, free_memory), and one rank alone cannot call it: call it before, or "
+    "build it anew"
+)
 
 
 class Pipeline(Single):
@@ -265,18 +271,11 @@ class Pipeline(Single):
                 "else keeps its parameters, such as a graph of an earlier forward or a weak reference"
             ) from error
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        with _of(model).summing(False):
-            yield
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return _of(model).summing(False)
 
-    @contextmanager
-    def force_sync(self, model: nn.Module) -> Iterator[None]:
-        with _of(model).summing(True):
-            yield
-
-    def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
-        raise AssertionError("no sums are kept for it")
+    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return _of(model).summing(True)
 
     @property
     def counting(self) -> Counting:
@@ -308,17 +307,7 @@ class Pipeline(Single):
             shared.release()
         self._optimizers.clear()
         self._homes.clear()
-        return Released() if pipelined.cuts is not None else alone
-
-
-class Released(nn.Module):
-    """What is called in place of a model whose run has let go of it: one rank has one stage."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StepError(
-            "this model is one stage of a run that has let go of it (close, free_memory), and one rank alone cannot call it: call it "
-            "before, or build it anew"
-        )
+        return Released(STAGE) if pipelined.cuts is not None else alone
 
 
 def _of(model: nn.Module) -> pipeline_stage.Pipelined:

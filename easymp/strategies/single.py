@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..base.dtensor import local
 from ..distributed import World
-from ..errors import RefusedError, SettingError
+from ..errors import RefusedError, SettingError, StepError
 from ..logging import get_logger
 from ..optim.torch_step import multiply, values
 from ..options import DistributedDataParallelKwargs
@@ -135,6 +135,17 @@ class Framed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+
+class Released(nn.Module):
+    """What is called in place of a model whose run has let go of it, where one rank alone has no whole one."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise StepError(self.reason)
 
 
 # -- data_parallel: one process, several accelerators ------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -26,8 +26,8 @@ from ..optim.torch_step import indifferent, values
 from ..protocols import Counting, Layout, Manner
 from .blocks import ATOMS
 from .fsdp import (
+    SHARDS,
     FSDPOptions,
-    Released,
     Sharded,
     check_shardable,
     find_groups,
@@ -36,7 +36,7 @@ from .fsdp import (
     shards_of,
     take_rank_0s,
 )
-from .single import Single, clip_to_norm, counting, settle
+from .single import Released, Single, clip_to_norm, counting, settle
 
 
 @dataclass(frozen=True)
@@ -290,15 +290,11 @@ class TensorParallel(Single):
                 )
         return True
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        with _reducing(model, False):
-            yield
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return model.reducing(False) if isinstance(model, Sharded) else nullcontext()
 
-    @contextmanager
-    def force_sync(self, model: nn.Module) -> Iterator[None]:
-        with _reducing(model, True):
-            yield
+    def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return model.reducing(True) if isinstance(model, Sharded) else nullcontext()
 
     @property
     def counting(self) -> Counting:
@@ -308,7 +304,7 @@ class TensorParallel(Single):
         return clip_to_norm(parameters, max_norm, norm_type, self._world)
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
-        return Released()
+        return Released(SHARDS)
 
 
 class Split(nn.Module):
@@ -329,16 +325,6 @@ class Split(nn.Module):
                 "does): say 'replicate' for that layer in the plan of tensor parallelism, before the pattern that splits it. torch "
                 f"said: {error}"
             ) from error
-
-
-@contextmanager
-def _reducing(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """With one group there is nothing to reduce over the data: all ranks have seen it."""
-    if isinstance(model, Sharded):
-        with model.reducing(wanted):
-            yield
-    else:
-        yield
 
 
 def _check_whole(model: nn.Module) -> None:
