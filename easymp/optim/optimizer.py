@@ -212,6 +212,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self._window.sync
 
     @property
+    def divides(self) -> bool:
+        """Whether steps divide by a loss scale, or look for gradients that are not finite."""
+        return self._scaler.enabled
+
+    @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped for an overflow. Waits for the device under fp16."""
         return self._scaler.skipped(self.optimizer)
@@ -389,6 +394,8 @@ def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scal
             bad = scaler.agreed(bad, here)
         elif not here and not anywhere[0].item():
             raise StepError(NO_GRADIENTS)
+    for optimizer in optimizers if not scaler.enabled else ():
+        optimizer.turn.begin()
     scaler.take([o.optimizer for o in optimizers], bad if scale is not None else None)
     for optimizer, gradients in zip(optimizers, found):
         optimizer.leave(Clip(result.factor, gradients))
@@ -402,7 +409,10 @@ def may_leave(optimizers: Sequence[PreparedOptimizer]) -> bool:
     if len({o.engine.counting.add is None for o in optimizers}) > 1:
         return False
     phases = {o.turn.phase for o in optimizers}
-    return len(phases) == 1 and Phase.STEPPED not in phases
+    scaled = optimizers[
+        0
+    ].divides  # else what is clipped after a step are gradients that the script has made itself
+    return not scaled or (len(phases) == 1 and Phase.STEPPED not in phases)
 
 
 # -- averages of the weights --------------------------------------------------------------------------------------------
