@@ -265,13 +265,14 @@ def accelerator(precision: str) -> Make:
             mixed_precision=precision, cpu=job.device.type == "cpu", kwargs_handlers=[start]
         )
         _, optimizer = accelerated.prepare(nn.ParameterList(job.parameters), job.optimizer())
-        scaler = accelerated.scaler
-        scaler.scale(torch.zeros((), device=job.device))
+        scaler, loss = accelerated.scaler, torch.zeros((), device=job.device)
+        scaler.scale(loss)
 
         def run() -> None:
             accelerated.clip_grad_norm_(job.parameters, MAX_NORM)
             optimizer.step()
             scaler.settle()
+            scaler.scale(loss)  # as the next backward does
 
         return run, optimizer.engine.name
 
