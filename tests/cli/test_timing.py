@@ -83,9 +83,9 @@ def test_it_ends_in_time_or_with_the_first_round(smallest, seconds):
 def test_precisions_take_turns():
     fake = Machine(1e-3, {"bf16": 0.8, "fp16": 1.5})
     fake.measure(LAPTOP)
-    last = [work.precision for work in fake.done[-9:] if work.network.block == "products"]
+    last = [work.precision for work in fake.done[-6:] if work.network.block == "transformer"]
     assert sorted(last) == ["bf16", "fp16", "fp32"]
-    assert len({fake.done[-9 * i].precision for i in range(1, 4)}) == 3
+    assert len({fake.done[-6 * i].precision for i in range(1, 4)}) == 3
 
 
 def test_on_a_busy_machine_nothing_is_certain():

@@ -31,17 +31,12 @@ SLURM = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, and how many like it were announced to take part.
-
-    Attributes:
-        nodes_why: where `nodes` comes from.
-        name: by which others reach it.
-    """
+    """This machine, and how many like it were announced to take part."""
 
     hardware: Hardware
     nodes: int = 1
     nodes_why: str = "nothing announced others"
-    name: str = ""
+    name: str = ""  # by which others reach it
 
 
 def look() -> Machine:
@@ -53,20 +48,13 @@ def look() -> Machine:
 
 @dataclass(frozen=True)
 class Draft:
-    """One machine and some settings.
-
-    Attributes:
-        values: settings by name, those of `easymp launch` among them; the others have their defaults.
-        origins: where values come from.
-        measured: how fast the precisions are here, once they were timed.
-        assumed: processes on each node, where the settings are for another machine; 0: as many as here.
-    """
+    """One machine and some settings, those of `easymp launch` among them; the others have their defaults."""
 
     machine: Machine
     values: Mapping[str, Any] = field(default_factory=dict)
-    origins: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)  # of the values, in words
     measured: Measurement | None = None
-    assumed: int = 0
+    assumed: int = 0  # processes on each node, where the settings are for another machine
 
     def settle(self, name: str, value: Any, origin: str = "asked for") -> Draft:
         """This draft with one value more."""

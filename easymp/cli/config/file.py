@@ -210,12 +210,7 @@ def _put(tomlkit: Any, document: Any, name: str, value: Any, why: str) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """Where the file goes.
-
-    Attributes:
-        path: as it was named.
-        before: the bytes that are there; None for no file.
-    """
+    """Where the file goes, and the bytes that are there; None for no file."""
 
     path: Path
     before: bytes | None

@@ -20,25 +20,17 @@ UNSET = {"processes": AUTO, "nodes": AUTO, "project_dir": "."}  # answers that l
 
 @dataclass(frozen=True)
 class Question:
-    """One thing to decide.
-
-    Attributes:
-        name: of the setting.
-        title: in words.
-        consequence: a sentence: what the answer changes.
-        matters: whether it changes anything here.
-        here: what the machine suggests, with the reason; "" for nothing.
-        choices: words to choose from, each with its meaning; none where other answers are possible.
-        caution: what to know of an answer, which the draft holds; "" for nothing.
-    """
+    """One setting to decide; "" is nothing to say."""
 
     name: str
     title: str
-    consequence: Callable[[Draft], str]
-    matters: Callable[[Draft], bool]
-    here: Callable[[Draft], str]
-    choices: Mapping[str, str] = field(default_factory=dict)
-    caution: Callable[[Draft], str] = lambda draft: ""
+    consequence: Callable[[Draft], str]  # what the answer changes
+    matters: Callable[[Draft], bool]  # whether it changes anything here
+    here: Callable[[Draft], str]  # what the machine suggests, with the reason
+    choices: Mapping[str, str] = field(
+        default_factory=dict
+    )  # word: its meaning; none: other answers are possible
+    caution: Callable[[Draft], str] = lambda draft: ""  # about the answer that the draft holds
 
     @property
     def help(self) -> str:
@@ -172,10 +164,7 @@ QUESTIONS = (
         lambda draft: "What is divided takes less memory on each process, and more communication.",
         lambda draft: draft.world > 1 or draft.devices > 1,
         lambda draft: _auto(draft, "strategy", "strategy"),
-        {
-            AUTO: "one process alone, several with ddp, or fsdp where a model does not fit",
-            **STRATEGIES.words,
-        },
+        {AUTO: "one process alone, several with ddp, or fsdp where a model does not fit", **STRATEGIES.words},
         _strategy_caution,
     ),
     Question(

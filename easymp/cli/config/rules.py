@@ -50,16 +50,11 @@ def is_off(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A file as keys and values.
+    """A file as keys and values."""
 
-    Attributes:
-        name: the path as it was given.
-        text: the file without comments, for line numbers.
-    """
-
-    name: str
+    name: str  # the path as it was given
     content: dict[str, Any]
-    text: str
+    text: str  # for line numbers; of JSON without comments
 
     def where(self, path: tuple[str, ...]) -> str:
         """``"default_config.yaml, line 3"``."""
@@ -109,10 +104,7 @@ def without_comments(text: str) -> str:
 
 
 def read_json(text: str, name: str) -> Any:
-    """The value of a text in JSON, in which comments and trailing commas are allowed.
-
-    Args:
-        name: what errors call the text.
+    """The value of JSON with comments and trailing commas; errors call the text `name`.
 
     Raises:
         SettingError: it is not JSON, a key stands twice in one object, or a number is not finite.
@@ -195,23 +187,15 @@ def _read_yaml(text: str, name: str) -> Any:
 
 
 class Importer:
-    """What was taken from files so far.
-
-    Attributes:
-        document: the file that is read now.
-        strategy: the strategy that it asks for; None: "auto", which has no options.
-        settings, launching: settings and those of `easymp launch`, by name, checked.
-        options: of the strategy, for the table ``[strategy_options]``.
-        lines: (a key with its value, what became of it), in the order of the file.
-    """
+    """What was taken from files so far. A `strategy` of None is "auto", which has no options."""
 
     def __init__(self, document: Document, library: str, strategy: str | None) -> None:
-        self.settings: dict[str, Any] = {}
-        self.launching: dict[str, Any] = {}
-        self.options: dict[str, Any] = {}
-        self.lines: list[tuple[str, str]] = []
+        self.settings: dict[str, Any] = {}  # by name, checked
+        self.launching: dict[str, Any] = {}  # those of `easymp launch`
+        self.options: dict[str, Any] = {}  # of the strategy
+        self.lines: list[tuple[str, str]] = []  # a key with its value, and what became of it
         self._scaling: dict[str, Any] = {}  # of GradScalerKwargs
-        self.path: tuple[str, ...] = ()
+        self.path: tuple[str, ...] = ()  # of the key at hand
         self.library = library
         self.begin(document, library, strategy)
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...base.torch_flags import switch
 from ...hardware import Hardware, detect
@@ -39,23 +38,10 @@ HEAD = 64  # width of a head of attention, as most models have
 # -- what runs
 
 
-class Attention(nn.Module):
-    """Self-attention of (batch, tokens, width)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads = max(1, width // HEAD)
-        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.mixed(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v)  # (batch, heads, tokens, HEAD)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-def _products(width: int) -> tuple[nn.Module, tuple[int, ...]]:
-    layers = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-    return nn.Sequential(*layers), (2 * width, width)
+def _transformer(width: int) -> tuple[nn.Module, tuple[int, ...]]:
+    heads = max(1, width // HEAD)
+    layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True)
+    return layer, (1, 2 * width, width)
 
 
 def _convolutions(width: int) -> tuple[nn.Module, tuple[int, ...]]:
@@ -65,15 +51,10 @@ def _convolutions(width: int) -> tuple[nn.Module, tuple[int, ...]]:
     return nn.Sequential(*layers), (max(1, width // 32), planes, 32, 32)
 
 
-def _attention(width: int) -> tuple[nn.Module, tuple[int, ...]]:
-    return Attention(width), (max(1, width // 32), min(1024, 2 * width), width)
-
-
 # A network and the shape of its input, for any width.
 BLOCKS: dict[str, Callable[[int], tuple[nn.Module, tuple[int, ...]]]] = {
-    "products": _products,
+    "transformer": _transformer,
     "convolutions": _convolutions,
-    "attention": _attention,
 }
 
 
@@ -125,21 +106,14 @@ def by_clock(work: Work) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """One precision beside fp32.
-
-    Attributes:
-        ratio: how many times as fast as fp32: the geometric mean over the blocks, its median over the rounds.
-        spread: the lower and upper quartile of the rounds.
-        blocks: the median ratio of each block.
-        width: of the networks.
-    """
+    """One precision beside fp32."""
 
     precision: str
-    ratio: float
-    spread: tuple[float, float]
-    blocks: Mapping[str, float]
+    ratio: float  # times as fast as fp32: the geometric mean over the blocks, its median over the rounds
+    spread: tuple[float, float]  # the lower and upper quartile of the rounds
+    blocks: Mapping[str, float]  # the median ratio of each
     rounds: int
-    width: int
+    width: int  # of the networks
 
     @property
     def certain(self) -> bool:
@@ -166,19 +140,12 @@ class Speed:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was found.
-
-    Attributes:
-        device: torch's name of it.
-        speeds: fp32 first, then the others in the order of `MEASURED`.
-        left_out: precisions that are impossible here, and why.
-        seconds: that it took.
-    """
+    """The speeds, fp32 first, and the precisions that are impossible here with the reason."""
 
     device: str
     speeds: tuple[Speed, ...]
     left_out: Mapping[str, str]
-    seconds: float
+    seconds: float  # that it took
 
     @property
     def fastest(self) -> str:

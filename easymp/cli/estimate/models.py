@@ -28,21 +28,15 @@ BUFFERS = ("running_mean", "running_var", "inv_freq", "position_ids", "masked_bi
 
 
 class Sized(NamedTuple):
-    """A model to estimate.
+    """A model to estimate."""
 
-    Attributes:
-        name: as it was given.
-        model: a module, on the meta device where that is possible; or a number of parameters too small for a stand-in.
-        parameters: how many.
-        runs: whether its forward can be followed, for activations.
-        notes: what is assumed.
-    """
-
-    name: str
-    model: nn.Module | int
+    name: str  # as it was given
+    model: (
+        nn.Module | int
+    )  # on the meta device if possible; or a number of parameters too small for a stand-in
     parameters: int
-    runs: bool
-    notes: tuple[str, ...] = ()
+    runs: bool  # whether its forward can be followed, for activations
+    notes: tuple[str, ...] = ()  # what is assumed
 
 
 def read_model(text: str, kind: int | str, dtype: str | None = None) -> Sized:

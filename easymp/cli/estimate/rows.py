@@ -49,19 +49,12 @@ class Row(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """All rows.
-
-    Attributes:
-        rows: by number of processes, then strategy, then precision.
-        refused: what was asked for and is impossible, a sentence each.
-        notes: what is only approximately so.
-        preferred: precisions, the one that this machine would take first.
-    """
+    """All rows, by number of processes, then strategy, then precision."""
 
     rows: tuple[Row, ...]
-    refused: tuple[str, ...]
-    notes: tuple[str, ...]
-    preferred: tuple[str, ...]
+    refused: tuple[str, ...]  # what was asked for and is impossible, a sentence each
+    notes: tuple[str, ...]  # what is only approximately so
+    preferred: tuple[str, ...]  # precisions, the one that this machine would take first
 
     @property
     def suggested(self) -> Row | None:
