@@ -85,13 +85,7 @@ def unset(name: str) -> str:
 
 
 def compose(values: Mapping[str, Any], whys: Mapping[str, str], options: Mapping[str, Any]) -> str:
-    """A whole file: `values` are set, and the other settings are shown with their defaults, commented out.
-
-    Args:
-        values: None leaves a setting out.
-        whys: why, for some of the values.
-        options: of the strategy.
-    """
+    """A whole file: `values` that are not None are set; the other settings are shown commented out, with their defaults."""
 
     def blocks(fields: Mapping[str, dataclasses.Field[Any]]) -> str:
         chosen = sorted(fields, key=lambda name: values.get(name) is None)  # stable
@@ -267,12 +261,6 @@ def write(there: Target, text: str) -> Path | None:
             _create(temporary, text.encode(), place)
             os.replace(temporary, place)
             undo.pop_all()
-        if os.name == "posix":
-            folder = os.open(place.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
     except OSError as error:
         raise _trouble(there.path, error) from error
     return kept
