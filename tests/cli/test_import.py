@@ -263,7 +263,11 @@ def test_what_is_said(take, given, line, words):
         ),
         ("a.yaml", "distributed_type: MULTI_GPUS\n", "line 1: distributed_type = MULTI_GPUS is not one of"),
         ("a.yaml", "debug: true\nmixed_precision: bf61\n", "line 2: mixed_precision = 'bf61' is not one of"),
-        ("a.yaml", "debug: true\nuse_cpu: no\ndebug: false\n", "'debug' stands twice, on lines 1, 3"),
+        (
+            "a.yaml",
+            "debug: true\nuse_cpu: no\ndebug: false\n",
+            "line 3: the key 'debug' stands twice (lines 1, 3)",
+        ),
         (
             "a.yaml",
             "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 7\n",
@@ -280,7 +284,11 @@ def test_what_is_said(take, given, line, words):
             '{"bf16": {"enabled": true},\n "fp16": {"enabled": true}}',
             "fp16 and bf16 are enabled at once",
         ),
-        ("a.json", '{"fp16": {"enabled": true},\n "fp16": {}}', "'fp16' stands twice, on lines 1, 2"),
+        (
+            "a.json",
+            '{"fp16": {"enabled": true},\n "fp16": {}}',
+            "line 2: the key 'fp16' stands twice (lines 1, 2)",
+        ),
         ("a.json", '{"fp16": 1}', "line 1: fp16 = 1 is no group of keys"),
         ("a.json", '{"gradient_accumulation_steps": 0}', "below the smallest possible value, 1"),
         (

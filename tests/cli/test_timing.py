@@ -109,7 +109,7 @@ def test_what_does_not_run_is_left_out_and_what_does_not_fit_is_made_smaller():
 def test_the_sentence(factor, said):
     found = Machine(1e-4, {"bf16": factor, "fp16": 5.0}).measure(LAPTOP)
     assert said in found.reason("bf16") and found.sentences[0].startswith(
-        f"{found.reason('bf16')} (products "
+        f"{found.reason('bf16')} (transformer "
     )
     assert found.reason("fp32") == f"{found.reason('bf16')}; {found.reason('fp16')}"
     assert found.reason("tf32") == "tf32 was not measured"

@@ -141,9 +141,8 @@ def read_json(text: str, name: str) -> Any:
 def twice(key: str, text: str, name: str) -> SettingError:
     found = re.finditer(rf"""(?<!\w)["']?{re.escape(key)}["']?\s*:""", text)
     lines = [str(text.count("\n", 0, match.start()) + 1) for match in found]
-    return SettingError(
-        f"{name}: the key {key!r} stands twice, on lines {', '.join(lines)}: keep one of them"
-    )
+    where = f", line {lines[-1]}" if lines else ""
+    return SettingError(f"{name}{where}: the key {key!r} stands twice (lines {', '.join(lines)}): keep one")
 
 
 def _read_yaml(text: str, name: str) -> Any:
