@@ -33,11 +33,11 @@ if TYPE_CHECKING:
         lineage,
         load,
         lock,
+        progress,
         run_state,
         save,
         weights,
     )
-    from . import progress as progress_line
     from .load import Loaded
     from .save import Saves
     from .snapshot import Kept
@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 modules_at_first_use(
     globals(),
     *("accelerate_import", "folders", "hooks", "huggingface", "lineage", "load", "lock", "run_state", "save"),
-    *("weights",),
-    progress_line="progress",
+    *("progress", "weights"),
 )
 
 logger = get_logger(__name__)
@@ -303,7 +302,7 @@ class Checkpoints:
         )
         project.iteration += 1
         try:
-            with progress_line.of_ranks(world, "saving", "saved", place, async_) as tick:
+            with progress.of_ranks(world, "saving", "saved", place, async_) as tick:
                 self._saver().save(target, list(self._parts(models)), async_, limit, tick, extra)
         except BaseException:
             project.iteration -= 1
@@ -424,7 +423,7 @@ class Checkpoints:
         views = [model.view for model in self._prepared.models]
         with (
             hooks.before_load(world, self._load_hooks, views, storage, name) as models,
-            progress_line.of_ranks(world, "loading", "loaded", place) as tick,
+            progress.of_ranks(world, "loading", "loaded", place) as tick,
         ):
             loaded = load.load_checkpoint(world, storage, name, list(self._parts(models)), strict, tick)
         self._saver().line.loaded(storage, name, loaded.manifest)
