@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from easymp.profiling.breakdown import Breakdown, Mark, timeline
-from easymp.profiling.events import read
+from easymp.profiling.breakdown import Breakdown, timeline
+from easymp.profiling.events import Interval, Mark, common, length, read, union, without
 
 from .events import BACKWARD, Event, gloo, kernel, mark, memory, step
 
@@ -26,58 +30,33 @@ def us(result: Breakdown) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("marks", "expected"),
     [
-        pytest.param([], [(0, 100, "other")], id="nothing marked"),
-        pytest.param(
-            [(10, 20, "forward"), (30, 60, "backward")],
-            [
-                (0, 10, "other"),
-                (10, 20, "forward"),
-                (20, 30, "loss"),
-                (30, 60, "backward"),
-                (60, 100, "other"),
-            ],
-            id="the loss lies between forward and backward",
+        ("", "other 0-100"),
+        # The loss lies between forward and backward, also where gradients are cleared in between.
+        (
+            "forward 10-20, backward 30-60",
+            "other 0-10, forward 10-20, loss 20-30, backward 30-60, other 60-100",
         ),
-        pytest.param(
-            [(10, 20, "forward"), (22, 24, "optimizer"), (30, 60, "backward")],
-            [
-                (0, 10, "other"),
-                (10, 20, "forward"),
-                (20, 22, "loss"),
-                (22, 24, "optimizer"),
-                (24, 30, "loss"),
-                (30, 60, "backward"),
-                (60, 100, "other"),
-            ],
-            id="gradients are cleared before backward",
+        (
+            "forward 10-20, optimizer 22-24, backward 30-60",
+            "other 0-10, forward 10-20, loss 20-22, optimizer 22-24, loss 24-30, backward 30-60, other 60-100",
         ),
-        pytest.param(
-            [(10, 20, "forward"), (30, 40, "data wait"), (50, 60, "backward")],
-            [
-                (0, 10, "other"),
-                (10, 20, "forward"),
-                (20, 30, "other"),
-                (30, 40, "data wait"),
-                (40, 50, "other"),
-                (50, 60, "backward"),
-                (60, 100, "other"),
-            ],
-            id="another batch in between",
+        (  # another batch in between
+            "forward 10-20, data wait 30-40, backward 50-60",
+            "other 0-10, forward 10-20, other 20-30, data wait 30-40, other 40-50, backward 50-60, other 60-100",
         ),
-        pytest.param(
-            [(0, 100, "optimizer"), (10, 40, "forward"), (40, 80, "backward")],
-            [(0, 10, "optimizer"), (10, 40, "forward"), (40, 80, "backward"), (80, 100, "optimizer")],
-            id="a closure: the inner mark counts",
+        (  # a closure: the inner mark counts
+            "optimizer 0-100, forward 10-40, backward 40-80",
+            "optimizer 0-10, forward 10-40, backward 40-80, optimizer 80-100",
         ),
-        pytest.param(
-            [(-50, 10, "forward"), (95, 130, "backward")],
-            [(0, 10, "forward"), (10, 95, "loss"), (95, 100, "backward")],
-        ),
+        ("forward -50-10, backward 95-130", "forward 0-10, loss 10-95, backward 95-100"),
     ],
 )
-def test_the_timeline_has_no_gap(marks: list[Any], expected: list[Any]) -> None:
-    parts = timeline([Mark(*m) for m in marks], 0, 100)
-    assert [tuple(p) for p in parts] == expected
+def test_the_timeline_has_no_gap(marks: str, expected: str) -> None:
+    def parsed(text: str) -> list[Mark]:
+        found = re.findall(r"([a-z ]+) (-?\d+)-(\d+)", text)
+        return [Mark(int(begin), int(end), phase.strip()) for phase, begin, end in found]
+
+    assert timeline(parsed(marks), 0, 100) == parsed(expected)
 
 
 def test_the_host_waits_for_a_collective_only_where_nothing_runs() -> None:
@@ -257,3 +236,30 @@ def test_cycles_add_up() -> None:
         result.add(read(events, {"ProfilerStep#1"}))
     assert (result.each("forward"), result.share("forward"), result.step) == (60_000, 0.6, 100_000)
     assert result.peak["forward"] == 1007
+
+
+# -- intervals, beside sets of moments ---------------------------------------------------------------------------------
+
+STRETCHES = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda p: (p[0], p[0] + p[1])), max_size=8
+)
+
+
+def moments(stretches: list[Interval]) -> set[int]:
+    return {t for begin, end in stretches for t in range(begin, end)}
+
+
+@given(STRETCHES, STRETCHES)
+def test_as_sets_of_moments(a: list[Interval], b: list[Interval]) -> None:
+    one, two = union(a), union(b)
+    assert moments(one) == moments(a)
+    assert length(one) == len(moments(a))
+    assert moments(common(one, two)) == moments(a) & moments(b)
+    assert moments(without(one, two)) == moments(a) - moments(b)
+    for result in (one, common(one, two), without(one, two)):
+        assert all(begin < end for begin, end in result)
+        assert all(x[1] <= y[0] for x, y in pairwise(result))
+
+
+def test_small_gaps_are_closed() -> None:
+    assert union([(0, 5), (7, 9), (20, 21)], gap=2) == [(0, 9), (20, 21)]

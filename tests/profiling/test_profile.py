@@ -104,12 +104,6 @@ def test_short_runs_keep_what_there_was(script: Script, batches: int, steps: int
     assert len(prof.traces) == 1
 
 
-def test_the_last_batch_of_a_loader_ends_its_step(script: Script) -> None:
-    with script.acc.profile(ProfileKwargs()) as prof:
-        script.run(99)
-    assert len(prof.breakdown.steps) == 16
-
-
 def test_a_step_is_an_update_and_holds_nested_loops(tmp_path: Path) -> None:
     script = Script(tmp_path, accumulation=4)
     test_loader = script.acc.prepare(DataLoader(TensorDataset(torch.randn(8, 8)), 4))
@@ -127,14 +121,16 @@ def test_a_step_is_an_update_and_holds_nested_loops(tmp_path: Path) -> None:
     assert names(prof)["forward, no grad"] == 4
 
 
-def test_steps_by_hand_are_the_only_ones(script: Script) -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_steps_by_hand_are_the_only_ones(script: Script, by_hand: bool) -> None:
     with script.acc.profile(ProfileKwargs()) as prof:
         for (x,) in script.loader:
             script.step(x)
-            prof.step()
-            if prof.step_num == 6:
-                break
-    assert len(prof.breakdown.steps) == 6
+            if by_hand:
+                prof.step()
+                if prof.step_num == 6:
+                    break
+    assert len(prof.breakdown.steps) == (6 if by_hand else 16)  # the last batch ends its step
 
 
 def test_a_profile_in_the_midst_of_a_pass(script: Script) -> None:
@@ -293,15 +289,6 @@ def test_training_is_the_same_with_a_profile(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*ends))
 
 
-def test_half_precision_and_views(tmp_path: Path) -> None:
-    acc = Accelerator(cpu=True, mixed_precision="bf16", project_dir=tmp_path)
-    model = acc.prepare(nn.Linear(3, 1))
-    with acc.profile(ProfileKwargs()) as prof:
-        acc.backward(model(torch.randn(2, 3)).sum())
-    assert names(prof)["forward"] == 1
-    acc.close()
-
-
 @pytest.mark.slow
 def test_a_compiled_model_is_marked_and_not_compiled_again(tmp_path: Path) -> None:
     compilations = []
@@ -332,10 +319,7 @@ def test_a_compiled_model_is_marked_and_not_compiled_again(tmp_path: Path) -> No
         ({"activities": ["cpus"]}, "activities holds 'cpus', which is none of .* did you mean 'cpu'"),
         ({"activities": "cpu"}, "is no list of what to record"),
         ({"schedule_option": {"wait": 1, "warmup": 1}}, "names no active steps"),
-        (
-            {"schedule_option": {"active": 0}},
-            "active=0 in schedule_option is not a whole number of steps of at least 1",
-        ),
+        ({"schedule_option": {"active": 0}}, "active=0 in schedule_option"),
         ({"schedule_option": {"activ": 1}}, "has no 'activ'.*'active'"),
         ({"schedule_option": 3}, "is a int, not a dict"),
         ({"profile_memory": 1}, "neither True nor False"),
@@ -355,13 +339,8 @@ def test_what_cannot_be_recorded_or_written_is_said_at_once(script: Script, tmp_
     with pytest.raises(SettingError, match=r"traces cannot be written to .*file: .*output_trace_dir"):
         prof.start()
     assert script.acc._window.timing is None
-
-
-def test_a_project_behind_a_url_needs_a_folder() -> None:
-    with Accelerator(cpu=True, mixed_precision="no", project_dir="memory://runs") as acc:
-        with pytest.raises(
-            SettingError, match="traces are local files, and project_dir='memory://runs' is a URL"
-        ):
+    with Accelerator(cpu=True, project_dir="memory://runs") as acc:
+        with pytest.raises(SettingError, match="traces are local files, and project_dir='memory://runs'"):
             acc.profile().start()
 
 

@@ -48,53 +48,31 @@ def test_an_idle_device_has_a_column() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "workers", "said"),
+    ("phases", "workers", "said"),
     [
-        pytest.param(made(forward=30, backward=70), 0, ["70 % of the step is backward."], id="nothing to do"),
-        pytest.param(
-            made(data_wait=31, backward=69),
-            0,
-            ["69 % of the step", "wait 31.0 ms: num_workers=2 or more"],
-            id="no workers",
-        ),
-        pytest.param(
-            made(data_wait=31, backward=69),
-            4,
-            ["69 %", r"more workers (num_workers=4 now)"],
-            id="few workers",
-        ),
-        pytest.param(
-            made(communication=20, backward=80),
-            0,
-            ["80 %", "holds the step up for 20.0 ms: with"],
-            id="communication",
-        ),
-        pytest.param(
-            made(optimizer=40, backward=60), 0, ["60 %", "The optimizer takes 40.0 ms"], id="optimizer"
-        ),
-        pytest.param(
-            made(other=50, backward=40),
-            0,
-            ["56 % of the step is the script's own", "50.0 ms of the step are the script"],
-        ),
+        ({"forward": 30, "backward": 70}, 0, ["70 % of the step is backward."]),
+        ({"data_wait": 31, "backward": 69}, 0, ["69 % of the step", "wait 31.0 ms: num_workers=2 or more"]),
+        ({"data_wait": 31, "backward": 69}, 4, ["69 %", "more workers (num_workers=4 now)"]),
+        ({"communication": 20, "backward": 80}, 0, ["80 %", "holds the step up for 20.0 ms: with"]),
+        ({"optimizer": 40, "backward": 60}, 0, ["60 %", "The optimizer takes 40.0 ms"]),
+        ({"other": 50, "backward": 40}, 0, ["56 % of the step is the script's own", "50.0 ms of the step"]),
     ],
 )
-def test_what_stands_out(own: Breakdown, workers: int, said: list[str]) -> None:
+def test_what_stands_out(phases: dict[str, int], workers: int, said: list[str]) -> None:
+    own = made(**phases)
     found = breakdown.sentences(own, [own], workers)
     assert len(found) == len(said)
     assert all(words in sentence for words, sentence in zip(said, found))
 
 
-def test_hidden_communication_is_told_apart() -> None:
+def test_hidden_communication_and_unlike_steps() -> None:
     own = made(communication=20, backward=80)
     own.hidden = 2 * 9 * MS
-    assert "20.0 ms; 9.0 ms more of it pass behind computation" in breakdown.sentences(own)[1]
-
-
-def test_steps_that_are_not_alike() -> None:
-    own = made(backward=60)
     own.steps = [20 * MS, 100 * MS]
-    assert "the longest took 100.0 ms, the shortest 20.0 ms" in breakdown.sentences(own)[-1]
+    found = breakdown.sentences(own)
+    assert "20.0 ms; 9.0 ms more of it pass behind computation" in found[1]
+    assert "the longest took 100.0 ms, the shortest 20.0 ms" in found[-1]
+    assert breakdown.sentences(Breakdown(0, "cpu")) == []
 
 
 @pytest.mark.parametrize(
@@ -140,7 +118,3 @@ def test_ranks_in_lines() -> None:
 )
 def test_how_long(steps: Any, words: str) -> None:
     assert breakdown.how_long(steps) == words
-
-
-def test_nothing_recorded_says_nothing() -> None:
-    assert breakdown.sentences(Breakdown(0, "cpu")) == []
