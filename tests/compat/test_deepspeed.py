@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import os
@@ -877,12 +876,3 @@ def test_modules_that_scripts_import():
 def test_names_that_are_not_here_say_what_is(line, words):
     with pytest.raises(ImportError, match=words):
         exec(line, {})
-
-
-def test_json_configurations_of_the_file_form(tmp_path):
-    file = tmp_path / "ds.json"
-    file.write_text(
-        json.dumps({"train_batch_size": 64, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}})
-    )
-    with started(str(file), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as engine:
-        assert engine.bfloat16_enabled() and engine.train_micro_batch_size_per_gpu() == 16

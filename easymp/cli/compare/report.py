@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...base.units import size
 from ...base.units import unit as unit_of
 from .record import Record
-from .summary import Metric, Run, Summary, heads, rate, rows, seconds, unit
+from .summary import Metric, heads, rate, rows, seconds, unit
 from .verdict import Comparison, is_busy
 
 if TYPE_CHECKING:
@@ -278,33 +278,7 @@ def page(found: Comparison, made: Sequence[Panel]) -> str:
         plots=", ".join(title for title, _ in made),
         images=[base64.b64encode(draw(made, columns, "svg")).decode() for columns in (1, 2)] if made else [],
         noisy=any(len(points) > NOISY for run in runs if run.record for points in run.record.curves.values()),
-        plans=[(summary, *_plan(summary)) for summary in found.summaries],
-        machine=_machine(found.machine),
         busy=lambda run: is_busy(run.end.others, threads),
         colour=colour,
         dashes=dashes,
     )
-
-
-def _plan(summary: Summary) -> tuple[str, list[tuple[str, str, str]]]:
-    """The number of processes, and the choices with their reasons."""
-    run: Run = summary.typical or summary.runs[0]
-    plan = run.record.plan if run.record is not None else {}
-    choices = [(name, said["value"], said["reason"]) for name, said in plan.items() if isinstance(said, dict)]
-    return plan.get("processes", summary.variant.processes or "left to the launcher"), choices
-
-
-def _machine(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    if not facts:
-        return []
-    devices = [f"{device['name']}, {size(device['memory'])}" for device in facts["devices"]]
-    counted = [f"{devices.count(device)} × {device}" for device in dict.fromkeys(devices)]
-    cores = f"{facts['cores']} cores, {facts['threads']} threads usable, {size(facts['memory'])}"
-    lines = {
-        "processor": f"{facts['processor']}: {cores}",
-        "accelerators": ", ".join(counted) or "none",
-        "links": facts["links"],
-        "system": facts["system"],
-        "software": f"torch {facts['torch']}, easymp {facts['easymp']}, Python {facts['python']}",
-    }
-    return [(name, value) for name, value in lines.items() if value]
