@@ -175,3 +175,14 @@ def test_keywords_of_the_peer_left_at_none_are_no_request() -> None:
 def test_every_setting_is_an_argument_too() -> None:
     taken = inspect.signature(Accelerator).parameters
     assert set(NAMES) <= set(taken)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def test_a_loader_without_a_length_is_prepared_once(acc: Accelerator) -> None:
+    given = DataLoader(Stream(), batch_size=2)
+    prepared = acc.prepare(given)
+    assert acc.prepare(given) is prepared
