@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -124,10 +125,11 @@ class Agent(LocalElasticAgent):
 
 
 def _alive(child: int) -> bool:
-    """Whether a child process runs; it is not reaped."""
+    """Whether this process has a child of that number that runs."""
     try:
-        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:
+        process = psutil.Process(child)
+        return process.ppid() == os.getpid() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
         return False
 
 
