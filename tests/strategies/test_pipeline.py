@@ -458,7 +458,7 @@ def test_a_models_own_checkpoints_change_nothing(ranks) -> None:
 
 
 def test_a_checkpoint_around_the_first_module_of_a_stage_is_refused(ranks) -> None:
-    failure = ranks.fails(checkpointed, "gpipe", False, True)[1]
+    failure = ranks.fails(checkpointed, "gpipe", False, True, timeout=25)[1]
     assert failure.type == "StepError"
     assert "stage 1 of 2 (begins at 'blocks.2') cannot have the values that it begins with" in failure.message
 
