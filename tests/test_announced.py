@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import Accelerator
+from easymp import Accelerator, WorldError
 from easymp.cli import main
-from easymp.errors import WorldError
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 PREFIXES = ("OMPI_", "MV2_", "PMI_", "PMIX_", "MPI_LOCAL", "PET_", "SLURM_", "SUBMITIT_", "TORCHELASTIC_")

@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import easymp
-from easymp import Accelerator, load_weights
+from easymp import Accelerator, CheckpointError, RefusedError, SettingError, load_weights
 from easymp.checkpoint.storage_local import LocalStorage
-from easymp.errors import CheckpointError, RefusedError, SettingError
 
 from .strategies.models import BATCH, MODELS, make, mean_square, train_step
 from .strategies.models import whole as full

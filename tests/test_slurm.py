@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 
+from easymp import EasympWarning, WorldError
 from easymp.base import env
 from easymp.distributed import Ranks, World, read_ranks
 from easymp.distributed.ranks import hosts
-from easymp.errors import EasympWarning, WorldError
 
 # Rank 5 of 8, on the second of two nodes.
 TASK = {

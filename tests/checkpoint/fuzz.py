@@ -21,9 +21,9 @@ from typing import Any
 import safetensors
 import torch
 
+from easymp import CheckpointError
 from easymp.checkpoint import codec, header, layout, manifest
 from easymp.checkpoint.layout import Box, whole
-from easymp.errors import CheckpointError
 
 LONGEST = 4096  # bytes of an input
 SECONDS, MEGABYTES = 10, 1500  # for one input; torch alone takes some 300 MB

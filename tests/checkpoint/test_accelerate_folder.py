@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from easymp import load_weights
+from easymp import CheckpointError, load_weights
 from easymp.checkpoint.accelerate_import import is_accelerate_folder, read_accelerate
-from easymp.errors import CheckpointError
 
 from ..strategies.models import make
 

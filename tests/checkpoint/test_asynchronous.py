@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from easymp import Accelerator
-from easymp.errors import CheckpointError
+from easymp import Accelerator, CheckpointError
 from tests.strategies.models import make, whole
 from tests.strategies.ways import WAYS
 

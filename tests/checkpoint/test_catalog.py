@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from easymp import CheckpointError
 from easymp.checkpoint import list_checkpoints
 from easymp.checkpoint.manifest import COMMIT, MANIFEST
 from easymp.checkpoint.storage_local import LocalStorage
-from easymp.errors import CheckpointError
 
 OF_ONE, OF_TWO = "step-00000002", "step-00000003"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from easymp import CheckpointError
 from easymp.checkpoint import codec, diff, inspect, list_checkpoints, merge, prune, verify
-from easymp.errors import CheckpointError
 
 OF_ONE, OF_TWO = "step-00000002", "step-00000003"
 MODEL = "model-00001-of-00002.safetensors"

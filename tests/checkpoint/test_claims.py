@@ -12,10 +12,10 @@ import threading
 
 import pytest
 
+from easymp import CheckpointError
 from easymp.checkpoint import lock
 from easymp.checkpoint.lock import Heartbeat, lock_of, words
 from easymp.checkpoint.storage_local import LocalStorage
-from easymp.errors import CheckpointError
 
 HOLD = """
 import sys

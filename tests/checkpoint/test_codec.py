@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from easymp import CheckpointError
 from easymp.checkpoint import codec
 from easymp.checkpoint.codec import LEVELS, dumps, loads, names, pack, unpack
-from easymp.errors import CheckpointError
 
 utf8 = st.text(st.characters(codec="utf-8"))
 scalars = (

@@ -12,8 +12,8 @@ from torch import nn
 
 import easymp
 import easymp.cli as cli
+from easymp import CheckpointError, SettingError
 from easymp.checkpoint import convert
-from easymp.errors import CheckpointError, SettingError
 from tests.strategies.models import make
 
 OF_TWO = "step-00000003"

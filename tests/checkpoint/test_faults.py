@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
+from easymp import CheckpointError
 from easymp.checkpoint import blocks, folders, lineage, lock
 from easymp.checkpoint.folders import is_committed, open_manifest
 from easymp.checkpoint.storage_local import LocalStorage
-from easymp.errors import CheckpointError
 
 from .disk import CHANGES, Disk, Recorder, Step, put
 from .things import Rows, alone, loaded, save, values, world

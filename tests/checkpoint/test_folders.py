@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from easymp import CheckpointError
 from easymp.checkpoint import folders, lock
 from easymp.checkpoint.folders import open_storage
 from easymp.checkpoint.manifest import COMMIT, MANIFEST, seal
 from easymp.checkpoint.storage_local import LocalStorage
 from easymp.checkpoint.storage_remote import RemoteStorage
-from easymp.errors import CheckpointError
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from easymp import CheckpointError
 from easymp.checkpoint import header
 from easymp.checkpoint.header import NAMES, PAGE, PARTS, Slot, decode, encode, filed, nbytes
-from easymp.errors import CheckpointError
 
 # The library writes these, and its torch loader lacks their names (0.8); its `safe_open` reads them.
 NOT_BY_LOAD_FILE = {torch.float4_e2m1fn_x2, torch.float8_e8m0fnu}

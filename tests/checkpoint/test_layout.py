@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from easymp import Accelerator
+from easymp import Accelerator, CheckpointError
 from easymp.checkpoint import layout
 from easymp.checkpoint.layout import Box, fault, overlap, place_of, runs, runs_held, whole
-from easymp.errors import CheckpointError
 
 from ..strategies.models import BATCH, MODELS, make, mean_square, train_step
 from ..strategies.models import whole as full

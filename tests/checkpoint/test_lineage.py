@@ -19,9 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from easymp import Accelerator, ProjectConfiguration
+from easymp import Accelerator, CheckpointError, ProjectConfiguration
 from easymp.checkpoint import list_checkpoints, prune, verify
-from easymp.errors import CheckpointError
 
 from ..conftest import Ranks
 from .samples import flip, rewrite

@@ -16,12 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator
+from easymp import Accelerator, CheckpointError
 from easymp.checkpoint.blocks import Tick
 from easymp.checkpoint.load import load_checkpoint as load
 from easymp.checkpoint.manifest import COMMIT, MANIFEST, seal
 from easymp.checkpoint.storage_local import LocalStorage
-from easymp.errors import CheckpointError
 
 
 def net(*widths: int, names: Sequence[str] = (), dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from easymp import CheckpointError
 from easymp.checkpoint import blocks
 from easymp.checkpoint.blocks import aligned, as_bytes
 from easymp.checkpoint.manifest import BLOCK
 from easymp.checkpoint.storage_local import LocalStorage
-from easymp.errors import CheckpointError
 
 from .test_storage import content, crcs
 

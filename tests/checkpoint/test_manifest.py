@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from easymp import CheckpointError
 from easymp.checkpoint.codec import pack
 from easymp.checkpoint.header import NAMES
 from easymp.checkpoint.layout import Box, whole
 from easymp.checkpoint.manifest import BLOCK, FileRecord, Manifest, Piece, Stored, decode
-from easymp.errors import CheckpointError
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 GOOD = Manifest(

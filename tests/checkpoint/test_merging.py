@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 import easymp
-from easymp import Accelerator
+from easymp import Accelerator, CheckpointError, SettingError
 from easymp.checkpoint import diff, inspect, merge, verify
 from easymp.checkpoint.manifest import COMMIT, MANIFEST
-from easymp.errors import CheckpointError, SettingError
 from tests.strategies.models import make, whole
 
 from .samples import flip

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator
+from easymp import Accelerator, CheckpointError
 from easymp.checkpoint.folders import open_manifest
 from easymp.checkpoint.storage_local import LocalStorage
-from easymp.errors import CheckpointError
 
 
 class Odd(nn.Module):

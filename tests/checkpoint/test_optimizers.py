@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator
-from easymp.errors import CheckpointError
+from easymp import Accelerator, CheckpointError
 
 from ..strategies.models import whole
 from ..versions import ADDS

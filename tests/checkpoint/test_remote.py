@@ -13,10 +13,10 @@ from typing import Any
 import fsspec
 import pytest
 
+from easymp import CheckpointError
 from easymp.checkpoint import blocks
 from easymp.checkpoint.manifest import BLOCK
 from easymp.checkpoint.storage_remote import RemoteStorage
-from easymp.errors import CheckpointError
 
 from .test_storage import content, crcs
 

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import Accelerator, load_weights
+from easymp import Accelerator, CheckpointError, load_weights
 from easymp.cli import main
-from easymp.errors import CheckpointError
 
 WRONG: list[tuple[list[Any], Any]] = [
     (["world_size"], 2**40),

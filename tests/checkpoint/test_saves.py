@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import pytest
 
+from easymp import CheckpointError
 from easymp.checkpoint import barrier, blocks, folders
 from easymp.checkpoint.lineage import committed
 from easymp.checkpoint.load import load_checkpoint as load
 from easymp.checkpoint.save import Saves, Target
 from easymp.checkpoint.storage_local import LocalStorage
 from easymp.checkpoint.storage_remote import RemoteStorage
-from easymp.errors import CheckpointError
 
 from .things import Fails, Rows, alone, loaded, save, target, values, world
 

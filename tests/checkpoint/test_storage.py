@@ -10,12 +10,12 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from easymp import CheckpointError
 from easymp.checkpoint.blocks import aligned, as_bytes
 from easymp.checkpoint.manifest import BLOCK, COMMIT
 from easymp.checkpoint.storage import Storage
 from easymp.checkpoint.storage_local import LocalStorage
 from easymp.checkpoint.storage_remote import RemoteStorage
-from easymp.errors import CheckpointError
 
 MEGABYTE = random.Random(0).randbytes(2**20 - 1)  # no period that fits a page
 SIZES = [0, 1, 4096, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 12_345]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from easymp import CheckpointError
 from easymp.checkpoint import verify
 from easymp.checkpoint.catalog import Damage
 from easymp.checkpoint.manifest import COMMIT, MANIFEST
-from easymp.errors import CheckpointError
 
 from .samples import flip
 

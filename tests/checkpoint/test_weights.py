@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from easymp import Accelerator
+from easymp import Accelerator, CheckpointError, SettingError, load_weights
 from easymp.checkpoint.layout import place_of
 from easymp.checkpoint.storage_local import LocalStorage
-from easymp.checkpoint.weights import Skipped, load_weights
-from easymp.errors import CheckpointError, SettingError
+from easymp.checkpoint.weights import Skipped
 
 from ..strategies.models import BATCH, MODELS, Tied, make, mean_square, train_step
 from ..strategies.ways import WAYS

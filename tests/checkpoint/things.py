@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from easymp import CheckpointError
 from easymp.checkpoint.folders import open_manifest
 from easymp.checkpoint.hooks import NONE, Extra, HookFolder, folder_to_read
 from easymp.checkpoint.layout import Box
@@ -18,7 +19,6 @@ from easymp.checkpoint.save import Saves, Target
 from easymp.checkpoint.snapshot import Brought, Snapshot
 from easymp.checkpoint.storage_local import LocalStorage
 from easymp.distributed import Ranks, World, read_ranks
-from easymp.errors import CheckpointError
 
 
 def world(timeout: float = 60.0) -> World:

@@ -18,12 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
+from easymp import SettingError, resolve
 from easymp.cli import compare, main
 from easymp.cli.compare import process as processes
 from easymp.cli.compare import report
 from easymp.cli.compare.process import FAILURE, FINISHED, INTERRUPTED, LATE, End, Task, Variant, variants
-from easymp.errors import SettingError
-from easymp.settings import OVERRIDE, resolve
+from easymp.settings import OVERRIDE
 
 from ..examples.run import ROOT
 from .runs import TINY, comparison, run

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from easymp import settings
+from easymp import resolve, settings
 from easymp.cli import main
 from easymp.registry import PRECISIONS, STRATEGIES
-from easymp.settings import Launching, resolve, resolve_launching
+from easymp.settings import Launching, resolve_launching
 
 from ..hardware.machines import MACHINES
 

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from easymp import settings
+from easymp import SettingError, resolve, settings
 from easymp.cli.config.file import KNOWN, compose, edit, target, unset, write
-from easymp.errors import SettingError
-from easymp.settings import Launching, checked, resolve, resolve_launching, written
+from easymp.settings import Launching, checked, resolve_launching, written
 
 FILE = Path("easymp.toml")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from easymp import cuda
+from easymp import Hardware, cuda
 from easymp.cli import env, main
 from easymp.cuda.cupy_launcher import Facts
-from easymp.hardware import CPU, Device, Hardware
+from easymp.hardware import CPU, Device
 
 from ..hardware.machines import MACHINES
 

@@ -10,8 +10,7 @@ import sys
 import pytest
 
 import easymp.cli as cli
-from easymp.errors import RefusedError
-from easymp.version import __version__
+from easymp import RefusedError, __version__
 
 
 @pytest.fixture

@@ -17,14 +17,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from easymp import GradScalerKwargs, SettingError, Settings, resolve
 from easymp.cli.config.accelerate import ACCELERATE, KINDS, import_file
 from easymp.cli.config.deepspeed import DEEPSPEED
 from easymp.cli.config.rules import read_json
-from easymp.errors import SettingError
-from easymp.options import GradScalerKwargs
 from easymp.precision import rule_from
 from easymp.registry import STRATEGIES
-from easymp.settings import Launching, Settings, resolve
+from easymp.settings import Launching
 from easymp.strategies import read_options
 
 SHARDED = """

@@ -6,9 +6,9 @@ import argparse
 
 import pytest
 
+from easymp import resolve
 from easymp.cli import launch, main
 from easymp.launcher.rendezvous import RendezvousConfig
-from easymp.settings import resolve
 
 
 @pytest.fixture

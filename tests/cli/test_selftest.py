@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from easymp import Accelerator
+from easymp import Accelerator, WorldError
 from easymp.cli import main, selftest
 from easymp.cli import test as command
-from easymp.errors import WorldError
 
 
 def on_a_rank(folder: str, strategy: str) -> list[str]:

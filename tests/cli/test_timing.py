@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from easymp import Hardware, detect
 from easymp.cli.config.timing import BLOCKS, ROUNDS, WIDTHS, Measurement, Work, measure
-from easymp.hardware import Hardware, detect
 
 from ..hardware.machines import MACHINES
 

@@ -15,6 +15,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import easymp
+from easymp import (
+    CompileOptions,
+    EasympWarning,
+    FSDPOptions,
+    HSDPOptions,
+    RefusedError,
+    SettingError,
+    StepError,
+    WorldError,
+)
 from easymp.compat import accelerate, explain
 from easymp.compat.accelerate import Accelerator, PartialState
 from easymp.compat.accelerate.logging import get_logger
@@ -27,10 +37,6 @@ from easymp.compat.accelerate.utils import (
     patch_environment,
     str_to_bool,
 )
-from easymp.errors import EasympWarning, RefusedError, SettingError, StepError, WorldError
-from easymp.strategies.fsdp import FSDPOptions
-from easymp.strategies.hsdp import HSDPOptions
-from easymp.strategies.transforms import CompileOptions
 
 from ..conftest import Ranks
 

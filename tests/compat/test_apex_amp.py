@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
+from easymp import EasympError, RefusedError
 from easymp.compat import explain
 from easymp.compat.apex import amp
 from easymp.compat.apex.amp.casts import casts
 from easymp.compat.apex.amp.state import LEVELS, properties, state
-from easymp.errors import EasympError, RefusedError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BY_LEVEL = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])

@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import easymp.optim
-from easymp import cuda
+from easymp import EasympError, EasympWarning, cuda
 from easymp.compat import apex
 from easymp.compat.apex import fp16_utils, normalization
 from easymp.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
-from easymp.errors import EasympError, EasympWarning
 
 from ..cuda.compiled import CompiledLauncher
 

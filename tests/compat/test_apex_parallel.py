@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from easymp import RefusedError
 from easymp.compat.apex import amp
 from easymp.compat.apex.amp.casts import casts
 from easymp.compat.apex.amp.state import state
@@ -23,7 +24,6 @@ from easymp.compat.apex.parallel import (
     convert_syncbn_model,
     create_syncbn_process_group,
 )
-from easymp.errors import RefusedError
 
 from .test_apex_amp import digits
 

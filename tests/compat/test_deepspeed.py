@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from easymp import CheckpointError, EasympWarning, RefusedError, SettingError, StepError
 from easymp.compat import deepspeed
 from easymp.compat.deepspeed.config import HALVES, read, triangle
 from easymp.compat.deepspeed.layer import layer
 from easymp.compat.deepspeed.schedules import SCHEDULES
-from easymp.errors import CheckpointError, EasympWarning, RefusedError, SettingError, StepError
 
 # -- the configuration ------------------------------------------------------------------------------------------------------
 

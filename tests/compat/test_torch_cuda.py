@@ -12,10 +12,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import nn
 
+from easymp import SettingError, StepError
 from easymp.compat import explain
 from easymp.compat.torch_cuda import amp
 from easymp.compat.torch_cuda.amp import GradScaler, autocast, custom_bwd, custom_fwd
-from easymp.errors import SettingError, StepError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from easymp import EasympWarning, KernelError
 from easymp.base import env
 from easymp.cuda import cupy_launcher
 from easymp.cuda.cupy_launcher import (
@@ -18,7 +19,6 @@ from easymp.cuda.cupy_launcher import (
     launcher_for,
     unavailable,
 )
-from easymp.errors import EasympWarning, KernelError
 
 GOOD = Facts(cuda="13.0", hip=None, importable=True, wheels={"cupy-cuda13x": "14.2.0"}, capability=(9, 0))
 

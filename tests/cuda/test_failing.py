@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from easymp import KernelError, StepError
 from easymp.cuda.step import FusedStep
-from easymp.errors import KernelError, StepError
 
 from .compiled import CompiledLauncher
 from .kernels import RULES

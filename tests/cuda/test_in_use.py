@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from easymp import cuda
+from easymp import KernelError, cuda
 from easymp.cuda import casts, cupy_launcher
 from easymp.cuda.cupy_launcher import CupyLauncher, Unavailable
-from easymp.errors import KernelError
 from easymp.optim.masters import Masters, Sums
 from easymp.precision import Scaler
 from easymp.strategies.ddp import Journey, all_reduce

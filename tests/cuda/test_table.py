@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from easymp import StepError
 from easymp.cuda import elementwise as tables
 from easymp.cuda import measure
 from easymp.cuda import step as steps
 from easymp.cuda.elementwise import CHUNK, HEAD, WORDS, Role, Row, alike, dense, lay_out, stream
 from easymp.cuda.step import FusedStep
-from easymp.errors import StepError
 from easymp.optim.adam import ADAM
 
 from .compiled import CompiledLauncher

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from easymp import DataLoaderConfiguration, PreparedLoader
 from easymp.base.accumulation import UpdateWindow
-from easymp.data import PreparedLoader, prepare_loader
+from easymp.data import prepare_loader
 from easymp.distributed.process_group import World
 from easymp.distributed.ranks import Ranks
-from easymp.options import DataLoaderConfiguration
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from easymp import BatchError
 from easymp.base.accumulation import UpdateWindow
-from easymp.errors import BatchError
 
 from .loaders import Numbers, gathered, numbers, passes, prepared
 

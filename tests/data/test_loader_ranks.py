@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from easymp.data import skip_first_batches
+from easymp import BatchError, skip_first_batches
 from easymp.distributed.process_group import World
 from easymp.distributed.ranks import read_ranks
-from easymp.errors import BatchError
 
 from .loaders import CPU, Numbers, Stream, numbers, passes, prepared
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from easymp.data import skip_first_batches
-from easymp.errors import BatchError
+from easymp import BatchError, skip_first_batches
 
 from .loaders import Numbers, Stream, numbers, passes, prepared
 

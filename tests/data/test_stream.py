@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from easymp.errors import BatchError
+from easymp import BatchError
 
 from .loaders import Numbers, Stream, gathered, numbers, passes, prepared
 

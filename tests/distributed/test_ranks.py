@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from easymp import SettingError, WorldError
 from easymp.distributed import Ranks, read_ranks
-from easymp.errors import SettingError, WorldError
 
 
 def announce(monkeypatch, **variables):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from easymp import resolve
 from easymp.cli import COMMANDS
 from easymp.registry import PRECISIONS, STRATEGIES
-from easymp.settings import NAMES, resolve, resolve_launching
+from easymp.settings import NAMES, resolve_launching
 
 from ..conftest import Ranks
 from .run import ROOT

@@ -3,7 +3,8 @@
 Written out, not derived: `test_derived.py` holds the derivations against this table, and other rooms decide from it.
 """
 
-from easymp.hardware import CPU, Device, Hardware
+from easymp import Hardware
+from easymp.hardware import CPU, Device
 
 GIB = 2**30
 XEON_FEATURES = frozenset({"avx2", "avx512", "avx512_vnni"})

@@ -8,8 +8,9 @@ import types
 import pytest
 import torch
 
+from easymp import detect
 from easymp.base import env
-from easymp.hardware import accelerators, detect
+from easymp.hardware import accelerators
 from easymp.hardware.facts import Found
 
 from .fakes import FakeCard, install, pynvml

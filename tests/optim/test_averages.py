@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import easymp.optim as ours
-from easymp import Accelerator, load_weights
-from easymp.errors import RefusedError, SettingError, StepError
+from easymp import Accelerator, RefusedError, SettingError, StepError, load_weights
 
 from ..strategies.models import make, mean_square, train_step, whole
 from ..strategies.ways import WAYS

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, GradScalerKwargs
+from easymp import Accelerator, EasympWarning, GradScalerKwargs, KernelError, StepError
 from easymp.cuda import cupy_launcher
 from easymp.cuda.kernel import Kernel
-from easymp.errors import EasympWarning, KernelError, StepError
 from easymp.optim import engine as engines
 from easymp.optim import engine as torch_engine
 

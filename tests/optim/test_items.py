@@ -9,10 +9,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from easymp import Accelerator
+from easymp import Accelerator, StepError
 from easymp.base.accumulation import UpdateWindow
 from easymp.distributed import Ranks, World
-from easymp.errors import StepError
 
 from ..conftest import Ranks as Processes
 

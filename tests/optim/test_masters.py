@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, GradScalerKwargs
-from easymp.errors import PrepareError, StepError
+from easymp import Accelerator, GradScalerKwargs, PrepareError, StepError
 from easymp.optim import Masters
 
 from ..strategies.models import make, whole

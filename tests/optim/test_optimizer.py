@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from easymp import Accelerator
+from easymp import Accelerator, StepError
 from easymp.base.accumulation import UpdateWindow
-from easymp.errors import StepError
 from easymp.optim import PreparedOptimizer, PreparedScheduler
 from easymp.precision import LossScale, Scaler
 

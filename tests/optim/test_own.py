@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import easymp.optim as ours
-from easymp import Accelerator, cuda
+from easymp import Accelerator, KernelError, RefusedError, StepError, cuda
 from easymp.cuda.cupy_launcher import Unavailable
-from easymp.errors import KernelError, RefusedError, StepError
 from easymp.optim import Engine
 from easymp.training.prepare import Preparation
 from tests.cuda.compiled import CompiledLauncher

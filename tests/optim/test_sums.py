@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator
-from easymp.errors import PrepareError
+from easymp import Accelerator, PrepareError
 from easymp.optim import SGD
 
 from ..strategies.models import make, whole

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator
-from easymp.errors import PrepareError
+from easymp import Accelerator, PrepareError
 from easymp.precision.fp8 import BACKWARD, FORWARD, FP8, Float8Linear, rounded
 
 CPU = torch.device("cpu")

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import easymp
-from easymp import Accelerator
-from easymp.errors import PrepareError, StepError
+from easymp import Accelerator, PrepareError, StepError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INPUTS = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from easymp import AutocastKwargs, Choice, Source
 from easymp.distributed import Ranks, World, read_ranks
-from easymp.options import AutocastKwargs
 from easymp.precision import Measured, measured
 from easymp.precision.measured import by_width
-from easymp.protocols import Choice, Source
 
 from ..conftest import Ranks as Processes
 

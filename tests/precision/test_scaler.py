@@ -12,8 +12,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from easymp import SettingError, StepError
 from easymp.distributed import World, read_ranks
-from easymp.errors import SettingError, StepError
 from easymp.precision import LossScale, Scaler
 
 from ..conftest import Ranks as Processes

@@ -16,8 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from easymp import Accelerator, CompileOptions, ProfileKwargs
-from easymp.errors import RefusedError, SettingError, StepError
+from easymp import Accelerator, CompileOptions, ProfileKwargs, RefusedError, SettingError, StepError
 from easymp.profiling.events import PREFIX
 
 

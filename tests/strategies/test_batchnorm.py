@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from easymp import Accelerator, SyncBatchNorm, convert_sync_batchnorm
+from easymp import Accelerator, PrepareError, RefusedError, SyncBatchNorm, convert_sync_batchnorm
 from easymp.distributed import World, read_ranks
-from easymp.errors import PrepareError, RefusedError
 
 from .models import make, train
 

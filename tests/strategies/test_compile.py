@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from easymp import Accelerator, CompileOptions
-from easymp.errors import PrepareError, SettingError
+from easymp import Accelerator, CompileOptions, PrepareError, SettingError
 from easymp.strategies.transforms import read_compile
 
 from .models import Block, Tied, make, train

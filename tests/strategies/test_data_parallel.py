@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator
-from easymp.errors import RefusedError
+from easymp import Accelerator, RefusedError
 from easymp.strategies import single as data_parallel
 from easymp.strategies.single import choose_devices
 

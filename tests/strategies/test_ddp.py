@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from easymp import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
-from easymp.errors import RefusedError, SettingError, StepError
+from easymp import (
+    Accelerator,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    RefusedError,
+    SettingError,
+    StepError,
+)
 from easymp.options import POWER_SGD
 
 from .models import make, train, whole

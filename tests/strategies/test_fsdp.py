@@ -21,8 +21,11 @@ from easymp import (
     FSDPOptions,
     GradientAccumulationPlugin,
     PartialState,
+    PrepareError,
+    RefusedError,
+    SettingError,
+    StepError,
 )
-from easymp.errors import PrepareError, RefusedError, SettingError, StepError
 from easymp.strategies import blocks
 from easymp.strategies.blocks import find_blocks, find_layers
 

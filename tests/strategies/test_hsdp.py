@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from easymp import Accelerator, HSDPOptions
-from easymp.errors import EasympError, SettingError
+from easymp import Accelerator, EasympError, HSDPOptions, SettingError
 
 from .models import make, whole
 

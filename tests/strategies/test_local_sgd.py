@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import Accelerator, LocalSGD, LocalSGDOptions
-from easymp.errors import EasympWarning, RefusedError, SettingError
+from easymp import Accelerator, EasympWarning, LocalSGD, LocalSGDOptions, RefusedError, SettingError
 
 from .models import make, train, whole
 

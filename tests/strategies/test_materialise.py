@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator
-from easymp.errors import PrepareError
+from easymp import Accelerator, PrepareError
 from easymp.strategies.meta_init import materialise
 
 from .models import Tied, conv, mlp, whole

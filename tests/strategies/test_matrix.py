@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from easymp import Accelerator, GradScalerKwargs
-from easymp.errors import EasympError, PrepareError, RefusedError, SettingError
+from easymp import Accelerator, EasympError, GradScalerKwargs, PrepareError, RefusedError, SettingError
 from easymp.precision import PRECISIONS
 from easymp.strategies import STRATEGIES
 

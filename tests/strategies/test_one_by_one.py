@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from easymp.errors import PrepareError
+from easymp import PrepareError
 from easymp.strategies.fsdp import one_by_one
 
 

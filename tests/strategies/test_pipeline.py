@@ -12,8 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, CompileOptions, PipelineOptions
-from easymp.errors import BatchError, EasympError, PrepareError, RefusedError, SettingError, StepError
+from easymp import (
+    Accelerator,
+    BatchError,
+    CompileOptions,
+    EasympError,
+    PipelineOptions,
+    PrepareError,
+    RefusedError,
+    SettingError,
+    StepError,
+)
 from easymp.strategies.pipeline import Pipeline
 from easymp.strategies.pipeline_cuts import candidates, choose, survey
 

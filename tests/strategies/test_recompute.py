@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator
-from easymp.errors import PrepareError, SettingError
+from easymp import Accelerator, PrepareError, SettingError
 from easymp.strategies.transforms import find_recomputed, recompute
 
 from .models import Block, Tied, make, train

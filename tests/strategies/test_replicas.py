@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, DataLoaderConfiguration, optim
-from easymp.errors import EasympError, PrepareError, StepError
+from easymp import Accelerator, DataLoaderConfiguration, EasympError, PrepareError, StepError, optim
 
 ALL = {
     "ddp": ("ddp", None, 2),

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp import Accelerator, FSDPOptions, TensorParallelOptions
-from easymp.errors import BatchError, PrepareError, RefusedError, SettingError, StepError
+from easymp import (
+    Accelerator,
+    BatchError,
+    FSDPOptions,
+    PrepareError,
+    RefusedError,
+    SettingError,
+    StepError,
+    TensorParallelOptions,
+)
 from easymp.strategies.tensor_parallel import TensorParallel, gathered, read_plan
 
 from ..versions import ADDS

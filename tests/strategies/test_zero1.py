@@ -12,12 +12,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, DistributedDataParallelKwargs
+from easymp import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    PrepareError,
+    RefusedError,
+    SettingError,
+    StepError,
+    memory,
+)
 from easymp.base.torch_flags import numbers
-from easymp.errors import PrepareError, RefusedError, SettingError, StepError
 from easymp.optim import LAMB, partition
 from easymp.optim.partition import check_sums
-from easymp.training import memory
 
 from ..versions import ADDS
 from .models import STEPS, make, train

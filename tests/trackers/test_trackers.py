@@ -19,8 +19,7 @@ import torch
 from easymp.compat.accelerate.tracking import GeneralTracker as TheirName
 from easymp.compat.accelerate.tracking import on_main_process
 
-from easymp import Accelerator, GeneralTracker, LoggerType
-from easymp.errors import SettingError
+from easymp import Accelerator, GeneralTracker, LoggerType, SettingError
 from easymp.trackers import TRACKERS, jsonl
 from easymp.trackers import rows as pending
 from easymp.trackers.rows import Pending, Row
