@@ -298,7 +298,7 @@ class Checkpoints:
         limit = None if path is not None or project.total_limit is None else project.total_limit - 1
         place = lineage.below(root, name)
         models, extra = hooks.before_save(
-            world, self._save_hooks, [m.view for m in self._prepared.models], target
+            world, self._save_hooks, [m.view for m in self._prepared.models], target.storage, target.name
         )
         project.iteration += 1
         try:

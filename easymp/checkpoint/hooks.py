@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..distributed import World
 from ..errors import CheckpointError
@@ -22,9 +22,6 @@ from .manifest import BLOCK, FileRecord, check_extra
 from .snapshot import first, trouble
 from .storage import Storage
 from .storage_local import LocalStorage
-
-if TYPE_CHECKING:
-    from .save import Target
 
 PREFIX = "easymp-"  # of folders in TMPDIR
 Hooks = Mapping[int, Callable[..., None]]
@@ -50,11 +47,12 @@ NONE = Extra()
 # -- calling hooks -----------------------------------------------------------------------------------------------------
 
 
-def before_save(world: World, hooks: Hooks, models: Sequence[Any], target: Target) -> tuple[list[int], Extra]:
+def before_save(
+    world: World, hooks: Hooks, models: Sequence[Any], storage: Storage, name: str
+) -> tuple[list[int], Extra]:
     """Call the hooks of a save on all ranks: the indices of the models that are left to be saved, and the files of the hooks."""
     if not hooks:
         return list(range(len(models))), NONE
-    storage, name = target.storage, target.name
     before = _listed(world, storage, name)
     folder = HookFolder(world, storage, name)
     try:
