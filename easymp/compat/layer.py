@@ -121,7 +121,9 @@ def submodules(package: str, table: Mapping[str, Mapping[str, Any]], layer: Laye
         vars(module)["__getattr__"] = layer.absent(f"{original}.{address}", instead, partial(list, listed))
         parent, _, leaf = module.__name__.rpartition(".")
         sys.modules[module.__name__] = module
-        setattr(sys.modules[parent], leaf, module)
+        vars(sys.modules[parent]).setdefault(
+            leaf, module
+        )  # a function of the same name wins: accelerate.utils.tqdm
 
 
 def device_of(ranks: Ranks) -> torch.device:

@@ -74,6 +74,8 @@ def test_what_scripts_import() -> None:
         exec(line.replace("from accelerate", "from easymp.compat.accelerate"), {})
     for module in (accelerate, accelerate.utils, accelerate.utils.imports):
         assert [name for name in module.__all__ if getattr(module, name, None) is None] == []
+    assert [name for name in accelerate.utils.__all__ if not callable(getattr(accelerate.utils, name))] == []
+    assert list(accelerate.utils.tqdm([1, 2], disable=True)) == [1, 2]
     assert accelerate.__version__ == "1.15.0"
     available = accelerate.utils
     assert (

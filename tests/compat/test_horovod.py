@@ -846,6 +846,9 @@ def test_names_that_are_not_here():
         hvd.start_timeline  # noqa: B018
     with pytest.raises(ImportError, match=r"did you mean 'allreduce'\?"):
         hvd.alreduce  # noqa: B018
+    from easymp.compat.horovod.compression import Compression  # the address in Horovod
+
+    assert Compression is hvd.Compression
     assert not hvd.mpi_built()
     assert hvd.gloo_built()
     assert isinstance(hvd.nccl_built(), bool)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from ...strategies.batchnorm import SyncBatchNorm
+from ..layer import submodules
 from . import elastic, operations
 from .engine import (
     HorovodInternalError,
@@ -58,6 +59,19 @@ def mpi_built() -> bool:
 
 
 mpi_enabled = mpi_threads_supported = mpi_built
+
+submodules(
+    __name__,
+    {
+        "compression": {
+            "Compression": operations.Compression,
+            "FP16Compressor": operations.FP16Compressor,
+            "NoneCompressor": operations.NoneCompressor,
+        }
+    },
+    layer,
+    "horovod.torch",
+)
 
 GROUPS = "use torch.distributed.new_group for parts of the ranks"
 __getattr__ = layer.absent(
