@@ -58,7 +58,7 @@ class Facts(NamedTuple):
     world_size: int
 
 
-class Manner(NamedTuple):
+class WrapContext(NamedTuple):
     """What a strategy does to any model, beside spreading it.
 
     Attributes:
@@ -181,7 +181,7 @@ class Strategy(Protocol):
         ...
 
     def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
     ) -> nn.Module:
         """Spread `model`; returns the module to call in its place.
 

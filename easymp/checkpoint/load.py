@@ -287,7 +287,7 @@ def put_in_place(
 
 def _taken(kept: Kept, reading: Reading) -> Callable[[], None]:
     try:
-        return kept.take(reading)
+        return kept.restore(reading)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, EasympError):
             raise

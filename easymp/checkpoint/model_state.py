@@ -53,7 +53,7 @@ class ModelState:
         own = {id(t) for t in [*self._module.parameters(), *self._module.buffers()]}
         return self._module.state_dict(keep_vars=True), own
 
-    def bring(self, into: Snapshot) -> None:
+    def collect(self, into: Snapshot) -> None:
         first: dict[int, str] = {}
         tree: dict[str, Any] = {}
         state, own = self._state()
@@ -68,7 +68,7 @@ class ModelState:
         # A BatchNorm's statistics are each rank's own until a forward shares rank 0's.
         into.add(self._name, tree, alike={id(p) for p in self._module.parameters()})
 
-    def take(self, source: Reading) -> Callable[[], None]:
+    def restore(self, source: Reading) -> Callable[[], None]:
         if self._name not in source:
             source.complain(f"the checkpoint has no {self._name}")
             return leave
@@ -187,7 +187,7 @@ class OptimizerState:
         groups = self._optimizer.param_groups
         return [{**group, "params": [self._names[id(p)] for p in group["params"]]} for group in groups]
 
-    def bring(self, into: Snapshot) -> None:
+    def collect(self, into: Snapshot) -> None:
         inner = self._optimizer
         state: dict[str, Any] = {}
         shared: dict[str, Any] = {}
@@ -201,7 +201,7 @@ class OptimizerState:
         into.add(f"{self.name}/state", state, own=self._apart)
         into.add(f"{self.name}/masters", {self._names[id(master)]: master for _, master in inner.masters})
 
-    def take(self, source: Reading) -> Callable[[], None]:
+    def restore(self, source: Reading) -> Callable[[], None]:
         inner = self._optimizer
         if self.name not in source:
             source.complain(f"the checkpoint has no {self.name}")

@@ -1,7 +1,7 @@
 """The parts of a run that a checkpoint keeps, beside models and optimizers: objects, schedules, the loss scale, random streams.
 
-Each part has `bring`, which adds its state to a `Snapshot`, and `take`, which asks a `Reading` for it, checks it, and returns a function
-that puts it in place.
+Each part has `collect`, which adds its state to a `Snapshot`, and `restore`, which reads it from a `Reading`, checks it, and returns
+a function that puts it in place. So a load changes nothing before all parts have been checked.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class ObjectState:
     def __init__(self, name: str, thing: Any, free: bool | Collection[str] = ()) -> None:
         self.name, self._name, self._thing, self._free = name, f"state/{name}", thing, free
 
-    def bring(self, into: Snapshot) -> None:
+    def collect(self, into: Snapshot) -> None:
         if into.rank == 0:
             into.add(self._name, self._thing.state_dict())
 
-    def take(self, source: Reading) -> Callable[[], None]:
+    def restore(self, source: Reading) -> Callable[[], None]:
         """A `load_state_dict` may fail, so it is a trial, which can be undone."""
         if self._name not in source:
             source.complain(f"the checkpoint has no {self._name}")
@@ -102,12 +102,12 @@ class ObjectState:
 class ScaleState(ObjectState):
     """The loss scale. A checkpoint of a run without one leaves it as it is."""
 
-    def bring(self, into: Snapshot) -> None:
+    def collect(self, into: Snapshot) -> None:
         if self._thing.scales:
-            super().bring(into)
+            super().collect(into)
 
-    def take(self, source: Reading) -> Callable[[], None]:
-        return super().take(source) if self._name in source else leave
+    def restore(self, source: Reading) -> Callable[[], None]:
+        return super().restore(source) if self._name in source else leave
 
 
 class ScheduleState(ObjectState):
@@ -117,13 +117,13 @@ class ScheduleState(ObjectState):
         super().__init__(name, scheduler, free=not is_known(scheduler.scheduler) or ())
         self._behind = f"{self._name}/behind"
 
-    def bring(self, into: Snapshot) -> None:
-        super().bring(into)
+    def collect(self, into: Snapshot) -> None:
+        super().collect(into)
         if into.rank == 0:
             into.add(self._behind, self._thing.behind)
 
-    def take(self, source: Reading) -> Callable[[], None]:
-        super().take(source)
+    def restore(self, source: Reading) -> Callable[[], None]:
+        super().restore(source)
         if self._behind not in source:
             return leave
         behind = source.state(self._behind)
@@ -137,10 +137,10 @@ class LeftOut:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def bring(self, into: Snapshot) -> None:
+    def collect(self, into: Snapshot) -> None:
         """Nothing."""
 
-    def take(self, source: Reading) -> Callable[[], None]:
+    def restore(self, source: Reading) -> Callable[[], None]:
         _ = self._name in source  # asked for, so that it is not reported as left over
         return leave
 
@@ -156,11 +156,11 @@ class PendingSchedules:
     def __init__(self, schedulers: Sequence[PreparedScheduler]) -> None:
         self._schedulers = schedulers
 
-    def bring(self, into: Snapshot) -> None:
+    def collect(self, into: Snapshot) -> None:
         if into.rank == 0:
             into.add(self.NAME, [s.each_update for s in self._schedulers])
 
-    def take(self, source: Reading) -> Callable[[], None]:
+    def restore(self, source: Reading) -> Callable[[], None]:
         here = [scheduler.each_update for scheduler in self._schedulers]
         each_update = source.state(self.NAME) if self.NAME in source else here
         check_like(self.NAME, each_update, here)
@@ -180,10 +180,10 @@ class CarriedState:
     def __init__(self, number: int, carried: Any, world: World) -> None:
         self._name, self._carried, self._world = f"state/carried_{number}", carried, world
 
-    def bring(self, into: Snapshot) -> None:
+    def collect(self, into: Snapshot) -> None:
         into.add(self._name, self._carried.state_dict(), own=True)
 
-    def take(self, source: Reading) -> Callable[[], None]:
+    def restore(self, source: Reading) -> Callable[[], None]:
         world = self._world
         if source.manifest.world_size != world.size or source.named(self._name, own=True) not in source:
             if world.rank == 0:
@@ -204,11 +204,11 @@ class TrackerState:
     def __init__(self, logbook: Logbook) -> None:
         self._logbook = logbook
 
-    def bring(self, into: Snapshot) -> None:
+    def collect(self, into: Snapshot) -> None:
         if into.rank == 0 and (state := self._logbook.state_dict()) is not None:
             into.add(self.NAME, state)
 
-    def take(self, source: Reading) -> Callable[[], None]:
+    def restore(self, source: Reading) -> Callable[[], None]:
         if self.NAME not in source:
             return leave
         state = source.state(self.NAME)
@@ -299,11 +299,11 @@ class RandomState:
         self._rank, self._size, self._devices = world.rank, world.size, _drawing_devices(world)
         self._data_rank, self._data_size, self._seed = spread.data_rank, spread.data_size, seed
 
-    def bring(self, into: Snapshot) -> None:
+    def collect(self, into: Snapshot) -> None:
         slices = {"data_rank": self._data_rank, "data_size": self._data_size, "seed": self._seed}
         into.add(RANDOM, {**slices, "streams": _streams(self._devices)}, own=True)
 
-    def take(self, source: Reading) -> Callable[[], None]:
+    def restore(self, source: Reading) -> Callable[[], None]:
         size, states, step = source.manifest.world_size, source.manifest.states, source.manifest.step
         names = {rank: f"ranks/{rank:05d}/{RANDOM}" for rank in range(size)}
         kept = {rank: states[name] for rank, name in names.items() if name in states}

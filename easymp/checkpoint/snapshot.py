@@ -36,11 +36,11 @@ SMALL = 2**18  # bytes of a tensor that is not worth handing to another thread
 class Kept(Protocol):
     """One live object whose state checkpoints keep."""
 
-    def bring(self, into: Snapshot) -> None:
+    def collect(self, into: Snapshot) -> None:
         """Add its state to a snapshot."""
         ...
 
-    def take(self, source: Any) -> Callable[[], None]:
+    def restore(self, source: Any) -> Callable[[], None]:
         """Ask a `load.Reading` for its state, and check it; the returned function puts it in place once all is read.
 
         Nothing live changes before that call, and it fails only where `Reading.overwriting` does.
@@ -149,7 +149,7 @@ def agree(world: World, kept: Sequence[Kept], last: Agreement | None) -> tuple[S
         CheckpointError: on every rank: one could not collect its state, or the chunks do not make a whole.
     """
     snapshot = Snapshot(world.rank)
-    said = trouble(lambda: [k.bring(snapshot) for k in kept])
+    said = trouble(lambda: [k.collect(snapshot) for k in kept])
     same = last is not None and last.brought == snapshot.brought and last.given == snapshot.aliases
     try:
         together = world.gather_objects((said, same))

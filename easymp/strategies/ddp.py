@@ -22,7 +22,7 @@ from ..cuda.casts import divided
 from ..distributed import World
 from ..errors import RefusedError, StepError
 from ..options import DistributedDataParallelKwargs
-from ..protocols import Layout, Manner
+from ..protocols import Layout, WrapContext
 from .blocks import refuse_sparse
 from .single import Framed, Single
 from .transforms import passed_over
@@ -63,18 +63,18 @@ class DDP(Single):
         return Layout(reducing=buckets * ((not options.gradient_as_bucket_view) + errors))
 
     def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
     ) -> nn.Module:
-        _check(model, self.options, manner)
+        _check(model, self.options, context)
         device = self._world.device
-        if manner.place:
+        if context.place:
             model.to(device)
-        module = manner.policy.forward(manner.policy.convert(model), device)
+        module = context.policy.forward(context.policy.convert(model), device)
         if any(p.requires_grad for p in model.parameters()):
             options = {name: getattr(self.options, name) for name in TORCHS}
             if not self.options.broadcast_buffers:
                 options["broadcast_buffers"] = False  # naming torch's default warns from 2.13 on
-            if manner.place and device.type in ("cuda", "xpu"):
+            if context.place and device.type in ("cuda", "xpu"):
                 options["device_ids"] = [device]
             module = Replica(Framed(module) if passed_over(module) else module, model, options)
             hook = make_hook(self.options, self._world.size)
@@ -82,7 +82,7 @@ class DDP(Single):
                 module.register_comm_hook(*hook)
                 if self.options.low_rank:
                     self._world.carried.append(Carried(hook[0], module))
-        manner.compile(module)
+        context.compile(module)
         return module
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -305,7 +305,7 @@ def _when_accumulated(parameter: nn.Parameter, names: list[Any], name: Any) -> A
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
-def _check(model: nn.Module, options: DistributedDataParallelKwargs, manner: Manner) -> None:
+def _check(model: nn.Module, options: DistributedDataParallelKwargs, context: WrapContext) -> None:
     """What gradients cannot travel as, before anything is changed.
 
     Raises:
@@ -315,15 +315,15 @@ def _check(model: nn.Module, options: DistributedDataParallelKwargs, manner: Man
     if options.comm_hook == "no":
         return
     refuse_sparse(model, f"comm_hook={options.comm_hook!r} packs dense ones", "leave comm_hook at 'no'")
-    if options.remembers and manner.policy.scaled:
+    if options.remembers and context.policy.scaled:
         raise RefusedError(
-            f"comm_hook={options.comm_hook!r} remembers what it did not send, so the overflow that {manner.policy.name} with a loss scale "
+            f"comm_hook={options.comm_hook!r} remembers what it did not send, so the overflow that {context.policy.name} with a loss scale "
             "is meant to skip would stay in it for good: use bf16, or comm_state_option={'use_error_feedback': False, 'warm_start': "
             "False}"
         )
 
 
-# -- How gradients travel under ddp: cast for the journey, or as products of two thin matrices (PowerSGD).
+# -- How gradients travel under ddp: cast for the reduction, or as products of two thin matrices (PowerSGD).
 
 
 # No annotations from __future__ here: torch compares those of a hook with its own types.
@@ -353,11 +353,11 @@ def make_hook(
     if options.comm_hook == "no" and options.gradient_predivide_factor is None:
         return None
     before = options.gradient_predivide_factor or float(size)
-    return Journey(DTYPES.get(options.comm_hook), before, size / before), all_reduce
+    return CommHookState(DTYPES.get(options.comm_hook), before, size / before), all_reduce
 
 
 @dataclass(frozen=True)
-class Journey:
+class CommHookState:
     """What a gradient is summed as, and divided by before and afterwards; `dtype` None leaves it as it is."""
 
     dtype: torch.dtype | None
@@ -365,29 +365,29 @@ class Journey:
     after: float
 
 
-def all_reduce(journey: Journey, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with its own types
-    """The average over the ranks, summed in the journey's type. Complex gradients keep theirs; fp32 never narrows one."""
+def all_reduce(state: CommHookState, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with its own types
+    """The average over the ranks, summed in `state.dtype`. Complex gradients keep theirs; fp32 never narrows one."""
     gradient = bucket.buffer()
     dtype = gradient.dtype
-    if journey.dtype is not None and dtype.is_floating_point:
-        dtype = torch.promote_types(dtype, torch.float32) if journey.dtype == torch.float32 else journey.dtype
+    if state.dtype is not None and dtype.is_floating_point:
+        dtype = torch.promote_types(dtype, torch.float32) if state.dtype == torch.float32 else state.dtype
     wider = torch.promote_types(dtype, gradient.dtype) == dtype  # divided where there is more room
     moved = (
-        divided(gradient, torch.empty_like(gradient, dtype=dtype), journey.before)
+        divided(gradient, torch.empty_like(gradient, dtype=dtype), state.before)
         if dtype != gradient.dtype
         else None
     )
     if moved is None:
-        moved = gradient.to(dtype).div_(journey.before) if wider else gradient.div_(journey.before).to(dtype)
+        moved = gradient.to(dtype).div_(state.before) if wider else gradient.div_(state.before).to(dtype)
 
     def arrived(future: Any) -> Tensor:
         (total,) = future.value()
-        if total is not gradient and divided(total, gradient, journey.after) is not None:
+        if total is not gradient and divided(total, gradient, state.after) is not None:
             return gradient
         if wider:
-            return gradient.copy_(total if journey.after == 1 else total.div_(journey.after))
+            return gradient.copy_(total if state.after == 1 else total.div_(state.after))
         gradient.copy_(total)
-        return gradient if journey.after == 1 else gradient.div_(journey.after)
+        return gradient if state.after == 1 else gradient.div_(state.after)
 
     return dist.all_reduce(moved, async_op=True).get_future().then(arrived)
 
@@ -416,7 +416,7 @@ class Load:
 
 
 class Carried:
-    """What PowerSGD carries over from one step to the next on this rank: what the last journey left out, the matrices, and the count.
+    """What PowerSGD carries over from one step to the next on this rank: what the last reduction left out, the matrices, and the count.
 
     Args:
         state: torch's, which the hook has.

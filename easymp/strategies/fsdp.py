@@ -27,7 +27,7 @@ from ..distributed import World
 from ..errors import PrepareError, SettingError, StepError, nearest
 from ..optim.partition import check_sums
 from ..precision.mixed import as_if_fp32
-from ..protocols import Counting, Layout, Manner, nowhere, pieces
+from ..protocols import Counting, Layout, WrapContext, nowhere, pieces
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sparse
 from .meta_init import materialise, on_meta
 from .single import Released, Single, clip_to_norm, counting
@@ -133,12 +133,12 @@ class FSDP(Single):
         return shards_of(model, options, size)
 
     def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
     ) -> nn.Module:
         names = names_of(model, optimizers)
         ignored = matching(model, self.options.ignore)
         check_shardable(model, ignored)
-        policy = manner.policy
+        policy = context.policy
         policy.decide(model)
         model = policy.convert(model)
         whole = [p for name, p in model.named_parameters() if name in ignored]
@@ -151,7 +151,7 @@ class FSDP(Single):
             group = groups.get(id(part), ())
             if group and finished.issuperset(map(id, group)):
                 for module in group:
-                    take_rank_0s(module, self._world, manner.place)
+                    take_rank_0s(module, self._world, context.place)
                 parts.extend(
                     shard(group, self._over(), self.options, self._world.device, whole, policy.gather)
                 )
@@ -159,14 +159,14 @@ class FSDP(Single):
         if on_meta(model):
             # A block is drawn whole and then sharded: drawn as shards, all ranks would have the same numbers in different places.
             materialise(
-                model, self._world.device if manner.place else torch.device("cpu"), manner.initialize, take
+                model, self._world.device if context.place else torch.device("cpu"), context.initialize, take
             )
         else:
             for part in bottom_up(model):
                 take(part)
         rebind(model, optimizers, names)
         module = policy.forward(model, self._world.device)
-        manner.compile(module)
+        context.compile(module)
         sharded = Sharded(module, model, parts, self._world, self.options, whole, policy.gather)
         sharded.early, sharded.replicated = bool(self.early), len(self._shape) > 1
         sharded.watch_parts()

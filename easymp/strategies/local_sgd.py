@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..distributed import World
 from ..errors import EasympWarning, RefusedError, SettingError
-from ..protocols import Manner
+from ..protocols import WrapContext
 from .ddp import DDP
 from .single import Framed, Single
 
@@ -74,18 +74,18 @@ class LocalTraining(Single):
         world.settling.append(self._settle)
 
     def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
     ) -> nn.Module:
-        if manner.place:
+        if context.place:
             model.to(self._world.device)
-        model = manner.policy.convert(model)
+        model = context.policy.convert(model)
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 if tensor.numel():
                     tensor.copy_(self._world.broadcast(tensor))
         self._models.append(model)
-        module = manner.policy.forward(model, self._world.device)
-        manner.compile(module)
+        module = context.policy.forward(model, self._world.device)
+        context.compile(module)
         return Framed(module)
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -28,7 +28,7 @@ from ..base.lazy import modules_at_first_use
 from ..distributed import World
 from ..errors import PrepareError, SettingError, nearest
 from ..optim.torch_step import multiply, values
-from ..protocols import Counting, Layout, Manner
+from ..protocols import Counting, Layout, WrapContext
 from .meta_init import LEFT
 from .pipeline_cuts import Cuts, Survey, balance, candidates, choose
 from .single import Released, Single, counting
@@ -177,13 +177,13 @@ class Pipeline(Single):
         return Layout(cut, cut, cut, cut, note="the fullest rank, as far as it shows without a batch")
 
     def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
     ) -> nn.Module:
         if type(model) in (nn.ModuleList, nn.ModuleDict):
             raise PrepareError(
                 f"a {type(model).__name__} cannot be called, so it has no stages: put it into a module with a forward"
             )
-        policy = manner.policy
+        policy = context.policy
         policy.decide(model)
         model = policy.convert(model)
         places = candidates(model, self.options.splits or ())
@@ -205,7 +205,7 @@ class Pipeline(Single):
 
         def divide(found: Survey) -> tuple[Cuts, list[pipeline_stage.SharedParameter]]:
             cuts = choose(model, found, options.splits, stages)
-            return cuts, self._divide(model, cuts, manner)
+            return cuts, self._divide(model, cuts, context)
 
         count = options.microbatches or self._world.size
         return pipeline_stage.Pipelined(module, model, places, self._world, options.schedule, count, divide)
@@ -226,7 +226,9 @@ class Pipeline(Single):
         self._optimizers.append(optimizer)
         return optimizer
 
-    def _divide(self, model: nn.Module, cuts: Cuts, manner: Manner) -> list[pipeline_stage.SharedParameter]:
+    def _divide(
+        self, model: nn.Module, cuts: Cuts, context: WrapContext
+    ) -> list[pipeline_stage.SharedParameter]:
         """Keep this rank's stages of `model`; returns the parameters that other ranks hold, too."""
         rank, size = self._world.rank, self._world.size
         shared = []
@@ -236,7 +238,7 @@ class Pipeline(Single):
                 users = tuple(sorted({stage % size for stage in cuts.users[name]}))
                 if rank not in users:
                     self._let_go(name, tensor)
-                elif manner.place:
+                elif context.place:
                     tensor.data = tensor.data.to(self._world.device)
                 if isinstance(tensor, nn.Parameter):
                     self._homes[id(tensor)] = users[0]
@@ -254,7 +256,7 @@ class Pipeline(Single):
         for module in candidates(model, cuts.begins).values():
             mine = [*module.parameters(), *module.buffers()]
             if mine and not any(t.is_meta for t in mine):
-                manner.compile(module)
+                context.compile(module)
         return shared
 
     @staticmethod

@@ -453,10 +453,10 @@ class Batch:
                 "an input of a pipelined model requires a gradient, which only the first stage could compute: detach it"
             )
         autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-        manner = (root.training, flags, autocast, self.trains)
+        context = (root.training, flags, autocast, self.trains)
         self._key = int(torch.randint(1 << 62, (), device="cpu"))
         with own_stream(0, 0, device):  # a survey may draw numbers
-            self._surveys = [pipelined.survey(*part[:2], manner) for part in self.parts]
+            self._surveys = [pipelined.survey(*part[:2], context) for part in self.parts]
         self.loss: Any = None
         self._loss_fn: Callable[..., Any] | None = None
         self._summed = False
@@ -645,9 +645,9 @@ class Pipelined(nn.Module):
         for shared in self.shared:
             shared.watch()
 
-    def survey(self, args: Any, kwargs: Any, manner: Any) -> Survey:
+    def survey(self, args: Any, kwargs: Any, context: Any) -> Survey:
         """What crosses the cuts for a micro-batch of this form. The first one divides the model."""
-        key = (manner, form_of((args, kwargs)))
+        key = (context, form_of((args, kwargs)))
         if self.cuts is None:
             seen = self.world.gather_objects((str(form_of((args, kwargs))), self.root.training))
             if any(s != seen[0] for s in seen):

@@ -16,7 +16,7 @@ from ..errors import RefusedError, SettingError, StepError
 from ..logging import get_logger
 from ..optim.torch_step import multiply, values
 from ..options import DistributedDataParallelKwargs
-from ..protocols import Counting, Facts, Layout, Manner, Refusal
+from ..protocols import Counting, Facts, Layout, Refusal, WrapContext
 
 logger = get_logger(__name__)
 
@@ -71,12 +71,12 @@ class Single:
         return Layout()
 
     def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
     ) -> nn.Module:
-        if manner.place:
+        if context.place:
             model.to(self._world.device)
-        module = manner.policy.forward(manner.policy.convert(model), self._world.device)
-        manner.compile(module)
+        module = context.policy.forward(context.policy.convert(model), self._world.device)
+        context.compile(module)
         return module
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -190,9 +190,9 @@ class DataParallel(Single):
             self.only_forward = "calls copies of the model, by forward alone"
 
     def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
     ) -> nn.Module:
-        module = super().wrap(model, optimizers, manner)
+        module = super().wrap(model, optimizers, context)
         count = len(self._devices)
         if count < 2:
             logger.info("data_parallel: one device (%s), so the model runs as it is", self._world.device)

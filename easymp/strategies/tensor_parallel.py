@@ -23,7 +23,7 @@ from ..distributed import World
 from ..errors import BatchError, PrepareError, SettingError, StepError, nearest
 from ..optim.partition import check_sums
 from ..optim.torch_step import indifferent, values
-from ..protocols import Counting, Layout, Manner
+from ..protocols import Counting, Layout, WrapContext
 from .blocks import ATOMS
 from .fsdp import (
     SHARDS,
@@ -196,17 +196,17 @@ class TensorParallel(Single):
         return self._grid
 
     def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
     ) -> nn.Module:
         names = names_of(model, optimizers)
         _check_whole(model)
         if self.data_size > 1:
             check_shardable(model)
-        policy, options = manner.policy, self.options
+        policy, options = context.policy, self.options
         policy.decide(model)
         model = policy.convert(model)
         parts = read_plan(model, options.plan, self._size, options.sequence_parallel)
-        if manner.place:
+        if context.place:
             model.to(self._world.device)
             rebind(model, optimizers, names)  # where torch is told to swap parameters when they move
             names = names_of(model, optimizers)
@@ -233,7 +233,7 @@ class TensorParallel(Single):
         rebind(model, optimizers, names)
         self._names.update((id(p), name) for name, p in model.named_parameters())
         module = policy.forward(model, self._world.device)
-        manner.compile(module)
+        context.compile(module)
         split = Split(module)
         if not pieces:
             return split

@@ -17,7 +17,7 @@ from ..distributed import World
 from ..optim.partition import packed_at_once
 from ..optim.sharded import ShardedOptimizer
 from ..options import DistributedDataParallelKwargs
-from ..protocols import Layout, Manner, pieces
+from ..protocols import Layout, WrapContext, pieces
 from .blocks import refuse_sparse
 from .ddp import DDP
 from .single import Single
@@ -54,10 +54,10 @@ class ZeRO1(DDP):
         return DDP.layout(model, options, size, local_size)._replace(states=pieces(size), gathered=packed)
 
     def wrap(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], manner: Manner
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
     ) -> nn.Module:
         refuse_sparse(model, "zero1 cuts dense ones only")
-        module = super().wrap(model, optimizers, manner)
+        module = super().wrap(model, optimizers, context)
         self._frozen.update(id(p) for p in model.parameters() if not p.requires_grad)
         return module
 

@@ -28,7 +28,7 @@ from ..logging import get_logger
 from ..options import DataLoaderConfiguration
 from ..precision import Scaler
 from ..precision.mixed import LOW, raise_weights
-from ..protocols import Choice, Manner, Precision, Strategy
+from ..protocols import Choice, Precision, Strategy, WrapContext
 from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise
@@ -261,7 +261,9 @@ class Preparation:
         if methods:
             self._precision.decide(model)  # a timing would be one of forward
         compile_whole = self._compiling.whole if self._compiling else lambda module: None
-        wrapped = strategy.wrap(model, optimizers, Manner(self._precision, place, initialize, compile_whole))
+        wrapped = strategy.wrap(
+            model, optimizers, WrapContext(self._precision, place, initialize, compile_whole)
+        )
         if world.size > 1:
             world.hurry_groups()
         summed = strategy.sums and self._run.window.accumulation != 1

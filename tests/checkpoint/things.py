@@ -42,14 +42,14 @@ class Rows:
         self.box = Box((rank * rows, 0), (rows, columns))
         self.all = torch.randint(0, 100, (5,), generator=generator, dtype=torch.uint8)
 
-    def bring(self, into: Snapshot) -> None:
+    def collect(self, into: Snapshot) -> None:
         into.parts["model/rows", self.box] = self.mine
         into.brought.append(Brought("model/rows", self.mine.dtype, self.shape, self.box))
         into.states["model"] = {"rows": {"$": "tensor", "name": "model/rows"}}
         into.add("state/all", {"all": self.all, "seed": self.seed})
         into.add("state/own", self.seed + self.rank, own=True)
 
-    def take(self, source: Reading) -> Callable[[], None]:
+    def restore(self, source: Reading) -> Callable[[], None]:
         mine, rest = source.part("model/rows", self.box), source.state("state/all")
         own = source.state("state/own", own=True)
         assert "model" in source
@@ -72,11 +72,11 @@ class Fails:
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def bring(self, into: Snapshot) -> None:
+    def collect(self, into: Snapshot) -> None:
         if into.rank == self._rank:
             raise ValueError("the state is lost")
 
-    def take(self, source: Reading) -> Callable[[], None]:
+    def restore(self, source: Reading) -> Callable[[], None]:
         return lambda: None
 
 

@@ -8,7 +8,7 @@ from easymp.cuda import casts, cupy_launcher
 from easymp.cuda.cupy_launcher import CupyLauncher, Unavailable
 from easymp.optim.masters import Masters, Sums
 from easymp.precision import Scaler
-from easymp.strategies.ddp import Journey, all_reduce
+from easymp.strategies.ddp import CommHookState, all_reduce
 
 from .compiled import CompiledLauncher
 
@@ -78,7 +78,7 @@ def reduce_in(dtype, before, after, kernels):
         casts.launcher_with = lambda device, wanted: CompiledLauncher()
     torch.manual_seed(torch.distributed.get_rank())
     gradient = torch.randn(1000)
-    return all_reduce(Journey(dtype, before, after), Bucket(gradient)).wait()
+    return all_reduce(CommHookState(dtype, before, after), Bucket(gradient)).wait()
 
 
 class Bucket:

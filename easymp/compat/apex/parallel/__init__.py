@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ....errors import RefusedError
 from ....optim import larc
 from ....strategies import batchnorm
-from ....strategies.ddp import UNFINISHED, Journey, all_reduce
+from ....strategies.ddp import UNFINISHED, CommHookState, all_reduce
 from ..amp.optimizers import Stepping
 from ..layer import ApexError, layer
 
@@ -226,7 +226,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         before = float(gradient_predivide_factor)
         after = dist.get_world_size() / before if gradient_average else 1.0
         # torch's reducer keeps it for good: it must not lead back to this module.
-        self._way = Way(Journey(torch.float32 if allreduce_always_fp32 else None, before, after))
+        self._way = Way(CommHookState(torch.float32 if allreduce_always_fp32 else None, before, after))
         self.register_comm_hook(self._way, _travel)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -258,7 +258,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 class Way:
     """How gradients travel, and whether they stay."""
 
-    journey: Journey
+    state: CommHookState
     alone: bool = False
 
 
@@ -280,7 +280,7 @@ def _refuse(shared: Any, split: Any, retain: Any, communicators: Any) -> None:
 # No annotations of torch's own: it compares those of a hook with its types.
 def _travel(way, bucket):  # type: ignore[no-untyped-def]
     if not way.alone:
-        return all_reduce(way.journey, bucket)
+        return all_reduce(way.state, bucket)
     stays: Any = torch.futures.Future()
     stays.set_result(bucket.buffer())
     return stays
