@@ -69,6 +69,19 @@ def test_lines_that_are_commented_out_read_as_settings_once_uncommented():
         assert f"\n{unset(name)}\n" in compose({}, {}, {})
 
 
+def test_options_of_another_file_join_those_of_the_same_strategy():
+    text = 'strategy = "fsdp"\n[strategy_options]\nreshard_after_forward = false  # fast\nsize = 1\n'
+    edited = edit(text, {"strategy": "fsdp"}, {}, {"cpu_offload": True, "size": 2})
+    assert tomllib.loads(edited)["strategy_options"] == {
+        "reshard_after_forward": False,
+        "size": 2,
+        "cpu_offload": True,
+    }
+    assert "# fast" in edited
+    edited = edit(text, {"strategy": "tensor_parallel"}, {}, {"size": 2})
+    assert tomllib.loads(edited)["strategy_options"] == {"size": 2}
+
+
 # -- files that people wrote -------------------------------------------------------------------------------------------
 
 # Ways to write `seed`, `strategy`, `processes` and `nodes`, alone and beside others; each with comments that have to stay.

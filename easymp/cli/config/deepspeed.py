@@ -295,7 +295,7 @@ DEEPSPEED: Rules = {
     ),
     "compile": {
         "enabled": switch("compile", "model"),
-        "backend": "in the script: compile=CompileOptions(backend={value})",
+        "backend": "in the script: compile=CompileOptions(backend='{value}')",
         "kwargs": "in the script: compile=CompileOptions(...)",
     },
     "data_types": {"grad_accum_dtype": "no counterpart: sums of low-precision gradients are kept in fp32"},

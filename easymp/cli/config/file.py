@@ -119,8 +119,8 @@ def edit(
     wanted = tomllib.loads(text)
     changed = {name: value for name, value in values.items() if not _says(wanted, name, value)}
     options = {name: list(v) if isinstance(v, tuple) else v for name, v in (options or {}).items()}
-    if wanted.get(OPTIONS, {}) == options or not options:
-        options = {}
+    there = wanted.get(OPTIONS, {}) if options and _says(wanted, "strategy", values.get("strategy")) else {}
+    options = options if {**there, **options} != wanted.get(OPTIONS, {}) else {}
     if not changed and not options:
         return text
     tomlkit = library("tomlkit", "to edit an existing file")
@@ -128,7 +128,7 @@ def edit(
         table = wanted.setdefault(LAUNCH, {}) if name in LAUNCHING else wanted
         table[name] = None if value is None else _plain(name, value)
     if options:
-        wanted[OPTIONS] = options
+        wanted[OPTIONS] = {**there, **options}
     edited = text.replace("\r\n", "\n")
     edited += "\n" * (not edited.endswith("\n") and bool(edited))
     for name, value in changed.items():
@@ -137,7 +137,9 @@ def edit(
         document = tomlkit.parse(edited)
         for name, value in changed.items():
             _put(tomlkit, document, name, value, whys.get(name, ""))
-        if options:
+        if options and there:
+            document[OPTIONS].update(options)
+        elif options:
             document[OPTIONS] = tomlkit.item(options)
         edited = tomlkit.dumps(document)
         edited = re.sub(rf'(?m)^.*\b(\w+)["\']?\s*=\s*"{REMOVED}"[ \t]*(.*)$', _commented_out, edited)

@@ -365,8 +365,8 @@ def _finish(text: str, there: file.Target, dry_run: bool) -> None:
 def _tell_foreign(name: str, foreign: Importer, draft: Draft) -> None:
     title(f"What becomes of {name} ({foreign.library})")
     for key, became in foreign.lines:
-        say(key)
-        say(became, indent=4)
+        print(wrap(plain(key)))
+        print(wrap(f"    {plain(became)}", " " * 4))  # without a full stop: it may be code
     if draft.assumed:
         say(
             f"Strategy {foreign.settings['strategy']} is for several processes, and this machine would start one: the "
