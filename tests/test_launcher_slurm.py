@@ -294,7 +294,7 @@ def test_command_takes_the_project_s_word(train, capsys, tmp_path):
         (["print", "train.py"], "say how many processes each is to run"),
         (
             ["print", "--node-rank", "1", "train.py"],
-            "--node-rank 1 is one node's, and --slurm starts them all",
+            "--node-rank 1 is for one node, and --slurm starts them all",
         ),
         (["prnt", "train.py"], "it takes print or submit"),
     ],

@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _slurm(args: argparse.Namespace, wanted: settings.Launching) -> int:
     asked = slurm.asked(args.slurm)
-    check_script(args.script, args.module)
+    if not args.module:  # the job may find modules that this machine does not have
+        check_script(args.script, module=False)
     if args.node_rank is not None:
         raise SettingError(
             f"--node-rank {args.node_rank} is for one node, and --slurm starts them all: leave it out"

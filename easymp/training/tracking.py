@@ -42,10 +42,10 @@ class Tracking:
         optimizers: Sequence[PreparedOptimizer],
     ) -> None:
         self._run, self._project, self._optimizers = run, project, optimizers
-        self._names = trackers.choose(asked.log_with or "jsonl", asked.source("log_with")[1], own)
+        self.names = trackers.choose(asked.log_with or "jsonl", asked.source("log_with")[1], own)
         self._main = run.world.rank == 0
         folder = Path(project.logging_dir or os.curdir)
-        self.logbook = trackers.Logbook(self._names if self._main else [], own, folder, self._facts)
+        self.logbook = trackers.Logbook(self.names if self._main else [], own, folder, self._facts)
         self._calls = 0
 
     def _facts(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Tracking:
         for name in options:
             if name in trackers.TRACKERS and not trackers.TRACKERS[name].takes_options:
                 raise SettingError(f"log_kwargs: {name} takes nothing beside values and step. Leave it out")
-        if self._main and row and (self._names or self.logbook.attached):
+        if self._main and row and (self.names or self.logbook.attached):
             self.logbook.log(trackers.Row(step, time.time(), row, options, updates))
 
     def all(self) -> list[Any]:
@@ -98,7 +98,7 @@ class Tracking:
 
     def _check_place(self) -> None:
         place = self._project.logging_dir or ""
-        in_files = [name for name in self._names if name in trackers.TRACKERS]
+        in_files = [name for name in self.names if name in trackers.TRACKERS]
         if "://" in place and in_files:
             raise SettingError(
                 f"{in_files[0]} writes to a local folder, and the project is at {place}: pass "
@@ -111,8 +111,8 @@ class Tracking:
         return {name.lower(): given for name, given in (options or {}).items()}
 
     def _check_name(self, name: str, where: str) -> None:
-        if not isinstance(name, str) or name.lower() not in self._names:
-            near = nearest(str(name), self._names) or "."
+        if not isinstance(name, str) or name.lower() not in self.names:
+            near = nearest(str(name), self.names) or "."
             raise SettingError(
-                f"{where}: {name!r} is no tracker of this run{near} It has: {', '.join(self._names) or 'none'}"
+                f"{where}: {name!r} is no tracker of this run{near} It has: {', '.join(self.names) or 'none'}"
             )

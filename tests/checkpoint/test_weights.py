@@ -192,7 +192,8 @@ def loaded(label: str, place: dict[str, str], when: str) -> list[tuple[str, int,
             model = acc.prepare(model)
             if when == "in use":  # a pipeline is cut by its first call
                 spread = acc._prepared.strategy
-                model(torch.randn(BATCH, 12).chunk(spread.data_size)[spread.data_rank])
+                with torch.no_grad():
+                    model(torch.randn(BATCH, 12).chunk(spread.data_size)[spread.data_rank])
             read = 0
             if when != "before":
                 with counting() as count:

@@ -114,7 +114,8 @@ def test_the_table_and_the_reason_of_a_failure(
     assert lines[3] == "bf16 failed: RefusedError: no\\x1b[2J" and "\x1b" not in out
     assert "Only fp32 finished" in out and lines[-1] == "wrote out/compare.json"
     assert err.splitlines()[:2] == ["1/2 fp32 … finished after 14.0 s", "2/2 bf16 … failed after 3 s"]
-    assert "no_such_package is not installed" in err and "pip install 'easymp[report]'" in err
+    said = " ".join(err.split())
+    assert "no_such_package is not installed" in said and "pip install 'easymp[report]'" in said
 
 
 def test_json_is_one_object(script: str, asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from easymp import Accelerator
 from easymp.base.dtensor import local
 from easymp.distributed import hang_report
 
-from .models import make, whole
+from .models import make, mean_square, train_step, whole
 from .ways import WAYS, Way
 
 SEVERAL = [label for label, way in WAYS.items() if way.sizes[0] > 1]
@@ -32,11 +32,13 @@ def overflow(way: Way, where: str) -> list[tuple[bool, float, bool]]:
         model = make("mlp")
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for step in range(3):
-            outputs = model(torch.randn(8, 12))
+            bad = step == 1 and acc.process_index == acc.num_processes - 1
+            factor = torch.inf if bad and where == "loss" else 1
+            train_step(
+                acc, model, lambda outputs, factor=factor: outputs.sum() / 1000 * factor, torch.randn(8, 12)
+            )
             here = [p for p in model.parameters() if not p.is_meta]
             before = [whole(p) for p in here]
-            bad = step == 1 and acc.process_index == acc.num_processes - 1
-            acc.backward(outputs.sum() / 1000 * (torch.inf if bad and where == "loss" else 1))
             if bad and where == "gradients":
                 for p in here:
                     if p.grad is not None:
@@ -64,12 +66,16 @@ def killed(way: Way, victim: int, where: str) -> None:
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for step in range(4):
             bad = step == 2 and acc.process_index == victim
-            if bad and where == "forward":
+            one_call = way.options.get("schedule", "gpipe") != "gpipe"
+            if bad and (where == "forward" or (one_call and where == "backward")):
                 os.kill(os.getpid(), signal.SIGKILL)
-            loss = model(torch.randn(8, 12)).square().mean()
-            if bad and where == "backward":
-                os.kill(os.getpid(), signal.SIGKILL)
-            acc.backward(loss)
+            if one_call:
+                acc.forward_backward(model, mean_square, torch.randn(8, 12))
+            else:
+                loss = mean_square(model(torch.randn(8, 12)))
+                if bad and where == "backward":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                acc.backward(loss)
             acc.clip_grad_norm_(model.parameters(), 1.0)
             if bad and where == "step":
                 os.kill(os.getpid(), signal.SIGKILL)

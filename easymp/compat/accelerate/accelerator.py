@@ -138,7 +138,7 @@ class Accelerator(accelerator.Accelerator):
         super().log(values, step, self._for_this_run(log_kwargs))
 
     def _for_this_run(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
-        known = {word.value for word in LoggerType} - set(self._tracker_names)
+        known = {word.value for word in LoggerType} - set(self._tracking.names)
         return {name: given for name, given in (options or {}).items() if str(name).lower() not in known}
 
     @property
