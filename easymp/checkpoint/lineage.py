@@ -177,10 +177,12 @@ class Line:
     def loaded(self, storage: Storage, folder: str, manifest: Manifest) -> None:
         """The run continues from this checkpoint."""
         self.last, self._loaded = Saved(folder, manifest.written, manifest.step, manifest.lineage), storage
+        self._surveyed.clear()  # what this run saved after it is on another line now
 
     def begin_anew(self) -> None:
         """The run continues from a checkpoint that easymp did not write."""
         self.last = self._loaded = None
+        self._surveyed.clear()
 
     def next(self, storage: Storage, name: str, step: int) -> Saved:
         """The checkpoint that is about to be saved. It comes after all that are there, even if clocks disagree or went back."""

@@ -235,7 +235,9 @@ class Live:
     tensor: Tensor
     names: list[str] = field(default_factory=list)
     stored: Stored | None = None
-    twins: list[str] = field(default_factory=list)  # further names in the files of this one tensor
+    twins: dict[str, Stored] = field(
+        default_factory=dict
+    )  # under further names in the files of this one tensor
 
 
 def name_of(model: nn.Module) -> str:
@@ -312,14 +314,15 @@ def match(source: Source, renamed: Mapping[str, str], live: Mapping[str, Live]) 
         if not there:
             missing.append(one.names[0])
             continue
-        found[there[0]] = as_complex(found[there[0]], one.tensor)
-        if found[there[0]].shape != tuple(one.tensor.shape):
+        stored = as_complex(found[there[0]], one.tensor)
+        if stored.shape != tuple(one.tensor.shape):
             misshapen.append(
-                f"{there[0]} ({list(found[there[0]].shape)} in the files, {list(one.tensor.shape)} in the model)"
+                f"{there[0]} ({list(stored.shape)} in the files, {list(one.tensor.shape)} in the model)"
             )
         else:
-            one.stored = found[there[0]]
-            one.twins = [name for name in there[1:] if found[name] is not one.stored]
+            one.stored = stored
+            others = {name: found[name] for name in there[1:] if found[name] is not found[there[0]]}
+            one.twins = {name: as_complex(twin, one.tensor) for name, twin in others.items()}
     unexpected = [name for name, plain in renamed.items() if plain not in live]
     return Skipped(tuple(missing), tuple(unexpected), tuple(misshapen))
 

@@ -98,7 +98,7 @@ def load_weights(
         found = [one for one in found if not one.tensor.is_meta]
     for one in found:
         place_of(one.tensor)  # raises for a layout that cannot be written to
-    _check_twins(source, renamed, found)
+    _check_twins(source, found)
     if bare := {id(one.tensor) for one in found if one.tensor.is_meta}:
         _check_buffers(model)
         _allocate(model, bare, device, wanted if isinstance(wanted, torch.dtype) else None)
@@ -152,12 +152,10 @@ def _read_device(device_map: Any) -> torch.device:
     )
 
 
-def _check_twins(source: Source, renamed: Mapping[str, str], chosen: Sequence[Live]) -> None:
+def _check_twins(source: Source, chosen: Sequence[Live]) -> None:
     """Several tensors in the files that are one in the model must have the same value."""
-    back = {plain: name for name, plain in renamed.items()}
     for one in chosen:
-        for twin in one.twins:
-            stored = source.tensors[back[twin]]
+        for twin, stored in one.twins.items():
             assert one.stored is not None
             same = (stored.shape, stored.dtype) == (one.stored.shape, one.stored.dtype)
             if not (same and _equal(source, one.stored, stored)):

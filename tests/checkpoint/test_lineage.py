@@ -154,6 +154,22 @@ def test_a_name_of_the_abandoned_line_is_taken_and_both_stay(place: str, caplog:
     assert resumed(place) == ("step-00000014", 14)
 
 
+def test_a_run_that_goes_back_leaves_its_own_later_checkpoints_aside(place: str) -> None:
+    with run(place) as it:
+        it.to(8, 10, 12)
+        it.acc.load_state(f"{place}/checkpoints/step-00000008")
+        it.pace = 2.0
+        it.to(10)
+        assert it.weight == 12
+    assert resumed(place) == ("step-00000010", 12)
+    assert listed(place) == {
+        "step-00000008": "",
+        "step-00000010'": "abandoned",
+        "step-00000012": "abandoned",
+        "step-00000010": "newest",
+    }
+
+
 def test_a_run_without_resume_begins_a_line_and_the_older_one_stays(place: str, caplog: Any) -> None:
     with run(place, limit=2) as it:
         it.to(10, 20)

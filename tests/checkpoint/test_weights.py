@@ -295,6 +295,23 @@ def test_both_names_of_a_tied_weight_must_agree(tmp_path: Path) -> None:
     check(model, state)
 
 
+@pytest.mark.parametrize("names", [("first",), ("first", "second")])
+def test_tied_complex_weights(tmp_path: Path, names: tuple[str, ...]) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = self.second = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+
+    saved, live = Tied(), Tied()
+    Accelerator().save_model(saved, tmp_path)
+    if len(names) == 2:
+        parts = torch.view_as_real(saved.first.detach())
+        save_file({name: parts.clone() for name in names}, tmp_path / "model.safetensors")
+    assert not load_weights(live, tmp_path)
+    assert live.first is live.second
+    assert torch.equal(live.first, saved.first)
+
+
 def test_an_untied_model_takes_what_the_file_says_of_other_names(tmp_path: Path) -> None:
     model: Any = make("tied")
     model.head.weight = nn.Parameter(torch.zeros_like(model.embed.weight))
