@@ -293,7 +293,11 @@ def train() -> str:
     return said
 
 
-NO_MPI = "" if shutil.which("mpirun") else "mpirun (Debian's openmpi-bin) is not on PATH"
+NO_MPI = (
+    ""
+    if shutil.which("mpirun")
+    else "an optional package is not installed: openmpi-bin (mpirun is not on PATH)"
+)
 
 
 def by_mpirun(program: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -324,7 +328,7 @@ def another_host(tmp_path) -> str:
         shutil.which("unshare") is None
         or subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False).returncode
     ):
-        pytest.skip("unshare --uts, which needs root, cannot give a process another host's name")
+        pytest.skip("needs hardware: two hosts, or a user who may run unshare --uts in their place")
     agent = tmp_path / "agent"
     agent.write_text('#!/bin/bash\nhost=$1; shift\nexec unshare --uts bash -c "hostname $host; $*"\n')
     agent.chmod(0o755)
@@ -372,7 +376,8 @@ TorchTrainer(work, train_loop_config={"out": sys.argv[1]}, scaling_config=scalin
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'easymp[ray]'"
+    importlib.util.find_spec("ray") is None,
+    reason="an optional package is not installed: ray (the extra 'ray')",
 )
 def test_ray_train(ranks, tmp_path):
     """Its workers open a process group, and train in a thread."""

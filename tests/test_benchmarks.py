@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 MISSING = [name for name in ("accelerate", "lightning_fabric") if find_spec(name) is None]
 
 pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"compares with {' and '.join(MISSING)}: install the extra 'bench'"
+    bool(MISSING), reason=f"optional packages are not installed: {' and '.join(MISSING)} (the extra 'bench')"
 )
 
 

@@ -43,7 +43,7 @@ def test_real_files_pass(target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(
-    importlib.util.find_spec("atheris") is None, reason="needs atheris, which has wheels for Linux on x86_64"
+    importlib.util.find_spec("atheris") is None, reason="an optional package is not installed: atheris"
 )
 def test_more_than_a_hundred_thousand_inputs() -> None:
     """None crashes, hangs, or takes memory: libFuzzer's limits are in `fuzz`."""

@@ -52,10 +52,10 @@ def test_the_first_find_wins_and_the_misses_before_it_are_told(fresh, monkeypatc
     assert (here.vendor, here.devices, here.looked_for) == ("amd", (card,), ("no NVIDIA GPU: none",))
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs hardware whose system forks, such as Linux")
 @pytest.mark.skipif(
     torch.version.cuda is not None or torch.version.hip is not None,
-    reason="torch for a GPU may have to ask it",
+    reason="needs hardware without a GPU: torch built for one may have to ask it",
 )
 def test_nothing_is_initialised_and_a_fork_can_detect():
     code = (
