@@ -95,15 +95,22 @@ def in_a_way(strategy: str, options: dict[str, Any], folder: str) -> Any:
         return prof.breakdown.time, prof.breakdown.hidden, len(prof.ranks), prof.summary()
 
 
+RUNS: dict[str, tuple[str, dict[str, Any], int]] = {
+    name: (way.strategy, dict(way.options), way.sizes[0]) for name, way in WAYS.items()
+}
+RUNS |= {
+    f"pipeline {schedule}": ("pipeline", {"schedule": schedule, "microbatches": 4}, 2)
+    for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+}
 FAST = ("single", "fsdp", "pipeline")
 
 
-@pytest.mark.parametrize("way", [w if w in FAST else pytest.param(w, marks=pytest.mark.slow) for w in WAYS])
+@pytest.mark.parametrize("way", [w if w in FAST else pytest.param(w, marks=pytest.mark.slow) for w in RUNS])
 def test_every_strategy(ranks: Any, tmp_path: Path, way: str) -> None:
-    chosen = WAYS[way]
-    results = ranks(in_a_way, chosen.strategy, dict(chosen.options), str(tmp_path), processes=chosen.sizes[0])
-    assert results[0][2] == chosen.sizes[0]
+    strategy, options, processes = RUNS[way]
+    results = ranks(in_a_way, strategy, options, str(tmp_path), processes=processes)
+    assert results[0][2] == processes
     for time_, _, _, text in results:
         assert {"data wait", "forward", "backward", "optimizer"} <= set(time_)
-        assert ("communication" in time_) == (chosen.sizes[0] > 1), text
-    assert len(list(tmp_path.glob("rank*.json"))) == chosen.sizes[0]
+        assert ("communication" in time_) == (processes > 1), text
+    assert len(list(tmp_path.glob("rank*.json"))) == processes
