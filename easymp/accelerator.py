@@ -544,7 +544,7 @@ class Accelerator(Processes, Checkpoints):
             self._world.trains_here()
             if window.sync and not self._alone and not summed:
                 modules = [model.route.module for model in prepared.models]
-                check = prepared.strategy.backward_check(modules, bool(kwargs.get("create_graph")))
+                check = prepared.strategy.after_backward(modules, bool(kwargs.get("create_graph")))
         try:
             loss.backward(**kwargs)
         except RuntimeError as error:

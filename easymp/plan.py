@@ -245,7 +245,7 @@ def incompatible(precision: type[Precision], strategy: type[Strategy]) -> Refusa
             f"{precision.name} steps fp32 masters of its parameters, for which {strategy.name} has no place",
             "use bf16, or fp16, which keeps the parameters themselves in fp32",
         )
-    if precision.swaps and not strategy.whole:
+    if precision.swaps and strategy.splits_layers:
         return Refusal(
             f"the layers of {precision.name} take whole tensors, and {strategy.name} gives them parts",
             "use bf16, or strategy='fsdp'",

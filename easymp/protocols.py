@@ -1,4 +1,4 @@
-"""What packages promise each other, and the small records that travel between them."""
+"""Interfaces between packages, and the small records that they exchange."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class Choice(Generic[T]):
-    """A decision, why it was taken, and who took it."""
+    """A decision, its reason, and its source."""
 
     value: T
     reason: str
@@ -38,7 +38,7 @@ class Choice(Generic[T]):
 
 
 class Refusal(NamedTuple):
-    """Why something cannot be done here, in one sentence, and the way out, in another."""
+    """Why something cannot be done here, and what to do instead; a sentence each."""
 
     reason: str
     remedy: str
@@ -48,9 +48,9 @@ class Refusal(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a strategy or precision is asked about: the machine and the world, both frozen records.
+    """The machine and the world, which decide whether a strategy or precision runs here.
 
-    `device` is the type training will run on (``"cpu"``, ``"cuda"`` …), `hardware` an `easymp.hardware.Hardware`.
+    `device` is the device type of the training (``"cpu"``, ``"cuda"`` …), `hardware` an `easymp.hardware.Hardware`.
     """
 
     hardware: Any
@@ -59,14 +59,14 @@ class Facts(NamedTuple):
 
 
 class WrapContext(NamedTuple):
-    """What a strategy does to any model, beside spreading it.
+    """What a strategy applies to a model while it wraps it.
 
     Attributes:
         policy: dtypes, and autocast.
         place: whether to move the model to the rank's device.
-        initialize: gives a module values whose tensors were on the meta device (see `materialise`).
-        compile: compiles the call of a module in place; does nothing unless the user asked for it. Called by the strategy on
-            the module that torch.compile should see whole.
+        initialize: gives values to a module that was built on the meta device (see `materialise`).
+        compile: compiles the call of a module in place, if the user asked for it. The strategy calls it on the module that
+            torch.compile should see whole.
     """
 
     policy: Precision
@@ -75,48 +75,48 @@ class WrapContext(NamedTuple):
     compile: Callable[[nn.Module], None] = lambda module: None
 
 
-Cut = Callable[[str, "Tensor"], int]
-"""A parameter's name and the parameter → how many of its elements the fullest rank holds."""
+Elements = Callable[[str, "Tensor"], int]
+"""Maps a parameter's name and the parameter to the number of its elements on the fullest rank."""
 
 
-def whole(name: str, parameter: Tensor) -> int:
-    """All of them: every rank holds the same."""
+def all_elements(name: str, parameter: Tensor) -> int:
+    """Every rank holds the whole parameter."""
     return parameter.numel()
 
 
-def nowhere(name: str, parameter: Tensor) -> int:
-    """None: it lies in other memory, such as the host's."""
+def no_elements(name: str, parameter: Tensor) -> int:
+    """The parameter is in other memory, such as the host's."""
     return 0
 
 
-def pieces(count: int) -> Cut:
-    """One of `count` pieces along dimension 0, as torch.chunk and FSDP2 cut: all of them as large as the first, if need be by padding."""
+def chunk_elements(count: int) -> Elements:
+    """A rank holds one of `count` chunks along dimension 0, each padded to the size of the first, as in torch.chunk and FSDP2."""
 
-    def cut(name: str, parameter: Tensor) -> int:
+    def elements(name: str, parameter: Tensor) -> int:
         rows = parameter.shape[0] if parameter.ndim else 1
         return -(-rows // count) * (parameter.numel() // rows) if rows else 0
 
-    return cut
+    return elements
 
 
 class Layout(NamedTuple):
-    """What one rank holds of a model in training, in elements; `easymp.training.memory` makes bytes of it.
+    """Elements that one rank holds of a model in training; `easymp.training.memory` converts them to bytes.
 
     Attributes:
-        weights, gradients: how parameters and their gradients are divided.
-        states: how the optimizer's states are, and fp32 master weights where a precision keeps them.
-        copies: how autocast's half-precision copies of weights are, when forward ends.
-        gathers: layers compute with gathered weights, which a half precision gathers in its own type, without copies.
-        gathered: elements of other ranks' weights that are here for a while, at the peak.
-        unreduced: elements of whole gradients, in the type of gathered weights, beside those in `gradients`, at the peak.
-        reducing: elements of gradients in buffers of communication, at the peak.
-        note: what is only approximately so.
+        weights, gradients: of a parameter, and of its gradient.
+        states: of each optimizer state, and of fp32 master weights.
+        copies: of autocast's half-precision copies of weights, at the end of forward.
+        gathers: layers compute with gathered weights, which half precisions gather in their own dtype, without copies.
+        gathered: other ranks' weights that are gathered here, at the peak.
+        unreduced: gradients that are whole, in the dtype of gathered weights, beside those in `gradients`, at the peak.
+        reducing: gradients in communication buffers, at the peak.
+        note: which figures are approximate.
     """
 
-    weights: Cut = whole
-    gradients: Cut = whole
-    states: Cut = whole
-    copies: Cut = whole
+    weights: Elements = all_elements
+    gradients: Elements = all_elements
+    states: Elements = all_elements
+    copies: Elements = all_elements
     gathers: bool = False
     gathered: int = 0
     unreduced: int = 0
@@ -125,11 +125,12 @@ class Layout(NamedTuple):
 
 
 class Counting(NamedTuple):
-    """How Σ g² over all gradients comes about on the ranks, each element counted once.
+    """How the ranks compute Σ g² over all gradients, each element once.
 
     Attributes:
-        copies: of a parameter, on how many ranks each element of its gradient lies, of those that `add` adds up; 0: others count it.
-        add: adds up a tensor over the ranks, in place; None: gradients are whole on every rank.
+        copies: number of ranks, among those that `add` sums over, that hold each element of a parameter's gradient; 0: other ranks
+            count it.
+        add: sums a tensor over the ranks, in place; None: gradients are whole on every rank.
         settle: gives a parameter's gradient the layout of the parameter; a collective.
     """
 
@@ -139,40 +140,38 @@ class Counting(NamedTuple):
 
 
 class Strategy(Protocol):
-    """How parameters and gradients are spread over the ranks.
+    """How parameters and gradients are distributed over the ranks. `strategies.single.Single` has the defaults.
 
     Ranks that see the same slice of the data are neighbours: ranks 0 and 1 of four with ``data_size`` 2.
     """
 
     name: ClassVar[str]
-    Options: ClassVar[type]  # the record of its options, which the constructor takes after the world
-    sharded: ClassVar[
+    Options: ClassVar[type]  # the record of its options, the constructor's second argument
+    sharded: ClassVar[bool]  # no rank holds the whole model; `wrap` gives meta parameters values part by part
+    splits_layers: ClassVar[bool]  # layers compute with parts of their tensors
+    local_updates: ClassVar[bool]  # ranks update by themselves, and parameters are averaged now and then
+    replicated: ClassVar[
         bool
-    ]  # no rank holds the whole model; `wrap` gives meta parameters values, part by part
-    whole: ClassVar[bool]  # layers see whole tensors in forward and backward
-    apart: ClassVar[bool]  # optimizer states of the same parameters differ from rank to rank
-    alike: ClassVar[bool]  # a plain parameter is the same on all ranks; where `apart`, after each averaging
+    ]  # plain parameters are equal on all ranks (with `local_updates`: when averaged)
     masters: ClassVar[bool]  # optimizers can step fp32 copies in place of low-precision parameters
+    late_loss: ClassVar[bool]  # the result of `loss` has its value only after backward
     data_rank: int  # the slice of the data that this process sees; under tensor parallelism 0 of 1
     data_size: int
-    data_group: dist.ProcessGroup | None  # one rank of each slice, this one among them; None: all ranks
-    late_loss: ClassVar[bool]  # what `loss` returns has its value only after backward
-    once: str  # why a gradient of a gradient cannot be had; "" where it can
+    data_group: dist.ProcessGroup | None  # one rank of each slice, with this one; None: all ranks
+    no_double_backward: str  # why a gradient of a gradient is refused; "" where it works
     only_forward: str  # why methods cannot be called as forward is, as "has …"; "" where they can
-    sums: (
-        bool  # fp32 sums of gradients are kept outside: under no_sync `.grad` is local, and `average` reduces
-    )
-    early: (
+    sums: bool  # fp32 gradient sums are kept outside: under no_sync `.grad` is local, and `average` reduces
+    reduces_each: (
         bool | None
-    )  # gradients are reduced to shards under no_sync, too; None: memory decides, before `wrap`
-    options: Any  # of type `Options`, where `early` can be None
+    )  # each micro-batch reduces gradients to shards; None: memory decides, before `wrap`
+    options: Any  # of type `Options`, where `reduces_each` can be None
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None: ...
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
-        """What a rank holds of `model`, which `wrap` has not seen, by arithmetic.
+        """What a rank holds of `model`, by arithmetic, before `wrap`.
 
         Args:
             options: of type `Options`.
@@ -183,16 +182,16 @@ class Strategy(Protocol):
     def wrap(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext
     ) -> nn.Module:
-        """Spread `model`; returns the module to call in its place.
+        """Distribute `model`; returns the module to call in its place.
 
         Where parameters are replaced, `optimizers` (those of the same `prepare`, plain ones) take the new ones.
         """
         ...
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer to step in place of `optimizer`, whose models are wrapped; itself where nothing is to be done.
+        """The optimizer to step in place of `optimizer`, after its models were wrapped; usually `optimizer` itself.
 
-        Another one has `laid_out` and `remember`, by which checkpoints know its states (see `ShardedOptimizer`).
+        Another one has `laid_out` and `remember`, by which checkpoints read its states (see `ShardedOptimizer`).
         """
         ...
 
@@ -206,49 +205,56 @@ class Strategy(Protocol):
         target: Any,
         summed: bool,
     ) -> Tensor:
-        """The loss of a batch, ready for backward: ``loss_fn(call(*args, **kwargs), target)``, without a target where that is None.
+        """The loss of a batch, ready for backward: ``loss_fn(call(*args, **kwargs), target)``, without a `target` of None.
 
         Args:
-            module: what `wrap` returned.
+            module: the result of `wrap`.
             call: calls it.
-            summed: the loss is a sum over the batch, no mean.
+            summed: the loss is a sum over the batch, not a mean.
         """
         ...
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Inside: backward accumulates locally; `model` is what `wrap` returned."""
+        """Inside, backward accumulates gradients locally; `model` is the result of `wrap`."""
         ...
 
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Inside: backward reduces gradients, although `model` was called under `no_sync`."""
+        """Inside, backward reduces gradients, although `model` was called under `no_sync`."""
         ...
 
     def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
-        """End a window for which all backwards of `models` ran under `no_sync`: `gradients` become the mean over the data ranks.
+        """Average `gradients` over the data ranks, in place, after a window whose backwards all ran under `no_sync`.
 
-        In place, and again the mean where they are it already.
+        Gradients that are averaged already do not change.
         """
         ...
 
-    def backward_check(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
-        """Called before a backward that reduces gradients of `models`; what to call after it, which raises where it could not."""
+    def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
+        """Called before a backward that reduces gradients of `models`; returns the check to run after it, if there is one.
+
+        The check raises where backward added gradients that it did not reduce.
+        """
         ...
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Inside: ranks may run out of batches at different times; `models` are what `wrap` returned."""
+        """Inside, ranks may run out of batches at different times; `models` are results of `wrap`."""
         ...
 
     @property
     def counting(self) -> Counting:
-        """How 2-norms of gradients come about."""
+        """How 2-norms of gradients are computed."""
         ...
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, whatever the layout."""
+        """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, in any layout."""
         ...
 
     def release(self, model: nn.Module, alone: nn.Module) -> nn.Module:
-        """What to call once the run lets go of `model`, from `wrap`: `alone`, this rank's, where it is whole. No collective."""
+        """The module to call after the run has released `model`, the result of `wrap`. Not a collective.
+
+        Args:
+            alone: this rank's module without the strategy, which is the result where it is whole.
+        """
         ...
 
 

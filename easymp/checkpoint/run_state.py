@@ -56,7 +56,7 @@ def training_parts(modules: Sequence[nn.Module], prepared: Preparation, scaler: 
         owner |= {id(p): f"{name}/{canonical(n)}" for n, p in module.named_parameters()}
         yield ModelState(name, module, prepared.masters.keys())
     for i, optimizer in enumerate(prepared.optimizers):
-        yield OptimizerState(numbered("optimizer", i), optimizer, owner, prepared.strategy.apart)
+        yield OptimizerState(numbered("optimizer", i), optimizer, owner, prepared.strategy.local_updates)
     for i, scheduler in enumerate(prepared.schedulers):
         yield ScheduleState(f"scheduler_{i}", scheduler)
     yield ScaleState("scaler", scaler)

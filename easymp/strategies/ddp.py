@@ -52,7 +52,7 @@ class DDP(Single):
         self.sums = options.comm_hook in ("no", "fp32")
         super().__init__(world, options)
         if options.static_graph:
-            self.once = "with static_graph=True the first backward counts as the one that is averaged. Leave static_graph out"
+            self.no_double_backward = "with static_graph=True the first backward counts as the one that is averaged. Leave static_graph out"
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:
@@ -109,7 +109,7 @@ class DDP(Single):
                     True  # buffers: what forward does when it expects a reduction
                 )
 
-    def backward_check(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
+    def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
         replicas = [(m, m.gradients()) for m in models if isinstance(m, Replica)]
         if not replicas:
             return None

@@ -27,7 +27,7 @@ from ..distributed import World
 from ..errors import PrepareError, SettingError, StepError, nearest
 from ..optim.partition import check_sums
 from ..precision.mixed import as_if_fp32
-from ..protocols import Counting, Layout, WrapContext, nowhere, pieces
+from ..protocols import Counting, Layout, WrapContext, chunk_elements, no_elements
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sparse
 from .meta_init import materialise, on_meta
 from .single import Released, Single, clip_to_norm, counting
@@ -115,7 +115,7 @@ class FSDP(Single):
     no_join: ClassVar[str] = "every rank's forward needs the other ranks' shards"
     Options: ClassVar[type] = FSDPOptions
     sharded: ClassVar[bool] = True
-    once = (
+    no_double_backward = (
         "fsdp frees a block's gathered parameters after its backward, which that would need again. Use strategy='ddp', or a loss without "
         "the gradient of a gradient"
     )
@@ -124,7 +124,7 @@ class FSDP(Single):
     def __init__(self, world: World, options: FSDPOptions) -> None:
         self.data_rank, self.data_size = world.rank, world.size
         super().__init__(world, options)
-        self.early = options.reduce_every_micro_batch
+        self.reduces_each = options.reduce_every_micro_batch
         self._shape: tuple[int, ...] = (world.size,)  # of the mesh
         self._mesh: Any = None
 
@@ -168,7 +168,7 @@ class FSDP(Single):
         module = policy.forward(model, self._world.device)
         context.compile(module)
         sharded = Sharded(module, model, parts, self._world, self.options, whole, policy.gather)
-        sharded.early, sharded.replicated = bool(self.early), len(self._shape) > 1
+        sharded.early, sharded.replicated = bool(self.reduces_each), len(self._shape) > 1
         sharded.watch_parts()
         return sharded
 
@@ -253,7 +253,7 @@ def shards_of(model: nn.Module, options: Any, ranks: int) -> Layout:
     blocks.sort(reverse=True)
     block = max((trained for _, trained in blocks), default=0)
     unreduced, reducing = max((kept[1] + block, block), (kept[1], kept[1]), key=sum)
-    share = nowhere if options.cpu_offload else pieces(ranks)
+    share = no_elements if options.cpu_offload else chunk_elements(ranks)
 
     def cut(name: str, parameter: Tensor) -> int:
         return parameter.numel() if name in ignored else share(name, parameter)

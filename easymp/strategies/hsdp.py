@@ -76,14 +76,14 @@ class HSDP(FSDP):
             )
         self._shape = (world.size // size, size)
         if TORCH < ZEROS:
-            if self.early:
+            if self.reduces_each:
                 raise SettingError(
                     f"reduce_every_micro_batch=True under hsdp needs torch {'.'.join(map(str, ZEROS))} or newer, and this is "
                     f"{torch.__version__}: before, torch adds up gradients of different parameters. Leave it out"
                 )
-            self.early = False
-        elif self.early is None:
-            self.early = True
+            self.reduces_each = False
+        elif self.reduces_each is None:
+            self.reduces_each = True
 
     @staticmethod
     def layout(model: nn.Module, options: Any, size: int, local_size: int) -> Layout:

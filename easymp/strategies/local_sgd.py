@@ -59,7 +59,7 @@ class LocalTraining(Single):
     several: ClassVar[str] = "averages models over processes"
     no_join: ClassVar[str] = "models are averaged after as many updates on every rank"
     Options: ClassVar[type] = LocalSGDOptions
-    apart: ClassVar[bool] = True
+    local_updates: ClassVar[bool] = True
     masters: ClassVar[bool] = False  # parameters are averaged, and masters would not know
 
     def __init__(self, world: World, options: LocalSGDOptions) -> None:

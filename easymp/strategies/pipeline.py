@@ -123,10 +123,10 @@ class Pipeline(Single):
     several: ClassVar[str] = "gives each process a stage of the model"
     no_join: ClassVar[str] = "every batch goes through the stages of all ranks"
     Options: ClassVar[type] = PipelineOptions
-    alike: ClassVar[bool] = False
+    replicated: ClassVar[bool] = False
     masters: ClassVar[bool] = False  # optimizers take them before it shows which parameters are here
     sums = False  # likewise
-    once = (
+    no_double_backward = (
         "under pipeline gradients travel between stages without a graph. Use strategy='ddp', or a loss without the gradient of a "
         "gradient"
     )

@@ -36,14 +36,14 @@ class Single:
     several: ClassVar[str] = ""
     no_join: ClassVar[str] = ""
     sharded: ClassVar[bool] = False
-    whole: ClassVar[bool] = True
-    apart: ClassVar[bool] = False
+    splits_layers: ClassVar[bool] = False
+    local_updates: ClassVar[bool] = False
     masters: ClassVar[bool] = True
-    alike: ClassVar[bool] = True
+    replicated: ClassVar[bool] = True
     late_loss: ClassVar[bool] = False
-    once = ""
+    no_double_backward = ""
     only_forward = ""
-    early: bool | None = False
+    reduces_each: bool | None = False
     sums = True
     data_rank = 0
     data_size = 1
@@ -105,7 +105,7 @@ class Single:
     def average(self, models: Sequence[nn.Module], gradients: Sequence[Tensor]) -> None:
         pass
 
-    def backward_check(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
+    def after_backward(self, models: Sequence[nn.Module], create_graph: bool) -> Callable[[], None] | None:
         return None
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:

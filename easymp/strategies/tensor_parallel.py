@@ -122,8 +122,8 @@ class TensorParallel(Single):
     several: ClassVar[str] = "splits layers over processes"
     no_join: ClassVar[str] = "every rank's forward needs the other ranks' parts"
     Options: ClassVar[type] = TensorParallelOptions
-    whole: ClassVar[bool] = False
-    once = (
+    splits_layers: ClassVar[bool] = True
+    no_double_backward = (
         "under tensor_parallel torch's DTensor keeps no graph of a backward. Use strategy='ddp', or a loss without the gradient of a "
         "gradient"
     )
@@ -138,7 +138,7 @@ class TensorParallel(Single):
             )
         self.data_rank, self.data_size = world.rank // self._size, world.size // self._size
         self.sums = self.data_size == 1  # where groups share the data, fsdp keeps its own
-        self.early = options.fsdp.reduce_every_micro_batch if self.data_size > 1 else False
+        self.reduces_each = options.fsdp.reduce_every_micro_batch if self.data_size > 1 else False
         self._grid: Any = None
         self._names: dict[int, str] = {}  # of parameters, by id, for messages
 
@@ -238,7 +238,7 @@ class TensorParallel(Single):
         if not pieces:
             return split
         sharded = Sharded(split, model, pieces, self._world, options.fsdp, gather=policy.gather)
-        sharded.early = bool(self.early)
+        sharded.early = bool(self.reduces_each)
         return sharded
 
     def spread(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -17,7 +17,7 @@ from ..distributed import World
 from ..optim.partition import packed_at_once
 from ..optim.sharded import ShardedOptimizer
 from ..options import DistributedDataParallelKwargs
-from ..protocols import Layout, WrapContext, pieces
+from ..protocols import Layout, WrapContext, chunk_elements
 from .blocks import refuse_sparse
 from .ddp import DDP
 from .single import Single
@@ -51,7 +51,9 @@ class ZeRO1(DDP):
         packed = packed_at_once(
             [p for p in model.parameters() if p.requires_grad], int(options.bucket_cap_mb * 2**20)
         )
-        return DDP.layout(model, options, size, local_size)._replace(states=pieces(size), gathered=packed)
+        return DDP.layout(model, options, size, local_size)._replace(
+            states=chunk_elements(size), gathered=packed
+        )
 
     def wrap(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], context: WrapContext

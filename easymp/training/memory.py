@@ -569,22 +569,22 @@ class AutoStrategy:
         Args:
             say: micro-batches are accumulated, and the plan tells how.
         """
-        if not models or not (strategy.sharded or strategy.early is None):
+        if not models or not (strategy.sharded or strategy.reduces_each is None):
             return
         words = ""
-        if strategy.early is None:
+        if strategy.reduces_each is None:
             need = self._need(strategy.name, models, optimizers, strategy.options)
             whole = sum(p.numel() * FP32 for model in models for p in model.parameters() if p.requires_grad)
             available = min(self._run.world.gather_objects(rank_memory(self._run.plan)))
-            strategy.early = not fits(replace(need, reducing=need.reducing + whole), available)
-            fit = "do not fit" if strategy.early else "fit"
+            strategy.reduces_each = not fits(replace(need, reducing=need.reducing + whole), available)
+            fit = "do not fit" if strategy.reduces_each else "fit"
             words = f": {size(whole)} of whole gradients {fit} beside {size(need.total)} a rank of "
             words += size(int(available * (1 - SPARE)))
         choice = self._run.plan.accumulation
         if say and strategy.sharded and "gradients" not in choice.reason:
             at = (
                 "are reduced to shards at each"
-                if strategy.early
+                if strategy.reduces_each
                 else "stay whole and are reduced at the last"
             )
             choice = replace(choice, reason=f"{choice.reason}; gradients {at}{words}")

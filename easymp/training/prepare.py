@@ -270,7 +270,11 @@ class Preparation:
         if self._precision.masters or summed:
             why = "gradients of low-precision parameters are summed in fp32, dense ones only"
             refuse_sparse(model, why, "keep its weights in fp32", narrow=True)
-        how: Any = {"methods": methods, "once": strategy.once, "sharded": strategy.sharded}
+        how: Any = {
+            "methods": methods,
+            "no_double_backward": strategy.no_double_backward,
+            "sharded": strategy.sharded,
+        }
         view, route = make_view(model, wrapped, world.blame, lambda: self._no_sync(model), **how)
         self.models.append(Prepared(view, route))
         self.owner.update((id(p), name) for name, p in model.named_parameters())

@@ -105,8 +105,8 @@ class Replicas:
 
     def follow(self, strategy: Any) -> None:
         """Models are spread by `strategy`."""
-        self._alike, self._apart = strategy.alike, strategy.apart
-        if strategy.apart:
+        self._alike, self._apart = strategy.replicated, strategy.local_updates
+        if strategy.local_updates:
             strategy.averaged = self._averaged
 
     def stepped(self, optimizer: PreparedOptimizer) -> None:

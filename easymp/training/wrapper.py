@@ -91,14 +91,14 @@ class Route:
         module: what the strategy made of it.
         no_sync: inside what it gives, gradients stay with this rank for a while.
         explain: is told of an error in a call.
-        once: why no second derivative can be had, if none can.
+        no_double_backward: why a gradient of a gradient is refused; "" where it works.
     """
 
     original: nn.Module
     module: nn.Module
     no_sync: Callable[[], AbstractContextManager[Any]]
     explain: Callable[[RuntimeError, str], None]
-    once: str = ""
+    no_double_backward: str = ""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -106,7 +106,7 @@ class Route:
         except RuntimeError as error:
             self.explain(error, "forward")
             raise
-        if self.once and torch.is_grad_enabled():
+        if self.no_double_backward and torch.is_grad_enabled():
             for leaf in leaves(outputs):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._refuse_graph)
@@ -115,7 +115,7 @@ class Route:
     def _refuse_graph(self, gradient: Tensor) -> None:
         if torch.is_grad_enabled():  # which autograd sees to for create_graph
             raise StepError(
-                f"a gradient that can be differentiated again was asked for (create_graph=True), and {self.once}"
+                f"a gradient that can be differentiated again was asked for (create_graph=True), and {self.no_double_backward}"
             )
 
     @contextmanager
@@ -160,7 +160,7 @@ def make_view(
     explain: Callable[[RuntimeError, str], None] = lambda error, what: None,
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
     methods: Sequence[str] = (),
-    once: str = "",
+    no_double_backward: str = "",
     sharded: bool = False,
 ) -> tuple[nn.Module, Route]:
     """The module a user calls in place of `original`; `original` itself where `module` is no other.
@@ -169,7 +169,7 @@ def make_view(
         methods: those that are called as forward is.
         sharded: parameters are shards outside of forward; an error of another method that computes with them is explained.
     """
-    route = Route(original, module, no_sync, explain, once)
+    route = Route(original, module, no_sync, explain, no_double_backward)
     if module is original:
         return original, route
     # The class of the module, also where `original` is a view.
