@@ -1,4 +1,4 @@
-"""The README: its Python runs, and its tables name what there is."""
+"""The README and the guides: their Python runs, their links lead somewhere, and their tables name what exists."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from ..conftest import Ranks
 from .run import ROOT
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))}
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+def blocks(language: str, text: str = TEXT) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def execute(code: str) -> str:
@@ -38,33 +39,49 @@ def test_its_python_runs(ranks: Ranks, processes: int) -> None:
     (count, error), *_ = re.findall(r"^(\d+) samples, mean squared error ([0-9.]+)", printed, re.MULTILINE)
     assert int(count) == 1000
     assert float(error) < 4  # 8 before training
-    (table,) = (block for block in blocks("text") if block.startswith("strategy "))
-    assert table in printed
+
+
+def test_the_memory_guide_prints_its_table(ranks: Ranks) -> None:
+    text = PAGES[ROOT / "docs/guides/memory.md"]
+    (code,), (table,) = blocks("python", text), blocks("text", text)
+    assert table in ranks(execute, code, processes=1)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_setting_has_its_row(name: str) -> None:
+    text = PAGES[ROOT / "docs/guides/configuration.md"]
     default = NAMES[name].default
     words = "–" if default is None else f"`{str(default).lower()}`"
-    assert f"| `{name}` | `EASYMP_{name.upper()}` | {words} | {NAMES[name].metadata['help']}" in TEXT
-    row = next(line for line in TEXT.splitlines() if line.startswith(f"| `{name}` |"))
-    listed = {*STRATEGIES, *PRECISIONS}  # README names some of these
+    assert f"| `{name}` | `EASYMP_{name.upper()}` | {words} | {NAMES[name].metadata['help']}" in text
+    row = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+    listed = {*STRATEGIES, *PRECISIONS}  # the guide names some of these
     assert all(f"`{choice}`" in row for choice in NAMES[name].metadata["choices"] if choice not in listed)
 
 
-def test_its_easymp_toml_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_easymp_toml_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for block in blocks("toml"):
+    for block in [block for text in PAGES.values() for block in blocks("toml", text)]:
         (tmp_path / "easymp.toml").write_text(block)
         resolve()
         resolve_launching()
-    assert len(blocks("toml")) > 1
 
 
-def test_every_folder_is_on_the_map() -> None:
-    folders = {f"easymp/{path.parent.name}/" for path in ROOT.glob("easymp/*/__init__.py")}
-    assert sorted(folder for folder in folders if f"| `{folder}` |" not in TEXT) == []
+def test_links_lead_to_files() -> None:
+    links = [
+        (path, link)
+        for path, text in PAGES.items()
+        for link in re.findall(r"\]\(([^)#]+)\)", text)
+        if "://" not in link
+    ]
+    assert [link for path, link in links if not (path.parent / link).exists()] == []
 
 
-def test_every_command_is_named() -> None:
-    assert [name for name in COMMANDS if f"easymp {name}" not in TEXT] == []
+def test_every_command_strategy_and_precision_is_named() -> None:
+    assert [name for name in COMMANDS if f"`easymp {name}`" not in TEXT] == []
+    guides = {
+        "strategies": STRATEGIES,
+        "precision": PRECISIONS,
+    }
+    for guide, names in guides.items():
+        text = PAGES[ROOT / f"docs/guides/{guide}.md"]
+        assert [name for name in names if f"`{name}`" not in text] == []
