@@ -17,12 +17,11 @@ from ...distributed import read_ranks
 from ...errors import SettingError
 from ...version import __version__
 from ..layer import submodules
-from . import checkpointing, comm, utils, zero
-from .accelerator import get_accelerator
+from . import comm
 from .comm import init_distributed
-from .config import read
+from .config import layer, read
 from .engine import DeepSpeedEngine
-from .layer import layer
+from .modules import MODULES, get_accelerator, see_memory_usage
 from .optimizers import DeepSpeedCPUAdam, FusedAdam
 from .schedules import SCHEDULES, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
@@ -30,6 +29,7 @@ PIPELINE = 'use Accelerator(strategy="pipeline")'
 submodules(
     __name__,
     {
+        **MODULES,
         "ops": {
             "absent": {
                 "op_builder": "nothing is compiled beforehand; leave it out",
@@ -52,7 +52,7 @@ submodules(
         },
         "runtime.lr_schedules": SCHEDULES,
         "runtime.utils": {
-            "see_memory_usage": utils.see_memory_usage,
+            "see_memory_usage": see_memory_usage,
             "absent": {"clip_grad_norm_": "use torch.nn.utils.clip_grad_norm_, or gradient_clipping"},
         },
     },
@@ -90,8 +90,8 @@ def initialize(
         args: may have `deepspeed_config`, the path of the configuration.
         optimizer: an optimizer, or a function that makes one of parameters; else the configuration's.
         model_parameters: for the configuration's optimizer; parameters or param groups. None: all of the model's.
-        training_data: a data set, of which each rank reads its share in micro-batches, shuffled.
-        lr_scheduler: a scheduler, or a function that makes one of the optimizer; else the configuration's.
+        training_data: a data set; each rank reads its share in micro-batches, shuffled.
+        lr_scheduler: a scheduler, or a function that makes one for the optimizer; else the configuration's.
         config, config_params: a dict or a path.
         mpu, mesh_param: without effect here.
 
@@ -100,22 +100,21 @@ def initialize(
     """
     if model is None:
         raise SettingError("deepspeed.initialize requires a model")
-    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    given = [c for c in (config, config_params, named) if c is not None]
-    if not given:
+    named = getattr(args, "deepspeed_config", None)
+    configs = [c for c in (config, config_params, named) if c is not None]
+    if not configs:
         raise SettingError(
             "DeepSpeed requires --deepspeed_config to specify configuration file, or config= as a dict or a path"
         )
-    if len(given) > 1:
+    if len(configs) > 1:
         raise SettingError(
             "the configuration is given twice: by config=, config_params= or args.deepspeed_config; leave one of them"
         )
     meshes = {"mpu": mpu, "mesh_param": mesh_param}
     layer.ignore({name: "the strategy arranges ranks" for name, value in meshes.items() if value is not None})
-    asked = read(given[0], read_ranks().size)
-    engine = DeepSpeedEngine(
-        model, asked, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
-    )
+    found = read(configs[0], read_ranks().size)
+    given = (optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+    engine = DeepSpeedEngine(model, found, *given)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -123,16 +122,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """``--deepspeed`` and ``--deepspeed_config`` for a script's parser."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument(
-        "--deepspeed",
-        default=False,
-        action="store_true",
-        help="use DeepSpeed (a flag for the script's own code)",
+        "--deepspeed", action="store_true", help="use DeepSpeed (a flag for the script's own code)"
     )
-    group.add_argument(
-        "--deepspeed_config", default=None, type=str, help="DeepSpeed's configuration, a JSON file"
-    )
-    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
-    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    group.add_argument("--deepspeed_config", help="DeepSpeed's configuration, a JSON file")
     return parser
 
 

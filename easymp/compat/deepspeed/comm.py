@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ...distributed import World, locate, read_ranks
 from ...errors import RefusedError
 from ..layer import device_of
-from .layer import layer
+from .config import layer
 
 _world: World | None = None
 
@@ -26,37 +26,27 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the processes that a launcher announced; a process alone is a group of one. Where a group runs, nothing happens.
+    """Join the processes that a launcher announced; a process alone is a group of one. A group that runs is kept.
 
     Raises:
-        RefusedError: `init_method`, `rank` or `world_size`: the launcher says them (RANK, WORLD_SIZE, MASTER_ADDR).
+        RefusedError: `init_method`, `rank` or `world_size`: the launcher sets RANK, WORLD_SIZE and MASTER_ADDR.
     """
     global _world
     if init_method or rank >= 0 or world_size > 0:
         raise RefusedError(
             "init_distributed(init_method=…, rank=…, world_size=…): the launcher says them, in RANK, WORLD_SIZE, MASTER_ADDR"
         )
-    layer.ignore(
-        {"init_distributed(dist_backend)": "NCCL on GPUs, gloo elsewhere"}
-        if dist_backend not in (None, "nccl", "gloo")
-        else {}
-    )
+    if dist_backend not in (None, "nccl", "gloo"):
+        layer.ignore({"init_distributed(dist_backend)": "NCCL on GPUs, gloo elsewhere"})
     if dist.is_initialized() or dist_init_required is False:
         return
     ranks = read_ranks()
-    if not ranks.announced:
-        dist.init_process_group(
-            store=dist.HashStore(), rank=0, world_size=1
-        )  # so that collectives work, as the identity
-        return
-    seconds = timeout.total_seconds() if hasattr(timeout, "total_seconds") else 120.0
-    ranks = locate(ranks, seconds)
-    _world = World(ranks, device_of(ranks), seconds)
-
-
-def is_initialized() -> bool:
-    """Whether the processes are joined."""
-    return dist.is_initialized()
+    if ranks.announced:
+        seconds = timeout.total_seconds() if hasattr(timeout, "total_seconds") else 120.0
+        ranks = locate(ranks, seconds)
+        _world = World(ranks, device_of(ranks), seconds)
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 
 
 def get_rank(group: Any = None) -> int:
@@ -76,7 +66,7 @@ def log_summary(*args: Any, **kwargs: Any) -> None:
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Leave the others."""
+    """Leave the group."""
     global _world
     if _world is not None and group is None:
         _world.close()

@@ -1,6 +1,6 @@
-"""DeepSpeed's configuration: a dict, or a file with comments; checked whole before anything is made.
+"""DeepSpeed's configuration: a dict, or a JSON file with comments. All of it is checked before anything is made.
 
-An unknown key is an error that names the nearest known one. A known key that makes no difference here is ignored, and the layer says so.
+An unknown key is an error that names the nearest known one. A known key without effect is ignored with a warning.
 """
 
 from __future__ import annotations
@@ -15,50 +15,39 @@ from typing import Any
 from ...cli.config.deepspeed import DEEPSPEED
 from ...cli.config.rules import read_json
 from ...errors import SettingError, nearest
+from ..layer import Layer
+
+layer = Layer("DeepSpeed")
 
 OFF = (None, False, "none", {}, [])
-# Keys that this layer honours, as a whole or these keys of a section. Other known keys have no effect.
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+PROFILED = ("module_depth", "top_modules", "detailed", "recompute_fwd_factor")  # without effect
+FLOPS = ("enabled", "profile_step", "output_file", *PROFILED)
+MONITORS = ("tensorboard", "wandb", "csv_monitor")
+LOGGED = "log by engine.accelerator: EASYMP_LOG_WITH=tensorboard, wandb or jsonl, and accelerator.log"
+PRECISIONS = {
+    "": "fp32",
+    "fp16": "O2",
+    "bf16": "bf16",
+}  # section that is enabled -> precision of the Accelerator
+# Keys with an effect: whole values, and some keys of a section. Other known keys have none.
 _WHOLE = (
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer scheduler steps_per_print "
-    "wall_clock_breakdown dataloader_drop_last flops_profiler zero_allow_untested_optimizer zero_force_ds_cpu_optimizer data_types"
+    "gradient_clipping optimizer scheduler steps_per_print wall_clock_breakdown dataloader_drop_last flops_profiler "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer data_types"
 )
 _FP16 = "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale"
 HONOURED: dict[str, tuple[str, ...] | None] = {
-    **dict.fromkeys(_WHOLE.split()),
+    **dict.fromkeys((*SIZES, *_WHOLE.split())),
     "fp16": tuple(_FP16.split()),
     "bf16": ("enabled",),
     "zero_optimization": ("stage", "offload_optimizer", "offload_param", "cpu_offload"),
     "activation_checkpointing": ("cpu_checkpointing",),
 }
-OLD = {"bfloat16": "bf16"}
-MONITORS = ("tensorboard", "wandb", "csv_monitor")
-LOGGED = "log by engine.accelerator: EASYMP_LOG_WITH=tensorboard, wandb or jsonl, and accelerator.log"
-PROFILED = ("module_depth", "top_modules", "detailed", "recompute_fwd_factor")  # without effect
-FLOPS = ("enabled", "profile_step", "output_file", *PROFILED)
-
-
-@dataclass(frozen=True)
-class Half:
-    """The precision that a section of the configuration asks for.
-
-    Attributes:
-        precision: easymp's name.
-        scaled: whether the loss is scaled.
-        low: whether it is a half precision.
-    """
-
-    precision: str
-    scaled: bool = False
-    low: bool = True
-
-
-FULL = Half("fp32", low=False)
-HALVES = {"fp16": Half("O2", scaled=True), "bf16": Half("bf16")}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples an update: ``train = micro × steps × world``."""
+    """Samples of one update: ``train = micro × steps × world``."""
 
     train: int
     micro: int
@@ -71,21 +60,20 @@ class Config:
     """The whole configuration.
 
     Attributes:
-        batch: the triangle, solved.
-        half: the enabled precision, or `FULL`.
+        batch: the batch sizes.
+        half: "fp16", "bf16" or "".
         scale: arguments of `GradScalerKwargs`, under fp16.
         stage: of ZeRO, 0 to 3.
-        offload: weights and states lie in the host's memory.
-        clip: of the gradients' norm; 0 for none.
+        offload: weights and optimizer states are in host memory.
+        clip: largest norm of the gradients; 0 for no limit.
         optimizer, scheduler: (type, parameters) or None.
         every: updates between two lines in the log.
         flops: options of the flops profiler, where it is on.
-        cpu_checkpointing: inputs of recomputed parts lie in the host's memory.
         ignored: keys without effect, with the reason.
     """
 
     batch: Batch
-    half: Half = FULL
+    half: str = ""
     scale: dict[str, Any] = field(default_factory=dict)
     stage: int = 0
     offload: bool = False
@@ -96,232 +84,210 @@ class Config:
     breakdown: bool = False
     drop_last: bool = False
     flops: dict[str, Any] | None = None
-    cpu_checkpointing: bool = False
     ignored: dict[str, str] = field(default_factory=dict)
 
-
-def read(given: Mapping[str, Any] | str | os.PathLike[str], world: int) -> Config:
-    """The configuration `given`, for `world` ranks.
-
-    Raises:
-        SettingError: a file that is not there or not JSON, an unknown key, a wrong value, or batch sizes that contradict one another.
-    """
-    content = _file(given) if isinstance(given, (str, os.PathLike)) else given
-    if not isinstance(content, Mapping):
-        raise SettingError(
-            f"the DeepSpeed configuration is a {type(content).__name__}, and must be a dict, or a file with one"
-        )
-    content = {OLD.get(key, key): value for key, value in content.items()}
-    if isinstance(content.get("zero_optimization"), bool):  # as it was once written
-        content["zero_optimization"] = {"stage": int(content["zero_optimization"])}
-    if content.get("steps_per_print") == math.inf:
-        content["steps_per_print"] = 0
-    _refuse_unknown(content)
-    zero = _section(content, "zero_optimization")
-    on = [name for name in HALVES if _flag(_section(content, name), f"{name}.enabled", "enabled")]
-    half = HALVES[on[0]] if on else FULL
-    if len(on) > 1:
-        raise SettingError("fp16 and bf16 are enabled at once: turn one of them off")
-    flops = content.get("flops_profiler")
-    return Config(
-        batch=triangle(content, world),
-        half=half,
-        scale=loss_scale(_section(content, on[0])) if half.scaled else {},
-        stage=_number(zero, "zero_optimization.stage", "stage", 0, whole=True, most=3),
-        offload=_offloads(zero),
-        clip=_number(content, "gradient_clipping", "gradient_clipping", 1.0),
-        optimizer=_typed(content, "optimizer"),
-        scheduler=_typed(content, "scheduler"),
-        every=_number(content, "steps_per_print", "steps_per_print", 10, whole=True) or None,
-        breakdown=_flag(content, "wall_clock_breakdown", "wall_clock_breakdown"),
-        drop_last=_flag(content, "dataloader_drop_last", "dataloader_drop_last"),
-        flops=dict(flops) if isinstance(flops, Mapping) and flops.get("enabled") else None,
-        cpu_checkpointing=_flag(
-            _section(content, "activation_checkpointing"),
-            "activation_checkpointing.cpu_checkpointing",
-            "cpu_checkpointing",
-        ),
-        ignored=_ignored(content),
-    )
+    @property
+    def precision(self) -> str:
+        """Precision of the Accelerator."""
+        return PRECISIONS[self.half]
 
 
-def _file(path: str | os.PathLike[str]) -> Any:
-    place = Path(path)
-    if not place.is_file():
-        raise SettingError(
-            f"the DeepSpeed configuration {os.fspath(path)!r} is no file: pass a path, or a dict"
-        )
-    return read_json(place.read_text(encoding="utf-8"), str(path))
+class Section:
+    """One section of a configuration (the whole of it without `name`), read with checks."""
+
+    def __init__(self, content: Mapping[str, Any], name: str = "") -> None:
+        found = content.get(name) if name else content
+        if found is not None and not isinstance(found, Mapping):
+            raise SettingError(f"{name}={found!r} must be a dict of its settings")
+        self.values, self._prefix = found or {}, f"{name}." if name else ""
+
+    def get(self, key: str, default: Any) -> Any:
+        """The value; `default` for null."""
+        value = self.values.get(key)
+        refuse_auto(f"{self._prefix}{key}", value)
+        return default if value is None else value
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key, False)
+        if not isinstance(value, bool):
+            raise SettingError(f"{self._prefix}{key}={value!r} is neither true nor false")
+        return value
+
+    def number(self, key: str, default: float, least: float = 0, most: float = math.inf) -> Any:
+        """A number of the type of `default`, int or float."""
+        value, name = self.get(key, default), f"{self._prefix}{key}"
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise SettingError(f"{name}={value!r} is not a finite number")
+        if isinstance(default, int) and value != int(value):
+            raise SettingError(f"{name}={value!r} is not an integer")
+        if not least <= value <= most:
+            bounds = f"is below {least:g}" if most == math.inf else f"must lie in {least:g} … {most:g}"
+            raise SettingError(f"{name}={value!r} {bounds}")
+        return type(default)(value)
 
 
-def _refuse_unknown(content: Mapping[str, Any]) -> None:
-    for key, value in content.items():
-        if key not in DEEPSPEED:
-            raise SettingError(
-                f"{key!r} is no key of a DeepSpeed configuration{nearest(key, DEEPSPEED) or '.'} Known: {', '.join(DEEPSPEED)}"
-            )
-        inner = DEEPSPEED[key]
-        known = FLOPS if key == "flops_profiler" else tuple(inner) if isinstance(inner, Mapping) else None
-        for name in value if isinstance(value, Mapping) and known is not None else ():
-            if name not in known:
-                raise SettingError(
-                    f"{name!r} is no key of {key}{nearest(name, known) or '.'} Known: {', '.join(known)}"
-                )
-
-
-def _ignored(content: Mapping[str, Any]) -> dict[str, str]:
-    """Known keys with a value that asks for something, and no effect."""
-    found = {}
-    for key, value in content.items():
-        inner = value if isinstance(value, Mapping) else {}
-        if key == "flops_profiler" and inner.get("enabled"):
-            found.update(
-                {f"{key}.{name}": "the whole model is counted" for name in PROFILED if name in inner}
-            )
-        elif key in HONOURED:
-            kept = HONOURED[key]
-            names = [n for n in inner if kept is not None and n not in kept and inner[n] not in OFF]
-            found.update({f"{key}.{name}": "the strategy and torch decide it" for name in names})
-        elif value not in OFF and inner.get("enabled") is not False:
-            found[key] = LOGGED if key in MONITORS else "easymp has no such part, or does it by itself"
-    return found
-
-
-# -- values -----------------------------------------------------------------------------------------------------------------
-
-
-def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = content.get(name)
-    if found is None:
-        return {}
-    if not isinstance(found, Mapping):
-        raise SettingError(f"{name}={found!r} must be a dict of its settings")
-    return found
-
-
-def _flag(section: Mapping[str, Any], name: str, key: str) -> bool:
-    value = section.get(key, False)
-    if value is None:
-        return False
-    _refuse_auto(name, value)
-    if value not in (True, False) or not isinstance(value, bool):
-        raise SettingError(f"{name}={value!r} is neither true nor false")
-    return value
-
-
-def _refuse_auto(name: str, value: Any) -> None:
+def refuse_auto(name: str, value: Any) -> None:
     if value == "auto":
         raise SettingError(
             f"{name}='auto' is for tools that fill it in, such as Hugging Face's Trainer: write a value, or leave it out"
         )
 
 
-def _number(
-    section: Mapping[str, Any],
-    name: str,
-    key: str,
-    default: float,
-    least: float = 0,
-    most: float = math.inf,
-    whole: bool = False,
-) -> Any:
-    value = section.get(key, default)
-    if value is None:
-        return default
-    _refuse_auto(name, value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise SettingError(f"{name}={value!r} is no finite number")
-    if whole and value != int(value):
-        raise SettingError(f"{name}={value!r} is no whole number")
-    if not least <= value <= most:
+def read(given: Mapping[str, Any] | str | os.PathLike[str], world: int) -> Config:
+    """The configuration `given`, for `world` ranks.
+
+    Raises:
+        SettingError: a file that is missing or not JSON, an unknown key, a wrong value, or batch sizes that contradict one another.
+    """
+    content = _load(given) if isinstance(given, (str, os.PathLike)) else given
+    if not isinstance(content, Mapping):
         raise SettingError(
-            f"{name}={value!r} must lie in {least:g} … {most:g}"
-            if most < math.inf
-            else f"{name}={value!r} is below {least:g}"
+            f"the DeepSpeed configuration is a {type(content).__name__}; it must be a dict or a file with one"
         )
-    return int(value) if whole else float(value)
+    content = {"bf16" if key == "bfloat16" else key: value for key, value in content.items()}
+    if isinstance(content.get("zero_optimization"), bool):  # an older spelling
+        content["zero_optimization"] = {"stage": int(content["zero_optimization"])}
+    if content.get("steps_per_print") == math.inf:
+        content["steps_per_print"] = 0
+    _refuse_unknown(content)
+    top, zero = Section(content), Section(content, "zero_optimization")
+    halves = [name for name in ("fp16", "bf16") if Section(content, name).flag("enabled")]
+    if len(halves) > 1:
+        raise SettingError("fp16 and bf16 are enabled at once: turn one of them off")
+    flops = content.get("flops_profiler")
+    return Config(
+        batch=triangle(content, world),
+        half="".join(halves),
+        scale=_loss_scale(Section(content, "fp16")) if halves == ["fp16"] else {},
+        stage=zero.number("stage", 0, most=3),
+        offload=_offloads(zero),
+        clip=top.number("gradient_clipping", 1.0),
+        optimizer=_typed(content, "optimizer"),
+        scheduler=_typed(content, "scheduler"),
+        every=top.number("steps_per_print", 10) or None,
+        breakdown=top.flag("wall_clock_breakdown"),
+        drop_last=top.flag("dataloader_drop_last"),
+        flops=dict(flops) if isinstance(flops, Mapping) and flops.get("enabled") else None,
+        ignored=_ignored(content),
+    )
 
 
-def _offloads(zero: Mapping[str, Any]) -> bool:
-    asked = zero.get("cpu_offload") is True
-    for key in ("offload_optimizer", "offload_param"):
-        device = _section(zero, key).get("device", "none")
-        if device == "nvme":
+def _load(path: str | os.PathLike[str]) -> Any:
+    if not Path(path).is_file():
+        raise SettingError(
+            f"there is no DeepSpeed configuration at {os.fspath(path)!r}: pass a file's path, or a dict"
+        )
+    return read_json(Path(path).read_text(encoding="utf-8"), str(path))
+
+
+def _refuse_unknown(content: Mapping[str, Any]) -> None:
+    _refuse_others(content, DEEPSPEED, "a DeepSpeed configuration")
+    for key, value in content.items():
+        known = FLOPS if key == "flops_profiler" else DEEPSPEED[key]
+        if isinstance(value, Mapping) and isinstance(known, (tuple, Mapping)):
+            _refuse_others(value, known, key)
+
+
+def _refuse_others(given: Mapping[str, Any], known: Any, where: str) -> None:
+    for name in given:
+        if name not in known:
             raise SettingError(
-                f'zero_optimization.{key}.device="nvme" cannot be honoured: nothing is moved to disks; use "cpu"'
+                f"{where} has no key {name!r}{nearest(name, known) or '.'} Known: {', '.join(known)}"
             )
+
+
+def _ignored(content: Mapping[str, Any]) -> dict[str, str]:
+    """Known keys that ask for something and have no effect."""
+    found = {}
+    for key, value in content.items():
+        inner = value if isinstance(value, Mapping) else {}
+        if key == "flops_profiler" and inner.get("enabled"):
+            found |= {f"{key}.{name}": "the whole model is counted" for name in PROFILED if name in inner}
+        elif key in HONOURED:
+            kept = HONOURED[key]
+            names = [
+                name for name in inner if kept is not None and name not in kept and inner[name] not in OFF
+            ]
+            found |= {f"{key}.{name}": "the strategy and torch decide it" for name in names}
+        elif value not in OFF and inner.get("enabled") is not False:
+            found[key] = LOGGED if key in MONITORS else "easymp has no such part, or does it by itself"
+    return found
+
+
+def _offloads(zero: Section) -> bool:
+    asked = zero.values.get("cpu_offload") is True
+    for key in ("offload_optimizer", "offload_param"):
+        device = Section(zero.values, key).values.get("device")
+        if device == "nvme":
+            raise SettingError(f'zero_optimization.{key}.device="nvme": nothing is moved to disks; use "cpu"')
         if device not in ("cpu", "none", None):
-            raise SettingError(f"zero_optimization.{key}.device={device!r} is none of cpu, nvme and none")
+            raise SettingError(f"zero_optimization.{key}.device={device!r} is not one of cpu, nvme and none")
         asked |= device == "cpu"
     return asked
 
 
 def _typed(content: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]] | None:
-    section = _section(content, name)
-    if not section:
-        return None
+    section = Section(content, name).values
     kind, params = section.get("type"), section.get("params") or {}
-    unknown = [key for key in section if key not in ("type", "params", "legacy_fusion")]
-    if unknown:
-        raise SettingError(f"{unknown[0]!r} is no key of {name}: it has type and params")
+    for key in section:
+        if key not in ("type", "params", "legacy_fusion"):
+            raise SettingError(f"{name} has no key {key!r}: it has type and params")
     if kind is None:
         return None
     if not isinstance(kind, str) or not isinstance(params, Mapping):
         raise SettingError(f"{name} needs a type by name and params as a dict, not {kind!r} and {params!r}")
     for key, value in params.items():
-        _refuse_auto(f"{name}.params.{key}", value)
+        refuse_auto(f"{name}.params.{key}", value)
     return kind, dict(params)
 
 
-def loss_scale(fp16: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's rule, as arguments of `GradScalerKwargs`: the scale grows a good step later than torch's."""
-    static = _number(fp16, "fp16.loss_scale", "loss_scale", 0.0)
+def _loss_scale(fp16: Section) -> dict[str, Any]:
+    """DeepSpeed's rule as arguments of `GradScalerKwargs`: the scale grows one good step later than torch's."""
+    static = fp16.number("loss_scale", 0.0)
     if static:
         return {"init_scale": static, "dynamic": False}
     return {
-        "init_scale": 2.0
-        ** _number(fp16, "fp16.initial_scale_power", "initial_scale_power", 16, whole=True, most=127),
-        "growth_interval": _number(
-            fp16, "fp16.loss_scale_window", "loss_scale_window", 1000, least=1, whole=True
-        ),
-        "hysteresis": _number(fp16, "fp16.hysteresis", "hysteresis", 2, least=1, whole=True),
-        "refill_each_step": _flag(fp16, "fp16.consecutive_hysteresis", "consecutive_hysteresis"),
-        "min_scale": _number(fp16, "fp16.min_loss_scale", "min_loss_scale", 1.0),
+        "init_scale": 2.0 ** fp16.number("initial_scale_power", 16, most=127),
+        "growth_interval": fp16.number("loss_scale_window", 1000, least=1),
+        "hysteresis": fp16.number("hysteresis", 2, least=1),
+        "refill_each_step": fp16.flag("consecutive_hysteresis"),
+        "min_scale": fp16.number("min_loss_scale", 1.0),
         "growth_delay": 1,
         "raise_at_minimum": True,
     }
 
 
 def triangle(content: Mapping[str, Any], world: int) -> Batch:
-    """The three batch sizes by those that are given.
+    """The three batch sizes from those that are given.
 
     Raises:
         SettingError: none is given, they do not divide, or they contradict one another; with the four numbers.
     """
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    train, micro, steps = (
-        None if content.get(name) in (None, "auto") else _number(content, name, name, 1, least=1, whole=True)
-        for name in names
+    given = Section({name: content[name] for name in SIZES if content.get(name) not in (None, "auto")})
+    train, micro, steps = (given.number(name, 1, least=1) if name in given.values else None for name in SIZES)
+    said = (
+        ", ".join(f"{name}={value}" for name, value in zip(SIZES, (train, micro, steps))) + f", {world} ranks"
     )
+
+    def divided(by: int, words: str) -> int:
+        if train % by:
+            raise SettingError(f"train_batch_size is not a multiple of {words}: {said}")
+        return train // by
+
     if train is None and micro is None:
         raise SettingError(
-            "neither train_batch_size nor train_micro_batch_size_per_gpu is given: DeepSpeed needs at least one of them"
+            f"neither {SIZES[0]} nor {SIZES[1]} is given: DeepSpeed needs at least one of them"
         )
-    given = f"train_batch_size={train}, train_micro_batch_size_per_gpu={micro}, gradient_accumulation_steps={steps}, {world} ranks"
     if train is None:
         steps = steps or 1
-        return Batch(micro * steps * world, micro, steps, world)
-    if micro is None:
+        train = micro * steps * world
+    elif micro is None:
         steps = steps or 1
-        if train % (steps * world):
-            raise SettingError(f"train_batch_size is no multiple of accumulation × ranks: {given}")
-        return Batch(train, train // (steps * world), steps, world)
-    if steps is None:
-        if train % (micro * world):
-            raise SettingError(f"train_batch_size is no multiple of micro-batch × ranks: {given}")
-        steps = train // (micro * world)
+        micro = divided(steps * world, "accumulation × ranks")
+    elif steps is None:
+        steps = divided(micro * world, "micro-batch × ranks")
     if train != micro * steps * world:
         raise SettingError(
-            f"train_batch_size is not micro-batch × accumulation × ranks: {given} ({train} != {micro} * {steps} * {world})"
+            f"train_batch_size is not micro-batch × accumulation × ranks: {said} ({train} != {micro} * {steps} * {world})"
         )
     return Batch(train, micro, steps, world)

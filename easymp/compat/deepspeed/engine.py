@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 
 from ...accelerator import Accelerator
 from ...checkpoint.codec import unpack
@@ -24,18 +27,24 @@ from ...logging import get_logger
 from ...options import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
 from ...training.state import current_world
 from . import optimizers
-from .config import Config
-from .layer import NATIVE, layer
-from .timing import Flops, Watches
+from .config import Config, layer
 
 logger = get_logger(__name__)
 
-LATEST = "latest"
 COUNTERS, SCHEDULE = "state/object_0", "state/scheduler_0"  # in a checkpoint
 # Up to stage 2 each rank holds whole parameters, which scripts read and save.
 STRATEGIES = {0: "auto", 1: "zero1", 2: "zero1", 3: "fsdp"}
-
-
+NATIVE = """
+acc = Accelerator(mixed_precision={precision!r}, strategy={strategy!r}, gradient_accumulation_steps={steps})
+model, optimizer, loader = acc.prepare(model, optimizer, loader)
+for inputs, targets in loader:
+    with acc.accumulate(model):
+        acc.backward(loss_fn(model(inputs), targets))  # engine.backward
+        acc.clip_grad_norm_(model.parameters(), {clip})   # gradient_clipping
+        optimizer.step()                               # engine.step
+        optimizer.zero_grad()
+acc.save_state()                                       # engine.save_checkpoint
+"""
 COUNTED = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 # Methods of the engine that tell its configuration.
 ANSWERS: dict[str, Callable[[Config], Any]] = {
@@ -44,9 +53,9 @@ ANSWERS: dict[str, Callable[[Config], Any]] = {
     "gradient_accumulation_steps": lambda config: config.batch.steps,
     "get_batch_info": lambda config: (config.batch.train, config.batch.micro, config.batch.steps),
     "gradient_clipping": lambda config: config.clip,
-    "fp16_enabled": lambda config: config.half.scaled,
-    "bfloat16_enabled": lambda config: config.half.low and not config.half.scaled,
-    "dynamic_loss_scale": lambda config: bool(config.half.scaled and config.scale.get("dynamic", True)),
+    "fp16_enabled": lambda config: config.half == "fp16",
+    "bfloat16_enabled": lambda config: config.half == "bf16",
+    "dynamic_loss_scale": lambda config: config.half == "fp16" and config.scale.get("dynamic", True),
     "zero_optimization": lambda config: config.stage > 0,
     "zero_optimization_stage": lambda config: config.stage,
     "wall_clock_breakdown": lambda config: config.breakdown,
@@ -95,14 +104,10 @@ class DeepSpeedEngine(nn.Module):
         self.config = config
         layer.ignore(config.ignored)
         self.accelerator = acc = _accelerator(config)
+        how = {"precision": config.precision, "strategy": acc.plan.strategy.value}
         layer.use(
             "initialize, engine.backward and engine.step",
-            NATIVE.format(
-                precision=config.half.precision,
-                strategy=acc.plan.strategy.value,
-                steps=config.batch.steps,
-                clip=config.clip or None,
-            ),
+            NATIVE.format(**how, steps=config.batch.steps, clip=config.clip or None),
         )
         given = parameters if parameters is not None else model.parameters()
         if optimizer is None and config.optimizer is not None:
@@ -113,29 +118,25 @@ class DeepSpeedEngine(nn.Module):
             scheduler = optimizers.scheduler(*config.scheduler)
         if scheduler is not None and not hasattr(scheduler, "step"):
             if optimizer is None:
-                raise SettingError(
-                    "a scheduler without an optimizer: name one in the configuration, or pass it to initialize()"
-                )
+                raise SettingError(f"a scheduler without an optimizer: {NAME_ONE}")
             scheduler = scheduler(optimizer)
         loader = None if data is None else self._loader(data, config.batch.micro, collate)
-        called, self.optimizer, self.lr_scheduler, self.training_dataloader = acc.prepare(
-            model, optimizer, scheduler, loader
-        )
-        object.__setattr__(self, "_called", called)  # no submodule: its parameters are the module's
+        prepared = acc.prepare(model, optimizer, scheduler, loader)
+        called, self.optimizer, self.lr_scheduler, self.training_dataloader = prepared
+        object.__setattr__(self, "_called", called)  # not a submodule: its parameters are the module's
         self._counters = Counters()
         acc.register_for_checkpointing(self._counters)
         self._micro: AbstractContextManager[None] | None = None
         self._norm: Tensor | None = None
-        self._boundary = False
-        self._applied = False
+        self._boundary = self._applied = False
         # As in DeepSpeed, several backward passes before a step, and parameters without a gradient, are right up to stage 2: `backward`
         # averages gradients at the boundary, not DDP's hooks. The Accelerator averages sums of low-precision ones at the end of a window.
         summed = config.batch.steps > 1 and any(
             p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()
         )
         self._late = acc.num_processes > 1 and config.stage < 3 and not summed
-        self._watches = Watches(config.breakdown, acc.device)
-        self._flops = Flops(config.flops, acc.device) if config.flops is not None else None
+        self._seconds: dict[str, list[float]] = {}  # by phase, with wall_clock_breakdown
+        self._profile_step = _profile_step(config.flops)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -144,29 +145,25 @@ class DeepSpeedEngine(nn.Module):
         training = self.training and torch.is_grad_enabled() and self.optimizer is not None
         if training:
             self._begin()
-        with self._watches("forward"):
-            if training and self._flops is not None and self.global_steps == self._flops.step:
-                with self._flops.counting(self.module, self._counters.global_samples), self._apart():
-                    return self._called(*inputs, **kwargs)
-            with self._apart() if training else nullcontext():
+        profiled = training and self.global_steps == self._profile_step
+        with self._timed("forward"), self._count_flops() if profiled else nullcontext():
+            with self._unsynced() if training else nullcontext():
                 return self._called(*inputs, **kwargs)
 
-    def _apart(self) -> AbstractContextManager[None]:
+    def _unsynced(self) -> AbstractContextManager[None]:
         """Gradients stay on this rank until the boundary, up to stage 2."""
         return self.accelerator.no_sync(self._called) if self._late else nullcontext()
 
-    def _share(self) -> None:
+    def _average_gradients(self) -> None:
         """Average gradients over the ranks; a parameter without one takes part with zeros, as in DeepSpeed.
 
-        After a further backward the average of an average is that average, so only what was added is averaged anew.
+        After a further backward the average of an average is that average, so only new gradients are averaged.
         """
-        gradients = []
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
-        current_world().average_(gradients)
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        current_world().average_([p.grad for p in parameters])  # type: ignore[misc]
 
     def _begin(self) -> None:
         if self._micro is None:
@@ -184,22 +181,19 @@ class DeepSpeedEngine(nn.Module):
         """Gradients of `loss`, divided by the accumulation steps; returns the divided loss.
 
         Raises:
-            StepError: a loss that is no scalar, or has no graph; or no optimizer.
+            StepError: a loss that is not a scalar, or has no graph; or no optimizer.
         """
-        if others:
-            raise RefusedError(f"engine.backward({', '.join(others)}=…) is not honoured: leave it out")
+        _refuse("engine.backward", others, "leave it out")
         if self.optimizer is None:
-            raise StepError(
-                "backward() on an engine without an optimizer: name one in the configuration, or pass it to initialize()"
-            )
+            raise StepError(f"backward() on an engine without an optimizer: {NAME_ONE}")
         self._begin()
         steps = self.config.batch.steps
         if not scale_wrt_gas:
             loss = loss * steps
-        with self._watches("backward"), self._apart():
+        with self._timed("backward"), self._unsynced():
             self.accelerator.backward(loss, retain_graph=retain_graph)
             if self._late and self.accelerator.sync_gradients:
-                self._share()
+                self._average_gradients()
         self._boundary = True
         return loss.detach() / steps
 
@@ -218,31 +212,27 @@ class DeepSpeedEngine(nn.Module):
                 "engine.step() before engine.backward(): call backward(loss) once for each step()"
             )
         self._boundary = False
-        acc, counters = self.accelerator, self._counters
-        with self._watches("step"):
-            if acc.sync_gradients:
-                self._norm = acc.clip_grad_norm_(self._called.parameters(), self.config.clip or float("inf"))
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                counters.global_steps += 1
-                self._applied = not (self.config.half.scaled and acc.optimizer_step_was_skipped)
-                if not self._applied:
-                    counters.skipped_steps += 1
-                elif self.lr_scheduler is not None:
-                    self.lr_scheduler.step(**(lr_kwargs or {}))
-            else:
-                self._applied = False
-                self.optimizer.step()  # which waits for the end of the window
-                self.optimizer.zero_grad()
+        acc, counters, config = self.accelerator, self._counters, self.config
         ended = acc.sync_gradients
+        with self._timed("step"):
+            if ended:
+                self._norm = acc.clip_grad_norm_(self._called.parameters(), config.clip or float("inf"))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            skipped = ended and config.half == "fp16" and acc.optimizer_step_was_skipped
+            self._applied = ended and not skipped
+            counters.global_steps += ended
+            counters.skipped_steps += skipped
+            if self._applied and self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
         self._end()
         counters.micro_steps += 1
-        counters.global_samples += self.config.batch.micro * self.config.batch.world
-        if ended and self.config.every and counters.global_steps % self.config.every == 0:
+        counters.global_samples += config.batch.micro * config.batch.world
+        if ended and config.every and counters.global_steps % config.every == 0:
             logger.info(
                 "step=%d, skipped=%d, lr=%s", counters.global_steps, counters.skipped_steps, self.get_lr()
             )
-            self._watches.tell(logger.info)
+            self._log_times()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -254,7 +244,50 @@ class DeepSpeedEngine(nn.Module):
         """Clear the gradients of all parameters."""
         self.module.zero_grad(set_to_none)
 
-    # -- what it is ---------------------------------------------------------------------------------------------------
+    # -- times and operations ---------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        """Seconds, once the device has done its work."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        if not self.config.breakdown:
+            yield
+            return
+        begin = self._now()
+        yield
+        self._seconds.setdefault(phase, []).append(self._now() - begin)
+
+    def _log_times(self) -> None:
+        """Log the means of the phases since the last call."""
+        means = [f"{name}: {1e3 * sum(s) / len(s):.2f}" for name, s in self._seconds.items()]
+        if means:
+            logger.info("time (ms) | %s", " | ".join(means))
+        self._seconds.clear()
+
+    @contextmanager
+    def _count_flops(self) -> Iterator[None]:
+        """Report the operations of the forward inside, by torch's FlopCounterMode: matrix products, convolutions, attention."""
+        self._profile_step = None  # once
+        begin, counter = self._now(), FlopCounterMode(display=False)
+        with counter:
+            yield
+        seconds = self._now() - begin
+        flops, parameters = counter.get_total_flops(), sum(p.numel() for p in self.module.parameters())
+        report = (
+            f"flops profiler, one forward: {flops:,} floating-point operations, {parameters:,} parameters, {seconds * 1e3:.2f} ms, "
+            f"{flops / max(seconds, 1e-9):.3g} operations a second; the counting itself takes time"
+        )
+        file = (self.config.flops or {}).get("output_file")
+        if file:
+            Path(file).write_text(report + "\n", encoding="utf-8")
+        else:
+            print(report)  # noqa: T201 (as asked for by the configuration)
+
+    # -- attributes ---------------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         """Counters, `ANSWERS`, and the attributes of the user's model."""
@@ -306,17 +339,14 @@ class DeepSpeedEngine(nn.Module):
         return None if self._norm is None else float(self._norm)
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step` ended an update, and no overflow skipped it."""
+        """Whether the last `step` ended an update that no overflow skipped."""
         return self._applied
 
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, **others: Any
     ) -> Any:
         """A prepared loader of `dataset`."""
-        if others:
-            raise RefusedError(
-                f"deepspeed_io({', '.join(others)}=…) is not honoured: make the DataLoader, and pass it to engine.accelerator.prepare"
-            )
+        _refuse("deepspeed_io", others, "make the DataLoader, and pass it to engine.accelerator.prepare")
         return self.accelerator.prepare(
             self._loader(dataset, batch_size or self.config.batch.micro, collate_fn)
         )
@@ -349,20 +379,20 @@ class DeepSpeedEngine(nn.Module):
 
         Args:
             tag: ``global_step`` and the number of updates by default.
-            client_state: numbers, words, and lists, tuples and dicts of them; comes back from `load_checkpoint`.
+            client_state: numbers, strings, and lists, tuples and dicts of them; `load_checkpoint` returns it.
 
         Raises:
-            CheckpointError: it cannot be written; what was there is untouched.
+            CheckpointError: it cannot be written; earlier checkpoints are untouched.
         """
         if exclude_frozen_parameters:
             raise RefusedError(
-                "exclude_frozen_parameters=True cannot be honoured: a checkpoint is whole, or is none. Leave it out"
+                "exclude_frozen_parameters=True is not honoured: a checkpoint is whole. Leave it out"
             )
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._counters.client = dict(client_state or {})
-        self.accelerator.save_state(os.path.join(os.fspath(save_dir), tag))
+        self.accelerator.save_state(Path(save_dir, tag))
         if save_latest and self.global_rank == 0:
-            _write(os.path.join(os.fspath(save_dir), LATEST), tag)
+            _write_whole(Path(save_dir, "latest"), tag)
         self.accelerator.wait_for_everyone()
         return True
 
@@ -392,29 +422,19 @@ class DeepSpeedEngine(nn.Module):
             raise RefusedError(
                 "custom_load_fn=… is not honoured: load with easymp.load_weights(engine.module, place)"
             )
-        if tag is None:
-            tag = _read(os.path.join(os.fspath(load_dir), LATEST))
-            if tag is None:
-                warnings.warn(
-                    f"Unable to find latest file at {os.path.join(os.fspath(load_dir), LATEST)}, if trying to load latest checkpoint "
-                    "please ensure this file exists or pass an explicit checkpoint tag when loading a checkpoint.",
-                    EasympWarning,
-                    stacklevel=2,
-                )
-                return None, None
-        place = os.path.join(os.fspath(load_dir), str(tag))
+        latest = Path(load_dir, "latest")
+        if tag is None and not latest.is_file():
+            warnings.warn(
+                f"Unable to find latest file at {latest}, if trying to load latest checkpoint "
+                "please ensure this file exists or pass an explicit checkpoint tag when loading a checkpoint.",
+                EasympWarning,
+                stacklevel=2,
+            )
+            return None, None
+        place = str(Path(load_dir, latest.read_text(encoding="utf-8").strip() if tag is None else str(tag)))
         schedule = self.lr_scheduler if load_lr_scheduler_states else None
         if load_module_only or not load_optimizer_states:
-            states = open_checkpoint(place).manifest.states
-            counters = unpack(states[COUNTERS], _no_tensors)
-            has_rates = schedule is not None and SCHEDULE in states
-            rates = unpack(states[SCHEDULE], _no_tensors) if has_rates else None
-            load_weights(self._called, place, strict=load_module_strict)
-            if not load_module_only:
-                self._counters.load_state_dict(counters)
-                if schedule is not None and rates is not None:
-                    schedule.load_state_dict(rates)
-            return place, counters["client"]
+            return place, self._load_weights(place, load_module_strict, load_module_only, schedule)
         keep = self.lr_scheduler is not None and schedule is None
         kept = copy.deepcopy(self.lr_scheduler.state_dict()) if keep else None
         self.accelerator.load_state(place, strict=load_module_strict)
@@ -422,10 +442,23 @@ class DeepSpeedEngine(nn.Module):
             self.lr_scheduler.load_state_dict(kept)
         return place, self._counters.client
 
+    def _load_weights(self, place: str, strict: bool, module_only: bool, schedule: Any) -> Any:
+        """Load weights, and unless `module_only` counters and the schedule; return the client's state."""
+        states = open_checkpoint(place).manifest.states
+        counters = unpack(states[COUNTERS], _no_tensors)
+        has_rates = schedule is not None and SCHEDULE in states
+        rates = unpack(states[SCHEDULE], _no_tensors) if has_rates else None
+        load_weights(self._called, place, strict=strict)
+        if not module_only:
+            self._counters.load_state_dict(counters)
+            if rates is not None:
+                schedule.load_state_dict(rates)
+        return counters["client"]
+
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors", **others: Any
     ) -> bool:
-        """Whole weights as Hugging Face's tools read them, in the precision that they have: fp16 under fp16, and else fp32."""
+        """Whole weights for Hugging Face's tools, in their own precision: fp16 under fp16, else fp32."""
         if save_filename not in ("model.safetensors", "pytorch_model.bin") or others:
             raise RefusedError(
                 f"save_16bit_model writes model.safetensors, not {save_filename!r}: leave the name out"
@@ -436,32 +469,44 @@ class DeepSpeedEngine(nn.Module):
     save_fp16_model = save_16bit_model
 
 
+NAME_ONE = "name one in the configuration, or pass it to initialize()"
+
+
 def _accelerator(config: Config) -> Accelerator:
-    ranks = read_ranks()
-    strategy = STRATEGIES[config.stage] if ranks.size > 1 else "auto"  # one process has nobody to share with
-    options: dict[str, Any] = {}
-    if config.stage == 3 and ranks.size > 1:
-        options = {"cpu_offload": config.offload}
-    elif config.offload:
+    several = read_ranks().size > 1
+    sharded = several and config.stage == 3
+    if config.offload and not sharded:
         layer.ignore({"zero_optimization.offload_…": "with stage 3 on several processes only"})
-    if config.stage == 2 and ranks.size > 1:
-        layer.ignore(
-            {
-                "zero_optimization.stage=2": "runs as stage 1: gradients are whole on each rank; stage 3 shards them, and parameters"
-            }
-        )
+    if several and config.stage == 2:
+        why = "runs as stage 1: gradients are whole on each rank; stage 3 shards them, and parameters"
+        layer.ignore({"zero_optimization.stage=2": why})
     handlers: list[Any] = [AutocastKwargs(output_dtype=None)]
-    if config.half.scaled:
+    if config.half == "fp16":
         handlers.append(GradScalerKwargs(**config.scale))
     return Accelerator(
-        mixed_precision=config.half.precision,
-        strategy=strategy,
-        strategy_options=options or None,
+        mixed_precision=config.precision,
+        strategy=STRATEGIES[config.stage] if several else "auto",
+        strategy_options={"cpu_offload": config.offload} if sharded else None,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             config.batch.steps, sync_with_dataloader=False
         ),
         kwargs_handlers=handlers,
     )
+
+
+def _profile_step(flops: Mapping[str, Any] | None) -> int | None:
+    """The update whose first forward is counted."""
+    if flops is None:
+        return None
+    step = flops.get("profile_step", 1)
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise SettingError(f"flops_profiler.profile_step={step!r} is not the number of an update")
+    return step
+
+
+def _refuse(call: str, others: Mapping[str, Any], remedy: str) -> None:
+    if others:
+        raise RefusedError(f"{call}({', '.join(others)}=…) is not honoured: {remedy}")
 
 
 def _no_tensors(name: str) -> Any:
@@ -470,18 +515,11 @@ def _no_tensors(name: str) -> Any:
     )
 
 
-def _write(path: str, tag: str) -> None:
-    fresh = f"{path}.tmp"
-    with open(fresh, "w", encoding="utf-8") as file:
-        file.write(tag)
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all."""
+    fresh = path.with_name(f"{path.name}.tmp")
+    with fresh.open("w", encoding="utf-8") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(fresh, path)
-
-
-def _read(path: str) -> str | None:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read().strip()
-    except OSError:
-        return None
+    fresh.replace(path)

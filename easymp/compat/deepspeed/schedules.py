@@ -1,7 +1,7 @@
 """DeepSpeed's learning-rate schedules, as torch schedulers.
 
-`i` counts the calls of `step` from 0; before the first one the rate is that of i = -1. Formulas are DeepSpeed's (its documentation,
-"Learning Rate Schedulers"): a warm-up over n steps follows log(i + 1) / log(n), or i / n.
+`i` counts the calls of `step` from 0; before the first call it is -1. Formulas are DeepSpeed's (its documentation, "Learning Rate
+Schedulers"): a warm-up over n steps follows log(i + 1) / log(n), or i / n.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...errors import EasympWarning, SettingError
 
-WARMUPS = ("log", "linear")
-
 
 class Schedule(LRScheduler):
     """Rates as a function of `last_batch_iteration`, DeepSpeed's count of steps; -1 before the first."""
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
-        optimizer = getattr(optimizer, "optimizer", optimizer)
+        optimizer = _inner(optimizer)
         if last_batch_iteration >= 0:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
@@ -40,18 +38,10 @@ class Schedule(LRScheduler):
         return self.rates(self.last_batch_iteration)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """The next rate, or that of a step that is named."""
+        """Set the next rate, or the rate of the named step."""
         if last_batch_iteration is not None:
             self.last_epoch = last_batch_iteration
         super().step()
-
-    def _each(self, value: float | Sequence[float], name: str) -> list[float]:
-        groups = len(self.optimizer.param_groups)
-        if not isinstance(value, (list, tuple)):
-            return [float(value)] * groups
-        if len(value) != groups:
-            raise ValueError(f"expected {groups} values for {name}, got {len(value)}")
-        return [float(v) for v in value]
 
 
 class WarmupLR(Schedule):
@@ -71,8 +61,7 @@ class WarmupLR(Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.optimizer = getattr(optimizer, "optimizer", optimizer)
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        rates = [group["lr"] for group in _inner(optimizer).param_groups]
         if warmup_max_lr is None and len(set(rates)) > 1:
             warnings.warn(
                 f"WarmupLR without warmup_max_lr gives all param groups the first group's rate, {rates[0]:g}, as DeepSpeed's does; the "
@@ -81,22 +70,25 @@ class WarmupLR(Schedule):
                 stacklevel=2,
             )
         top = rates[0] if warmup_max_lr is None else warmup_max_lr
-        self.min_lrs = self._each(warmup_min_lr, "warmup_min_lr")
-        self.max_lrs = self._each(top, "warmup_max_lr")
+        self.min_lrs = _each(warmup_min_lr, len(rates), "warmup_min_lr")
+        self.max_lrs = _each(top, len(rates), "warmup_max_lr")
         self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, i: int) -> list[float]:
-        share = 0.0 if i < 0 else self.share(i)
+        rises = i < self.warmup_num_steps
+        share = (
+            0.0 if i < 0 else _rise(i, self.warmup_num_steps, self.warmup_type) if rises else self.after(i)
+        )
         return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs)]
 
-    def share(self, i: int) -> float:
-        """Part of the way from the smallest rate to the largest."""
-        return _rise(i, self.warmup_num_steps, self.warmup_type) if i < self.warmup_num_steps else 1.0
+    def after(self, i: int) -> float:
+        """Part of the way from the smallest rate to the largest, after the warm-up."""
+        return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """As `WarmupLR`, and then down to `warmup_min_lr` in a straight line, which ends at `total_num_steps`."""
+    """As `WarmupLR`, and then in a straight line down to `warmup_min_lr` at `total_num_steps`."""
 
     def __init__(
         self,
@@ -113,9 +105,7 @@ class WarmupDecayLR(WarmupLR):
             optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
         )
 
-    def share(self, i: int) -> float:
-        if i < self.warmup_num_steps:
-            return super().share(i)
+    def after(self, i: int) -> float:
         return max(0.0, (self.total_num_steps - i) / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
@@ -132,11 +122,10 @@ class WarmupCosineLR(Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        optimizer = getattr(optimizer, "optimizer", optimizer)
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
-        self.org_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self.org_lrs = [float(group["lr"]) for group in _inner(optimizer).param_groups]
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, i: int) -> list[float]:
@@ -160,8 +149,8 @@ class OneCycle(Schedule):
         cycle_first_step_size, cycle_second_step_size: steps up, and down (None: as many).
         cycle_first_stair_count, cycle_second_stair_count: stairs of each half; 0 for a slope.
         decay_step_size: steps in which the decay's factor grows by its rate; 0 for no decay.
-        decay_lr_rate, decay_mom_rate: rates divide by 1 + rate × intervals, momenta are multiplied.
-        cycle_momentum: betas[0] goes from `cycle_max_mom` to `cycle_min_mom` and back; of optimizers that have betas.
+        decay_lr_rate, decay_mom_rate: rates are divided by 1 + rate × intervals, momenta are multiplied.
+        cycle_momentum: betas[0] goes from `cycle_max_mom` to `cycle_min_mom` and back, for optimizers with betas.
     """
 
     def __init__(
@@ -181,7 +170,6 @@ class OneCycle(Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        optimizer = getattr(optimizer, "optimizer", optimizer)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.sizes = float(cycle_first_step_size), float(second)
@@ -190,7 +178,7 @@ class OneCycle(Schedule):
         self.low, self.high = float(cycle_min_lr), float(cycle_max_lr)
         self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
         self.decay_step_size = decay_step_size
-        self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
+        self.cycle_momentum = cycle_momentum and "betas" in _inner(optimizer).defaults
         self.low_mom, self.high_mom = float(cycle_min_mom), float(cycle_max_mom)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -224,12 +212,12 @@ class OneCycle(Schedule):
 
 
 class LRRangeTest(Schedule):
-    """Rates that rise from `lr_range_test_min_lr` by `lr_range_test_step_rate` times that in each `lr_range_test_step_size` steps.
+    """Rates that rise by `lr_range_test_step_rate` × `lr_range_test_min_lr` in each `lr_range_test_step_size` steps.
 
-    To find the largest at which training converges. Source: arXiv:1803.09820.
+    Used to find the largest rate at which training converges. Source: arXiv:1803.09820.
 
     Args:
-        lr_range_test_staircase: at once after each interval.
+        lr_range_test_staircase: rise at once after each interval.
     """
 
     def __init__(
@@ -241,8 +229,8 @@ class LRRangeTest(Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        self.optimizer = getattr(optimizer, "optimizer", optimizer)
-        self.min_lr = self._each(lr_range_test_min_lr, "lr_range_test_min_lr")
+        groups = len(_inner(optimizer).param_groups)
+        self.min_lr = _each(lr_range_test_min_lr, groups, "lr_range_test_min_lr")
         self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
@@ -253,16 +241,30 @@ class LRRangeTest(Schedule):
         return [rate * factor for rate in self.min_lr]
 
 
+def _inner(optimizer: Any) -> Optimizer:
+    """The optimizer inside of a wrapper."""
+    found: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return found
+
+
 def _warmup(steps: Any, kind: str) -> tuple[int, str]:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps <= 0:
         raise ValueError(f"warmup_num_steps must be a positive integer, got {steps}")
-    if kind not in WARMUPS:
+    if kind not in ("log", "linear"):
         raise SettingError(f"warmup_type={kind!r} is neither 'log' nor 'linear'")
     return max(2, steps), kind
 
 
 def _rise(i: int, steps: int, kind: str) -> float:
     return math.log(i + 1) / math.log(steps) if kind == "log" else i / steps
+
+
+def _each(value: float | Sequence[float], groups: int, name: str) -> list[float]:
+    if not isinstance(value, (list, tuple)):
+        return [float(value)] * groups  # type: ignore[arg-type]
+    if len(value) != groups:
+        raise ValueError(f"expected {groups} values for {name}, got {len(value)}")
+    return [float(v) for v in value]
 
 
 SCHEDULES = {kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)}
