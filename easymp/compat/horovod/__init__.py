@@ -29,14 +29,12 @@ from .engine import (
 )
 from .operations import *  # noqa: F403
 from .optimizer import DistributedOptimizer
-from .states import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [
     *operations.__all__,
-    *"DistributedOptimizer HorovodInternalError NotInitializedError SyncBatchNorm allgather_object".split(),
-    *"broadcast_object broadcast_optimizer_state broadcast_parameters cross_rank cross_size elastic".split(),
-    *"gloo_built gloo_enabled init is_homogeneous is_initialized local_rank local_size mpi_built".split(),
-    *"mpi_enabled mpi_threads_supported nccl_built rank shutdown size".split(),
+    *"DistributedOptimizer HorovodInternalError NotInitializedError SyncBatchNorm cross_rank cross_size".split(),
+    *"elastic gloo_built gloo_enabled init is_homogeneous is_initialized local_rank local_size".split(),
+    *"mpi_built mpi_enabled mpi_threads_supported nccl_built rank shutdown size".split(),
 ]
 
 
@@ -46,29 +44,22 @@ def nccl_built() -> bool:
 
 
 def gloo_built() -> bool:
-    """Whether this torch has gloo, which CPU tensors travel by."""
+    """Whether this torch has gloo, which carries CPU tensors."""
     return dist.is_available() and dist.is_gloo_available()
 
 
-gloo_enabled = gloo_built
-
-
 def mpi_built() -> bool:
-    """No: torch.distributed's own engines are used."""
+    """False: torch.distributed's own backends are used."""
     return False
 
 
+gloo_enabled = gloo_built
 mpi_enabled = mpi_threads_supported = mpi_built
 
+_COMPRESSION = ("Compression", "FP16Compressor", "NoneCompressor")
 submodules(
     __name__,
-    {
-        "compression": {
-            "Compression": operations.Compression,
-            "FP16Compressor": operations.FP16Compressor,
-            "NoneCompressor": operations.NoneCompressor,
-        }
-    },
+    {"compression": {name: getattr(operations, name) for name in _COMPRESSION}},
     layer,
     "horovod.torch",
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 import random
 from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
@@ -24,18 +23,18 @@ from ...errors import SettingError
 from ...settings import resolve
 from . import engine
 from .engine import HorovodInternalError
-from .states import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .operations import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 FILE = "elastic-state.safetensors"
 RESETS = 100
 
 
 class HostsUpdatedInterrupt(Exception):
-    """For scripts that catch it: hosts change between restarts only, so it is never raised here."""
+    """For scripts that catch it. It is never raised here: hosts change between restarts only."""
 
 
 class ObjectState:
-    """Values with commits: ``state.epoch``, ``state.batch``, as attributes."""
+    """Values with commits, as attributes: ``state.epoch``, ``state.batch``."""
 
     def __init__(self, **values: Any) -> None:
         self._values = dict(values)
@@ -44,16 +43,12 @@ class ObjectState:
         self.save()
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
-        """Called after a reset: to change a learning rate for another number of ranks, say."""
+        """Functions to call after a reset, for example to change a learning rate for another number of ranks."""
         self._resets += callbacks
 
     def on_reset(self) -> None:
-        self.restore_world()
         for callback in self._resets:
             callback()
-
-    def restore_world(self) -> None:
-        """Adapt to another number of ranks."""
 
     def save(self) -> None:
         """Keep the current values in memory."""
@@ -65,11 +60,11 @@ class ObjectState:
         self.__dict__.update(copy.deepcopy(self._values))
 
     def commit(self) -> None:
-        """`save`, and here also to disk where there is a project folder."""
+        """`save`; of a TorchState with a project folder also to disk."""
         self.save()
 
     def check_host_updates(self) -> None:
-        """Nothing: hosts change between restarts only."""
+        """Do nothing: hosts change between restarts only."""
 
     def sync(self) -> None:
         """Rank 0's values on every rank."""
@@ -81,8 +76,8 @@ class TorchState(ObjectState):
     """A model, an optimizer, samplers, and values.
 
     Args:
-        model, optimizer: any number of further ones under names of their own.
-        project_dir: where commits are written; None: what EASYMP_PROJECT_DIR or easymp.toml says, or nowhere.
+        model, optimizer: further ones may have names of their own.
+        project_dir: where commits are written; None: as EASYMP_PROJECT_DIR or easymp.toml says, else nowhere.
         values: numbers, words, samplers; attributes of the state.
     """
 
@@ -96,6 +91,12 @@ class TorchState(ObjectState):
         self._file = Path(folder, FILE) if folder else None
         self._saved: dict[str, Any] = {}
         super().__init__(**{n: v for n, v in given.items() if n not in self._kept and v is not None})
+
+    def on_reset(self) -> None:
+        for item in self._kept.values():
+            if isinstance(item, ElasticSampler):
+                item.reset()
+        super().on_reset()
 
     def save(self) -> None:
         self._saved = {name: copy.deepcopy(item.state_dict()) for name, item in self._kept.items()}
@@ -114,21 +115,14 @@ class TorchState(ObjectState):
 
     def recall(self) -> None:
         """Load the commit of an earlier run, if there is one."""
-        if self._file is None or not os.path.exists(self._file):
+        if self._file is None or not self._file.exists():
             return
         found = load(self._file)
-        names = (set(found["kept"]), set(found["values"]))
-        if names != (set(self._saved), set(self._values)):
-            raise SettingError(
-                f"{self._file} holds {sorted(names[0] | names[1])}, and this state {sorted({*self._saved, *self._values})}: move it away"
-            )
+        if (found["kept"].keys(), found["values"].keys()) != (self._saved.keys(), self._values.keys()):
+            theirs, ours = sorted({*found["kept"], *found["values"]}), sorted({*self._saved, *self._values})
+            raise SettingError(f"{self._file} holds {theirs}, and this state {ours}: move it away")
         self._saved, self._values = found["kept"], found["values"]
         self.restore()
-
-    def restore_world(self) -> None:
-        for item in self._kept.values():
-            if isinstance(item, ElasticSampler):
-                item.reset()
 
     def sync(self) -> None:
         for item in self._kept.values():
@@ -155,22 +149,18 @@ class ElasticSampler(Sampler[int]):
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
-        self.epoch = 0
-        self.processed_indices: set[int] = set()
-        self.reset()
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """A new epoch, in which nothing is processed; call it at the end of one."""
-        self.epoch = epoch
-        self.processed_indices = set()
-        self.reset()
+        """Begin an epoch without processed samples; call it at the end of the one before."""
+        self.load_state_dict({"epoch": epoch, "processed_indices": ()})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """The batch of this number, of so many samples a rank, is done."""
-        self.record_indices(self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size])
+        """Note that this batch, of `batch_size` samples a rank, is processed."""
+        self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Any) -> None:
-        """These samples are done."""
+        """Note that these samples are processed."""
         self.processed_indices.update(map(int, indices))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
@@ -181,20 +171,19 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_indices": sorted(self.processed_indices)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.epoch = state_dict["epoch"]
-        self.processed_indices = set(state_dict["processed_indices"])
+        self.epoch: int = state_dict["epoch"]
+        self.processed_indices: set[int] = set(state_dict["processed_indices"])
         self.reset()
 
     def reset(self) -> None:
-        """Divide the rest among the current ranks equally; the first samples are repeated to fill up."""
+        """Divide the remaining samples among the current ranks equally; the first ones are repeated to fill up."""
         rank, size = (engine.rank(), engine.size()) if engine.is_initialized() else (0, 1)
         left = [i for i in range(len(self.dataset)) if i not in self.processed_indices]
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(left)
         self.num_samples = math.ceil(len(left) / size)
         self.total_size = self.num_samples * size
-        filled = left + [left[i % len(left)] for i in range(self.total_size - len(left))] if left else []
-        self.indices = filled[rank : self.total_size : size]
+        self.indices = [left[i % len(left)] for i in range(rank, self.total_size, size)]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices)

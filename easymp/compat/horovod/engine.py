@@ -1,4 +1,4 @@
-"""Operations by name, in one order on all ranks, while the program goes on.
+"""Operations by name, in one sequence on all ranks, while the program goes on.
 
 Ranks may ask in different orders, as backward passes do. Each rank writes its requests to the store, rank 0 writes orders for the
 operations that every rank has asked for, and each rank's thread carries out the orders in sequence. There is no polling: a thread
@@ -30,13 +30,24 @@ from ..layer import Layer, device_of
 from .execution import Carrier, Order, Request, Table, agree, fusable, read_orders, read_requests, written
 
 logger = get_logger(__name__)
-
+layer = Layer("Horovod")
+NATIVE = """
+acc = Accelerator(strategy="ddp")  # hvd.init, broadcast_parameters, DistributedOptimizer
+model, optimizer, loader = acc.prepare(model, optimizer, loader)
+acc.backward(loss); optimizer.step(); optimizer.zero_grad()
+mean = acc.mean(value)  # hvd.allreduce(value)
+"""
 FOREVER = timedelta(days=30)
-STALLED = 60.0  # seconds after which waiting is worth a warning
+STALLED = 60.0  # seconds of waiting before a warning
+PATIENCE = 5.0  # seconds that rank 0 waits for the others before it leaves
 
 
 class HorovodInternalError(WorldError):
     """An operation failed on all ranks, or the ranks could not agree on it."""
+
+
+class NotInitializedError(EasympError, ValueError):
+    """A call that needs `init` first."""
 
 
 @dataclass
@@ -45,10 +56,10 @@ class Pending:
 
     Attributes:
         tensor: the input; None for a barrier and a join.
-        into: where the output goes, for operations in place.
+        into: the target of an operation in place.
         finish: makes the caller's result of the output and the order.
-        ready: on a GPU: the input is computed.
-        done: the output is there; on a GPU, it is in `event`'s stream.
+        ready: on a GPU: event after which the input is computed.
+        event: on a GPU: event after which the output is computed.
     """
 
     request: Request
@@ -66,7 +77,7 @@ class Engine:
     """One rank's part. `submit`, then `wait`.
 
     Args:
-        world: of all ranks. Alone, operations are done at once.
+        world: of all ranks. In a world of one, operations are done at once.
     """
 
     def __init__(self, world: World) -> None:
@@ -74,30 +85,29 @@ class Engine:
         self._pending: dict[str, Pending] = {}
         self._lock = threading.Lock()
         self._broken = ""
-        self._alone = world.size == 1
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._carrier = Carrier(None, 0, 1, world.device)
-        if self._alone:
-            return
-        group = world.group(range(world.size))
+        alone = world.size == 1
+        group = None if alone else world.group(range(world.size))
         self._carrier = Carrier(group, world.rank, world.size, world.device)
+        if alone:
+            return
         number = world.store().add(f"horovod/{world.rank}", 1)
-
-        def line() -> dist.Store:  # a connection of its own, as each thread sleeps in one
-            return dist.PrefixStore(f"horovod/{number}", world.store())
-
-        self._start("requests", self._send, line())
-        self._start("orders", self._follow, line())
+        self._start("requests", self._send, number)
+        self._start("orders", self._follow, number)
         if world.rank == 0:
-            self._start("table", self._decide, line())
+            self._start("table", self._decide, number)
 
-    def _start(self, name: str, run: Callable[[dist.Store], None], store: dist.Store) -> None:
+    def _start(self, name: str, run: Callable[[dist.Store], None], number: int) -> None:
+        store = dist.PrefixStore(
+            f"horovod/{number}", self._world.store()
+        )  # its own connection: the thread sleeps in it
+
         def guarded() -> None:
             try:
                 run(store)
             except Exception as error:
-                self._break(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+                self._break(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
         thread = threading.Thread(target=guarded, name=f"easymp-horovod-{name}", daemon=True)
         self._threads.append(thread)
@@ -106,31 +116,30 @@ class Engine:
     # -- the program's side -------------------------------------------------------------------------------------------
 
     def submit(self, pending: Pending) -> None:
-        """Ask for an operation; it may be done before all that was asked for earlier.
+        """Ask for an operation; it may be done before earlier ones.
 
         Raises:
             ValueError: one of the same name has not ended yet.
             HorovodInternalError: the ranks no longer talk.
         """
-        name = pending.request.name
+        request = pending.request
         if pending.tensor is not None and pending.tensor.is_cuda:
             pending.ready = torch.cuda.Event()
             pending.ready.record(torch.cuda.current_stream(pending.tensor.device))
         with self._lock:
             if self._broken:
                 raise HorovodInternalError(self._broken)
-            if name in self._pending:
+            if request.name in self._pending:
                 raise ValueError(
-                    f"{name!r} is in flight: an operation of one name has to end (synchronize) before the next begins"
+                    f"{request.name!r} is in flight: an operation of one name has to end (synchronize) before the next begins"
                 )
-            self._pending[name] = pending
-        if self._alone:
-            joins = pending.request.kind == "join"
-            self._carry(
-                [Order(Request("join", "join", root=0)) if joins else agree({0: pending.request}, 1, [])]
-            )
+            self._pending[request.name] = pending
+        if self._threads:
+            self._requests.put(request)
         else:
-            self._requests.put(pending.request)
+            self._carry(
+                [Order(request._replace(root=0)) if request.kind == "join" else agree({0: request}, 1)]
+            )
 
     def wait(self, pending: Pending) -> Any:
         """Its result, once all ranks have asked for it.
@@ -139,9 +148,9 @@ class Engine:
             HorovodInternalError: it failed, or some rank did not ask within the world's timeout.
         """
         if pending.request.kind == "join":
-            pending.done.wait()  # for the others' data to end
+            pending.done.wait()  # until the others have no more data
         elif not pending.done.wait(min(STALLED, self._world.timeout)):
-            self._stalled(pending)
+            self._wait_longer(pending)
         if pending.error:
             raise HorovodInternalError(pending.error)
         if pending.event is not None:
@@ -149,10 +158,20 @@ class Engine:
             here.wait_event(pending.event)
             for part in pending.result if isinstance(pending.result, tuple) else (pending.result,):
                 if isinstance(part, Tensor) and part.is_cuda:
-                    part.record_stream(
-                        here
-                    )  # it was allocated on another stream, which must not reuse it earlier
+                    part.record_stream(here)  # allocated on another stream, which must not reuse it earlier
         return pending.result
+
+    def _wait_longer(self, pending: Pending) -> None:
+        name, limit = pending.request.name, self._world.timeout
+        if limit > STALLED:
+            logger.warning("%s waits for other ranks since %g s\n%s", name, STALLED, self._report())
+            if pending.done.wait(limit - STALLED):
+                return
+        late = f"not every rank asked for it within {limit:g} s (EASYMP_TIMEOUT sets the limit)"
+        raise HorovodInternalError(f"{name}: {late}\n{self._report()}")
+
+    def _report(self) -> str:
+        return self._world.watch.report() if self._world.watch is not None else ""
 
     def close(self, why: str, patience: float) -> None:
         """Say to the others that this rank leaves, and end the threads. Operations in flight fail, here and there.
@@ -161,27 +180,17 @@ class Engine:
             why: what the others are told.
             patience: seconds that rank 0 waits for the others to leave.
         """
-        if self._alone:
+        if not self._threads:
             return
         self._requests.put(Request(why, "leave"))
         for thread in self._threads:
             thread.join(patience if thread.name.endswith("table") else 5.0)
         self._break(f"this rank has left: {why}")
 
-    def _stalled(self, pending: Pending) -> None:
-        name, watch, limit = pending.request.name, self._world.watch, self._world.timeout
-        report = watch.report() if watch else ""
-        if limit > STALLED:
-            logger.warning("%s waits for other ranks since %g s\n%s", name, STALLED, report)
-        if limit <= STALLED or not pending.done.wait(limit - STALLED):
-            report = watch.report() if watch else ""
-            late = f"not every rank asked for it within {limit:g} s (EASYMP_TIMEOUT sets the limit)"
-            raise HorovodInternalError(f"{name}: {late}\n{report}")
-
     # -- the threads' side --------------------------------------------------------------------------------------------
 
     def _send(self, store: dist.Store) -> None:
-        """Requests, as many together as have come meanwhile, one line each time."""
+        """Write requests, one line for all that have come meanwhile."""
         while True:
             batch = [self._requests.get()]
             while not self._requests.empty():
@@ -209,32 +218,37 @@ class Engine:
         """Carry out the orders, line by line."""
         if self._world.device.type == "cuda":
             torch.cuda.set_device(self._world.device)
-        here = self._world.size
+        readers = self._world.size
         for line in count(1):
             key = f"order/{line}"
             store.wait([key], FOREVER)
             text = store.get(key).decode()
-            if store.add(f"read/{line}", 1) == here:
+            if store.add(f"read/{line}", 1) == readers:
                 store.delete_key(key)
                 store.delete_key(f"read/{line}")
             orders = read_orders(text)
             for batch in fusable([order for order in orders if order.request.kind != "leave"]):
                 self._carry(batch)
             left = [order.request.root for order in orders if order.request.kind == "leave"]
-            here -= len(left)  # ranks that left read no further
+            readers -= len(left)
             if self._world.rank in left:
                 return
 
     def _carry(self, orders: list[Order]) -> None:
         with self._lock:
             found = [self._pending.get(order.request.name) for order in orders]
-        first = orders[0]
-        if first.error:
-            self._end(orders, found, [None], first.error)
-        elif first.request.kind == "join":
-            self._end(orders, found, [None])
-        else:
-            self._end(orders, found, self._on_stream(orders, found))
+        done = orders[0].error or orders[0].request.kind == "join"
+        outputs = [None] if done else self._on_stream(orders, found)
+        for order, pending, output in zip(orders, found, outputs):
+            if pending is None:
+                continue
+            pending.error = order.error
+            if not order.error:
+                in_place = pending.into is not None
+                pending.result = pending.into if in_place else pending.finish(output, order)
+            with self._lock:
+                del self._pending[order.request.name]
+            pending.done.set()
 
     def _on_stream(self, orders: list[Order], found: list[Pending | None]) -> list[Tensor | None]:
         tensors = [pending.tensor if pending is not None else None for pending in found]
@@ -248,37 +262,19 @@ class Engine:
             outputs = _into(found, self._carrier.carry(orders, tensors))
             event = torch.cuda.Event()
             event.record(stream)
-        for pending, output in zip(found, outputs):
-            for tensor in (pending.tensor if pending else None, output):
-                if tensor is not None:
-                    tensor.record_stream(stream)
-            if pending is not None:
-                pending.event = event
+        for pending in here:
+            pending.event = event
+        for tensor in (*tensors, *outputs):
+            if tensor is not None:
+                tensor.record_stream(stream)
         return outputs
 
-    def _end(
-        self, orders: list[Order], found: list[Pending | None], outputs: list[Tensor | None], error: str = ""
-    ) -> None:
-        for order, pending, output in zip(orders, found, outputs):
-            if pending is None:
-                continue
-            if error:
-                pending.error = error
-            elif pending.into is not None:
-                pending.result = pending.into
-            else:
-                pending.result = pending.finish(output, order)
-            with self._lock:
-                del self._pending[order.request.name]
-            pending.done.set()
-
     def _break(self, why: str) -> None:
-        """The ranks no longer talk: end every operation that is waited for with an error."""
-        watch = self._world.watch
+        """The ranks no longer talk: end every operation in flight with an error."""
         with self._lock:
             self._broken = self._broken or f"the ranks no longer talk ({why})"
             waited = bool(self._pending)
-        report = f"\n{watch.report()}" if waited and watch is not None else ""
+        report = f"\n{self._report()}" if waited else ""
         with self._lock:
             self._broken += report
             for pending in self._pending.values():
@@ -303,22 +299,7 @@ def _into(found: list[Pending | None], outputs: list[Tensor | None]) -> list[Ten
     return given
 
 
-# -- init and shutdown, ranks and sizes
-
-
-NATIVE = """
-acc = Accelerator(strategy="ddp")  # hvd.init, broadcast_parameters, DistributedOptimizer
-model, optimizer, loader = acc.prepare(model, optimizer, loader)
-acc.backward(loss); optimizer.step(); optimizer.zero_grad()
-mean = acc.mean(value)  # hvd.allreduce(value)
-"""
-
-layer = Layer("Horovod")
-PATIENCE = 5.0  # seconds that rank 0 waits for the others before it leaves
-
-
-class NotInitializedError(EasympError, ValueError):
-    """A call that needs `init` first."""
+# -- init and shutdown, ranks and sizes ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -404,7 +385,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """On this node."""
+    """Rank on this node."""
     return running().world.local_rank
 
 
@@ -414,9 +395,8 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """This node, among those that have a process of this local rank."""
-    world = running().world
-    return world.rank // max(1, world.local_size)
+    """This node's number."""
+    return running().world.rank // max(1, local_size())
 
 
 def cross_size() -> int:
@@ -425,6 +405,6 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Whether every node has as many processes: launchers here see to it."""
+    """Whether all nodes have the same number of processes: always."""
     running()
     return True

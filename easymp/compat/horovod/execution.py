@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +14,6 @@ from torch import Tensor
 from ...distributed.process_group import MOVABLE, OPS, odd_one_out
 
 FUSED = 64 << 20  # bytes that are reduced at a time
-
-
 # Fields that must be equal on all ranks, by kind of operation.
 ALIKE = {
     "allreduce": ("shape", "dtype", "op", "prescale", "postscale", "device"),
@@ -26,18 +22,16 @@ ALIKE = {
     "alltoall": ("dtype", "device"),
     "reducescatter": ("shape", "dtype", "op", "device"),
     "barrier": (),
-    "join": (),
-    "leave": (),
 }
 ROWS = ("allgather", "alltoall")  # dimension 0 may differ
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """One operation of one rank.
 
     Attributes:
-        name: by which the ranks' requests are brought together, whatever their order; of one that leaves: why.
+        name: brings the ranks' requests together, in any order; the reason, of a rank that leaves.
+        kind: a key of `ALIKE`, "join" or "leave".
         shape, dtype, device: of the tensor; `device` is the type.
         op: "sum", "average", "min", "max", "product", "adasum", or "".
         root: of a broadcast.
@@ -57,40 +51,52 @@ class Request:
     splits: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(NamedTuple):
     """An agreed operation, which all ranks carry out next.
 
     Attributes:
-        request: rank 0's, or of the first rank that is not done.
-        rows: dimension 0 of each rank's tensor, where it may differ; 0 of those that joined.
+        request: that of the first rank that asked.
+        rows: dimension 0 of each rank's tensor, where it may differ; 0 of ranks that joined.
         splits: of each rank, of an alltoall.
-        joined: ranks that have no more data, and take part with zeros.
-        error: why it is not done; on all ranks.
+        error: why it is not carried out; on all ranks.
     """
 
     request: Request
     rows: tuple[int, ...] = ()
     splits: tuple[tuple[int, ...], ...] = ()
-    joined: tuple[int, ...] = ()
     error: str = ""
 
 
-@dataclass
+def written(items: Sequence[Request] | Sequence[Order]) -> str:
+    return json.dumps(items)
+
+
+def read_requests(text: str) -> list[Request]:
+    return [Request(*fields) for fields in _tuples(json.loads(text))]
+
+
+def read_orders(text: str) -> list[Order]:
+    return [Order(Request(*request), *others) for request, *others in _tuples(json.loads(text))]
+
+
+def _tuples(tree: Any) -> Any:
+    return tuple(map(_tuples, tree)) if isinstance(tree, list) else tree
+
+
 class Table:
     """Rank 0's table of the ranks' requests.
 
     Attributes:
-        size: ranks.
-        joined: those that have no more data, in the order in which they said so.
-        left: those that shut down, and why; from then on nothing can be agreed on.
+        joined: ranks that have no more data, in the order in which they said so.
+        left: ranks that shut down, and why; from then on nothing can be agreed on.
     """
 
-    size: int
-    joined: list[int] = field(default_factory=list)
-    left: dict[int, str] = field(default_factory=dict)
-    _leaving: list[int] = field(default_factory=list)
-    _waiting: dict[str, dict[int, Request]] = field(default_factory=dict)
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.joined: list[int] = []
+        self.left: dict[int, str] = {}
+        self._leaving: list[int] = []
+        self._waiting: dict[str, dict[int, Request]] = {}
 
     def add(self, rank: int, requests: list[Request]) -> None:
         for request in requests:
@@ -111,98 +117,63 @@ class Table:
             orders.append(Order(Request("join", "join", root=self.joined[-1])))
             self.joined.clear()
         if self.left:
+            why = "; ".join(f"rank {rank} has left ({why})" for rank, why in self.left.items())
+            why += ". A rank that only runs out of data calls hvd.join() first"
             asked = [next(iter(requests.values())) for requests in self._waiting.values()]
             asked += [Request("join", "join")] * bool(self.joined)
-            orders += [Order(request, error=f"{request.name}: {self._gone()}") for request in asked]
+            orders += [Order(request, error=f"{request.name}: {why}") for request in asked]
             self._waiting.clear()
             self.joined.clear()
         orders += [Order(Request(self.left[rank], "leave", root=rank)) for rank in self._leaving]
         self._leaving.clear()
         return orders
 
-    def _gone(self) -> str:
-        said = "; ".join(f"rank {rank} has left ({why})" for rank, why in self.left.items())
-        return f"{said}. A rank that only runs out of data calls hvd.join() first"
 
-    def missing(self) -> dict[str, list[int]]:
-        """Ranks that operations wait for, by name."""
-        return {
-            name: [r for r in range(self.size) if r not in asked and r not in self.joined]
-            for name, asked in self._waiting.items()
-        }
-
-
-def agree(asked: Mapping[int, Request], size: int, joined: list[int]) -> Order:
+def agree(asked: Mapping[int, Request], size: int, joined: Sequence[int] = ()) -> Order:
     """The order that follows from the ranks' requests of one name."""
     ranks = sorted(asked)
     first = asked[ranks[0]]
-    fault = _fault(asked, ranks, first, size, joined)
+    fault = _fault([asked[rank] for rank in ranks], size, joined)
     rows: tuple[int, ...] = ()
     splits: tuple[tuple[int, ...], ...] = ()
     if first.kind in ROWS:
         rows = tuple(asked[r].shape[0] if r in asked and asked[r].shape else 0 for r in range(size))
     if first.kind == "alltoall":
         splits = tuple(asked[r].splits if r in asked else (0,) * size for r in range(size))
-    return Order(first, rows, splits, tuple(joined), fault)
+    return Order(first, rows, splits, fault)
 
 
-def _fault(
-    asked: Mapping[int, Request], ranks: list[int], first: Request, size: int, joined: list[int]
-) -> str:
+def _fault(asked: list[Request], size: int, joined: Sequence[int]) -> str:
+    """Why the requests do not fit together, or ``""``."""
+    first = asked[0]
     where = f"{first.name}: the ranks' calls differ"
-    kinds = [asked[r].kind for r in ranks]
+    kinds = [request.kind for request in asked]
     if len(set(kinds)) > 1:
         return f"{where}: {odd_one_out(kinds)}"
     for word in ALIKE[first.kind]:
-        values = [getattr(asked[r], word) for r in ranks]
-        if any(value != values[0] for value in values):
+        values = [getattr(request, word) for request in asked]
+        if len(set(values)) > 1:
             return f"{where} in {word}: {odd_one_out(values)}"
-    if first.kind in ROWS:
-        rest = [asked[r].shape[1:] for r in ranks]
-        if any(shape != rest[0] for shape in rest):
-            return f"{where} in shape, beyond dimension 0: {odd_one_out([asked[r].shape for r in ranks])}"
+    shapes = [request.shape for request in asked]
+    if first.kind in ROWS and len({shape[1:] for shape in shapes}) > 1:
+        return f"{where} in shape, beyond dimension 0: {odd_one_out(shapes)}"
     if first.kind == "broadcast" and not 0 <= first.root < size:
-        return f"{first.name}: root rank {first.root} is none of 0 … {size - 1}"
+        return f"{first.name}: root rank {first.root} is not one of 0 … {size - 1}"
     if joined and first.kind not in ("allreduce", "allgather", "barrier"):
         return f"{first.name}: {first.kind} needs every rank, and rank {', '.join(map(str, joined))} joined: it has no more data"
     return ""
 
 
-def written(items: list[Any]) -> str:
-    return json.dumps([dataclasses.asdict(item) for item in items])
-
-
-def read_requests(text: str | bytes) -> list[Request]:
-    return [_request(entry) for entry in json.loads(text)]
-
-
-def read_orders(text: str | bytes) -> list[Order]:
-    return [
-        Order(
-            _request(entry["request"]),
-            tuple(entry["rows"]),
-            tuple(map(tuple, entry["splits"])),
-            tuple(entry["joined"]),
-            entry["error"],
-        )
-        for entry in json.loads(text)
-    ]
-
-
-def _request(entry: dict[str, Any]) -> Request:
-    return Request(**{**entry, "shape": tuple(entry["shape"]), "splits": tuple(entry["splits"])})
-
-
 def fusable(orders: Sequence[Order]) -> Iterator[list[Order]]:
-    """`orders` in their order; neighbours that one reduction can do are together, up to 64 MiB."""
+    """`orders` in their sequence; neighbours that one reduction can carry out are together, up to 64 MiB."""
 
-    def alike(order: Order) -> object:
+    def key(order: Order) -> object:
         request = order.request
         fuses = request.kind == "allreduce" and request.op != "adasum" and not order.error
         how = (request.op, request.dtype, request.device, request.prescale, request.postscale)
         return how if fuses else id(order)
 
-    for _, several in groupby(orders, alike):
+    for _, several in groupby(orders, key):
         batch: list[Order] = []
         held = 0
         for order in several:
@@ -223,25 +194,22 @@ class Carrier:
         self._group, self._rank, self._size, self._device = group, rank, size, device
 
     def carry(self, orders: Sequence[Order], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Outputs, of `orders` that `fusable` put together; a tensor that is None is that of a rank that joined."""
-        first = orders[0].request
-        if first.kind == "allreduce":
-            given = [t if t is not None else self._zeros(o) for o, t in zip(orders, tensors)]
-            return list(self._reduce(orders, given))
-        (order,), (tensor,) = orders, tensors
-        if first.kind == "barrier":
+        """Outputs of `orders` that `fusable` put together; None stands for the tensor of a rank that joined."""
+        kind = orders[0].request.kind
+        if kind == "barrier":
             if self._group is not None:
                 dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
             return [None]
-        if tensor is None:
-            tensor = self._zeros(order)
+        given = [self._zeros(o) if t is None else t.detach() for o, t in zip(orders, tensors)]
+        if kind == "allreduce":
+            return list(self._reduce(orders[0].request, given))
         does = {
             "allgather": self._gather,
             "broadcast": self._broadcast,
             "alltoall": self._exchange,
             "reducescatter": self._scatter,
         }
-        return [does[first.kind](order, tensor)]
+        return [does[kind](orders[0], given[0])]
 
     def _zeros(self, order: Order) -> Tensor:
         request = order.request
@@ -251,32 +219,29 @@ class Carrier:
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
-    def _reduce(self, orders: Sequence[Order], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        request = orders[0].request
-        how = request.op, request.prescale, request.postscale
+    def _reduce(self, request: Request, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         if len(tensors) == 1:
-            yield self._reduced(_copy(tensors[0]), *how)
+            yield self._reduced(_copy(tensors[0]), request)
             return
-        flat = self._reduced(torch.cat([t.detach().reshape(-1) for t in tensors]), *how)
+        flat = self._reduced(torch.cat([t.reshape(-1) for t in tensors]), request)
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
             yield part.view(tensor.shape)
 
-    def _reduced(self, flat: Tensor, op: str, prescale: float, postscale: float) -> Tensor:
+    def _reduced(self, flat: Tensor, how: Request) -> Tensor:
         """A new tensor of the same dtype; averages of integers are rounded toward zero."""
         dtype = flat.dtype
         if dtype not in MOVABLE:
             flat = flat.to(torch.float32 if dtype.is_floating_point else torch.int64)
-        if prescale != 1.0:
-            flat = (flat * prescale).to(flat.dtype)
-        if op == "adasum":
+        if how.prescale != 1.0:
+            flat = (flat * how.prescale).to(flat.dtype)
+        if how.op == "adasum":
             flat = adasum(self._all(flat))
         elif self._group is not None:
-            dist.all_reduce(flat, OPS["sum" if op == "average" else op], group=self._group)
-        if op == "average":
-            whole = not flat.is_floating_point() and not flat.is_complex()
-            flat = flat.div(self._size, rounding_mode="trunc") if whole else flat.div_(self._size)
-        if postscale != 1.0:
-            flat = flat * postscale
+            dist.all_reduce(flat, OPS["sum" if how.op == "average" else how.op], group=self._group)
+        if how.op == "average":
+            flat = flat.div(self._size, rounding_mode=None if flat.is_floating_point() else "trunc")
+        if how.postscale != 1.0:
+            flat = flat * how.postscale
         return flat.to(dtype)
 
     def _all(self, tensor: Tensor) -> list[Tensor]:
@@ -288,21 +253,18 @@ class Carrier:
         return parts
 
     def _scatter(self, order: Order, tensor: Tensor) -> Tensor:
-        request = order.request
-        whole = self._reduced(_copy(tensor), request.op, request.prescale, request.postscale)
         # Earlier ranks get one row more, where the size does not divide.
-        return _copy(whole.tensor_split(self._size)[self._rank])
+        return _copy(self._reduced(_copy(tensor), order.request).tensor_split(self._size)[self._rank])
 
-    # -- what moves as it is, as bytes --------------------------------------------------------------------------------
+    # -- moves, as bytes --------------------------------------------------------------------------------------------------
 
     def _gather(self, order: Order, tensor: Tensor) -> Tensor:
         if self._group is None:
-            return tensor.detach().clone()
+            return tensor.clone()
         longest, rest = max(order.rows), tensor.shape[1:]
-        padded = torch.zeros((longest, *rest), dtype=tensor.dtype, device=tensor.device)
-        padded[: tensor.shape[0]] = tensor.detach()
-        flat = padded.reshape(-1).view(torch.uint8)
-        parts = zip(self._all(flat), order.rows)
+        padded = tensor.new_zeros((longest, *rest))
+        padded[: tensor.shape[0]] = tensor
+        parts = zip(self._all(padded.reshape(-1).view(torch.uint8)), order.rows)
         return torch.cat([part.view(tensor.dtype).view(longest, *rest)[:rows] for part, rows in parts])
 
     def _broadcast(self, order: Order, tensor: Tensor) -> Tensor:
@@ -312,18 +274,16 @@ class Carrier:
         return done
 
     def _exchange(self, order: Order, tensor: Tensor) -> Tensor:
-        mine = tensor.detach().contiguous()
         if self._group is None:
-            return mine.clone()
-        received = [splits[self._rank] for splits in order.splits]
-        row = torch.Size(mine.shape[1:]).numel() * mine.element_size()  # bytes
-        out = torch.empty((sum(received), *mine.shape[1:]), dtype=mine.dtype, device=mine.device)
-        sent = order.splits[self._rank]
+            return tensor.clone()
+        rows = [splits[self._rank] for splits in order.splits]
+        out = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+        row = torch.Size(tensor.shape[1:]).numel() * tensor.element_size()  # bytes
         dist.all_to_all_single(
             out.reshape(-1).view(torch.uint8),
-            mine.reshape(-1).view(torch.uint8),
-            [rows * row for rows in received],
-            [rows * row for rows in sent],
+            tensor.contiguous().reshape(-1).view(torch.uint8),
+            [row * n for n in rows],
+            [row * n for n in order.splits[self._rank]],
             group=self._group,
         )
         return out

@@ -1,4 +1,4 @@
-"""Collectives by Horovod's names: out of place and differentiable, in place, asynchronous, and in groups.
+"""Collectives by Horovod's names: out of place and differentiable, in place, asynchronous, in groups, and of states and objects.
 
 gloo has no 16-bit integers and averages floats only: other types go through int32, and an average is a sum, divided.
 """
@@ -6,7 +6,7 @@ gloo has no 16-bit integers and averages floats only: other types go through int
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import count
 from typing import Any
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import SettingError
+from ...errors import RefusedError, SettingError
 from .engine import Order, Pending, Request, running
 
 __all__ = [
-    *"Adasum Average Compression Max Min Op Product Sum allgather allgather_async allreduce allreduce_".split(),
-    *"allreduce_async allreduce_async_ alltoall alltoall_async barrier broadcast broadcast_ broadcast_async".split(),
-    *"broadcast_async_ grouped_allgather grouped_allreduce grouped_allreduce_ grouped_allreduce_async".split(),
-    *"grouped_allreduce_async_ grouped_reducescatter join poll reducescatter reducescatter_async synchronize".split(),
+    *"Adasum Average Compression Max Min Op Product Sum allgather allgather_async allgather_object allreduce".split(),
+    *"allreduce_ allreduce_async allreduce_async_ alltoall alltoall_async barrier broadcast broadcast_".split(),
+    *"broadcast_async broadcast_async_ broadcast_object broadcast_optimizer_state broadcast_parameters".split(),
+    *"grouped_allgather grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_".split(),
+    *"grouped_reducescatter join poll reducescatter reducescatter_async synchronize".split(),
 ]
 
 
@@ -67,11 +68,10 @@ class Compression:
     fp16 = FP16Compressor
 
 
+# -- asynchronous -----------------------------------------------------------------------------------------------------------
+
 _handles: dict[int, Pending] = {}
 _numbers = count(1)
-
-
-# -- asynchronous -----------------------------------------------------------------------------------------------------------
 
 
 def synchronize(handle: int) -> Any:
@@ -93,7 +93,7 @@ def _pending(handle: int) -> Pending:
 
 
 def forget(handle: int) -> None:
-    """Drop a result that is of no use any more."""
+    """Drop a result that is not needed."""
     _handles.pop(handle, None)
 
 
@@ -118,23 +118,23 @@ def _ask(
         )
     if tensor.is_complex():
         raise SettingError(f"{kind} of {tensor.dtype}: pass torch.view_as_real(tensor)")
+    if not tensor.ndim and kind in ("allgather", "reducescatter"):
+        raise ValueError(f"{kind} of a scalar: it has no dimension 0; pass tensor[None]")
     name = name or running().unnamed(kind)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    request = Request(name, kind, tuple(tensor.shape), dtype, tensor.device.type, **more)
-    pending = Pending(request, tensor.detach(), into)
-    if finish is not None:
-        pending.finish = finish
+    pending = Pending(
+        Request(name, kind, tuple(tensor.shape), dtype, tensor.device.type, **more), tensor.detach(), into
+    )
+    pending.finish = finish or pending.finish
     return _submit(pending)
 
 
 def _op(average: bool | None, op: Op | None) -> Op:
     if average is not None and op is not None:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
-    if average is not None:
-        return Average if average else Sum
     if op is not None and not isinstance(op, Op):
-        raise ValueError(f"op={op!r} is none of hvd.Average, Sum, Adasum, Min, Max, Product")
-    return op if op is not None else Average
+        raise ValueError(f"op={op!r} is not one of hvd.Average, Sum, Adasum, Min, Max, Product")
+    return op or (Sum if average is False else Average)
 
 
 def _reduce(
@@ -162,10 +162,6 @@ def allreduce_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> int:
 
 def allgather_async(tensor: Tensor, name: str | None = None) -> int:
     """A handle; the result has the ranks' tensors one after the other along dimension 0, where they may differ in length."""
-    if not tensor.ndim:
-        raise ValueError(
-            "allgather of a scalar: there is no dimension 0 to put them one after the other; pass tensor[None]"
-        )
     return _ask("allgather", tensor, name)
 
 
@@ -186,18 +182,10 @@ def alltoall_async(
 
     The result is a tensor, or with `splits` a pair of it and of the rows that came from each rank.
     """
-    size = running().world.size
-    if splits is None:
-        if not tensor.ndim or tensor.shape[0] % size:
-            raise ValueError(
-                f"alltoall of shape {tuple(tensor.shape)} among {size} ranks without splits: dimension 0 does not divide"
-            )
-        rows = [tensor.shape[0] // size] * size
-    else:
-        rows = [int(s) for s in splits]
-        if len(rows) != size or min(rows) < 0 or sum(rows) != tensor.shape[0]:
-            raise ValueError(f"splits {rows} do not divide the {tensor.shape[0]} rows among {size} ranks")
-    me = running().world.rank
+    me, size = running().world.rank, running().world.size
+    rows = _equal_rows(tensor, size) if splits is None else [int(s) for s in splits]
+    if len(rows) != size or min(rows) < 0 or sum(rows) != tensor.shape[0]:
+        raise ValueError(f"splits {rows} do not divide the {tensor.shape[0]} rows among {size} ranks")
 
     def finish(output: Tensor | None, order: Order) -> Any:
         received = torch.tensor([each[me] for each in order.splits], dtype=torch.int32)
@@ -206,12 +194,18 @@ def alltoall_async(
     return _ask("alltoall", tensor, name, finish=finish, splits=tuple(rows))
 
 
+def _equal_rows(tensor: Tensor, size: int) -> list[int]:
+    if not tensor.ndim or tensor.shape[0] % size:
+        raise ValueError(
+            f"alltoall of shape {tuple(tensor.shape)} among {size} ranks without splits: dimension 0 does not divide"
+        )
+    return [tensor.shape[0] // size] * size
+
+
 def reducescatter_async(tensor: Tensor, name: str | None = None, op: Op = Average) -> int:
-    """A handle; the result is this rank's part of the reduction along dimension 0; earlier ranks have one row more where it must be."""
+    """A handle; the result is this rank's part of the reduction along dimension 0; earlier ranks may have one row more."""
     if op not in (Average, Sum):
         raise ValueError(f"reducescatter knows hvd.Average and hvd.Sum, not {op}")
-    if not tensor.ndim:
-        raise ValueError("reducescatter of a scalar: there is no dimension 0 to share out; pass tensor[None]")
     return _ask("reducescatter", tensor, name, op=op.value)
 
 
@@ -220,17 +214,14 @@ def reducescatter_async(tensor: Tensor, name: str | None = None, op: Op = Averag
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, names: Sequence[str | None], op: Op, pre: float, post: float, *tensors: Tensor
-    ) -> Any:
-        ctx.how = (op, pre, post)
-        handles = [allreduce_async(tensor, None, name, *ctx.how) for tensor, name in zip(tensors, names)]
-        return tuple(synchronize(handle) for handle in handles)
+    def forward(ctx: Any, names: Sequence[str | None], how: tuple[Op, float, float], *tensors: Tensor) -> Any:
+        ctx.how = how
+        handles = [allreduce_async(tensor, None, name, *how) for tensor, name in zip(tensors, names)]
+        return tuple(map(synchronize, handles))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        names = _names(grads, None, "allreduce")
-        return (None, None, None, None, *_AllReduce.apply(names, *ctx.how, *grads))
+        return None, None, *_AllReduce.apply(_names(grads, None, "allreduce"), ctx.how, *grads)
 
 
 class _AllGather(torch.autograd.Function):
@@ -238,7 +229,7 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, names: Sequence[str | None], *tensors: Tensor) -> Any:
         handles = [allgather_async(tensor, name) for tensor, name in zip(tensors, names)]
         ctx.rows = [tensor.shape[0] for tensor in tensors]
-        return tuple(synchronize(handle) for handle in handles)
+        return tuple(map(synchronize, handles))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -262,13 +253,10 @@ class _Broadcast(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None) -> Any:
-        given = [tensor.shape[0] // running().world.size] * running().world.size if splits is None else splits
-        if splits is None and tensor.shape[0] % running().world.size:
-            given = None  # which says why not
-        output, received = synchronize(alltoall_async(tensor, given, name))
-        ctx.received = received
-        ctx.mark_non_differentiable(received)
-        return output, received
+        given = _equal_rows(tensor, running().world.size) if splits is None else splits
+        output, ctx.received = synchronize(alltoall_async(tensor, given, name))
+        ctx.mark_non_differentiable(ctx.received)
+        return output, ctx.received
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
@@ -280,7 +268,7 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, names: Sequence[str | None], op: Op, *tensors: Tensor) -> Any:
         ctx.op = op
         handles = [reducescatter_async(tensor, name, op) for tensor, name in zip(tensors, names)]
-        return tuple(synchronize(handle) for handle in handles)
+        return tuple(map(synchronize, handles))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -303,9 +291,16 @@ def allreduce(
         NotInitializedError: a ValueError, before `init`.
         HorovodInternalError: shapes or types differ between the ranks; on all of them.
     """
-    small, ctx = compression.compress(tensor)
-    done = _AllReduce.apply([name], _op(average, op), prescale_factor, postscale_factor, small)
-    return compression.decompress(done[0], ctx)
+    how = (_op(average, op), prescale_factor, postscale_factor)
+    return _allreduce([tensor], [name], compression, how)[0]
+
+
+def _allreduce(
+    tensors: Sequence[Tensor], names: Sequence[str | None], compression: Any, how: tuple[Op, float, float]
+) -> list[Tensor]:
+    small, contexts = zip(*map(compression.compress, tensors))
+    done = _AllReduce.apply(names, how, *small)
+    return [compression.decompress(tensor, ctx) for tensor, ctx in zip(done, contexts)]
 
 
 def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -348,7 +343,7 @@ def reducescatter(
     return compression.decompress(_ReduceScatter.apply([name], op, small)[0], ctx)
 
 
-# -- groups -------------------------------------------------------------------------------------------------------------------
+# -- groups: several tensors that travel together ---------------------------------------------------------------------------
 
 
 def _names(tensors: Sequence[Tensor], name: str | None, kind: str) -> list[str]:
@@ -365,17 +360,15 @@ def grouped_allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Several at once, which travel together; as `allreduce`. Gradients flow through them."""
+    """As `allreduce`, of several tensors. Gradients flow through them."""
     if not tensors:
         return []
-    small, contexts = zip(*map(compression.compress, tensors))
-    names = _names(tensors, name, "allreduce")
-    done = _AllReduce.apply(names, _op(average, op), prescale_factor, postscale_factor, *small)
-    return [compression.decompress(tensor, ctx) for tensor, ctx in zip(done, contexts)]
+    how = (_op(average, op), prescale_factor, postscale_factor)
+    return _allreduce(tensors, _names(tensors, name, "allreduce"), compression, how)
 
 
 def grouped_allreduce_(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
-    """Several at once, in place."""
+    """As `allreduce_`, of several tensors."""
     return [synchronize(handle) for handle in grouped_allreduce_async_(tensors, *args, **kwargs)]
 
 
@@ -396,14 +389,14 @@ def grouped_allreduce_async_(
 
 
 def grouped_allgather(tensors: Sequence[Tensor], name: str | None = None) -> list[Tensor]:
-    """Several at once; as `allgather`. Gradients flow through them."""
+    """As `allgather`, of several tensors. Gradients flow through them."""
     return list(_AllGather.apply(_names(tensors, name, "allgather"), *tensors)) if tensors else []
 
 
 def grouped_reducescatter(
     tensors: Sequence[Tensor], name: str | None = None, op: Op = Average
 ) -> list[Tensor]:
-    """Several at once; as `reducescatter`. Gradients flow through them."""
+    """As `reducescatter`, of several tensors. Gradients flow through them."""
     return list(_ReduceScatter.apply(_names(tensors, name, "reducescatter"), op, *tensors)) if tensors else []
 
 
@@ -411,7 +404,7 @@ def grouped_reducescatter(
 
 
 def join(device: int = -1) -> int:
-    """This rank has no more data: until all ranks say so, it takes part in the others' reductions with zeros, and in gathers with nothing.
+    """Say that this rank has no more data. Until all ranks say so, it takes part in reductions with zeros, and in gathers with no rows.
 
     Averages are still over all ranks. Returns the rank that was the last to join.
     """
@@ -424,3 +417,96 @@ def join(device: int = -1) -> int:
 def barrier() -> None:
     """Wait until every rank is here."""
     synchronize(_submit(Pending(Request(running().unnamed("barrier"), "barrier"), None)))
+
+
+# -- parameters, optimizer states and objects ----------------------------------------------------------------------------------
+
+
+def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Tensor]], root_rank: int) -> None:
+    """Root's values in the tensors of `model.state_dict()` or `model.named_parameters()`, on every rank, in place.
+
+    Raises:
+        ValueError: `params` is neither of these.
+    """
+    if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
+        raise ValueError(
+            f"invalid params of type: {type(params)}: pass model.state_dict() or model.named_parameters()"
+        )
+    entries: Iterable[Any] = sorted(params.items()) if isinstance(params, Mapping) else params
+    named = [e if isinstance(e, tuple) else (f"parameter.{i}", e) for i, e in enumerate(entries)]
+    tensors = [(name, tensor) for name, tensor in named if isinstance(tensor, Tensor) and tensor.numel()]
+    handles = [broadcast_async_(tensor.detach(), root_rank, f"broadcast.{name}") for name, tensor in tensors]
+    for handle in handles:
+        synchronize(handle)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+    """Root's state and param groups (learning rates, …), on every rank. No step is made, so no weight moves.
+
+    Raises:
+        RefusedError: LBFGS: its state is not a list of tensors by parameter.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise RefusedError("cannot broadcast torch.optim.LBFGS state: start it anew on every rank")
+    world = running().world
+    root = world.rank == root_rank
+    tensors: list[Tensor] = []
+
+    def described(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensors.append(leaf)
+        return ("tensor", tuple(leaf.shape), leaf.dtype, leaf.device.type)
+
+    def made(leaf: Any) -> Any:
+        if not (isinstance(leaf, tuple) and len(leaf) == 4 and leaf[0] == "tensor"):
+            return leaf
+        _, shape, dtype, kind = leaf
+        place = world.device if kind == world.device.type else kind
+        tensors.append(torch.empty(shape, dtype=dtype, device=place))
+        return tensors[-1]
+
+    mine = _mapped(optimizer.state_dict(), described) if root else None
+    said = broadcast_object(mine, root_rank)
+    state = None if root else _mapped(said, made)
+    handles = [broadcast_async_(tensor, root_rank, f"state.{i}") for i, tensor in enumerate(tensors)]
+    for handle in handles:
+        synchronize(handle)
+    if state is not None:
+        load_in_place(optimizer, state, optimizer.load_state_dict)
+
+
+def load_in_place(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], load: Callable[[dict[str, Any]], None]
+) -> None:
+    """`load` the state, and keep the objects of param groups and state.
+
+    torch replaces them by new ones; a schedule or wrapper made before would keep the old ones, and rates would differ between ranks.
+    """
+    groups, values = optimizer.param_groups, optimizer.state
+    load(state)
+    for group, new in zip(groups, optimizer.param_groups):
+        if group is not new:
+            group.clear()
+            group.update(new)
+    if optimizer.state is not values:
+        values.clear()
+        values.update(optimizer.state)
+    optimizer.param_groups, optimizer.state = groups, values
+
+
+def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """`tree` of dicts and lists with its leaves changed; tuples count as leaves."""
+    if isinstance(tree, dict):
+        return {key: _mapped(value, change) for key, value in tree.items()}
+    return [_mapped(value, change) for value in tree] if isinstance(tree, list) else change(tree)
+
+
+def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+    """Root's object, on every rank; the others' objects are ignored."""
+    return running().world.broadcast_objects([obj], root_rank)[0]
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """The ranks' objects, in rank order, on every rank."""
+    return running().world.gather_objects(obj)

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: the user's own optimizer, whose step sees gradients of all ranks."""
+"""DistributedOptimizer: the user's own optimizer; its step uses gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from .operations import (
     allreduce,
     allreduce_async_,
     forget,
+    load_in_place,
     synchronize,
 )
-from .states import load_in_place
 
 
 def DistributedOptimizer(
@@ -42,16 +42,16 @@ def DistributedOptimizer(
 ) -> torch.optim.Optimizer:
     """`optimizer`, with its state and param groups, as an instance of its own class that reduces gradients over the ranks.
 
-    Each gradient travels while backward goes on with the next; `step` waits for all of them. The ranks need not have them in the same
-    order. A parameter without a gradient on this rank takes part with zeros. To clip: ``optimizer.synchronize()``, clip, and then
-    ``with optimizer.skip_synchronize(): optimizer.step()``. In ``step(closure)`` gradients are reduced after each call of the closure, and
-    its loss too, so that the ranks of an LBFGS, say, decide alike.
+    Each gradient travels while backward goes on with the next; `step` waits for all of them. The ranks may have them in different
+    orders. A parameter without a gradient on this rank takes part with zeros. To clip: ``optimizer.synchronize()``, clip, and then
+    ``with optimizer.skip_synchronize(): optimizer.step()``. In ``step(closure)`` gradients and the loss are reduced after each call of
+    the closure, so that the ranks of an LBFGS decide alike.
 
     Args:
         named_parameters: ``model.named_parameters()``; names must be different, and name all parameters of the optimizer.
-        compression: what gradients travel as.
+        compression: the form in which gradients travel.
         backward_passes_per_step: backward passes whose gradients are summed here before they travel.
-        op: Average, Sum, or Adasum: the last one combines what each rank's own step would change.
+        op: Average, Sum, or Adasum: the last one combines the changes that each rank's own step makes.
         gradient_predivide_factor: f divides before the sum over n ranks, n / f after it; with Average only.
         num_groups, groups: without effect, for gradients that come together travel together anyway.
         sparse_as_dense: sparse gradients are made dense before they travel; else they are refused.
@@ -70,27 +70,25 @@ def DistributedOptimizer(
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if backward_passes_per_step < 1:
         raise SettingError(f"backward_passes_per_step={backward_passes_per_step} is below 1")
-    kind = type(optimizer)
-    if issubclass(kind, _Reducing):
+    if isinstance(optimizer, _Reducing):
         raise SettingError(
             "DistributedOptimizer of a DistributedOptimizer: pass the optimizer that it was made of"
         )
-    layer.ignore(
-        {
-            f"DistributedOptimizer({name})": "gradients that come together travel together anyway"
-            for name, value in (("num_groups", num_groups), ("groups", groups))
-            if value
-        }
-    )
+    given = [name for name, value in (("num_groups", num_groups), ("groups", groups)) if value]
+    why = "gradients that come together travel together anyway"
+    layer.ignore({f"DistributedOptimizer({name})": why for name in given})
+    kind = type(optimizer)
     made_of = (_Adasum if op is Adasum else _Reducing, kind)
     it: Any = object.__new__(type(kind.__name__, made_of, {"__module__": kind.__module__}))
-    # Not by its constructor, which may not take what its defaults hold; groups and state are the same objects, as schedulers expect.
+    # Not by its constructor, which may not take the values of `defaults`; groups and state are the same objects, as schedulers expect.
     it.__dict__.update(optimizer.__dict__)
     it.__dict__.pop("step", None)  # a scheduler's counter, around the plain step
     names = _named(optimizer, named_parameters)
-    it._horovod = _Reduction(
-        names, compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense
-    )
+    scales, sent = (1.0, 1.0), op
+    if gradient_predivide_factor != 1.0:
+        size = running().world.size
+        scales, sent = (1.0 / gradient_predivide_factor, gradient_predivide_factor / size), Sum
+    it._horovod = _Reduction(names, compression, backward_passes_per_step, sent, scales, sparse_as_dense)
     return it
 
 
@@ -101,41 +99,41 @@ def _named(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
         raise ValueError(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters()."
         )
-    counts = Counter(name for name, _ in entries)
-    double = sorted(name for name, times in counts.items() if times > 1)
+    double = sorted(name for name, times in Counter(name for name, _ in entries).items() if times > 1)
     if double:
         raise ValueError(
             f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(double)}"
         )
-    found = {parameter: name for name, parameter in entries}
-    parameters = [
-        (i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])
-    ]
+    places = enumerate(optimizer.param_groups)
+    unnamed = {p: f"allreduce.noname.{i}.{j}" for i, group in places for j, p in enumerate(group["params"])}
     if not entries:
-        return {p: f"allreduce.noname.{i}.{j}" for i, j, p in parameters}
-    unnamed = sum(p not in found for _, _, p in parameters)
-    if unnamed:
+        return unnamed
+    found = {parameter: name for name, parameter in entries}
+    if missing := sum(p not in found for p in unnamed):
         raise ValueError(
-            f"named_parameters was specified, but one or more model parameters were not named ({unnamed} of them)"
+            f"named_parameters was specified, but one or more model parameters were not named ({missing} of them)"
         )
-    return {p: found[p] for _, _, p in parameters}
+    return {p: found[p] for p in unnamed}
 
 
 class _Reduction:
     """The state of a DistributedOptimizer beside its optimizer."""
 
     def __init__(
-        self, names: dict[Tensor, str], compression: Any, passes: int, op: Op, predivide: float, dense: bool
+        self,
+        names: dict[Tensor, str],
+        compression: Any,
+        passes: int,
+        op: Op,
+        scales: tuple[float, float],
+        dense: bool,
     ) -> None:
-        self.names, self.compression, self.passes, self.op, self.dense = names, compression, passes, op, dense
-        size = running().world.size
-        divides = op is Average and predivide != 1.0
-        self.scales = (1.0 / predivide, predivide / size) if divides else (1.0, 1.0)
-        self.sent = Sum if divides else op
-        self.seen: dict[Tensor, int] = {}  # backward passes since the last step
+        self.names, self.compression, self.passes, self.dense = names, compression, passes, dense
+        self.op, self.scales = op, scales
+        self.seen: Counter[Tensor] = Counter()  # backward passes since the last step
         self.flying: dict[Tensor, tuple[int, Tensor, Any]] = {}
         self.synchronized = self.skip = False
-        self.active = size > 1
+        self.active = running().world.size > 1
         self.hooked: set[Tensor] = set()
         self.hook()
 
@@ -155,13 +153,13 @@ class _Reduction:
                 weakref.finalize(self, parameter.register_post_accumulate_grad_hook(arrived).remove)
 
     def arrived(self, parameter: Tensor) -> None:
-        """A gradient has been added to."""
+        """Count a backward pass of the parameter; send its gradient after the last one."""
         if parameter in self.flying:
             raise StepError(
                 f"{self.names[parameter]} got a gradient again before step() or synchronize(): for accumulation pass "
                 f"backward_passes_per_step={self.passes + 1}"
             )
-        self.seen[parameter] = self.seen.get(parameter, 0) + 1
+        self.seen[parameter] += 1
         if self.seen[parameter] == self.passes:
             self.send(parameter)
 
@@ -175,46 +173,42 @@ class _Reduction:
                 )
             parameter.grad = parameter.grad.to_dense()
         small, ctx = self.compression.compress(parameter.grad)
-        pre, post = self.scales
-        how = {"op": self.sent, "prescale_factor": pre, "postscale_factor": post}
-        handle = allreduce_async_(small, name=f"allreduce.{self.names[parameter]}", **how)
-        self.flying[parameter] = handle, small, ctx
+        how = (None, f"allreduce.{self.names[parameter]}", self.op, *self.scales)
+        self.flying[parameter] = allreduce_async_(small, *how), small, ctx
 
     def synchronize(self) -> None:
-        if not self.active:
-            self.synchronized = True
-            return
-        for parameter in self.names:
-            if parameter.requires_grad and parameter not in self.flying:
-                self.send(parameter)
+        if self.active:
+            for parameter in self.names:
+                if parameter.requires_grad and parameter not in self.flying:
+                    self.send(parameter)
+            for parameter, reduced in self.results():
+                if reduced is not parameter.grad:
+                    parameter.grad.copy_(reduced)  # type: ignore[union-attr]
+        self.synchronized = True
+
+    def results(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Wait for the reductions in flight. Afterwards, also after an error, a new step begins."""
         try:
             for parameter, (handle, small, ctx) in self.flying.items():
                 synchronize(handle)
-                assert parameter.grad is not None
-                if ctx is not None or small is not parameter.grad:
-                    parameter.grad.copy_(self.compression.decompress(small, ctx))
+                yield parameter, self.compression.decompress(small, ctx)
         finally:
-            self.clear()
-        self.synchronized = True
-
-    def clear(self) -> None:
-        """Begin anew."""
-        for handle, _, _ in self.flying.values():
-            forget(handle)
-        self.flying.clear()
-        self.seen.clear()
-        self.synchronized = False
-
-    def land(self) -> None:
-        """Wait for reductions in flight and drop their results, because a step was broken off. Then begin anew."""
-        try:
             for handle, _, _ in self.flying.values():
-                synchronize(handle)
-        except HorovodInternalError:
-            pass  # the connection is lost, and the state that is loaded now repairs the run
-        for parameter in self.names if self.flying else ():
+                forget(handle)
+            self.flying.clear()
+            self.seen.clear()
+            self.synchronized = False
+
+    def abort(self) -> None:
+        """Wait for reductions in flight and drop their gradients, because a step was broken off."""
+        interrupted = list(self.names) if self.flying else []
+        with suppress(
+            HorovodInternalError
+        ):  # the connection is lost, and the state that is loaded now repairs the run
+            for _ in self.results():
+                pass
+        for parameter in interrupted:
             parameter.grad = None
-        self.clear()
 
 
 class _Reducing:
@@ -251,7 +245,7 @@ class _Reducing:
         it.synchronized = False
         return super().step(closure)  # type: ignore[misc]
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch wraps a step that does not say so, and its own class's one calls the hooks
+    step.hooked = True  # type: ignore[attr-defined]  # torch wraps a step without this mark; the own class's step calls the hooks
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduced() -> Any:
@@ -272,7 +266,7 @@ class _Reducing:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state; schedules made before stay valid, and reductions in flight are dropped."""
-        self._horovod.land()
+        self._horovod.abort()
         load_in_place(self, state_dict, super().load_state_dict)  # type: ignore[arg-type, misc]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -288,24 +282,19 @@ class _Adasum(_Reducing):
     """Steps alone, and combines the changes of the ranks' steps."""
 
     def synchronize(self) -> None:
-        """Nothing travels before the step."""
+        """Do nothing: no gradient travels before the step."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         it = self._horovod
         before = {p: p.detach().clone() for p in it.names if p.requires_grad}
         loss = super(_Reducing, self).step(closure)  # type: ignore[misc]
-        if not it.active:
-            return loss
-        with torch.no_grad():
-            for p, start in before.items():
-                small, ctx = it.compression.compress(p - start)
-                it.flying[p] = allreduce_async_(small, name=f"adasum.{it.names[p]}", op=Adasum), small, ctx
-            try:
-                for p, (handle, small, ctx) in it.flying.items():
-                    synchronize(handle)
-                    p.copy_(before[p] + it.compression.decompress(small, ctx))
-            finally:
-                it.clear()
+        if it.active:
+            with torch.no_grad():
+                for p, start in before.items():
+                    small, ctx = it.compression.compress(p - start)
+                    it.flying[p] = allreduce_async_(small, None, f"adasum.{it.names[p]}", Adasum), small, ctx
+                for p, change in it.results():
+                    p.copy_(before[p] + change)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
