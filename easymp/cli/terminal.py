@@ -33,7 +33,7 @@ def coloured() -> bool:
 
 def paint(text: str, code: str) -> str:
     """`text` in a colour, on a terminal; else as it is."""
-    return f"\x1b[{code}m{text}\x1b[0m" if text and coloured() else text
+    return f"\x1b[{code}m{text}\x1b[0m" if text and code and coloured() else text
 
 
 def width() -> int:

@@ -8,18 +8,19 @@ import signal
 import subprocess
 import sys
 import termios
+import tomllib
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from easymp import resolve, settings
+from easymp import Settings, resolve
 from easymp.cli import main
-from easymp.registry import PRECISIONS, STRATEGIES
-from easymp.settings import Launching, resolve_launching
 
 from ..hardware.machines import MACHINES
 
@@ -40,6 +41,11 @@ ONE_DEVICE = ["mixed_precision", *ALWAYS]
 CPU = ["processes", "mixed_precision", *ALWAYS]
 SEVERAL = ["processes", "nodes", "mixed_precision", "strategy", *ALWAYS]
 CLEAR = "\x15"  # Ctrl-U: a prompt keeps a wrong answer
+
+
+def launching(path: Path = FILE) -> dict[str, Any]:
+    """The table of `easymp launch` in the file that was written."""
+    return tomllib.loads(path.read_text()).get("launch", {})
 
 
 def asked(said: str) -> list[str]:
@@ -70,7 +76,7 @@ def test_only_what_changes_anything_here_is_asked(name, talk):
     assert asked(said) == questions
     assert re.search(rf"^precision +{precision} \(\S", said, re.M)
     assert re.search(rf"^processes +{processes} \(", said, re.M)
-    assert resolve_launching() == Launching()
+    assert launching() == {}
     assert (resolve().mixed_precision, resolve().strategy) == ("auto", "auto")
 
 
@@ -80,7 +86,7 @@ def test_all_six_are_asked_where_that_is_wanted(talk):
 
 def test_what_was_announced_or_answered_opens_questions(talk, monkeypatch):
     assert asked(talk("laptop CPU", "2")) == [*CPU[:2], "strategy", *ALWAYS]
-    assert resolve_launching().processes == 2
+    assert launching() == {"processes": 2}
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     said = talk("A100", words="--file nodes.toml")
     assert asked(said) == ["nodes", "mixed_precision", "strategy", *ALWAYS]
@@ -91,7 +97,7 @@ def test_what_was_answered_ahead_is_not_asked(talk):
     words = "--set strategy=fsdp --set processes=4 --set seed=7 --set memory=60GiB"
     assert asked(talk("8xH100", words=words)) == ["nodes", "mixed_precision", *ALWAYS]
     assert resolve() == resolve(strategy="fsdp", seed=7, memory="60GiB")
-    assert resolve_launching() == Launching(processes=4)
+    assert launching() == {"processes": 4}
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -106,7 +112,7 @@ def test_a_person_goes_through_it_back_and_forth(talk):
     assert resolve() == resolve(
         mixed_precision="bf16", strategy="fsdp", gradient_accumulation_steps=3, project_dir="runs"
     )
-    assert resolve_launching() == Launching(processes=4, nodes="2")
+    assert launching() == {"processes": 4, "nodes": "2"}
 
 
 @pytest.mark.parametrize(
@@ -122,8 +128,7 @@ def test_a_wrong_answer_is_not_taken(name, before, wrong, right, talk):
     Path("file").touch()
     ((setting, value),) = right.items()
     talk(name, *before, f"\r{CLEAR}".join([*wrong, str(value)]))
-    found = {**vars(resolve()), **vars(resolve_launching())}
-    assert found[setting] == value
+    assert {**vars(resolve()), **launching()}[setting] == value
 
 
 def test_what_is_impossible_cannot_be_chosen(talk):
@@ -133,7 +138,7 @@ def test_what_is_impossible_cannot_be_chosen(talk):
 
 def test_a_strategy_is_forgotten_with_the_processes_that_needed_it(talk):
     talk("laptop CPU", "2", "", "ddp:", "back", "back:", "back:", "1")
-    assert resolve_launching() == Launching(processes=1)
+    assert launching() == {"processes": 1}
     assert resolve().strategy == "auto"
 
 
@@ -154,22 +159,11 @@ def test_no_at_the_end_writes_nothing(talk):
     assert not any(Path().iterdir())
 
 
-def test_a_measurement_is_said_and_kept_as_the_reason(talk, monkeypatch):
-    from easymp.cli.config import wizard
-    from easymp.cli.config.timing import Measurement, Speed
-
-    speeds = tuple(Speed(n, r, (r, r), {}, 9, 64) for n, r in (("fp32", 1.0), ("bf16", 2.1)))
-    monkeypatch.setattr(wizard, "measure", lambda hardware, cpu: Measurement("cpu", speeds, {}, 10.0))
-    said = talk("A100", "measure")
-    assert "bf16 is 2.1 times as fast as fp32 on this machine" in said
-    assert "timed here: bf16 is 2.1 times as fast" in FILE.read_text()
-
-    def broken(hardware, cpu):
-        raise RuntimeError("CUDA error: no kernel image")
-
-    monkeypatch.setattr(wizard, "measure", broken)
-    said = talk("A100", words="--measure --file other.toml")
-    assert "They could not be timed: CUDA error: no kernel image" in said
+@pytest.mark.slow
+def test_a_measurement_is_said_and_kept_as_the_reason(talk):
+    said = talk("laptop CPU", "", "measure", "fp32:")
+    assert "measured on cpu in" in said and "tf32 was left out: " in said
+    assert re.search(r"^mixed_precision = \"fp32\".*timed here: ", FILE.read_text(), re.M)
 
 
 # -- without a terminal ------------------------------------------------------------------------------------------------
@@ -187,7 +181,7 @@ def test_yes_takes_the_defaults(config):
     said = config("laptop CPU", "--yes", "--set", "processes=2", "--set", "strategy=zero1")
     assert said.endswith("\nNext\n  easymp launch train.py\n") and "\x1b" not in said
     assert resolve() == resolve(strategy="zero1")
-    assert resolve_launching() == Launching(processes=2)
+    assert launching() == {"processes": 2}
 
 
 def test_dry_run_writes_nothing(config, talk):
@@ -202,13 +196,13 @@ def test_dry_run_writes_nothing(config, talk):
     [
         (
             "precision=bf16",
-            "'precision' is no setting, did you mean 'mixed_precision'? Known: mixed_precision, ",
+            "'precision' is not a setting, did you mean 'mixed_precision'? Known: mixed_precision, ",
         ),
         ("seed", "there is no value; write --set seed=VALUE"),
         ("seed=x", "--set seed=x: 'x' is not a whole number"),
         ("nodes=x", "nodes='x' is no number of nodes"),
-        ("=", "'' is no setting. Known"),
-        ("project_dir=a\x1b[2Jb", "holds characters that no terminal shows"),
+        ("=", "'' is not a setting. Known"),
+        ("project_dir=a\x1b[2Jb", "holds characters that a terminal does not show"),
     ],
 )
 def test_a_wrong_word_ahead_is_wrong_usage(pair, words, config):
@@ -238,13 +232,14 @@ def test_the_next_command(config, monkeypatch):
     assert "\n  srun easymp launch train.py\n" in config("A100", "--yes")
 
 
+CHOICES = {f.name: f.metadata.get("choices") for f in fields(Settings)}
 ANSWERS = st.fixed_dictionaries(
     {},
     optional={
         "processes": st.sampled_from(["auto", "1", "2", "7", "8"]),
         "nodes": st.sampled_from(["auto", "1", "2", "1:2", "3:9"]),
-        "mixed_precision": st.sampled_from(["auto", *PRECISIONS, "half"]),
-        "strategy": st.sampled_from(["auto", *STRATEGIES]),
+        "mixed_precision": st.sampled_from(CHOICES["mixed_precision"]),
+        "strategy": st.sampled_from(CHOICES["strategy"]),
         "gradient_accumulation_steps": st.integers(1, 99).map(str),
         "project_dir": st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=9).map(
             "runs/".__add__
@@ -262,10 +257,9 @@ def test_the_file_reads_as_what_was_asked_or_nothing_is_written(name, answers, f
     done = main(["config", "--yes", *words])
     assert FILE.exists() == (done == 0) and done in (0, 1)
     if done == 0:
-        launching = {k: v for k, v in answers.items() if k in ("processes", "nodes") and v != "auto"}
-        ours = {k: v for k, v in answers.items() if k not in ("processes", "nodes")}
-        assert resolve() == resolve(settings.Settings(**ours)) == settings.Settings(**ours)
-        assert resolve_launching() == resolve_launching("easymp.toml", **launching)
+        wanted = {k: answers.pop(k) for k in ("processes", "nodes") if k in answers}
+        assert resolve() == Settings(**answers)
+        assert {k: str(v) for k, v in launching().items()} == {k: v for k, v in wanted.items() if v != "auto"}
 
 
 # -- without the libraries ---------------------------------------------------------------------------------------------
@@ -328,6 +322,7 @@ def terminal(folder: Path) -> Iterator[type[Child]]:
             child.process.close()
 
 
+@pytest.mark.slow
 def test_in_a_terminal_of_40_columns(terminal):
     child = terminal(columns=40)
     for prompt, keys in {
@@ -343,7 +338,7 @@ def test_in_a_terminal_of_40_columns(terminal):
     assert child.end() == 0, child.heard
     assert "easymp launch train.py" in child.heard
     assert resolve() == resolve(mixed_precision="fp32", strategy="fsdp", project_dir="logs")
-    assert resolve_launching() == Launching(processes=2)
+    assert launching() == {"processes": 2}
 
 
 @pytest.mark.slow

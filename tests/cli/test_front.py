@@ -57,9 +57,9 @@ WITHOUT_TORCH = {
     "checkpoint list": (2, "required: PLACE"),
     "env nofile": (2, "unrecognized arguments: nofile"),
     "test --processes 0": (1, "below the smallest possible value, 1"),
-    "config --from nofile.json": (1, "'nofile.json' is no file"),
-    "config --from fifo": (1, "'fifo' is no file"),
-    "config --from .": (1, "'.' is no file"),
+    "config --from nofile.json": (1, "'nofile.json' is not a file"),
+    "config --from fifo": (1, "'fifo' is not a file"),
+    "config --from .": (1, "'.' is not a file"),
 }
 
 

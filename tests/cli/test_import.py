@@ -17,14 +17,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from easymp import GradScalerKwargs, SettingError, Settings, resolve
-from easymp.cli.config.accelerate import ACCELERATE, KINDS, import_file
-from easymp.cli.config.deepspeed import DEEPSPEED
-from easymp.cli.config.rules import read_json
-from easymp.precision import rule_from
-from easymp.registry import STRATEGIES
-from easymp.settings import Launching
-from easymp.strategies import read_options
+from easymp import Accelerator, GradScalerKwargs, resolve
+from easymp.cli import main
 
 SHARDED = """
 compute_environment: LOCAL_MACHINE
@@ -54,24 +48,19 @@ ENGINE = """{
   "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.95], "torch_adam": true}},
   "gradient_clipping": 0.5,
 }"""
-QUESTIONS = {
-    "mixed_precision": "auto",
-    "strategy": "auto",
-    "gradient_accumulation_steps": 1,
-}  # always written
+ALWAYS = {"mixed_precision": "auto", "strategy": "auto", "gradient_accumulation_steps": 1}  # written
 
 
 @pytest.fixture
 def take(config: Callable[..., str]) -> Callable[..., tuple[dict[str, Any], str]]:
     """Imports a text on a machine with eight GPUs; returns what is written beyond the defaults, and what is said."""
 
-    def run(text: str | dict[str, Any], name: str = "given.yaml", machine: str = "8xH100"):
+    def run(text: str | dict[str, Any], name: str = "given.yaml"):
         Path(name).write_text(text if isinstance(text, str) else json.dumps(text))  # JSON is YAML, too
-        said = config(machine, "--yes", "--from", name, "--file", "new.toml")
+        said = config("8xH100", "--yes", "--from", name, "--file", "new.toml")
         found = tomllib.loads(Path("new.toml").read_text())
         Path("new.toml").unlink()
-        found = {key: value for key, value in found.items() if QUESTIONS.get(key) != value and value != {}}
-        return found, said
+        return {key: value for key, value in found.items() if ALWAYS.get(key) != value and value != {}}, said
 
     return run
 
@@ -116,9 +105,7 @@ def test_a_configuration_of_deepspeed(take):
     assert "4 x 4 on 4 processes" in said_of(said, "train_batch_size")
     assert said_of(said, "zero_optimization.overlap_comm").strip().startswith("no counterpart")
     plain = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
-    assert "lr=0.001, weight_decay=0.0)" in said_of(
-        take(plain)[1], "optimizer"
-    )  # DeepSpeed's default, not torch's
+    assert "lr=0.001, weight_decay=0.0)" in said_of(take(plain)[1], "optimizer")  # DeepSpeed's default
 
 
 def test_a_file_for_several_processes_on_a_machine_that_starts_one(config):
@@ -133,7 +120,7 @@ def test_a_file_for_several_processes_on_a_machine_that_starts_one(config):
     assert "strategy_options" not in Path("single.toml").read_text()
 
 
-def test_what_was_said_and_stands_in_the_file_and_in_the_peer_s(config):
+def test_the_command_line_wins_over_the_foreign_file_and_that_over_ours(config):
     Path("ds.json").write_text(
         '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}, "train_batch_size": 1}'
     )
@@ -141,10 +128,8 @@ def test_what_was_said_and_stands_in_the_file_and_in_the_peer_s(config):
     config("2xA100 NVLink", "--yes", "--from", "ds.json", "--set", "project_dir=runs")
     found = resolve()
     assert found.strategy_options == {"reshard_after_forward": False}
-    assert (found.mixed_precision, found.strategy, found.gradient_accumulation_steps, found.seed) == (
-        *("fp16", "fsdp"),
-        *(4, 3),
-    )
+    assert (found.mixed_precision, found.strategy) == ("fp16", "fsdp")
+    assert (found.gradient_accumulation_steps, found.seed) == (4, 3)
     Path("bf16.json").write_text('{"bf16": {"enabled": true}}')
     said = config("T4", "--yes", "--from", "bf16.json", "--file", "new.toml", code=1)
     assert "bf16.json: mixed_precision = bf16 cannot run here" in said
@@ -155,14 +140,11 @@ def test_a_file_that_names_another_is_read_with_it(take, config):
     engine = {"deepspeed_config_file": "ds.json"}
     outer = {"distributed_type": "DEEPSPEED", "deepspeed_config": engine, "num_processes": 4}
     found, _ = take(outer)
-    assert (found["strategy"], found["mixed_precision"], found["launch"]) == (
-        "fsdp",
-        "fp16",
-        {"processes": 4},
-    )
+    assert (found["strategy"], found["mixed_precision"]) == ("fsdp", "fp16")
+    assert found["launch"] == {"processes": 4}
     for change, words in (
         ({"gradient_accumulation_steps": 2}, "ds.json, line 2: gradient_accumulation_steps would be"),
-        ({"deepspeed_config": {"deepspeed_config_file": "/absent.json"}}, "absent.json' is no file"),
+        ({"deepspeed_config": {"deepspeed_config_file": "/absent.json"}}, "absent.json' is not a file"),
     ):
         Path("given.yaml").write_text(json.dumps({**outer, **change}))
         assert words in config("8xH100", "--yes", "--from", "given.yaml", code=1)
@@ -177,6 +159,7 @@ DDP, FOUR, BF16 = {"strategy": "ddp"}, {"launch": {"processes": 4}}, {"mixed_pre
 ONE, TP = {"launch": {"processes": 1}}, {"strategy": "tensor_parallel", "strategy_options": {"size": 2}}
 HSDP = {"strategy": "hsdp", "strategy_options": {"shard_size": 2}}
 SPLIT = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+PIPE, MEGATRON = {"strategy": "pipeline"}, "megatron_lm_config"
 
 
 @pytest.mark.parametrize(
@@ -185,13 +168,10 @@ SPLIT = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard
         ({"distributed_type": "NO"}, ONE),
         ({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}, {"cpu": True} | ONE),
         (multi(), DDP | FOUR),
-        (multi(num_processes=1), ONE),
         (multi(num_processes=-1), DDP),
         (multi(num_processes=5, num_machines=2), DDP | {"launch": {"nodes": "2"}}),
         (multi("MULTI_CPU"), DDP | FOUR | {"cpu": True}),
-        (multi(mixed_precision="no"), DDP | FOUR | {"mixed_precision": "fp32"}),
         (multi(mixed_precision=False), DDP | FOUR | {"mixed_precision": "fp32"}),
-        (multi(fp16=True), DDP | FOUR | {"mixed_precision": "fp16"}),
         (multi("XLA"), FOUR),
         (multi(main_process_port=0, gpu_ids="0,1"), DDP | FOUR),
         (multi(dynamo_config={"dynamo_backend": "INDUCTOR"}), DDP | FOUR | {"compile": "model"}),
@@ -200,10 +180,7 @@ SPLIT = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard
         (multi("DEEPSPEED", deepspeed_config={"zero_stage": 1}), {"strategy": "zero1"} | FOUR),
         (multi("DEEPSPEED", deepspeed_config={"zero_stage": 0}), DDP | FOUR),
         (multi("MEGATRON_LM", megatron_lm_config={"megatron_lm_tp_degree": 2}), TP | FOUR),
-        (
-            multi("MEGATRON_LM", megatron_lm_config={"megatron_lm_pp_degree": 2}),
-            {"strategy": "pipeline"} | FOUR,
-        ),
+        (multi("MEGATRON_LM", megatron_lm_config={"megatron_lm_pp_degree": 2}), PIPE | FOUR),
         (multi(parallelism_config=SPLIT), HSDP | FOUR),
         ({"fp16": {"enabled": "auto"}, "train_batch_size": "auto"}, {}),
         ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, BF16 | {"strategy": "zero1"}),
@@ -217,9 +194,8 @@ def test_what_is_taken(take, given, taken):
 
 
 ZERO, OFF = "zero_optimization", {"offload_param": {"device": "cpu"}}
-REFILL = {"fp16": {"enabled": True, "consecutive_hysteresis": True}}
 WARM_UP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}
-CYCLE = {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}}
+SIZES = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
 
 
 @pytest.mark.parametrize(
@@ -235,15 +211,9 @@ CYCLE = {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}}
         ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}}, f"{ZERO}.off", "moved to disks"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer", "no counterpart: OneBitAdam"),
         ({"optimizer": {"type": "Lamb", "params": {"lr": "auto"}}}, "optimizer", r"easymp.optim.LAMB\(model"),
-        (WARM_UP, "scheduler", r"math.log\(i \+ 1\) / math.log\(9\) if i < 9"),
-        (CYCLE, "scheduler", r"easymp.compat.deepspeed.OneCycle\(optimizer, cycle_min_lr=0.1\)"),
-        (REFILL, "fp16.consecutive_hysteresis", r"GradScalerKwargs\(refill_each_step=True\)"),
+        (WARM_UP, "scheduler", r"easymp.compat.deepspeed.WarmupLR\(optimizer, warmup_num_steps=9\)"),
         ({"fp16": {"enabled": False, "loss_scale": 8}}, "fp16.loss_scale", "fp16 is not enabled"),
-        (
-            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4},
-            "train_batch",
-            r"= 64 / \(4 x processes\)",
-        ),
+        (SIZES, "train_batch", r"= 64 / \(4 x processes\)"),
         ({"bf16": {"enabled": True}}, "(no gradient_clipping)", "clips at 1.0"),
         ({"flops_profiler": {"enabled": False, "profile_step": 1}}, "flops_profiler", "off"),
     ],
@@ -252,71 +222,57 @@ def test_what_is_said(take, given, line, words):
     assert re.search(words, said_of(take(given)[1], line))
 
 
+TWO = '{"bf16": {"enabled": true},\n "fp16": {"enabled": true}}'
+THREE = '{"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}'
+SHARD = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 7\n"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        (
-            "a.yaml",
-            "distributed_type: MULTI_GPU\nnum_processes: eight\n",
-            "a.yaml, line 2: num_processes = eight",
-        ),
+        ("a.yaml", "distributed_type: NO\nnum_processes: eight\n", "line 2: num_processes = eight"),
         ("a.yaml", "distributed_type: MULTI_GPUS\n", "line 1: distributed_type = MULTI_GPUS is not one of"),
         ("a.yaml", "debug: true\nmixed_precision: bf61\n", "line 2: mixed_precision = 'bf61' is not one of"),
-        (
-            "a.yaml",
-            "debug: true\nuse_cpu: no\ndebug: false\n",
-            "line 3: the key 'debug' stands twice (lines 1, 3)",
-        ),
-        (
-            "a.yaml",
-            "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 7\n",
-            "line 3: fsdp_config.fsdp_sharding_strategy = 7",
-        ),
+        ("a.yaml", "debug: true\nuse_cpu: no\ndebug: false\n", "line 3: the key 'debug' stands twice"),
+        ("a.yaml", SHARD, "line 3: fsdp_config.fsdp_sharding_strategy = 7"),
         ("a.yaml", "debug: [1\n", "is not valid YAML"),
-        ("a.yaml", "a: &x [*x]\ndebug: *x\n", "nested without end"),
-        ("a.yaml", "- 1\n", "holds a list"),
-        ("a.yaml", "\n", "is empty"),
-        ("a.toml", "x = 1\n", "holds a str"),
+        ("a.yaml", "a: &x [*x]\ndebug: *x\n", "has an alias"),
+        ("a.yaml", "debug: " + "[" * 5000, "a.yaml"),
+        ("a.yaml", "- 1\n", "holds no keys"),
+        ("a.yaml", "\n", "holds no keys"),
+        ("a.toml", "x = 1\n", "holds no keys"),
         ("a.yaml", "learning_rate: 1\n", "neither Accelerate nor DeepSpeed"),
-        (
-            "a.json",
-            '{"bf16": {"enabled": true},\n "fp16": {"enabled": true}}',
-            "fp16 and bf16 are enabled at once",
-        ),
+        ("a.json", TWO, "fp16 and bf16 are enabled at once"),
         (
             "a.json",
             '{"fp16": {"enabled": true},\n "fp16": {}}',
             "line 2: the key 'fp16' stands twice (lines 1, 2)",
         ),
-        ("a.json", '{"fp16": 1}', "line 1: fp16 = 1 is no group of keys"),
+        ("a.json", '{"fp16": 1}', "line 1: fp16 = 1 is not a group of keys"),
         ("a.json", '{"gradient_accumulation_steps": 0}', "below the smallest possible value, 1"),
         (
             "a.json",
             '{"zero_optimization":\n {"stage": 4}}',
-            "line 2: zero_optimization.stage = 4 is no stage",
+            "line 2: zero_optimization.stage = 4 is not a stage",
         ),
-        (
-            "a.json",
-            '{"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}',
-            "no multiple of 2",
-        ),
+        ("a.json", THREE, "not a multiple of 2"),
+        ("a.json", '{"optimizer": {"type": "Adam", "lr": 1}}', "has {'lr'} beside type"),
         ("a.json", '{\n"a" 1}', "a.json, line 2"),
         ("a.json", '{"a": /* no end', "a.json, line 1"),
         ("a.json", '{"a": NaN}', "NaN is not a finite number"),
         ("a.json", '{"a": 1e999}', "1e999 is not a finite number"),
-        ("a.json", "{'a': 1}", "a.json, line 1"),
         ("a.json", "{} {}", "a.json, line 1"),
         ("a.json", "[" * 100_000, "a.json"),
         ("a.json", '{"a": ' + "9" * 5000 + "}", "a.json cannot be read"),
     ],
 )
-def test_what_is_wrong_is_refused_with_its_line(name, text, words, config):
+def test_wrong_files_are_refused_with_the_line(name, text, words, config):
     Path(name).write_text(text)
     assert words in config("8xH100", "--yes", "--from", name, code=1)
     assert not Path("easymp.toml").exists()
 
 
-def test_without_pyyaml_it_is_said_what_to_install(config, monkeypatch):
+def test_without_pyyaml_the_message_names_the_package(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     Path("a.yaml").write_text(SHARDED)
     assert "pip install 'easymp[yaml]'" in config("8xH100", "--yes", "--from", "a.yaml", code=1)
@@ -324,41 +280,28 @@ def test_without_pyyaml_it_is_said_what_to_install(config, monkeypatch):
     assert "(DeepSpeed)" in config("8xH100", "--yes", "--from", "ds")  # JSON needs nothing
 
 
-# -- JSON with comments ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ('{"a": 1, // one\n "b": [1, 2.5, -3e2,], # two\n}', {"a": 1, "b": [1, 2.5, -300.0]}),
+        ('{"seed": "a", // one\n "b": [1, 2.5, -3e2,], # two\n}', {"seed": "a", "b": [1, 2.5, -300.0]}),
         ('# head\n{"url": "http://x/#y", "c": "/* no */"} // tail', {"url": "http://x/#y", "c": "/* no */"}),
         ('{/* block\n over lines */"a": true,"b":null}', {"a": True, "b": None}),
         (r'{"quote\"d": "back\\", "e": "\u00e9", "f": ",]"}', {'quote"d': "back\\", "e": "é", "f": ",]"}),
-        ('{"n": 5//comment\n}', {"n": 5}),
-        ("\ufeff[]", []),
+        ('\ufeff{"n": 5//comment\n}', {"n": 5}),
     ],
 )
-def test_comments_go_and_strings_stay(text, value):
-    assert read_json(text, "f") == value
-
-
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(PLAIN, st.sampled_from(["", "# x\n", "// x\n", "/* x */", "\n"]))
-def test_all_of_json_is_read(value, between):
-    text = json.dumps(value, indent=1).replace("\n", f" {between}\n")
-    assert read_json(f"{between}{text}", "f") == value
+def test_comments_go_and_strings_stay(text, value, take):
+    """Unknown keys are listed with their values, up to 60 characters."""
+    said = take(text.replace("{", '{"zero_optimization": {"stage": 0}, ', 1), "a.json")[1]
+    for key, held in value.items():
+        told = held if isinstance(held, str) else json.dumps(held)
+        assert f"{key}: {told}" in said
 
 
 # -- every key ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_key_that_accelerate_writes_is_known() -> None:
+def test_every_key_that_accelerate_writes_is_known(take) -> None:
     spec = importlib.util.find_spec("accelerate")
     if spec is None or spec.origin is None:
         pytest.skip("an optional package is not installed: accelerate (the extra 'bench')")
@@ -367,78 +310,62 @@ def test_every_key_that_accelerate_writes_is_known() -> None:
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     nodes = [n for c in classes for n in c.body if isinstance(n, ast.AnnAssign)]
     fields = {n.target.id for n in nodes if isinstance(n.target, ast.Name)}
-    assert len(fields) > 30 and fields - {*ACCELERATE} == set()
-    pattern = r'"--((?:fsdp|parallelism_config|megatron_lm|dynamo)_\w+)"'
-    flags = set(re.findall(pattern, (commands / "launch.py").read_text()))
-    ours = {key for rules in ACCELERATE.values() if isinstance(rules, dict) for key in rules}
-    assert len(flags) > 30 and flags - ours == set()
+    pattern = r'"--((fsdp|parallelism_config|megatron_lm|dynamo)_\w+)"'
+    flags = re.findall(pattern, (commands / "launch.py").read_text())
+    assert len(fields) > 30 and len(flags) > 30
+    content: dict[str, Any] = {**dict.fromkeys(fields), "distributed_type": "NO", "num_processes": 1}
+    for flag, section in flags:
+        name = section if section.endswith("_config") else f"{section}_config"
+        content[name] = (content.get(name) or {}) | {flag: None}
+    said = take(content)[1]
+    assert "num_machines: null" in said and "megatron_lm_config.megatron_lm_tp_degree: null" in said
+    assert "unknown, nothing taken" not in said
 
 
-def leaves(rules: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    return [
-        leaf
-        for key, rule in rules.items()
-        for leaf in (leaves(rule, (*path, key)) if isinstance(rule, dict) else [(*path, key)])
-    ]
-
-
-WORDS = [
-    None,
-    True,
-    False,
-    "no",
-    "auto",
-    "cpu",
-    "nvme",
-    "bf16",
-    *KINDS,
-    "NO_SHARD",
-    0,
-    1,
-    2,
-    3,
-    8,
-    -1,
-    0.5,
-    1e40,
-    "1e8",
-]
-TYPED = {
-    "type": st.sampled_from(["Adam", "WarmupCosineLR", "StepLR", "x"]),
-    "params": st.just({"lr": 1, "x": []}),
-}
-VALUES = (
-    st.sampled_from(WORDS)
-    | st.text(max_size=5)
-    | st.lists(st.integers(), max_size=2)
-    | st.fixed_dictionaries(TYPED)
+WORDS = [None, True, False, "no", "auto", "cpu", "nvme", "bf16", "DEEPSPEED", "NO_SHARD"]
+NUMBERS = [0, 1, 2, 3, 8, -1, 0.5, 1e40, "1e8"]
+TYPED = st.fixed_dictionaries(
+    {
+        "type": st.sampled_from(["Adam", "WarmupCosineLR", "StepLR", "x"]),
+        "params": st.just({"lr": 1, "x": []}),
+    }
 )
+VALUES = (
+    st.sampled_from([*WORDS, *NUMBERS]) | st.text(max_size=5) | st.lists(st.integers(), max_size=2) | TYPED
+)
+KEYS = {
+    "accelerate": """distributed_type num_processes num_machines machine_rank mixed_precision fp16 use_cpu gpu_ids
+        main_process_port dynamo_backend gradient_accumulation_steps fsdp_config.fsdp_sharding_strategy
+        fsdp_config.fsdp_offload_params fsdp_config.fsdp_transformer_layer_cls_to_wrap fsdp_config.fsdp_min_num_params
+        deepspeed_config.zero_stage deepspeed_config.offload_param_device deepspeed_config.deepspeed_config_file
+        parallelism_config.parallelism_config_tp_size megatron_lm_config.megatron_lm_pp_degree dynamo_config.x""",
+    "deepspeed": """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+        optimizer scheduler zero_optimization.stage zero_optimization.offload_param.device fp16.enabled fp16.loss_scale
+        fp16.initial_scale_power fp16.hysteresis fp16.consecutive_hysteresis bf16.enabled amp.enabled amp.opt_level
+        tensor_parallel.autotp_size compile.enabled tensorboard wandb zero_optimization.mics_shard_size""",
+}
 
 
-@pytest.mark.parametrize("rules", [ACCELERATE, DEEPSPEED], ids=["accelerate", "deepspeed"])
+@pytest.mark.parametrize("library", KEYS)
 @hypothesis_settings(max_examples=60)
 @given(data=st.data())
-def test_any_values_are_taken_or_refused_and_no_line_is_lost(tmp_path, rules, data):
-    chosen = data.draw(st.lists(st.sampled_from(leaves(rules)), min_size=1, max_size=6, unique=True))
+def test_any_values_are_taken_or_refused_and_no_line_is_lost(folder, on_machine, capsys, library, data):
+    chosen = data.draw(st.lists(st.sampled_from(KEYS[library].split()), min_size=1, max_size=6, unique=True))
     content: dict[str, Any] = {}
-    for *sections, key in chosen:
+    for path in chosen:
         inside = content
-        for section in sections:
+        for section in path.split(".")[:-1]:
             inside = inside.setdefault(section, {})
-        inside[key] = data.draw(VALUES)
-    (tmp_path / "given.json").write_text(json.dumps(content))
-    try:
-        found = import_file(tmp_path / "given.json")
-    except SettingError:
-        return
-    taken, _ = Settings(**found.settings), Launching(**found.launching)
-    names = {"Accelerator": dict, "GradScalerKwargs": GradScalerKwargs}
-    for handler in eval(found.script or "{}", names).get(
-        "kwargs_handlers", ()
-    ):  # what the script is told to pass
-        rule_from(handler)
-    if found.options:
-        options = {k: tuple(v) if isinstance(v, list) else v for k, v in found.options.items()}
-        read_options(STRATEGIES[taken.strategy], options, {})
-    assert {key.split(":")[0] for key, _ in found.lines} >= {".".join(path) for path in chosen}
-    assert all(text for _, text in found.lines)
+        inside[path.rpartition(".")[2]] = data.draw(VALUES)
+    Path("given.json").write_text(json.dumps(content))
+    Path("easymp.toml").unlink(missing_ok=True)
+    on_machine("8xH100")
+    done = main(["config", "--yes", "--from", "given.json"])
+    said = capsys.readouterr().out
+    assert done in (0, 1)
+    if done == 0:
+        resolve()  # the file reads
+        assert all(f"\n{path}:" in said for path in chosen)
+        if "In the script\n" in said:  # the call is one that easymp takes
+            line = said.partition("In the script\n")[2].splitlines()[0]
+            eval(line, {"Accelerator": Accelerator, "GradScalerKwargs": GradScalerKwargs}).close()

@@ -1,4 +1,4 @@
-"""Files of ``accelerate config`` (Accelerate 1.15): what each key is here.
+"""Files of ``accelerate config`` (Accelerate 1.15): the meaning of each key here.
 
 Accelerate counts processes over all machines, easymp on each. Its sections for FSDP, DeepSpeed and Megatron-LM become a
 strategy and its options.
@@ -19,13 +19,12 @@ from .rules import (
     Rules,
     accumulate,
     also_off,
-    by_value,
     clip,
     each,
     is_off,
     read_document,
+    spelled,
     switch,
-    switch_option,
 )
 
 DEVICES = ("MULTI_GPU", "MULTI_XPU", "MULTI_CPU")
@@ -35,6 +34,7 @@ KINDS = ("NO", *DEVICES, *ELSEWHERE, *ENGINES)
 # FSDP1's ways to shard; 1 to 5, where a number stands.
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 BY_NUMBER = {str(number): word for number, word in enumerate(SHARDING, 1)}
+STAGES = {0: "ddp", 1: "zero1", 2: "fsdp", 3: "fsdp"}  # of ZeRO
 ALONE = "nothing to take: strategy stays auto, for one process has nothing to share"
 
 
@@ -48,21 +48,20 @@ def import_file(path: str | Path) -> Importer:
     content = document.content
     ours, theirs = (len(content.keys() & keys) for keys in (ACCELERATE, deepspeed.DEEPSPEED))
     if not ours and not theirs:
-        keys = ", ".join(map(str, content)) or "none"
         raise SettingError(
-            f"{path} is a configuration of neither Accelerate nor DeepSpeed: none of its keys is theirs ({keys})"
+            f"{path} is a configuration of neither Accelerate nor DeepSpeed: both lack {', '.join(map(str, content))}"
         )
     if theirs >= ours and "distributed_type" not in content:  # which Accelerate always writes
         take = Importer(document, "DeepSpeed", deepspeed.strategy(content))
         deepspeed.take_all(take)
         return take
-    take = Importer(document, "Accelerate", None if alone(content) else asked(content))
+    take = Importer(document, "Accelerate", None if _alone(content) else _strategy(content))
     take.walk(content, _in_force(content))
-    named = section(content, "deepspeed_config").get("deepspeed_config_file")
+    named = _section(content, "deepspeed_config").get("deepspeed_config_file")
     if named and _kind(content) == "DEEPSPEED":
         beside = Path(path).parent / str(named)  # Accelerate looks in the working directory only
         inner = read_document(named if Path(str(named)).is_file() else beside)
-        take.begin(inner, "DeepSpeed", None if alone(content) else deepspeed.strategy(inner.content))
+        take.begin(inner, "DeepSpeed", None if _alone(content) else deepspeed.strategy(inner.content))
         deepspeed.take_all(take)
     return take
 
@@ -75,7 +74,7 @@ def _in_force(content: Mapping[str, Any]) -> Rules:
     return {**ACCELERATE, **{name: dict.fromkeys(ACCELERATE[name], said) for name in idle}}
 
 
-def section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = content.get(name)
     return found if isinstance(found, Mapping) else {}
 
@@ -85,48 +84,43 @@ def _kind(content: Mapping[str, Any]) -> str:
     return "NO" if is_off(kind) else str(kind).upper()  # YAML reads a bare NO as false
 
 
-def alone(content: Mapping[str, Any]) -> bool:
+def _alone(content: Mapping[str, Any]) -> bool:
     return content.get("num_processes") == 1
 
 
-def asked(content: Mapping[str, Any]) -> str | None:
-    """The strategy that does what the file asks for; None where nothing does."""
+def _strategy(content: Mapping[str, Any]) -> str | None:
+    """The strategy that does the file's parallelism; None where there is none."""
 
-    def size(part: Mapping[str, Any], key: str) -> int:
-        found = part.get(key)
-        return found if isinstance(found, int) and not isinstance(found, bool) else 1
+    def many(part: str, key: str) -> bool:
+        found = _section(content, part).get(key)
+        return isinstance(found, int) and found > 1
 
-    kind, split = _kind(content), section(content, "parallelism_config")
+    split, megatron = "parallelism_config", "megatron_lm_config"
+    kind = _kind(content)
     if kind not in (*DEVICES, *ENGINES):
         return None
-    if size(split, "parallelism_config_tp_size") > 1:
+    if many(split, "parallelism_config_tp_size"):
         return "tensor_parallel"
-    if size(split, "parallelism_config_dp_shard_size") > 1:
-        return "hsdp" if size(split, "parallelism_config_dp_replicate_size") > 1 else "fsdp"
+    if many(split, "parallelism_config_dp_shard_size"):
+        return "hsdp" if many(split, "parallelism_config_dp_replicate_size") else "fsdp"
     if kind == "FSDP":
-        how = _sharding(section(content, "fsdp_config"))
+        fsdp = _section(content, "fsdp_config")
+        words = (_sharding(fsdp.get(f"fsdp_{key}")) for key in ("sharding_strategy", "reshard_after_forward"))
+        how = next((word for word in words if word in SHARDING), "")
         return "ddp" if how == "NO_SHARD" else "hsdp" if how.startswith("HYBRID") else "fsdp"
     if kind == "DEEPSPEED":
-        return _by_stage(section(content, "deepspeed_config").get("zero_stage"))
+        stage = _section(content, "deepspeed_config").get("zero_stage")
+        return STAGES.get(stage) if isinstance(stage, int) else None
     if kind == "MEGATRON_LM":
-        megatron = section(content, "megatron_lm_config")
-        tensor, pipe = (size(megatron, f"megatron_lm_{name}_degree") > 1 for name in ("tp", "pp"))
-        spread = "zero1" if megatron.get("megatron_lm_use_distributed_optimizer") else "ddp"
+        tensor, pipe = (many(megatron, f"megatron_lm_{name}_degree") for name in ("tp", "pp"))
+        spread = "zero1" if _section(content, megatron).get(f"{PREFIX}use_distributed_optimizer") else "ddp"
         return None if tensor and pipe else "tensor_parallel" if tensor else "pipeline" if pipe else spread
     return "ddp"
 
 
-def _by_stage(stage: Any) -> str | None:
-    return {0: "ddp", 1: "zero1", 2: "fsdp", 3: "fsdp"}.get(stage) if isinstance(stage, int) else None
-
-
-def _sharding(fsdp: Mapping[str, Any]) -> str:
-    for key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
-        word = str(fsdp.get(key, "")).upper()
-        word = BY_NUMBER.get(word, word)
-        if word in SHARDING:
-            return word
-    return SHARDING[0]
+def _sharding(value: Any) -> str:
+    word = str(value).upper()
+    return BY_NUMBER.get(word, word)
 
 
 # -- rules that look at the value
@@ -142,35 +136,32 @@ def _distributed_type(take: Importer, value: Any) -> str:
     if kind in ELSEWHERE:
         return "no counterpart: easymp trains on CUDA, ROCm, XPU and MPS devices and on CPUs"
     if kind == "NO":
-        return ALONE if "num_processes" in content else take.launch("processes", 1)
-    spread = asked(content)
+        return ALONE if "num_processes" in content else take.set("processes", 1)
+    spread = _strategy(content)
     if spread is None and kind == "DEEPSPEED":
-        named = section(content, "deepspeed_config").get("deepspeed_config_file")
+        named = _section(content, "deepspeed_config").get("deepspeed_config_file")
         return f"by zero_optimization in {named}" if named else "no ZeRO stage is named: strategy stays auto"
     if spread is None:
         return "no counterpart: tensor and pipeline parallelism at once; strategy stays auto"
     on_cpu = f", {take.set('cpu', True)}" if kind == "MULTI_CPU" else ""
-    return (ALONE if alone(content) else take.set("strategy", spread)) + on_cpu
+    return (ALONE if _alone(content) else take.set("strategy", spread)) + on_cpu
 
 
 def _processes(take: Importer, value: Any) -> str:
-    machines = take.document.content.get("num_machines") or 1
+    machines = take.document.content.get("num_machines")
     if value == -1:
         return "nothing to take: one process an accelerator, as `easymp launch` does by itself"
-    total = take.number(value, least=1, whole=True)
+    total = take.number(value, 1, True)
     if not isinstance(machines, int) or machines <= 1:
-        return take.launch("processes", total)
+        return take.set("processes", total)
     if total % machines:
-        return (
-            f"no counterpart: {total} processes do not divide among {machines} machines; say --processes on each "
-            "of them to `easymp launch`"
-        )
-    return f"{take.launch('processes', total // machines)}, on each of the {machines} machines"
+        return f"no counterpart: {total} processes do not divide among {machines} machines; pass --processes on each"
+    return f"{take.set('processes', total // machines)}, on each of the {machines} machines"
 
 
 def _machines(take: Importer, value: Any) -> str:
-    number = take.number(value, least=1, whole=True)
-    return "nothing to take: one machine" if number == 1 else take.launch("nodes", str(number))
+    number = take.number(value, 1, True)
+    return "nothing to take: one machine" if number == 1 else take.set("nodes", str(number))
 
 
 @also_off
@@ -189,7 +180,7 @@ def _precision(take: Importer, value: Any) -> str:
 
 
 def _backend(take: Importer, value: Any) -> str:
-    name, dynamo = str(value).lower(), section(take.document.content, "dynamo_config")
+    name, dynamo = str(value).lower(), _section(take.document.content, "dynamo_config")
     if name == "inductor":
         regional = not is_off(dynamo.get("dynamo_use_regional_compilation"))
         return take.set("compile", "blocks" if regional else "model")
@@ -198,43 +189,20 @@ def _backend(take: Importer, value: Any) -> str:
 
 @also_off
 def _sharded(take: Importer, value: Any) -> str:
-    if value in (True, None):
+    word = _sharding(value)
+    if word in ("TRUE", "NONE"):
         return "nothing to take: as by default"
-    word = str(value).upper()
-    word = BY_NUMBER.get(word, word)
-    if value is False or word == "FALSE":
-        return take.option(reshard_after_forward=False)
-    if word not in (*SHARDING, "TRUE"):
+    if word not in (*SHARDING, "FALSE"):
         raise take.wrong(value, f"is not one of {', '.join(SHARDING)}{nearest(str(value), SHARDING)}")
-    kept = f"; {take.option(reshard_after_forward=False)}" if word in (SHARDING[1], SHARDING[4]) else ""
-    return f"strategy {take.strategy or 'auto'}{kept}"
-
-
-def _classes(take: Importer, value: Any) -> str:
-    return take.option(wrap=[name.strip() for name in str(value).split(",") if name.strip()])
-
-
-@also_off
-def _stage(take: Importer, value: Any) -> str:
-    stage = take.number(value, whole=True)
-    if _by_stage(stage) is None:
-        raise take.wrong(value, "is no stage of ZeRO, 0 to 3")
-    if take.strategy is None:
-        return ALONE
-    kept = f"; {take.option(reshard_after_forward=False)}" if stage == 2 else ""
-    return f"{take.set('strategy', _by_stage(stage))}{kept}"
-
-
-def _wide(take: Importer, value: Any) -> str:
-    size = take.number(value, least=1, whole=True)
-    return take.option(size=size) if size > 1 else "nothing to take: off"
+    kept = take.option(reshard_after_forward=False) if word in (SHARDING[1], SHARDING[4], "FALSE") else ""
+    return "; ".join(filter(None, [f"strategy {take.strategy or 'auto'}" * (word != "FALSE"), kept]))
 
 
 def _spread(words: str, option: str = "") -> Rule:
     """A number above 1 is a part of the strategy, and an option of it where it has such a one."""
 
     def rule(take: Importer, value: Any) -> str:
-        number = take.number(value, least=1, whole=True)
+        number = take.number(value, 1, True)
         if number > 1 and option in take.known_options:
             return take.option(**{option: number})
         return "nothing to take: off" if number == 1 else f"strategy {take.strategy or 'auto'}{words}"
@@ -242,25 +210,30 @@ def _spread(words: str, option: str = "") -> Rule:
     return rule
 
 
+def _by_value(value: str, then: str, otherwise: str) -> Rule:
+    """A sentence for one value, and one for all others."""
+    return lambda take, found: then if str(found) == value else otherwise.replace("{value}", spelled(found))
+
+
 # -- the tables
 
 CLUSTER = "no counterpart: `easymp launch` on each machine that takes part, or by Slurm"
-TPU = "no counterpart: a setting of TPUs, which easymp does not support"
 META = 'in the script: build the model under torch.device("meta")'
 FSDP: Rules = {
     "fsdp_version": "nothing to take: strategy fsdp is FSDP2",
-    "fsdp_sharding_strategy": _sharded,
-    "fsdp_reshard_after_forward": _sharded,
-    "fsdp_offload_params": switch_option("cpu_offload"),
-    "fsdp_auto_wrap_policy": by_value(
-        {"NO_WRAP": "no counterpart: fsdp gathers block by block where a model has blocks"},
+    **each("fsdp_sharding_strategy fsdp_reshard_after_forward", _sharded),
+    "fsdp_offload_params": lambda take, value: take.option(cpu_offload=take.yes(value)),
+    "fsdp_auto_wrap_policy": _by_value(
+        "NO_WRAP",
+        "no counterpart: fsdp gathers block by block where a model has blocks",
         "nothing to take: fsdp finds repeated blocks by itself; the next keys say others",
     ),
-    "fsdp_transformer_layer_cls_to_wrap": _classes,
-    "fsdp_min_num_params": lambda take, value: take.option(wrap=int(take.number(value, least=1))),
+    "fsdp_transformer_layer_cls_to_wrap": lambda take, value: take.option(
+        wrap=[name.strip() for name in str(value).split(",") if name.strip()]
+    ),
+    "fsdp_min_num_params": lambda take, value: take.option(wrap=int(take.number(value, 1))),
     **each(
-        "fsdp_backward_prefetch fsdp_forward_prefetch",
-        "no counterpart: FSDP2 gathers the next block ahead by itself",
+        "fsdp_backward_prefetch fsdp_forward_prefetch", "no counterpart: FSDP2 gathers the next block ahead"
     ),
     "fsdp_state_dict_type": "nothing to take: save_state writes shards, save_model whole weights",
     "fsdp_use_orig_params": "nothing to take: parameters always keep their names",
@@ -270,12 +243,12 @@ FSDP: Rules = {
     "fsdp_activation_checkpointing_offload": "no counterpart: kept activations stay on the device",
 }
 DEEPSPEED: Rules = {
-    "zero_stage": _stage,
+    "zero_stage": deepspeed.stage,
     "gradient_accumulation_steps": accumulate,
     "gradient_clipping": clip,
     **each("offload_optimizer_device offload_param_device", deepspeed.offload),
     **each("offload_optimizer_nvme_path offload_param_nvme_path", deepspeed.DISK),
-    "zero3_init_flag": f"{META}; prepare gives values to what each rank holds",
+    "zero3_init_flag": f"{META}; prepare gives values to each rank's shards",
     "zero3_save_16bit_model": deepspeed.WHOLE,
     "deepspeed_config_file": "read as well, below",
     **each(
@@ -285,7 +258,7 @@ DEEPSPEED: Rules = {
     "deepspeed_moe_layer_cls_names": "no counterpart: experts are not spread over processes",
 }
 PARALLEL: Rules = {
-    "parallelism_config_tp_size": _wide,
+    "parallelism_config_tp_size": _spread("", "size"),
     "parallelism_config_dp_shard_size": _spread("", "shard_size"),
     "parallelism_config_dp_replicate_size": _spread(": as many copies as processes allow"),
     **each(
@@ -295,11 +268,12 @@ PARALLEL: Rules = {
         "no counterpart: attention over several ranks of one sequence is not offered",
     ),
 }
+PREFIX = "megatron_lm_"  # of the keys in the file
 MEGATRON: Rules = {
-    "tp_degree": _wide,
+    "tp_degree": _spread("", "size"),
     "pp_degree": _spread(": as many stages as processes"),
     "num_micro_batches": lambda take, value: take.option(microbatches=take.number(value, 1, True)),
-    "sequence_parallelism": switch_option("sequence_parallel"),
+    "sequence_parallelism": lambda take, value: take.option(sequence_parallel=take.yes(value)),
     "recompute_activations": switch("activation_checkpointing", "blocks"),
     "use_distributed_optimizer": "as strategy zero1 does: each rank keeps a part of the optimizer's states",
     "gradient_clipping": clip,
@@ -314,9 +288,10 @@ MEGATRON: Rules = {
     ),
 }
 ACCELERATE: Rules = {
-    "compute_environment": by_value(
-        {"AMAZON_SAGEMAKER": "no counterpart: SageMaker's entry point can call `easymp launch script.py`"},
-        "nothing to take: this machine is where it runs",
+    "compute_environment": _by_value(
+        "AMAZON_SAGEMAKER",
+        "no counterpart: SageMaker's entry point can call `easymp launch script.py`",
+        "nothing to take: runs start on this machine",
     ),
     "distributed_type": _distributed_type,
     "mixed_precision": _precision,
@@ -324,13 +299,14 @@ ACCELERATE: Rules = {
     "num_processes": _processes,
     "num_machines": _machines,
     "machine_rank": _machine,
-    "main_process_ip": lambda take, value: take.launch("main_address", value),
-    "main_process_port": lambda take, value: take.launch("main_port", value),
+    "main_process_ip": lambda take, value: take.set("main_address", value),
+    "main_process_port": lambda take, value: take.set("main_port", value),
     "gradient_accumulation_steps": accumulate,
     "use_cpu": switch("cpu"),
     "debug": switch("debug"),
-    "gpu_ids": by_value(
-        {"all": "nothing to take: all"},
+    "gpu_ids": _by_value(
+        "all",
+        "nothing to take: all",
         "no counterpart: write CUDA_VISIBLE_DEVICES={value} before the command",
     ),
     **each("rdzv_backend same_network", "nothing to take: machines meet at the first one's address"),
@@ -338,13 +314,14 @@ ACCELERATE: Rules = {
     "enable_cpu_affinity": "nothing to take: `easymp launch` binds ranks to NUMA nodes by itself",
     **each(
         "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env commands command_file",
-        TPU,
+        "no counterpart: a setting of TPUs, which easymp does not support",
     ),
     "dynamo_backend": _backend,
     "dynamo_config": {
         "dynamo_backend": _backend,
-        "dynamo_mode": by_value(
-            {"default": "nothing to take: as by default"},
+        "dynamo_mode": _by_value(
+            "default",
+            "nothing to take: as by default",
             "in the script: compile=CompileOptions(mode='{value}')",
         ),
         "dynamo_use_fullgraph": "in the script: compile=CompileOptions(fullgraph=True)",
@@ -354,7 +331,7 @@ ACCELERATE: Rules = {
     "fsdp_config": FSDP,
     "deepspeed_config": DEEPSPEED,
     "parallelism_config": PARALLEL,
-    "megatron_lm_config": {f"megatron_lm_{key}": rule for key, rule in MEGATRON.items()},
+    "megatron_lm_config": {PREFIX + key: rule for key, rule in MEGATRON.items()},
     "fp8_config": each(
         """backend use_autocast_during_eval margin interval fp8_format amax_history_length amax_history_len
         amax_compute_algorithm amax_compute_algo override_linear_precision optimization_level opt_level

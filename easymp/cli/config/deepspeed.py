@@ -1,7 +1,7 @@
-"""Files of DeepSpeed: what each key is here.
+"""Files of DeepSpeed: the meaning of each key here.
 
-Half of a file is about the script, which makes its own optimizer, scheduler and loader: for these keys the line to write is
-said. `easymp.compat.deepspeed` takes the names of keys and optimizers from here.
+Half of a file is about the script, which makes its own optimizer, scheduler and loader: the sentence is then the line to write.
+`easymp.compat.deepspeed` takes the names of keys and optimizers from here.
 """
 
 from __future__ import annotations
@@ -12,30 +12,22 @@ from typing import Any
 
 from ... import optim
 from ...errors import SettingError, nearest
-from .rules import CLIP, OFF, Importer, Rule, Rules, accumulate, also_off, clip, each, is_off, switch
+from .rules import CLIP, OFF, Importer, Rule, Rules, accumulate, also_off, call, clip, each, is_off, switch
 
 DISK = "no counterpart: nothing is moved to disks"
 WHOLE = "in the script: accelerator.save_model(model, folder) writes whole weights"
 OURS = {"lamb": "LAMB", "fusedlamb": "LAMB", "lion": "Lion", "fusedlion": "Lion", "cpulion": "Lion"}
 ADAMS = ("adam", "fusedadam", "cpuadam", "deepspeedcpuadam")  # AdamW, unless adam_w_mode is false
+SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 MOST_POWER = 127  # of 2, in fp32
-CYCLES = ("OneCycle", "LRRangeTest")  # easymp.compat.deepspeed has them, with DeepSpeed's arguments
-# The factor of update i; the optimizer has the largest learning rate. DeepSpeed warms up by the logarithm by default.
-RISE = {"log": "math.log(i + 1) / math.log({warm})", "linear": "i / {warm}"}
-FALL = {
-    "WarmupLR": "1.0",
-    "WarmupDecayLR": "max(0.0, ({total} - i) / ({total} - {warm}))",
-    "WarmupCosineLR": "{low} + (1 - {low}) * (1 + math.cos(math.pi * (i - {warm}) / ({total} - {warm}))) / 2",
-}
 
 
 def strategy(content: Mapping[str, Any]) -> str | None:
-    """What the file asks for; None where "auto" does it, which is ddp on several processes."""
+    """The strategy that the file asks for; None where "auto" does it, which is ddp on several processes."""
     zero, split = content.get("zero_optimization"), content.get("tensor_parallel")
-    size = split.get("autotp_size", 0) if isinstance(split, Mapping) else 0
-    if isinstance(size, int) and size > 1:
+    if isinstance(split, Mapping) and _count(split.get("autotp_size")) > 1:
         return "tensor_parallel"
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    stage = zero.get("stage") if isinstance(zero, Mapping) else 0
     return {1: "zero1", 2: "fsdp", 3: "fsdp"}.get(stage) if isinstance(stage, int) else None
 
 
@@ -46,7 +38,8 @@ def take_all(take: Importer) -> None:
         SettingError: a wrong value, or two precisions at once.
     """
     content = take.document.content
-    on = [name for name in ("fp16", "bf16", "amp") if _enabled(content, name)]
+    sections = {name: content.get(name) for name in ("fp16", "bf16", "amp")}
+    on = [name for name, one in sections.items() if isinstance(one, Mapping) and one.get("enabled") is True]
     if len(on) > 1:
         where = take.document.where((on[1],))
         raise SettingError(f"{where}: {' and '.join(on)} are enabled at once: turn one of them off")
@@ -54,11 +47,6 @@ def take_all(take: Importer) -> None:
         said = f"DeepSpeed clips at 1.0 then, since mid-2026; {CLIP.format(value=1.0)}, if it did"
         take.lines.append(("(no gradient_clipping)", said))
     take.walk(content, DEEPSPEED)
-
-
-def _enabled(content: Mapping[str, Any], name: str) -> bool:
-    found = content.get(name)
-    return isinstance(found, Mapping) and found.get("enabled") is True
 
 
 def _count(value: Any) -> int:
@@ -72,43 +60,26 @@ def _precision(name: str, note: str) -> Rule:
     return lambda take, value: take.set("mixed_precision", name) + note if take.yes(value) else OFF
 
 
-def _scale(take: Importer, value: Any) -> str:
-    return take.scale(init_scale=float(take.number(value)), dynamic=False)
-
-
 def _power(take: Importer, value: Any) -> str:
     if not is_off(take.document.content["fp16"].get("loss_scale")):
         return "nothing to take: the loss scale is fixed"
     if take.number(value) > MOST_POWER:
-        raise take.wrong(value, f"is above {MOST_POWER}, where 2 to it is no fp32 number")
+        raise take.wrong(value, f"is above {MOST_POWER}, the largest power of 2 in fp32")
     return (
-        take.scale(init_scale=2.0 ** take.number(value)) if value != 16 else "nothing to take: as by default"
+        "nothing to take: as by default" if value == 16 else take.scale(init_scale=2.0 ** take.number(value))
     )
-
-
-def _amp_level(take: Importer, value: Any) -> str:
-    return take.set("mixed_precision", str(value))
-
-
-def _amp(take: Importer, value: Any) -> str:
-    return take.set("mixed_precision", take.document.content["amp"].get("opt_level", "O1"))
-
-
-def _micro(take: Importer, value: Any) -> str:
-    number = take.number(value, 1, True)
-    return f"in the script: DataLoader(..., batch_size={number}), for a loader's batches are one process's"
 
 
 def _batch(take: Importer, value: Any) -> str:
     total, content = take.number(value, 1, True), take.document.content
     micro = _count(content.get("train_micro_batch_size_per_gpu"))
     steps = _count(content.get("gradient_accumulation_steps"))
+    if micro and steps and total % (micro * steps):
+        why = (
+            f"is not a multiple of {micro} (a micro-batch) times {steps} (accumulation): correct one of them"
+        )
+        raise take.wrong(value, why)
     if micro and steps:
-        if total % (micro * steps):
-            why = (
-                f"is no multiple of {micro} (a micro-batch) times {steps} (accumulation): correct one of them"
-            )
-            raise take.wrong(value, why)
         return f"nothing to take: {micro} x {steps} on {total // (micro * steps)} processes"
     if micro:
         return f"in the script or by hand: gradient_accumulation_steps = {total} / ({micro} x processes)"
@@ -117,13 +88,14 @@ def _batch(take: Importer, value: Any) -> str:
 
 
 @also_off
-def _stage(take: Importer, value: Any) -> str:
-    stage = take.number(value, whole=True)
-    if stage > 3:
-        raise take.wrong(value, "is no stage of ZeRO, 0 to 3")
+def stage(take: Importer, value: Any) -> str:
+    """A stage of ZeRO: ddp, zero1, or fsdp, which keeps whole weights between forward and backward at stage 2."""
+    number = take.number(value, whole=True)
+    if number > 3:
+        raise take.wrong(value, "is not a stage of ZeRO, 0 to 3")
     if take.strategy is None:
-        return "nothing to take: strategy auto, which is ddp on several processes"
-    kept = f"; {take.option(reshard_after_forward=False)}" if stage == 2 else ""
+        return "nothing to take: strategy stays auto"
+    kept = f"; {take.option(reshard_after_forward=False)}" if number == 2 else ""
     return f"{take.set('strategy', take.strategy)}{kept}"
 
 
@@ -131,7 +103,7 @@ def offload(take: Importer, value: Any) -> str:
     if value == "nvme":
         return f"{DISK}; cpu_offload of strategy fsdp moves to the host's memory"
     if value not in ("cpu", True):
-        raise take.wrong(value, "is none of none, cpu and nvme")
+        raise take.wrong(value, "is not one of none, cpu and nvme")
     return f"{take.option(cpu_offload=True)}: weights, gradients and states together, under strategy fsdp"
 
 
@@ -141,76 +113,56 @@ def _split(take: Importer, value: Any) -> str:
     return f"{take.set('strategy', 'tensor_parallel')}; {take.option(size=value)}"
 
 
-def _typed(take: Importer, value: Any) -> tuple[str, Mapping[str, Any]]:
+def _typed(take: Importer, value: Any) -> tuple[str, dict[str, Any]]:
     """The type and the parameters of an optimizer or scheduler."""
     if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
         raise take.wrong(value, 'has no "type"')
-    unknown = [key for key in value if key not in ("type", "params", "legacy_fusion")]
     params = value.get("params") or {}
-    if unknown or not isinstance(params, Mapping):
-        beside = f"has {unknown[0]!r} beside type and params" if unknown else "has params that are no keys"
-        raise take.wrong(value, beside)
-    return value["type"], {
-        k: tuple(v) if isinstance(v, list) else v for k, v in params.items() if v != "auto"
-    }
+    if unknown := value.keys() - {"type", "params", "legacy_fusion"} or not isinstance(params, Mapping):
+        raise take.wrong(
+            value, f"has {unknown} beside type" if unknown is not True else "has params without keys"
+        )
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in params.items() if v != "auto"}
+    return value["type"], given
 
 
 def _optimizer(take: Importer, value: Any) -> str:
     import torch
 
     name, params = _typed(take, value)
-    lower, params = name.lower(), dict(params)
+    lower = name.lower()
     classes = {c.lower(): c for c in dir(torch.optim) if isinstance(getattr(torch.optim, c), type)}
     if lower in (*ADAMS, "adamw") and not params.get("torch_adam"):
         params.setdefault("weight_decay", 0.0)  # of DeepSpeed's Adams; torch's AdamW has 0.01
     if lower in ADAMS:
         lower = "adamw" if params.pop("adam_w_mode", True) else "adam"
-    if lower in OURS:
-        home, kind = "easymp.optim", getattr(optim, OURS[lower])
-    elif lower in classes:
-        home, kind = "torch.optim", getattr(torch.optim, classes[lower])
-    else:
+    home, found = ("easymp.optim", OURS[lower]) if lower in OURS else ("torch.optim", classes.get(lower))
+    if found is None:
         known = nearest(name, [*classes.values(), *OURS.values()]) or ", which torch.optim does not have"
         return f"no counterpart: {name}{known}"
-    known = inspect.signature(kind).parameters
-    told = "".join(f", {k}={v!r}" for k, v in params.items() if k in known)
+    known = inspect.signature(getattr(optim if lower in OURS else torch.optim, found)).parameters
     lost = ", ".join(f"{k}={v}" for k, v in params.items() if k not in known)
-    return f"in the script: {home}.{kind.__name__}(model.parameters(){told})" + (
-        f"; no counterpart: {lost}" if lost else ""
-    )
+    told = call(f"{home}.{found}", {k: v for k, v in params.items() if k in known}, "model.parameters()")
+    return f"in the script: {told}{f'; no counterpart: {lost}' if lost else ''}"
 
 
 def _scheduler(take: Importer, value: Any) -> str:
     from torch.optim import lr_scheduler
 
     name, params = _typed(take, value)
-    if name in FALL:
-        given = value.get("params") or {}
-        keys = {"warm": ("warmup_num_steps", 1000), "total": ("total_num_steps", "total")}
-        keys["low"] = ("cos_min_ratio", 0.0001)
-        names = {word: given.get(*key) for word, key in keys.items()}
-        names = {word: word if found == "auto" else found for word, found in names.items()}
-        rise = RISE.get(str(params.get("warmup_type", "log")), RISE["log"]).format(**names)
-        factor = f"lambda i: {rise} if i < {names['warm']} else {FALL[name].format(**names)}"
-        top, low = params.get("warmup_max_lr"), params.get("warmup_min_lr")
-        with_lr = f", with the optimizer's lr={top}" if top is not None else ""
-        without = f"; no counterpart: warmup_min_lr={low}, it begins at 0" if low else ""
-        return f"in the script: torch.optim.lr_scheduler.LambdaLR(optimizer, {factor}){with_lr}{without}"
-    if name in CYCLES or isinstance(getattr(lr_scheduler, name, None), type):
-        told = "".join(f", {k}={v!r}" for k, v in params.items())
-        home = "easymp.compat.deepspeed" if name in CYCLES else "torch.optim.lr_scheduler"
-        return f"in the script: {home}.{name}(optimizer{told})"
-    names_here = [n for n in dir(lr_scheduler) if n[0].isupper()]
-    return f"no counterpart: {name}{nearest(name, [*FALL, *CYCLES, *names_here])}"
+    if name in SCHEDULES or isinstance(getattr(lr_scheduler, name, None), type):
+        home = "easymp.compat.deepspeed" if name in SCHEDULES else "torch.optim.lr_scheduler"
+        return f"in the script: {call(f'{home}.{name}', params, 'optimizer')}"
+    known = [*SCHEDULES, *(n for n in dir(lr_scheduler) if n[0].isupper())]
+    return f"no counterpart: {name}{nearest(name, known)}"
 
 
 def _tracker(take: Importer, value: Any) -> str:
     if not isinstance(value, Mapping) or value.get("enabled") is not True:
         return OFF
-    named = [take.settings.pop("log_with")] if "log_with" in take.settings else []
-    return (
-        f"{take.set('log_with', ','.join([*named, take.path[-1]]))}: what the script gives to accelerator.log"
-    )
+    named = [take.values.pop("log_with")] if "log_with" in take.values else []
+    said = take.set("log_with", ",".join([*named, take.path[-1]]))
+    return f"{said}: the tracker of accelerator.log"
 
 
 # -- the tables
@@ -219,6 +171,7 @@ COMM = "no counterpart: how gradients and weights travel is the strategy's (stra
 HSDP = 'no counterpart as such: strategy = "hsdp" keeps a whole copy in {value} ranks, by shard_size'
 HOOK = "in the script: strategy_options={'comm_hook': '{value}'} under ddp"
 PREDIVIDE = "in the script: strategy_options={'gradient_predivide_factor': {value}} under ddp"
+RECOMPUTE = 'no counterpart: activation_checkpointing = "blocks" computes repeated blocks again, and keeps their inputs'
 OFFLOAD: Rules = {
     "device": offload,
     **each(
@@ -228,8 +181,9 @@ OFFLOAD: Rules = {
     **each("nvme_path pipeline_read pipeline_write", DISK),
 }
 ZERO: Rules = {
-    "stage": _stage,
-    **dict.fromkeys(("offload_optimizer", "offload_param"), OFFLOAD),
+    "stage": stage,
+    "offload_optimizer": OFFLOAD,
+    "offload_param": OFFLOAD,
     **each("cpu_offload cpu_offload_params", offload),
     **each(
         "cpu_offload_use_pin_memory stage3_gather_fp16_weights_on_model_save", "nothing to take: old spelling"
@@ -251,39 +205,43 @@ ZERO: Rules = {
     ),
 }
 FP16: Rules = {
-    "enabled": _precision(
-        "fp16", "; weights stay in fp32 (fp16 weights with fp32 masters: mixed_precision O2)"
-    ),
-    "auto_cast": "nothing to take: inputs are cast by autocast, where products need it",
-    "loss_scale": _scale,
+    "enabled": _precision("fp16", "; weights stay in fp32 (fp16 weights: mixed_precision O2)"),
+    "auto_cast": "nothing to take: autocast casts inputs where products need it",
+    "loss_scale": lambda take, value: take.scale(init_scale=float(take.number(value)), dynamic=False),
     "initial_scale_power": _power,
     "loss_scale_window": lambda take, value: take.scale(growth_interval=take.number(value, 1, True)),
     "hysteresis": lambda take, value: take.scale(hysteresis=take.number(value, 1, True)),
-    "consecutive_hysteresis": lambda take, value: (
-        take.scale(refill_each_step=True) if take.yes(value) else OFF
-    ),
+    "consecutive_hysteresis": lambda take, value: take.scale(refill_each_step=take.yes(value)),
     "min_loss_scale": lambda take, value: take.scale(min_scale=float(take.number(value))),
     "fp16_master_weights_and_grads": "no counterpart: masters are fp32",
 }
+BF16: Rules = {
+    "enabled": _precision("bf16", "; weights stay in fp32, and products run in bf16"),
+    "immediate_grad_update": "no counterpart: gradients are added up as torch does",
+    "check_grad_overflow": "no counterpart: bf16 has fp32's range",
+    "bf16_master_weights_and_grads": "no counterpart: masters are fp32",
+    "bf16_optimizer_states": "in the script: easymp.optim.AdamW(..., state_dtype=torch.bfloat16)",
+}
 DEEPSPEED: Rules = {
     "train_batch_size": _batch,
-    "train_micro_batch_size_per_gpu": _micro,
+    "train_micro_batch_size_per_gpu": lambda take, value: (
+        f"in the script: DataLoader(..., batch_size={take.number(value, 1, True)}); a loader's batch is one process's"
+    ),
     "gradient_accumulation_steps": accumulate,
     "gradient_clipping": clip,
     "optimizer": _optimizer,
     "scheduler": _scheduler,
     "zero_optimization": ZERO,
     "fp16": FP16,
-    "bf16": {
-        "enabled": _precision("bf16", "; weights stay in fp32, and products run in bf16"),
-        "immediate_grad_update": "no counterpart: gradients are added up as torch does",
-        "check_grad_overflow": "no counterpart: bf16 has fp32's range",
-        "bf16_master_weights_and_grads": "no counterpart: masters are fp32",
-        "bf16_optimizer_states": "in the script: easymp.optim.AdamW(..., state_dtype=torch.bfloat16)",
+    "bf16": BF16,
+    "amp": {
+        "enabled": lambda take, value: take.set(
+            "mixed_precision", take.document.content["amp"].get("opt_level", "O1")
+        ),
+        "opt_level": lambda take, value: take.set("mixed_precision", str(value)),
     },
-    "amp": {"enabled": _amp, "opt_level": _amp_level},
     "torch_autocast": {
-        "enabled": "nothing to take: autocast is what mixed_precision does",
+        "enabled": "nothing to take: mixed_precision turns autocast on",
         "dtype": "no counterpart: mixed_precision says it",
         "lower_precision_safe_modules": "no counterpart: torch's autocast has its own lists",
     },
@@ -291,7 +249,7 @@ DEEPSPEED: Rules = {
     "activation_checkpointing": each(
         """partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints
         synchronize_checkpoint_boundary profile""",
-        'no counterpart: activation_checkpointing = "blocks" computes repeated blocks again, and keeps their inputs',
+        RECOMPUTE,
     ),
     "compile": {
         "enabled": switch("compile", "model"),
@@ -317,10 +275,7 @@ DEEPSPEED: Rules = {
         "no counterpart as such: in the script, accelerator.profile() says where time and memory go",
     ),
     **each("tensorboard wandb", _tracker),
-    **each(
-        "comet csv_monitor monitor_config",
-        "in the script: accelerator.log(values, step), which writes JSON lines, or to the trackers of log_with",
-    ),
+    **each("comet csv_monitor monitor_config", "in the script: accelerator.log(values, step), to JSON lines"),
     **each("aio nebula", DISK),
     "elasticity": "in the launch: --max-restarts, and --nodes MIN:MAX",
     "autotuning": "in the shell: `easymp estimate` for memory",

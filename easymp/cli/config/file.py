@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -20,8 +19,8 @@ from ...base.units import UNITS
 from ...errors import SettingError
 from ...settings import LAUNCH, LAUNCHING, NAMES, OPTIONS, checked
 from ..terminal import library
+from .rules import KNOWN
 
-KNOWN = {**NAMES, **LAUNCHING}
 WIDTH = 78
 WHY = "# here: "  # begins a comment of ours, which goes with its value
 HEAD = """\
@@ -40,7 +39,9 @@ EXAMPLES: Mapping[str, Any] = {
     "nodes": "2",
     "main_address": "node0",
     "main_port": 29500,
+    "max_restarts": 3,
     "nonfinite": "warn",
+    "compile": "blocks",
     "log_with": "jsonl",
 }
 
@@ -56,7 +57,7 @@ def literal(value: Any) -> str:
         return f"[{', '.join(map(literal, value))}]"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -74,26 +75,18 @@ def line(name: str, value: Any, why: str = "") -> str:
 
 def unset(name: str) -> str:
     """A comment that shows a setting's default, or an example where it has none."""
-    f = KNOWN[name]
-    if f.default is not None:
-        return f"# {line(name, f.default)}"
-    number = not str(f.type).startswith("str")
-    usual = (
-        f.metadata["choices"][-1] if f.metadata["choices"] else f.metadata["least"] or 1 if number else "..."
-    )
-    return f"# {line(name, EXAMPLES.get(name, usual))}  # an example"
+    default = KNOWN[name].default
+    return f"# {line(name, EXAMPLES[name])}  # an example" if default is None else f"# {line(name, default)}"
 
 
 def compose(values: Mapping[str, Any], whys: Mapping[str, str], options: Mapping[str, Any]) -> str:
     """A whole file: `values` that are not None are set; the other settings are shown commented out, with their defaults."""
 
-    def blocks(fields: Mapping[str, dataclasses.Field[Any]]) -> str:
-        chosen = sorted(fields, key=lambda name: values.get(name) is None)  # stable
+    def blocks(fields: Mapping[str, Any]) -> str:
         said = []
-        for name in chosen:
-            help = str(fields[name].metadata["help"])
+        for name in sorted(fields, key=lambda name: values.get(name) is None):  # stable
+            help, value = str(fields[name].metadata["help"]), values.get(name)
             comment = textwrap.wrap(f"{help[0].upper()}{help[1:]}", WIDTH - 2, break_on_hyphens=False)
-            value = values.get(name)
             last = unset(name) if value is None else line(name, value, whys.get(name, ""))
             said.append("\n".join([*(f"# {words}" for words in comment), last]))
         return "\n\n".join(said)
@@ -108,51 +101,40 @@ def compose(values: Mapping[str, Any], whys: Mapping[str, str], options: Mapping
 REMOVED = "easymp: to be removed"
 
 
-def edit(
-    text: str, values: Mapping[str, Any], whys: Mapping[str, str], options: Mapping[str, Any] | None = None
-) -> str:
+def edit(text: str, values: Mapping[str, Any], whys: Mapping[str, str], options: Mapping[str, Any]) -> str:
     """`text` with these values; None comments a setting out. Comments and all other keys stay.
+
+    `options` join those of the file; where the strategy changes, the file's go.
 
     Raises:
         SettingError: tomlkit is missing, or the file is written in a way that it cannot edit.
     """
-    wanted = tomllib.loads(text)
-    changed = {name: value for name, value in values.items() if not _says(wanted, name, value)}
-    options = {name: list(v) if isinstance(v, tuple) else v for name, v in (options or {}).items()}
-    there = wanted.get(OPTIONS, {}) if options and _says(wanted, "strategy", values.get("strategy")) else {}
-    options = options if {**there, **options} != wanted.get(OPTIONS, {}) else {}
-    if not changed and not options:
+    there = tomllib.loads(text)
+    changed = {name: _plain(name, value) if value is not None else None for name, value in values.items()}
+    changed = {name: value for name, value in changed.items() if not _says(there, name, values[name])}
+    old = there.get(OPTIONS, {})
+    wanted: dict[str, Any] = {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
+    wanted = {**({} if "strategy" in changed else old), **wanted}
+    if not changed and wanted == old:
         return text
+    launch = {k: v for k, v in {**there.get(LAUNCH, {}), **_of(changed, LAUNCHING)}.items() if v is not None}
+    goal = {k: v for k, v in {**there, **_of(changed, NAMES)}.items() if v is not None}
+    goal |= {LAUNCH: launch, OPTIONS: wanted}
+    plain = text.replace("\r\n", "\n").rstrip("\n") + "\n"
     tomlkit = library("tomlkit", "to edit an existing file")
-    for name, value in changed.items():
-        table = wanted.setdefault(LAUNCH, {}) if name in LAUNCHING else wanted
-        table[name] = None if value is None else _plain(name, value)
-    if options:
-        wanted[OPTIONS] = {**there, **options}
-    edited = text.replace("\r\n", "\n")
-    edited += "\n" * (not edited.endswith("\n") and bool(edited))
-    for name, value in changed.items():
-        edited = _uncomment(edited, name, value, whys.get(name, "")) if value is not None else edited
-    try:
-        document = tomlkit.parse(edited)
-        for name, value in changed.items():
-            _put(tomlkit, document, name, value, whys.get(name, ""))
-        if options and there:
-            document[OPTIONS].update(options)
-        elif options:
-            document[OPTIONS] = tomlkit.item(options)
-        edited = tomlkit.dumps(document)
-        edited = re.sub(rf'(?m)^.*\b(\w+)["\']?\s*=\s*"{REMOVED}"[ \t]*(.*)$', _commented_out, edited)
-        good = _without_none(tomllib.loads(edited)) == _without_none(wanted)
-    except (ValueError, KeyError, TypeError):
-        good = False
-    if not good:
-        said = [line(name, value) for name, value in changed.items() if value is not None]
-        said += [f"without {name}" for name, value in changed.items() if value is None]
-        raise SettingError(
-            f"the file is written in a way that cannot be edited from here; by hand, write {'; '.join(said)}"
-        )
-    return edited.replace("\n", "\r\n") if "\r\n" in text else edited
+    for start in (_uncommented(plain, changed, whys), plain.removeprefix("\n")):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            edited = _edited(tomlkit, start, changed, whys, wanted, old)
+            if {LAUNCH: {}, OPTIONS: {}, **tomllib.loads(edited)} == goal:
+                return edited.replace("\n", "\r\n") if "\r\n" in text else edited
+    said = [f"without {name}" if v is None else line(name, values[name]) for name, v in changed.items()]
+    raise SettingError(
+        f"the file is written in a way that cannot be edited from here; by hand, write {'; '.join(said)}"
+    )
+
+
+def _of(changed: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in changed.items() if name in fields}
 
 
 def _says(content: Mapping[str, Any], name: str, value: Any) -> bool:
@@ -162,43 +144,49 @@ def _says(content: Mapping[str, Any], name: str, value: Any) -> bool:
     return bool(checked(KNOWN[name], written, "") == value)
 
 
-def _without_none(content: Mapping[str, Any]) -> dict[str, Any]:
-    own = {name: value for name, value in content.get(LAUNCH, {}).items() if value is not None}
-    return {**{name: value for name, value in content.items() if value is not None}, LAUNCH: own}
+def _uncommented(text: str, changed: Mapping[str, Any], whys: Mapping[str, str]) -> str:
+    """`text` with new values in place of the comments that show their defaults."""
+    for name, value in changed.items():
+        if value is not None:
+            new = f"{name} = {literal(value)}" + (
+                f"  {WHY}{' '.join(whys[name].split())}" if whys.get(name) else ""
+            )
+            text = re.sub(rf"(?m)^{re.escape(unset(name))}$", lambda m, new=new: new, text, count=1)
+    return text
+
+
+def _edited(
+    tomlkit: Any, text: str, changed: Mapping[str, Any], whys: Mapping[str, str], options: Any, old: Any
+) -> str:
+    document = tomlkit.parse(text)
+    for name, value in changed.items():
+        if name in LAUNCHING and LAUNCH not in document:
+            document[LAUNCH] = tomlkit.table()
+        table = document[LAUNCH] if name in LAUNCHING else document
+        inline, before = isinstance(table, tomlkit.items.InlineTable), table.get(name)
+        if value is None and inline:
+            table.pop(name, None)
+        elif value is None or before is None or tomlkit.item(before).unwrap() != value:
+            item, why = tomlkit.item(REMOVED if value is None else value), whys.get(name, "")
+            comment = before.trivia.comment if hasattr(before, "trivia") else ""
+            if why and not inline and (before is None or comment.startswith(WHY)):
+                item.comment(f"{WHY}{' '.join(why.split())}".removeprefix("# "))
+                item.trivia.comment_ws = "  "
+            table[name] = item
+    if options and old and options.items() >= old.items():
+        document[OPTIONS].update(options)
+    elif options != old:
+        document.pop(OPTIONS, None)
+        if options:
+            document[OPTIONS] = tomlkit.item(options)
+    return re.sub(
+        rf'(?m)^.*\b(\w+)["\']?\s*=\s*"{REMOVED}"[ \t]*(.*)$', _commented_out, tomlkit.dumps(document)
+    )
 
 
 def _commented_out(found: re.Match[str]) -> str:
     name, comment = found.groups()
     return unset(name) + (f"  {comment}" if comment and not comment.startswith(WHY) else "")
-
-
-def _uncomment(text: str, name: str, value: Any, why: str) -> str:
-    """Set a setting in place of the comment that shows its default, if there is one in its table."""
-    header = re.search(rf"(?m)^\s*\[\s*{LAUNCH}\s*\]" if name in LAUNCHING else r"(?m)^\s*\[", text)
-    split = header.start() if header else len(text)
-    before, region = (text[:split], text[split:]) if name in LAUNCHING else ("", text[:split])
-    after = "" if name in LAUNCHING else text[split:]
-    new, found = re.subn(
-        rf"(?m)^{re.escape(unset(name))}$", lambda m: line(name, value, why), region, count=1
-    )
-    return before + new + after if found else text
-
-
-def _put(tomlkit: Any, document: Any, name: str, value: Any, why: str) -> None:
-    if name in LAUNCHING and LAUNCH not in document:
-        document[LAUNCH] = tomlkit.table()
-    table = document[LAUNCH] if name in LAUNCHING else document
-    inline = isinstance(table, tomlkit.items.InlineTable)
-    old = table.get(name)
-    if value is None and inline:
-        table.pop(name, None)
-    elif value is None or old is None or tomlkit.item(old).unwrap() != _plain(name, value):
-        item = tomlkit.item(REMOVED if value is None else _plain(name, value))
-        comment = old.trivia.comment if hasattr(old, "trivia") else ""
-        if why and not inline and (old is None or comment.startswith(WHY)):
-            item.comment(f"{WHY}{' '.join(why.split())}".removeprefix("# "))
-            item.trivia.comment_ws = "  "
-        table[name] = item
 
 
 # -- the disk
@@ -218,24 +206,18 @@ def target(path: Path, writable: bool = True) -> Target:
     Raises:
         SettingError: it cannot be read or written.
     """
-    try:
+    with _errors(path):
         folder = path.resolve().parent
         if not folder.is_dir():
             raise SettingError(
                 f"there is no folder {folder} for {path}: make it first, or name another file by --file"
             )
-        if path.is_dir():
-            raise SettingError(f"{path} is a folder: name a file by --file, such as {path / 'easymp.toml'}")
         if path.exists() and not path.is_file():
-            raise SettingError(
-                f"{path} is no ordinary file, and would be replaced by one: name another by --file"
-            )
+            raise SettingError(f"{path} is not an ordinary file: name a file by --file, such as easymp.toml")
         before = path.read_bytes() if path.exists() else None
         if writable:
             with tempfile.TemporaryFile(dir=folder, prefix=".easymp-"):
                 pass
-    except OSError as error:
-        raise _trouble(path, error) from error
     return Target(path, before)
 
 
@@ -246,25 +228,22 @@ def write(there: Target, text: str) -> Path | None:
         SettingError: the file was changed since it was looked at, or cannot be written; it is as it was.
     """
     place = there.path.resolve()
-    try:
+    with _errors(there.path), contextlib.ExitStack() as undo:
         if (place.read_bytes() if place.exists() else None) != there.before:
             raise SettingError(
                 f"{there.path} was changed meanwhile and is left as it is: run the command again"
             )
-        with contextlib.ExitStack() as undo:
-            kept = None
-            if there.before is not None:
-                names = (place.with_name(f"{place.name}.bak{f'.{n}' if n else ''}") for n in count())
-                kept = next(name for name in names if not name.exists())
-                undo.callback(kept.unlink, missing_ok=True)
-                _create(kept, there.before, place)
-            temporary = place.with_name(f".{place.name}-{os.getpid()}")
-            undo.callback(temporary.unlink, missing_ok=True)
-            _create(temporary, text.encode(), place)
-            os.replace(temporary, place)
-            undo.pop_all()
-    except OSError as error:
-        raise _trouble(there.path, error) from error
+        kept = None
+        if there.before is not None:
+            names = (place.with_name(f"{place.name}.bak{f'.{n}' if n else ''}") for n in count())
+            kept = next(name for name in names if not name.exists())
+            undo.callback(kept.unlink, missing_ok=True)
+            _create(kept, there.before, place)
+        temporary = place.with_name(f".{place.name}-{os.getpid()}")
+        undo.callback(temporary.unlink, missing_ok=True)
+        _create(temporary, text.encode(), place)
+        os.replace(temporary, place)
+        undo.pop_all()
     return kept
 
 
@@ -273,7 +252,7 @@ def _create(path: Path, content: bytes, like: Path) -> None:
     with open(path, "xb") as file:
         if like.exists():
             status = like.stat()
-            if os.name == "posix" and os.geteuid() == 0:  # who alone gives files away
+            if os.name == "posix" and os.geteuid() == 0:  # only root gives files away
                 os.chown(path, status.st_uid, status.st_gid)
             os.chmod(path, status.st_mode & 0o7777)
         file.write(content)
@@ -281,5 +260,10 @@ def _create(path: Path, content: bytes, like: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _trouble(path: Path, error: OSError) -> SettingError:
-    return SettingError(f"{path} cannot be written: {error.strerror or error}; name another file by --file")
+@contextlib.contextmanager
+def _errors(path: Path) -> Any:
+    try:
+        yield
+    except OSError as error:
+        said = f"{path} cannot be written: {error.strerror or error}; name another file by --file"
+        raise SettingError(said) from error

@@ -1,35 +1,122 @@
-"""The six questions of `easymp config`: what each decides, when it matters here, and what an answer may be."""
+"""The six questions of `easymp config`, and the draft that they fill: this machine with the settings chosen so far."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import SettingError
+from ... import hardware as hardware_package
+from ...base import env
+from ...distributed import Ranks
+from ...errors import RefusedError, SettingError
+from ...hardware import Hardware
 from ...launcher.rendezvous import read_nodes
-from ...protocols import Facts
+from ...plan import Plan, make_plan
+from ...protocols import Facts, Source
 from ...registry import PRECISIONS, STRATEGIES
-from ...settings import checked
-from .draft import AUTO, KNOWN, Draft
+from ...settings import NAMES, Settings, checked
+from .rules import KNOWN
+from .timing import Measurement
 
+AUTO = "auto"
 UNSET = {"processes": AUTO, "nodes": AUTO, "project_dir": "."}  # answers that leave a setting out of the file
+# How many nodes a job has, in Slurm's variables (man sbatch, "OUTPUT ENVIRONMENT VARIABLES").
+SLURM = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine, and the number of machines announced to take part."""
+
+    hardware: Hardware
+    nodes: int = 1
+    nodes_why: str = "nothing announced others"
+    name: str = ""  # by which others reach it
+
+
+def look() -> Machine:
+    """This machine."""
+    found = [(env.integer(name) or 0, f"{name} in the environment") for name in SLURM]
+    nodes, why = next((pair for pair in found if pair[0] > 0), (1, Machine.nodes_why))
+    return Machine(hardware_package.detect(), nodes, why, socket.gethostname())
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One machine and some settings, those of `easymp launch` among them; the others have their defaults."""
+
+    machine: Machine
+    values: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)  # of the values, in words
+    measured: Measurement | None = None
+    assumed: int = 0  # processes on each node, where the settings are for another machine
+
+    def settle(self, name: str, value: Any, origin: str = "asked for") -> Draft:
+        """This draft with one value more."""
+        return replace(self, values={**self.values, name: value}, origins={**self.origins, name: origin})
+
+    def get(self, name: str) -> Any:
+        """The value of a setting, or its default."""
+        return self.values.get(name, KNOWN[name].default)
+
+    @property
+    def devices(self) -> int:
+        """Accelerators to train on; 0: the CPU does."""
+        return 0 if self.get("cpu") else len(self.machine.hardware.devices)
+
+    @property
+    def processes(self) -> int:
+        """On each node: as set, or as assumed, or one an accelerator, or one."""
+        return self.get("processes") or self.assumed or max(1, self.devices)
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """At least, and at most: as set, or as announced."""
+        return read_nodes(self.get("nodes") or str(self.machine.nodes))
+
+    @property
+    def world(self) -> int:
+        """Processes in all, on the largest number of nodes."""
+        return self.processes * self.nodes[1]
+
+    def plan(self) -> Plan:
+        """The plan of rank 0 in the largest world. Raises RefusedError where the values are impossible here."""
+        return self._plan(Ranks(0, self.world, 0, self.processes, "asked for"))
+
+    def refusal(self, name: str, value: Any) -> str:
+        """Why `value` is impossible beside the other values, or ``""``.
+
+        Checked for the last rank of the smallest and of the largest world: it lacks a device where there are too few.
+        """
+        try:
+            there = self.settle(name, checked(KNOWN[name], value, f"{name} = "), f"{name} = {value}")
+            local = there.processes
+            for nodes in dict.fromkeys(there.nodes):
+                there._plan(Ranks(local * nodes - 1, local * nodes, local - 1, local))
+        except (SettingError, RefusedError) as error:
+            return str(error)
+        return ""
+
+    def _plan(self, ranks: Ranks) -> Plan:
+        values = {name: value for name, value in self.values.items() if name in NAMES}
+        sources = {name: (Source.ASKED, self.origins[name]) for name in values}
+        return make_plan(Settings(**values, sources=sources), self.machine.hardware, ranks)
 
 
 @dataclass(frozen=True)
 class Question:
-    """One setting to decide; "" is nothing to say."""
+    """One setting to decide; an empty text says nothing."""
 
     name: str
     title: str
     consequence: Callable[[Draft], str]  # what the answer changes
     matters: Callable[[Draft], bool]  # whether it changes anything here
     here: Callable[[Draft], str]  # what the machine suggests, with the reason
-    choices: Mapping[str, str] = field(
-        default_factory=dict
-    )  # word: its meaning; none: other answers are possible
+    choices: Mapping[str, str] = field(default_factory=dict)  # word: its meaning; empty: any answer
     caution: Callable[[Draft], str] = lambda draft: ""  # about the answer that the draft holds
 
     @property
@@ -62,17 +149,14 @@ class Question:
 def unusable(place: str) -> str:
     """Why nothing can be written to `place`, a folder or a URL of fsspec, or ``""``. Nothing is created or connected to."""
     if not place.isprintable():
-        return f"{place!r} holds characters that no terminal shows: use a plain name"
+        return f"{place!r} holds characters that a terminal does not show: use a plain name"
     if "://" in place:
         import fsspec
 
-        name = place.split("://")[0]
         try:
-            fsspec.get_filesystem_class(name)
-        except ValueError:
-            return f"fsspec knows no protocol {name!r}: write a folder, or a URL such as s3://bucket/runs"
-        except ImportError as error:
-            return f"{name}:// needs a package that is not installed: {error}"
+            fsspec.get_filesystem_class(place.split("://")[0])
+        except (ValueError, ImportError) as error:
+            return f"fsspec cannot open {place}: {error}"
         return ""
     there = Path(place)
     while not there.exists() and there != there.parent:
@@ -87,8 +171,7 @@ def unusable(place: str) -> str:
 def _processes_consequence(draft: Draft) -> str:
     if draft.devices:
         return "Each trains on a GPU of its own and sees its own part of the data."
-    threads = draft.machine.hardware.cpu.threads
-    return f"They share the {threads} threads here, and each sees its own part of the data."
+    return f"They share the {draft.machine.hardware.cpu.threads} threads here, and each sees its own part of the data."
 
 
 def _too_many(draft: Draft) -> str:
@@ -99,9 +182,8 @@ def _too_many(draft: Draft) -> str:
 
 
 def _precisions_differ(draft: Draft) -> bool:
-    facts = Facts(
-        draft.machine.hardware, draft.machine.hardware.kind if draft.devices else "cpu", draft.world
-    )
+    hardware = draft.machine.hardware
+    facts = Facts(hardware, hardware.kind if draft.devices else "cpu", draft.world)
     return len({(p.param, p.compute) for p in PRECISIONS.values() if p.refuse(facts) is None}) > 1
 
 
@@ -121,9 +203,8 @@ def _precision_caution(draft: Draft) -> str:
 
 
 def _strategy_caution(draft: Draft) -> str:
-    if draft.get("strategy") != "hsdp" or draft.nodes[0] > 1:
-        return ""
-    return "On one node it needs shard_size = ... in the table [strategy_options]."
+    alone = draft.get("strategy") == "hsdp" and draft.nodes[0] == 1
+    return "On one node it needs shard_size = ... in the table [strategy_options]." if alone else ""
 
 
 def _batch(draft: Draft) -> str:
@@ -161,7 +242,7 @@ QUESTIONS = (
     Question(
         "strategy",
         "Strategy",
-        lambda draft: "What is divided takes less memory on each process, and more communication.",
+        lambda draft: "Parts that are divided take less memory on each process, and more communication.",
         lambda draft: draft.world > 1 or draft.devices > 1,
         lambda draft: _auto(draft, "strategy", "strategy"),
         {AUTO: "one process alone, several with ddp, or fsdp where a model does not fit", **STRATEGIES.words},

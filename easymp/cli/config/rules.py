@@ -1,16 +1,16 @@
-"""Configuration files of other libraries: how they are read, and how a table of rules turns them into settings.
+"""Configuration files of other libraries: read as keys and values, and turned into settings by tables of rules.
 
-A rule belongs to a key and says what its value means here. A text is said as it is; a function takes a setting and
-returns the sentence to say; a mapping holds the rules of a section. Every key of a file gets its sentence.
+A rule says what the value of a key means here. A text is the sentence to print; a function takes settings and returns the
+sentence; a mapping holds the rules of a section. Every key of a file gets its sentence.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Union
 
@@ -24,43 +24,24 @@ Rules = Mapping[str, Union[Rule, str, "Rules"]]
 OFF = "nothing to take: off"
 AUTO = "nothing to take: auto, so the script says it"
 CLIP = "in the script: accelerator.clip_grad_norm_(model.parameters(), {value}) before optimizer.step()"
-WORDS_OFF = env.FALSE | {"none"}
-MOST_VALUES, DEEPEST = 10_000, 100  # in a YAML file, whose aliases can make a few lines into billions
-
-
-def each(keys: str, rule: Rule | str) -> dict[str, Rule | str]:
-    """The same rule for several keys, which stand in one text."""
-    return dict.fromkeys(keys.split(), rule)
-
-
-def also_off(rule: Rule) -> Rule:
-    """Mark a rule that is asked about values that mean "off", too."""
-    rule.also_off = True  # type: ignore[attr-defined]
-    return rule
-
-
-def is_off(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return not value or value.get("enabled") is False
-    return value == [] or value is None or str(value).lower() in WORDS_OFF
-
+KNOWN = {**NAMES, **LAUNCHING}
 
 # -- reading
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Document:
-    """A file as keys and values."""
+    """A file as keys and values; `text` (of JSON without comments) gives line numbers."""
 
-    name: str  # the path as it was given
+    name: str
     content: dict[str, Any]
-    text: str  # for line numbers; of JSON without comments
+    text: str
 
     def where(self, path: tuple[str, ...]) -> str:
         """``"default_config.yaml, line 3"``."""
         at = 0
         for key in path:
-            found = re.compile(rf"""(?<!\w)["']?{re.escape(key)}["']?\s*:""").search(self.text, at)
+            found = _key(key).search(self.text, at)
             if found is None:
                 return self.name
             at = found.end()
@@ -76,31 +57,20 @@ def read_document(path: str | Path) -> Document:
     name, place = str(path), Path(path)
     if not place.is_file():
         raise SettingError(
-            f"{name!r} is no file: pass the path of a configuration of Accelerate (YAML) or of DeepSpeed (JSON)"
+            f"{name!r} is not a file: pass a configuration of Accelerate (YAML) or of DeepSpeed (JSON)"
         )
     try:
         text = place.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"{name!r} cannot be read as a text file: {error}") from error
-    if not text.strip():
-        raise SettingError(f"{name} is empty: pass a configuration of Accelerate (YAML) or DeepSpeed (JSON)")
-    plain = without_comments(text)
-    by_ending = {".yaml": True, ".yml": True, ".json": False}.get(place.suffix.lower())
-    yaml = not plain.lstrip().startswith("{") if by_ending is None else by_ending
+    plain, ending = _without_comments(text), place.suffix.lower()
+    yaml = ending in (".yaml", ".yml") or (ending != ".json" and not plain.lstrip().startswith("{"))
     content = _read_yaml(text, name) if yaml else read_json(text, name)
-    if not isinstance(content, dict):
-        raise SettingError(f"{name} holds a {type(content).__name__}, where keys with values were expected")
+    if not isinstance(content, dict) or not content:
+        raise SettingError(
+            f"{name} holds no keys with values: pass a configuration of Accelerate or DeepSpeed"
+        )
     return Document(name, content, text if yaml else plain)
-
-
-STRING = r'("(?:[^"\\\n]|\\.)*")'
-COMMENT = re.compile(STRING + r"|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
-LAST_COMMA = re.compile(STRING + r"|(?<=[^\s,\[{:])(\s*),(?=\s*[}\]])")
-
-
-def without_comments(text: str) -> str:
-    """JSON without ``//``, ``#`` and ``/* */``, which become spaces, so that lines keep their numbers."""
-    return COMMENT.sub(lambda m: m[1] or re.sub(r"[^\n]", " ", m[0]), text)
 
 
 def read_json(text: str, name: str) -> Any:
@@ -109,40 +79,37 @@ def read_json(text: str, name: str) -> Any:
     Raises:
         SettingError: it is not JSON, a key stands twice in one object, or a number is not finite.
     """
-    plain = without_comments(text.removeprefix("\ufeff"))
+    plain = _without_comments(text.removeprefix("\ufeff"))
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise twice(next(key for key in keys if keys.count(key) > 1), plain, name)
-        return found
+        _refuse_twice([key for key, _ in pairs], plain, name)
+        return dict(pairs)
 
     def finite(word: str) -> float:
         if not math.isfinite(float(word)):
             raise SettingError(f"{name}: {word} is not a finite number")
         return float(word)
 
+    text = LAST_COMMA.sub(lambda m: m[1] or m[2] + " ", plain)
     try:
-        return json.loads(
-            LAST_COMMA.sub(lambda m: m[1] or m[2] + " ", plain),
-            object_pairs_hook=unique,
-            parse_float=finite,
-            parse_constant=finite,
-        )
+        return json.loads(text, object_pairs_hook=unique, parse_float=finite, parse_constant=finite)
     except json.JSONDecodeError as error:
         line = plain.splitlines()[error.lineno - 1].strip() if plain.strip() else ""
         raise SettingError(f"{name}, line {error.lineno}: {error.msg}, in {line[:60]!r}") from error
-    except SettingError:
-        raise
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, and thousands of brackets
+        if isinstance(error, SettingError):
+            raise
         raise SettingError(f"{name} cannot be read: {error}") from error
 
 
-def twice(key: str, text: str, name: str) -> SettingError:
-    found = re.finditer(rf"""(?<!\w)["']?{re.escape(key)}["']?\s*:""", text)
-    lines = [str(text.count("\n", 0, match.start()) + 1) for match in found]
-    where = f", line {lines[-1]}" if lines else ""
-    return SettingError(f"{name}{where}: the key {key!r} stands twice (lines {', '.join(lines)}): keep one")
+STRING = r'("(?:[^"\\\n]|\\.)*")'
+COMMENT = re.compile(STRING + r"|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+LAST_COMMA = re.compile(STRING + r"|(?<=[^\s,\[{:])(\s*),(?=\s*[}\]])")
+
+
+def _without_comments(text: str) -> str:
+    """JSON without ``//``, ``#`` and ``/* */``, which become spaces, so that lines keep their numbers."""
+    return COMMENT.sub(lambda m: m[1] or re.sub(r"[^\n]", " ", m[0]), text)
 
 
 def _read_yaml(text: str, name: str) -> Any:
@@ -150,57 +117,67 @@ def _read_yaml(text: str, name: str) -> Any:
         import yaml
     except ModuleNotFoundError as error:
         raise SettingError(f"{name} is YAML, which PyYAML reads: pip install 'easymp[yaml]'") from error
-    count = 0
 
-    def check(node: Any, depth: int) -> None:
-        nonlocal count
-        count += 1
-        if depth > DEEPEST or count > MOST_VALUES:
-            raise SettingError(f"{name} holds more values than a configuration has, or nested without end")
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        keys = [key.value for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise twice(str(key), text, name)
-        items = node.value if isinstance(node, yaml.SequenceNode) else [value for _, value in pairs]
-        for value in items:
-            check(value, depth + 1)
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):  # a few lines of them can stand for billions of values
+                raise SettingError(f"{name} has an alias (*), which no configuration needs: write the value")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            _refuse_twice([str(key.value) for key, _ in node.value], text, name)
+            return super().construct_mapping(node, deep)
 
     try:
-        node = yaml.compose(text, yaml.SafeLoader)
-        if node is None:
-            return {}
-        check(node, 0)
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)  # a SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark else ""
         raise SettingError(f"{name}{place} is not valid YAML: {getattr(error, 'problem', error)}") from error
-    except SettingError:
-        raise
-    except ValueError as error:  # such as a date that does not exist
+    except (ValueError, RecursionError) as error:  # such as a date that does not exist
+        if isinstance(error, SettingError):
+            raise
         raise SettingError(f"{name} is not valid YAML: {error}") from error
 
 
-# -- rules
+def _key(key: str) -> re.Pattern[str]:
+    return re.compile(rf"""(?<!\w)["']?{re.escape(key)}["']?\s*:""")
+
+
+def _refuse_twice(keys: list[str], text: str, name: str) -> None:
+    if len(set(keys)) == len(keys):
+        return
+    key = next(key for key in keys if keys.count(key) > 1)
+    lines = [str(text.count("\n", 0, match.start()) + 1) for match in _key(key).finditer(text)]
+    where = f", line {lines[-1]}" if lines else ""
+    raise SettingError(f"{name}{where}: the key {key!r} stands twice (lines {', '.join(lines)}): keep one")
+
+
+# -- what a table of rules makes of it
 
 
 class Importer:
-    """What was taken from files so far. A `strategy` of None is "auto", which has no options."""
+    """The settings taken from files so far. A `strategy` of None is "auto", which has no options."""
 
     def __init__(self, document: Document, library: str, strategy: str | None) -> None:
-        self.settings: dict[str, Any] = {}  # by name, checked
-        self.launching: dict[str, Any] = {}  # those of `easymp launch`
+        self.values: dict[str, Any] = {}  # of settings by name, those of `easymp launch` too
         self.options: dict[str, Any] = {}  # of the strategy
-        self.lines: list[tuple[str, str]] = []  # a key with its value, and what became of it
-        self._scaling: dict[str, Any] = {}  # of GradScalerKwargs
-        self.path: tuple[str, ...] = ()  # of the key at hand
+        self.scaling: dict[str, Any] = {}  # arguments of GradScalerKwargs, which the script passes
+        self.lines: list[tuple[str, str]] = []  # a key with its value, and the sentence about it
+        self.path: tuple[str, ...] = ()  # of the current key
         self.library = library
         self.begin(document, library, strategy)
 
     def begin(self, document: Document, library: str, strategy: str | None) -> None:
         """Go on with another file, which the one before named."""
-        self.document, self._whose, self.strategy = document, library, strategy
+        self.document, self._format, self.strategy = document, library, strategy
+
+    @property
+    def script(self) -> str:
+        """The call of `Accelerator` that the script has to make; empty where it needs no arguments."""
+        if not self.scaling:
+            return ""
+        return f"Accelerator(kwargs_handlers=[{call('GradScalerKwargs', self.scaling)}])"
 
     def walk(self, content: Mapping[str, Any], rules: Rules, path: tuple[str, ...] = ()) -> None:
         """Apply `rules` to each key of `content`, the section of the document at `path`."""
@@ -210,18 +187,18 @@ class Importer:
             rule = rules.get(key)
             if isinstance(rule, Mapping) and isinstance(value, Mapping) and value:
                 self.walk(value, rule, self.path)
-                continue
-            if rule is not None and idle and key != "enabled":
-                said = f"nothing to take: {path[-1]} is not enabled"
             else:
-                said = self._apply(key, value, rules)
-            self.lines.append((f"{'.'.join(self.path)}: {spelled(value)}", said))
+                said = f"nothing to take: {path[-1]} is not enabled" if idle and key != "enabled" else ""
+                sentence = self._apply(key, value, rules, said)
+                self.lines.append((f"{'.'.join(self.path)}: {spelled(value)}", sentence))
 
-    def _apply(self, key: str, value: Any, rules: Rules) -> str:
+    def _apply(self, key: str, value: Any, rules: Rules, said: str) -> str:
         rule = rules.get(key)
         if rule is None:
             section = f" in {'.'.join(self.path[:-1])}" if self.path[1:] else ""
-            return f"unknown, nothing taken: {self._whose} has no {key!r}{section}{nearest(key, rules)}"
+            return f"unknown, nothing taken: {self._format} has no {key!r}{section}{nearest(key, rules)}"
+        if said:
+            return said
         if is_off(value) and not hasattr(rule, "also_off"):
             return OFF
         if isinstance(rule, str):
@@ -229,66 +206,53 @@ class Importer:
         if value == "auto":
             return AUTO
         if isinstance(rule, Mapping):
-            raise self.wrong(value, "is no group of keys")
+            raise self.wrong(value, "is not a group of keys")
         return rule(self, value)
 
     def set(self, name: str, value: Any) -> str:
         """Take a setting."""
-        value = checked(NAMES[name], value, f"{self.where()}: {self.path[-1]} = ")
-        if self.settings.setdefault(name, value) != value:
+        value = checked(KNOWN[name], value, f"{self.where()}: {self.path[-1]} = ")
+        if self.values.setdefault(name, value) != value:
             raise SettingError(
                 f"{self.where()}: {'.'.join(self.path)} would be {name} = {json.dumps(value)}, but another line of "
-                f"the file says {json.dumps(self.settings[name])}: remove one of the two"
+                f"the file says {json.dumps(self.values[name])}: remove one of the two"
             )
-        return f"{name} = {json.dumps(value)}"
-
-    def launch(self, name: str, value: Any) -> str:
-        """Take a setting of `easymp launch`."""
-        self.launching[name] = checked(LAUNCHING[name], value, f"{self.where()}: {self.path[-1]} = ")
-        return f"[launch] {name} = {json.dumps(self.launching[name])}"
+        return f"{'[launch] ' * (name in LAUNCHING)}{name} = {json.dumps(value)}"
 
     def option(self, **options: Any) -> str:
         """Take options of the strategy."""
         if self.strategy is None:
             return "nothing to take: strategy stays auto, which has no options"
-        known = self.known_options
         for name in options:
-            if name not in known:
+            if name not in self.known_options:
                 return f"no counterpart: strategy {self.strategy} has no option {name}"
         self.options.update(options)
         return "[strategy_options] " + ", ".join(f"{k} = {json.dumps(v)}" for k, v in options.items())
 
     @property
     def known_options(self) -> set[str]:
-        fields = dataclasses.fields(STRATEGIES[self.strategy].Options) if self.strategy else ()
-        return {f.name for f in fields}
+        return {f.name for f in fields(STRATEGIES[self.strategy].Options)} if self.strategy else set()
 
     def scale(self, **options: Any) -> str:
         """Options of the loss scale, which the script passes."""
-        self._scaling.update(options)
-        return f"in the script: {_call('GradScalerKwargs', options)}"
-
-    @property
-    def script(self) -> str:
-        """The call of `Accelerator` that the script has to make; empty where it needs no arguments."""
-        handler = _call("GradScalerKwargs", self._scaling)
-        return f"Accelerator(kwargs_handlers=[{handler}])" if self._scaling else ""
+        self.scaling.update(options)
+        return f"in the script: {call('GradScalerKwargs', options)}"
 
     def number(self, value: Any, least: float = 0, whole: bool = False) -> Any:
         """`value`, if it is such a number. YAML reads 1e8 as a text."""
         try:
             value = float(value) if isinstance(value, str) else value
         except ValueError:
-            raise self.wrong(value, "is no number") from None
+            raise self.wrong(value, "is not a number") from None
         if whole and isinstance(value, float) and value.is_integer():
             value = int(value)
         good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
         if not (good and least <= value < float("inf")):
-            raise self.wrong(value, f"is no {'whole ' * whole}number of at least {least:g}")
+            raise self.wrong(value, f"is not a {'whole ' * whole}number of at least {least:g}")
         return value
 
     def yes(self, value: Any) -> bool:
-        word = "" if value is None else str(value).lower()
+        word = str(value).lower()
         if word not in env.TRUE | env.FALSE:
             raise self.wrong(value, "is neither yes nor no")
         return word in env.TRUE
@@ -300,19 +264,29 @@ class Importer:
         return self.document.where(self.path)
 
 
+# -- rules of both libraries
+
+
+def each(keys: str, rule: Rule | str) -> dict[str, Rule | str]:
+    """The same rule for several keys, which stand in one text."""
+    return dict.fromkeys(keys.split(), rule)
+
+
+def also_off(rule: Rule) -> Rule:
+    """Mark a rule that is also asked about values that mean "off"."""
+    rule.also_off = True  # type: ignore[attr-defined]
+    return rule
+
+
+def is_off(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return not value or value.get("enabled") is False
+    return value == [] or value is None or str(value).lower() in env.FALSE | {"none"}
+
+
 def switch(name: str, on: Any = True) -> Rule:
     """A rule for yes or no: yes sets `name`."""
     return lambda take, value: take.set(name, on) if take.yes(value) else OFF
-
-
-def switch_option(name: str, on: Any = True) -> Rule:
-    """A rule for yes or no: yes sets an option of the strategy."""
-    return lambda take, value: take.option(**{name: on}) if take.yes(value) else OFF
-
-
-def by_value(special: Mapping[str, str], otherwise: str) -> Rule:
-    """A rule that takes nothing: a sentence for some values, and one for all others."""
-    return lambda take, value: special.get(str(value), otherwise).replace("{value}", spelled(value))
 
 
 def clip(take: Importer, value: Any) -> str:
@@ -324,8 +298,9 @@ def accumulate(take: Importer, value: Any) -> str:
     return AUTO if value == "auto" else take.set("gradient_accumulation_steps", value)
 
 
-def _call(name: str, arguments: Mapping[str, Any]) -> str:
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+def call(name: str, arguments: Mapping[str, Any], first: str = "") -> str:
+    """A call in Python, as text."""
+    return f"{name}({', '.join([*filter(None, [first]), *(f'{k}={v!r}' for k, v in arguments.items())])})"
 
 
 def spelled(value: Any) -> str:

@@ -1,12 +1,12 @@
-"""The wizard of `easymp config`: look, propose, ask, show the file, write it, and say what to type next."""
+"""The wizard of `easymp config`: look, propose, ask, show the file, write it, and print the next command."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,21 +16,20 @@ from ...errors import RefusedError, SettingError, nearest
 from ...settings import NAMES, checked, written
 from ..env import facts
 from ..terminal import BOLD, DIM, GREEN, RED, library, paint, plain, table, wrap
-from . import draft as machines
 from . import file
 from .accelerate import import_file
-from .draft import KNOWN, Draft
-from .questions import QUESTIONS, Question
-from .rules import Importer
+from .questions import QUESTIONS, Draft, Question, look
+from .rules import KNOWN, Importer
 from .timing import measure
 
 BACK, MEASURE = "back", "measure"
 COLOURS = {"+": GREEN, "-": RED, "#": DIM}  # by a line's first character: of a difference, of a file
 SCRIPT = "train.py"
+TO_ASK = "to ask"
 
 
 class UnansweredError(Exception):
-    """There are questions, and no terminal; `rows` are the open settings, what would be taken, and why."""
+    """There are questions, and no terminal; `rows` are the open settings, their proposed values, and why."""
 
     def __init__(self, rows: Sequence[Sequence[str]]) -> None:
         super().__init__("there are questions, and no terminal")
@@ -55,17 +54,13 @@ class Proposal(NamedTuple):
 
 
 def read_ahead(pairs: Sequence[str]) -> dict[str, Any]:
-    """``["strategy=ddp", …]`` as settings.
-
-    Raises:
-        SettingError: a wrong name, of which the nearest is named, or a wrong value.
-    """
+    """``["strategy=ddp", …]`` as settings. Raises SettingError for a wrong name or value."""
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if name not in KNOWN:
             near = nearest(name, KNOWN) or "."
-            raise SettingError(f"--set {pair}: {name!r} is no setting{near} Known: {', '.join(KNOWN)}")
+            raise SettingError(f"--set {pair}: {name!r} is not a setting{near} Known: {', '.join(KNOWN)}")
         if not equals:
             raise SettingError(f"--set {pair}: there is no value; write --set {name}=VALUE")
         question = next((q for q in QUESTIONS if q.name == name), None)
@@ -86,75 +81,87 @@ def configure(args: argparse.Namespace, ahead: Mapping[str, Any], asks: bool) ->
     """
     place = Path(args.file or env.read(settings.VARIABLE) or settings.FILE)
     there = file.target(place, writable=not args.dry_run)
-    presets = [Preset("--set", ahead, settled=True)]
     foreign = import_file(args.foreign) if args.foreign else None
-    if foreign is not None:
-        presets.append(Preset(args.foreign, {**foreign.settings, **foreign.launching}))
-    if there.before is not None:
-        presets.append(Preset(str(place), written(settings.read(place))))
-    start = Draft(machines.look())
-    if foreign is not None and _for_several(start, presets, foreign):
-        start = dataclasses.replace(start, assumed=2)
-    start = _with_other_presets(start, presets)
+    presets = [Preset("--set", ahead, settled=True)]
+    presets += [Preset(args.foreign, foreign.values)] if foreign else []
+    presets += [Preset(str(place), written(settings.read(place)))] if there.before is not None else []
+    start = Draft(look())
+    if foreign and _needs_several(start, presets, foreign):
+        start = replace(start, assumed=2)
+    for preset in reversed(presets):
+        for name in preset.values.keys() - {question.name for question in QUESTIONS}:
+            start = start.settle(name, preset.values[name], preset.origin)
     if not asks and not args.yes:
         raise UnansweredError(_unanswered(start, presets))
     title("What is here")
-    rows([*facts(start.machine.hardware), ["nodes", f"{start.machine.nodes} ({start.machine.nodes_why})"]])
-    if foreign is not None:
+    nodes = ["nodes", f"{start.machine.nodes} ({start.machine.nodes_why})"]
+    print(table([*facts(start.machine.hardware), nodes], fold=True))
+    if foreign:
         _tell_foreign(args.foreign, foreign, start)
     if args.measure:
         start = timed(start)
-    proposed = Dialogue(start, presets, asks=False, strict=args.yes, everything=False).run()
+    draft = proposed = Dialogue(start, presets, strict=args.yes).run()
     title("The plan")
-    rows(_plan(proposed))
-    draft = proposed
+    print(table(_plan(proposed), fold=True))
+
+    def confirmed(draft: Draft) -> bool:
+        if _plan(draft) != _plan(proposed):
+            title("The plan with these answers")
+            print(table(_plan(draft), fold=True))
+        text = _text(draft, there, foreign)
+        _show(text, there)
+        if args.dry_run or text.encode() == there.before:
+            return True
+        kept = ", and keep the one before beside it" if there.before is not None else ""
+        words = f"Write {there.path.absolute()}{kept}?"
+        answer = library("questionary", TO_ASK).select(words, ["yes", "no", BACK]).unsafe_ask()
+        if answer == "no":
+            raise KeyboardInterrupt
+        return bool(answer == "yes")
+
     if asks:
         say("Enter takes the default, Ctrl-C leaves, back goes to the question before.")
-        dialogue = Dialogue(start, presets, asks=True, strict=False, everything=args.all)
-        draft = dialogue.run(lambda made: _show_and_confirm(made, proposed, there, foreign, args.dry_run))
+        draft = Dialogue(start, presets, asks=True, everything=args.all).run(confirmed)
     text = _text(draft, there, foreign)
     if not asks:
         _show(text, there)
-    _finish(text, there, args.dry_run)
-    if foreign is not None and foreign.script:
+    say()
+    if text.encode() == there.before:
+        say(f"{place} says so already, and stays as it is.")
+    elif args.dry_run:
+        say(f"Nothing is written, as --dry-run asks; it would go to {place.absolute()}.")
+    else:
+        kept = file.write(there, text)
+        say(f"Written to {place.absolute()}." + (f" The one before is {kept.name}." if kept else ""))
+    if foreign and foreign.script:
         title("In the script")
-        show_lines(foreign.script)
+        print_lines(foreign.script)
     _say_next(draft, place)
 
 
 # -- presets and questions
 
 
-def _with_other_presets(draft: Draft, presets: Sequence[Preset]) -> Draft:
-    """`draft` with the presets that no question asks about."""
-    asked = {question.name for question in QUESTIONS}
-    for preset in reversed(presets):
-        for name, value in preset.values.items():
-            draft = draft if name in asked else draft.settle(name, value, preset.origin)
-    return draft
-
-
-def _for_several(draft: Draft, presets: Sequence[Preset], foreign: Importer) -> bool:
+def _needs_several(draft: Draft, presets: Sequence[Preset], foreign: Importer) -> bool:
     """Whether the file's strategy is possible on two processes, and impossible on those that would start here."""
     for preset in reversed(presets):
         for name in ("cpu", "processes", "nodes"):
             draft = draft.settle(name, preset.values[name]) if name in preset.values else draft
-    strategy = foreign.settings.get("strategy")
+    strategy = foreign.values.get("strategy")
     if strategy is None or draft.world > 1 or "strategy" in presets[0].values:
         return False
-    two = dataclasses.replace(draft, assumed=2)
+    two = replace(draft, assumed=2)
     return bool(draft.refusal("strategy", strategy)) and not two.refusal("strategy", strategy)
 
 
 def propose(question: Question, draft: Draft, presets: Sequence[Preset]) -> Proposal:
-    """The first preset for `question`, or what the machine suggests."""
-    for preset in presets:
-        if question.name in preset.values:
-            value = preset.values[question.name]
-            problem = draft.refusal(question.name, value)
+    """The first preset for `question`, or the machine's suggestion."""
+    for origin, values, settled in presets:
+        if question.name in values:
+            problem = draft.refusal(question.name, values[question.name])
             if problem:
-                return Proposal(question.default, problem=f"{preset.origin}: {problem}")
-            return Proposal(value, preset.origin, preset.settled)
+                return Proposal(question.default, problem=f"{origin}: {problem}")
+            return Proposal(values[question.name], origin, settled)
     return Proposal(question.default)
 
 
@@ -177,14 +184,20 @@ class Dialogue:
     """
 
     def __init__(
-        self, start: Draft, presets: Sequence[Preset], *, asks: bool, strict: bool, everything: bool
+        self,
+        start: Draft,
+        presets: Sequence[Preset],
+        *,
+        asks: bool = False,
+        strict: bool = False,
+        everything: bool = False,
     ) -> None:
         self._drafts = [start]  # before each question
         self._asked: list[int] = []
         self._answers: dict[str, Any] = {}  # to questions that are asked again
         self._presets, self._asks, self._strict, self._everything = presets, asks, strict, everything
 
-    def run(self, confirmed: Any = lambda draft: True) -> Draft:
+    def run(self, confirmed: Callable[[Draft], bool] = lambda draft: True) -> Draft:
         """The draft with all answers, once `confirmed` says so; else the last question is asked again."""
         while True:
             while len(self._drafts) <= len(QUESTIONS):
@@ -201,71 +214,65 @@ class Dialogue:
 
     def _visit(self, number: int) -> None:
         question, draft = QUESTIONS[number], self._drafts[number]
-        proposal = propose(question, draft, self._presets)
-        if proposal.problem and self._strict:
+        value, origin, settled, problem = propose(question, draft, self._presets)
+        if problem and self._strict:
             default = question.shown(question.default)
-            raise RefusedError(f"{proposal.problem}; or pass --set {question.name}={default}")
-        if proposal.problem and self._asks:
-            say(proposal.problem)
+            raise RefusedError(f"{problem}; or pass --set {question.name}={default}")
+        if problem and self._asks:
+            say(problem)
         matters = question.matters(draft)
-        value, origin = proposal.value, proposal.origin or "detected"
-        if self._asks and not proposal.settled and (matters or self._everything):
+        if self._asks and not settled and (matters or self._everything):
             answer = self._ask(question, draft, value)
             if answer == BACK:
                 self._back()
                 return
             draft = self._drafts[number]  # which a measurement changes
-            origin = proposal.origin if answer == value and proposal.origin else "asked for"
+            origin = origin if answer == value and origin else "asked for"
             value = self._answers[question.name] = answer
             self._asked.append(number)
-        elif not (proposal.origin or proposal.problem or matters):
+        elif not (origin or problem or matters):
             self._drafts.append(draft)
             return
-        self._drafts.append(draft.settle(question.name, value, origin))
+        self._drafts.append(draft.settle(question.name, value, origin or "detected"))
 
     def _ask(self, question: Question, draft: Draft, default: Any) -> Any:
         title(question.title)
         say(f"{question.help}. {question.consequence(draft)}")
         remembered = self._answers.get(question.name, default)
-        if not draft.refusal(question.name, remembered):
-            default = remembered
+        default = default if draft.refusal(question.name, remembered) else remembered
+        ask = _choose if question.choices else _type
         while True:
             if here := question.here(draft):
                 say(f"Here: {here}.")
-            answer = (
-                _choose(question, draft, default) if question.choices else _type(question, draft, default)
-            )
-            if answer == MEASURE:
-                measured = timed(draft).measured
-                self._drafts = [dataclasses.replace(d, measured=measured) for d in self._drafts]
-                draft = self._drafts[-1]
-                continue
+            answer = ask(question, draft, default)
             if answer == BACK:
                 return answer
-            if problem := draft.refusal(question.name, answer):  # a filtered list lets it be chosen
+            if answer == MEASURE:
+                measured = timed(draft).measured
+                self._drafts = [replace(d, measured=measured) for d in self._drafts]
+                draft = self._drafts[-1]
+            elif problem := draft.refusal(question.name, answer):  # a filtered list lets it be chosen
                 say(problem)
-                continue
-            if caution := question.caution(draft.settle(question.name, answer)):
-                say(caution)
-            return answer
+            else:
+                if caution := question.caution(draft.settle(question.name, answer)):
+                    say(caution)
+                return answer
 
 
 def _choose(question: Question, draft: Draft, default: Any) -> Any:
     """One of the choices; those that are impossible here are shown with the reason."""
-    questionary = library("questionary", "to ask")
+    questionary = library("questionary", TO_ASK)
     choices = []
     for word, words in question.choices.items():
         refusal = draft.refusal(question.name, word)
         short = refusal.partition("cannot run here: ")[2] or refusal
-        choices.append(
-            questionary.Choice(f"{word}: {words}", word, disabled=f"not here: {short}" if refusal else None)
-        )
+        disabled = f"not here: {short}" if refusal else None
+        choices.append(questionary.Choice(f"{word}: {words}", word, disabled=disabled))
     if question.name == "mixed_precision":
         choices.append(questionary.Choice("measure: time them, for ten seconds", MEASURE))
     choices.append(questionary.Choice("back: to the question before", BACK))
-    return questionary.select(
-        question.name, choices, default=default, use_search_filter=True, use_jk_keys=False
-    ).unsafe_ask()
+    options = {"default": default, "use_search_filter": True, "use_jk_keys": False}
+    return questionary.select(question.name, choices, **options).unsafe_ask()
 
 
 def _type(question: Question, draft: Draft, default: Any) -> Any:
@@ -277,8 +284,9 @@ def _type(question: Question, draft: Draft, default: Any) -> Any:
         except SettingError as error:
             return str(error)
 
-    questionary = library("questionary", "to ask")
-    prompt = questionary.text(f"{question.name} [{question.shown(default)}]:", validate=problem)
+    prompt = library("questionary", TO_ASK).text(
+        f"{question.name} [{question.shown(default)}]:", validate=problem
+    )
     text = prompt.unsafe_ask().strip()
     return BACK if text.lower() == BACK else question.read(text) if text else default
 
@@ -292,11 +300,11 @@ def timed(draft: Draft) -> Draft:
         say(f"They could not be timed: {error}")
         return draft
     for words in measured.sentences:
-        say(words, indent=2)
-    return dataclasses.replace(draft, measured=measured)
+        say(f"  {words}")
+    return replace(draft, measured=measured)
 
 
-# -- the end
+# -- the plan and the file
 
 
 def _plan(draft: Draft) -> list[list[str]]:
@@ -305,14 +313,13 @@ def _plan(draft: Draft) -> list[list[str]]:
     nodes = "" if most == 1 else f" on {most} nodes" if least == most else f" on {least} to {most} nodes"
     here = "assumed" if draft.assumed else QUESTIONS[0].here(draft).partition("(")[2].rstrip(")")
     why = draft.origins["processes"] if draft.get("processes") else here
-    found = [["processes", f"{draft.world}{nodes} ({why})"]]
-    return found + [
-        [name, f"{choice.value} ({choice.reason})"] for name, choice in draft.plan().choices.items()
-    ]
+    choices = draft.plan().choices.items()
+    decided = [[name, f"{choice.value} ({choice.reason})"] for name, choice in choices]
+    return [["processes", f"{draft.world}{nodes} ({why})"], *decided]
 
 
 def _text(draft: Draft, there: file.Target, foreign: Importer | None) -> str:
-    """The file with the draft's values: the one that is there, edited, or a new one."""
+    """The file with the draft's values: the existing one, edited, or a new one."""
     options = foreign.options if foreign and draft.get("strategy") == foreign.strategy else {}
     whys = {question.name: question.here(draft) for question in QUESTIONS if question.name in draft.values}
     before = (there.before or b"").decode()
@@ -324,52 +331,26 @@ def _text(draft: Draft, there: file.Target, foreign: Importer | None) -> str:
 def _show(text: str, there: file.Target) -> None:
     if there.before is None:
         title(str(there.path))
-        show_lines(text)
+        print_lines(text)
         return
     old, new = (words.replace("\r\n", "\n").split("\n") for words in (there.before.decode(), text))
     names = str(there.path), f"{there.path} (new)"
     if difference := list(difflib.unified_diff(old, new, *names, lineterm="")):
-        title(f"What changes in {there.path}")
-        show_lines("\n".join(difference))
+        title(f"Changes in {there.path}")
+        print_lines("\n".join(difference))
 
 
-def _show_and_confirm(
-    draft: Draft, proposed: Draft, there: file.Target, foreign: Importer | None, dry_run: bool
-) -> bool:
-    if _plan(draft) != _plan(proposed):
-        title("The plan with these answers")
-        rows(_plan(draft))
-    text = _text(draft, there, foreign)
-    _show(text, there)
-    if dry_run or text.encode() == there.before:
-        return True
-    kept = ", and keep the one before beside it" if there.before is not None else ""
-    words = f"Write {there.path.absolute()}{kept}?"
-    answer = library("questionary", "to ask").select(words, ["yes", "no", BACK]).unsafe_ask()
-    if answer == "no":
-        raise KeyboardInterrupt
-    return bool(answer == "yes")
-
-
-def _finish(text: str, there: file.Target, dry_run: bool) -> None:
-    say()
-    if text.encode() == there.before:
-        say(f"{there.path} says so already, and stays as it is.")
-    elif dry_run:
-        say(f"Nothing is written, as --dry-run asks; it would go to {there.path.absolute()}.")
-    else:
-        kept = file.write(there, text)
-        say(f"Written to {there.path.absolute()}." + (f" The one before is {kept.name}." if kept else ""))
+# -- printing
 
 
 def _tell_foreign(name: str, foreign: Importer, draft: Draft) -> None:
-    title(f"What becomes of {name} ({foreign.library})")
-    for key, became in foreign.lines:
+    title(f"The keys of {name} ({foreign.library})")
+    for key, sentence in foreign.lines:
         print(wrap(plain(key)))
-        print(wrap(f"    {plain(became)}", " " * 4))  # without a full stop: it may be code
+        print(wrap(f"    {plain(sentence)}", " " * 4))  # without a full stop: it may be code
     if draft.assumed:
         say(
-            f"Strategy {foreign.settings['strategy']} is for several processes, and this machine would start one: the "
+            f"Strategy {foreign.values['strategy']} is for several processes, and this machine would start one: the "
             f"file is written for machines that start several, and the plan below assumes {draft.assumed}."
         )
 
@@ -385,27 +366,26 @@ def _say_next(draft: Draft, place: Path) -> None:
         command = f"srun easymp launch {SCRIPT}"
     elif most > 1:
         many = str(most) if least == most else f"{least} to {most}"
-        say(f"On each of the {many} machines, of which this one is the first:")
+        say(f"On each of the {many} machines; this one is the first:")
         address = "" if draft.get("main_address") else f" --main-address {draft.machine.name}"
         command = f"easymp launch{address} {SCRIPT}"
     elif draft.assumed and not draft.get("processes"):
-        say("Where several accelerators are, without --processes; here:")
+        say("On a machine with several accelerators, without --processes; here:")
         command = f"easymp launch --processes {draft.assumed} {SCRIPT}"
     else:
         command = f"{'easymp launch' if draft.world > 1 else 'python'} {SCRIPT}"
-    show_lines(f"  {named}{command}")
-    for name in draft.values:
+    print_lines(f"  {named}{command}")
+    for name in draft.values.keys() & NAMES.keys():
         variable = env.PREFIX + name.upper()
-        if name in NAMES and env.read(variable):
+        if env.read(variable):
             say(f"{variable} in the environment wins over the file.")
 
 
-# -- printing
-
-
-def say(text: str = "", indent: int = 0) -> None:
-    text = plain(text) if not text or text.endswith((".", "?", "!", ":")) else f"{plain(text)}."
-    print(wrap(" " * indent + text, " " * indent))
+def say(text: str = "") -> None:
+    words = text.lstrip(" ")
+    indent, words = " " * (len(text) - len(words)), plain(words)
+    words += "." * bool(words and not words.endswith((".", "?", "!", ":")))
+    print(wrap(indent + words, indent))
 
 
 def title(text: str) -> None:
@@ -413,11 +393,6 @@ def title(text: str) -> None:
     print("\n".join(paint(line, BOLD) for line in wrap(plain(text)).splitlines()))
 
 
-def rows(found: Sequence[Sequence[str]]) -> None:
-    print(table(found, fold=True))
-
-
-def show_lines(text: str) -> None:
+def print_lines(text: str) -> None:
     for line in text.splitlines():
-        colour, words = COLOURS.get(line[:1]), plain(line.expandtabs())
-        print(paint(words, colour) if colour else words)
+        print(paint(plain(line.expandtabs()), COLOURS.get(line[:1], "")))
