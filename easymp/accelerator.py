@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Never
@@ -339,7 +340,7 @@ class Accelerator(Processes, Checkpoints):
         )
 
     def _decided(self, choice: Choice[str]) -> None:
-        self._run.plan = self.plan.replace(precision=choice)
+        self._run.plan = replace(self.plan, precision=choice)
         logger.info("precision %s: %s", choice.value, choice.reason)
 
     def __repr__(self) -> str:
@@ -442,8 +443,8 @@ class Accelerator(Processes, Checkpoints):
         strategy = self._prepared.strategy
         if strategy.data_size > 1 and not self._window.backwards:
             self._unprepared = data.UnpreparedCheck(self._world, strategy.data_rank, strategy.data_size)
-        if self._prepared.optimizers:
-            self._claim_early()
+        if self._prepared.optimizers and self._claims_early:
+            self._claim_project(reading=not self._saves_by_itself)
         return done[0] if len(done) == 1 else tuple(done)
 
     def prepare_model(
@@ -489,7 +490,7 @@ class Accelerator(Processes, Checkpoints):
         elif self._window.reading is not None:
             self._unprepared = None
         else:
-            self._run.plan = self.plan.replace(data=unprepared.begin())
+            self._run.plan = replace(self.plan, data=unprepared.begin())
 
     def backward(self, loss: Tensor, *, num_items: int | Tensor | None = None, **kwargs: Any) -> None:
         """Gradients of `loss`, averaged over the ranks on the last micro-step of a window.

@@ -37,6 +37,7 @@ class Plan:
         strategy: a key of `STRATEGIES`.
         accumulation: micro-batches an update.
         optimizer: which optimizer step runs.
+        memory: bytes that a rank has: as set, its device's, or on a CPU its share of the machine's.
         data: on several ranks, how the data is split, where no prepared loader is read.
     """
 
@@ -49,11 +50,8 @@ class Plan:
     settings: Settings
     hardware: Hardware
     ranks: Ranks
+    memory: int
     data: Choice[str] | None = None
-
-    def replace(self, **choices: Choice[Any]) -> Plan:
-        """This plan with some choices refined."""
-        return dataclasses.replace(self, **choices)
 
     @property
     def choices(self) -> dict[str, Choice[Any]]:
@@ -105,6 +103,7 @@ def make_plan(settings: Settings, hardware: Hardware, ranks: Ranks) -> Plan:
         settings=settings,
         hardware=hardware,
         ranks=ranks,
+        memory=_memory(settings, hardware, ranks, device.value),
     )
 
 
@@ -227,15 +226,12 @@ def candidates(plan: Plan) -> Iterator[str]:
     return (name for name in fit if incompatible(precision, STRATEGIES[name]) is None)
 
 
-def rank_memory(plan: Plan) -> int:
-    """Bytes that a rank has: as set, its device's memory, or on a CPU its share of the machine's."""
-    if plan.settings.memory is not None:
-        return plan.settings.memory
-    kind, _, index = plan.device.value.partition(":")
-    for device in plan.hardware.devices:
-        if device.kind == kind and device.index == int(index or device.index):
-            return device.memory
-    return plan.hardware.cpu.memory // max(1, plan.ranks.local_size)
+def _memory(settings: Settings, hardware: Hardware, ranks: Ranks, device: str) -> int:
+    if settings.memory is not None:
+        return settings.memory
+    kind, _, index = device.partition(":")
+    mine = (d.memory for d in hardware.devices if d.kind == kind and d.index == int(index or d.index))
+    return next(mine, hardware.cpu.memory // max(1, ranks.local_size))
 
 
 def incompatible(precision: type[Precision], strategy: type[Strategy]) -> Refusal | None:

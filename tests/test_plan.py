@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from easymp import Hardware, Plan, RefusedError, Settings, Source, make_plan, resolve
 from easymp.base import env
 from easymp.distributed import Ranks
-from easymp.plan import candidates, rank_memory
+from easymp.plan import candidates
 from easymp.precision import PRECISIONS
 from easymp.settings import NAMES
 from easymp.strategies import STRATEGIES
@@ -143,17 +143,17 @@ def test_the_first_strategy_that_there_is_memory_for(
 ) -> None:
     made = plan(machine, several(processes) if processes > 1 else ONE)
     each = needs(gpt(parameters), made)
-    choice = by_memory(each, rank_memory(made))
+    choice = by_memory(each, made.memory)
     assert (choice.value, choice.source) == (strategy, Source.DETECTED)
-    assert ("too much" in choice.reason) == (not fits(each[strategy], rank_memory(made)))
+    assert ("too much" in choice.reason) == (not fits(each[strategy], made.memory))
 
 
 def test_what_a_rank_has() -> None:
-    assert rank_memory(plan("8xH100", several(8, 3))) == MACHINES["8xH100"].devices[3].memory
-    assert rank_memory(plan("M-series Mac")) == MACHINES["M-series Mac"].devices[0].memory
-    assert rank_memory(plan("laptop CPU", several(4))) == MACHINES["laptop CPU"].cpu.memory // 4
-    assert rank_memory(plan("8xH100", several(8), cpu=True)) == MACHINES["8xH100"].cpu.memory // 8
-    assert rank_memory(plan("laptop CPU", several(4), memory="1GiB")) == 1 << 30
+    assert plan("8xH100", several(8, 3)).memory == MACHINES["8xH100"].devices[3].memory
+    assert plan("M-series Mac").memory == MACHINES["M-series Mac"].devices[0].memory
+    assert plan("laptop CPU", several(4)).memory == MACHINES["laptop CPU"].cpu.memory // 4
+    assert plan("8xH100", several(8), cpu=True).memory == MACHINES["8xH100"].cpu.memory // 8
+    assert plan("laptop CPU", several(4), memory="1GiB").memory == 1 << 30
 
 
 # -- asked for ---------------------------------------------------------------------------------------------------------

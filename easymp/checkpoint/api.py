@@ -77,7 +77,12 @@ class Checkpoints:
 
     def _listen(self, save_on_signal: bool | None) -> None:
         self._preemption = Preemption(self._run.world, self._run.window, self._leave)
-        self._save_on_signal = save_on_signal
+        self._save_on_signal, project = save_on_signal, self._project
+        # The run locks its project's checkpoints when it prepares an optimizer, or else at `resume` or the first save.
+        self._saves_by_itself = bool(
+            project.total_limit is not None or project.automatic_checkpoint_naming or save_on_signal
+        )
+        self._claims_early = self._saves_by_itself or project.project_dir is not None
         if save_on_signal and not self._preemption.start():
             raise RefusedError(
                 "save_on_signal=True in a thread: Python takes signals in the main thread only. Make the Accelerator there"
@@ -132,13 +137,6 @@ class Checkpoints:
             return True
 
         self._claimed = self._claimed or self._on_rank_0(claim)
-
-    def _claim_early(self) -> None:
-        """Lock when a run that trains is prepared: if its project_dir was named, or if it asks for saves in the default one."""
-        project = self._project
-        saves = project.total_limit is not None or project.automatic_checkpoint_naming or self._save_on_signal
-        if saves or project.project_dir is not None:
-            self._claim_project(reading=not saves)
 
     def _on_rank_0(self, act: Callable[[], Any]) -> Any:
         """The result of `act` on rank 0, on all ranks; an error, too."""

@@ -142,14 +142,12 @@ class PreparedLoader:
             )
         return batches
 
-    def size_line(self) -> str:
-        """For the line printed at prepare: ``"4 per device × 2 processes"``."""
-        size = (
-            "batches of the data set's own size"
-            if self.batch_size is None
-            else f"{self.batch_size} per device"
-        )
-        return f"{size} × {self._source.cut.ranks} process{'es' if self._source.cut.ranks > 1 else ''}"
+    def batch_line(self, accumulation: int = 1) -> str:
+        """The arithmetic of the global batch: ``"4 per device × 2 processes × 3 accumulation = 24"``."""
+        ranks, size = self._source.cut.ranks, self.batch_size or 0
+        words = f"{size} per device × {ranks} process{'es' if ranks > 1 else ''}"
+        words += f" × {accumulation} accumulation" if accumulation > 1 else ""
+        return f"{words} = {size * ranks * accumulation}"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:

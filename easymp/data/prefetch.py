@@ -14,14 +14,9 @@ import torch
 from torch import Tensor
 
 from ..base import pytree
-from .source import Note
+from .source import Note, reads_ahead
 
 Feed = Iterator[tuple[Any, Note]]
-
-
-def reads_ahead(device: torch.device, non_blocking: bool) -> bool:
-    """Whether `moved` reads one batch ahead."""
-    return device.type == "cuda" and non_blocking
 
 
 def moved(feed: Feed, device: torch.device, non_blocking: bool) -> Feed:

@@ -6,6 +6,7 @@ import gc
 import secrets
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,9 +29,8 @@ from ..protocols import Choice
 from ..protocols import Source as Origin
 from .loader import PreparedLoader, SkippedLoader
 from .mapped import MapSource
-from .order import Cut, size_of
-from .prefetch import reads_ahead
-from .source import Dispatched, Source
+from .order import Cut
+from .source import Dispatched, Source, reads_ahead
 from .stream import StreamSource
 
 
@@ -107,10 +107,11 @@ def _check(loader: Any) -> None:
             f"a {type(loader).__name__} was passed where a DataLoader belongs: wrap the data set, "
             "torch.utils.data.DataLoader(dataset, batch_size=…)"
         )
-    if size_of(loader.dataset) == 0:
-        raise BatchError(
-            f"the data set ({type(loader.dataset).__name__}) is empty: check the path or filter it was made with"
-        )
+    with suppress(TypeError, NotImplementedError, AttributeError):  # of data sets without a length
+        if not len(loader.dataset):
+            raise BatchError(
+                f"the data set ({type(loader.dataset).__name__}) is empty: check the path or filter it was made with"
+            )
     if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith(
         "torchdata"
     ):

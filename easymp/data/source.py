@@ -64,6 +64,11 @@ class Source(Protocol):
         ...
 
 
+def reads_ahead(device: torch.device, non_blocking: bool) -> bool:
+    """Whether `prefetch.moved` reads one batch ahead."""
+    return device.type == "cuda" and non_blocking
+
+
 def rebuild(
     given: DataLoader[Any], dataset: Any, pin_memory: bool, in_order: bool | None = None, **how: Any
 ) -> DataLoader[Any]:

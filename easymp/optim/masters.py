@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import cuda
 from ..base.dtensor import local
@@ -178,13 +179,9 @@ class Sums:
     def _adder(self) -> Adder:
         return cuda.Adder()
 
-    def watch(self, model: nn.Module) -> bool:
-        """Sum for `model`, too; returns whether it has trainable low-precision parameters."""
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self._parameters += parameters
-        needed = any(p.dtype in LOW for p in parameters)
-        self.on |= needed
-        return needed
+    def watch(self, parameters: list[Tensor]) -> None:
+        """Sum the gradients of `parameters`: all that may train, low-precision or not."""
+        self.on, self._parameters = True, parameters
 
     def begin(self) -> None:
         """Before a backward: take up sums again that an earlier one of this micro-step has handed over."""
@@ -267,6 +264,7 @@ class Sums:
 Holder = Callable[[Tensor], tuple[Tensor, Any]]
 
 
+@dataclass(slots=True)
 class Averages:
     """Exponential moving averages of one optimizer's parameters, where torch steps it.
 
@@ -279,8 +277,8 @@ class Averages:
         decay: None: there are none.
     """
 
-    def __init__(self, holder: Holder, decay: float | None) -> None:
-        self._holder, self.decay = holder, decay
+    holder: Holder
+    decay: float | None
 
     def around(
         self, parameters: Iterable[Tensor], step: Callable[[], Any], found_inf: Tensor | None = None
@@ -288,7 +286,7 @@ class Averages:
         """`step()`, after which the averages of `parameters`, which it may move, follow them, unless `found_inf` is above 0."""
         if self.decay is None:
             return step()
-        there = [(p, *self._holder(p)) for p in parameters]
+        there = [(p, *self.holder(p)) for p in parameters]
         # The state of a parameter that has none is torch's to begin.
         new = {id(p): _start(p) for _, p, states in there if EMA not in states.get(p, {})}
         result = step()

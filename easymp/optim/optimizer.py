@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.swa_utils import SWALR
 from torch.utils.hooks import RemovableHandle
 
-from ..base.accumulation import Phase, UpdateWindow
+from ..base.accumulation import Phase, Turn, UpdateWindow
 from ..base.dtensor import local
 from ..cuda import EMA
 from ..errors import StepError
@@ -58,7 +58,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.given = given or optimizer
         self._masters, self._sums = masters, sums
         self._window, self._scaler = window, scaler
-        self.turn = window.turn(optimizer)
+        self.turn = window.turns.setdefault(optimizer, Turn())
         self.engine = engine or Engine(optimizer, free=False)
         self._alone: RemovableHandle | None = (
             None  # of a hook that hears of the wrapped optimizer's own steps

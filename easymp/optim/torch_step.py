@@ -92,9 +92,9 @@ def _parameter_refusal(kind: type, parameter: Any) -> str | None:
         return f"is wrong for {parameter.dtype} on a CPU"
     if kind not in SHARDED and hasattr(parameter, "to_local"):
         return "does not take sharded parameters"
-    return (
-        None if dense(local(parameter)) else "is wrong for a parameter that has gaps in memory, or overlaps"
-    )
+    if (type(parameter) is nn.Parameter and parameter.is_contiguous()) or dense(local(parameter)):
+        return None
+    return "is wrong for a parameter that has gaps in memory, or overlaps"
 
 
 def _sparse(models: Iterable[nn.Module]) -> dict[int, str]:

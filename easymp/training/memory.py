@@ -7,9 +7,16 @@ print(memory.estimate(model, strategy="fsdp", precision="bf16", world=8, sample=
 print(memory.table(model, world=8))
 ```
 
-The model may lie on the meta device; nothing is allocated. A strategy's `layout` says how it divides the model, a precision's dtypes
-what it stores, and `STATES` what an optimizer keeps. Not counted: workspace of kernels, fragmentation, the device's runtime, and
-activations without a sample. The rows are not all full at one moment, so the total is above the peak.
+The model may lie on the meta device; nothing is allocated. Bytes of a rank, summed over parameters of n elements, where `layout` is the
+strategy's and b(x) are bytes of an element ("Mixed Precision Training", arXiv:1710.03740; "ZeRO", arXiv:1910.02054, section 3):
+
+    weights     layout.weights(n) × b(stored)               masters   layout.weights(n) × 4, of low-precision weights
+    gradients   layout.gradients(n) × (b(stored) + master)  states    layout.states(n) × (STATES × b(stepped) + 4 for an average)
+    copies      layout.copies(n) × b(compute), of matrix layers under autocast
+    gathered    layout.gathered × b(gathered)               reducing  layout.unreduced × b(gathered) + layout.reducing × b(reduced)
+
+Not counted: workspace of kernels, fragmentation, the device's runtime, and activations without a sample. The rows are not all full at
+one moment, so the total is above the peak.
 """
 
 from __future__ import annotations
@@ -29,7 +36,7 @@ from ..base.pytree import map_leaves
 from ..base.units import size, unit
 from ..errors import BatchError, SettingError, nearest
 from ..logging import get_logger
-from ..plan import AUTO, candidates, rank_memory
+from ..plan import candidates
 from ..precision import ALIASES, PRECISIONS
 from ..precision.mixed import LOW
 from ..protocols import Choice, Layout, Precision, Source, Strategy
@@ -52,11 +59,13 @@ SPARE = 0.2  # part of a rank's memory left to activations and workspace, which 
 NO_SAMPLE = "activations are not counted: pass a sample batch"
 
 Optimizer = str | int | type[torch.optim.Optimizer] | torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+Models = Sequence[nn.Module]
+Optimizers = Sequence[torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What one rank needs, in bytes; the fullest one, where they differ.
+    """Bytes that one rank needs; of the fullest rank, where they differ.
 
     Attributes:
         weights: parameters, or this rank's shards of them.
@@ -68,7 +77,7 @@ class Memory:
         gathered: other ranks' weights that are here for a while, in the precision's compute type, at the peak.
         reducing: whole gradients and those in communication, beside those in `gradients`, at the peak.
         activations: what forward keeps for backward; None where no sample was given.
-        notes: what is only approximately so, or not counted.
+        notes: what is only approximate, or not counted.
     """
 
     strategy: str
@@ -108,11 +117,9 @@ class Memory:
     def __str__(self) -> str:
         many = f"{self.world} ranks" if self.world > 1 else "one rank"
         name, scale = unit(self.total)
-        rows = [
-            (row, f"{bytes_ / scale:,.2f}") for row, bytes_ in [*self.rows.items(), ("total", self.total)]
-        ]
-        names, numbers = (max(len(row[i]) for row in rows) for i in (0, 1))
-        lines = [f"{row:<{names}}  {number:>{numbers}} {name}" for row, number in rows]
+        rows = {**self.rows, "total": self.total}
+        cells = [[row, f"{number / scale:,.2f}"] for row, number in rows.items()]
+        lines = [f"{line} {name}" for line in _aligned(cells, left=1)]
         return "\n".join([f"{self.strategy}, {self.precision}, {many}; a rank needs", *lines, *self.notes])
 
 
@@ -139,18 +146,22 @@ class Table:
         for line in self.lines:
             sizes = [*(getattr(line, row) for row in columns), line.total]
             cells.append([line.strategy, line.precision, *(f"{s / scale:,.2f}" if s else "–" for s in sizes)])
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        rows = [
-            [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
-            for row in cells
-        ]
         notes: dict[str, list[str]] = {}
         for line in self.lines:
             for note in line.notes:
                 notes.setdefault(note, []).append(line.strategy)
         every = {line.strategy for line in self.lines}
         said = [n if every == {*s} else f"{', '.join(dict.fromkeys(s))}: {n}" for n, s in notes.items()]
-        return "\n".join([*("  ".join(row) for row in rows), f"{name} a rank", *said])
+        return "\n".join([*_aligned(cells, left=2), f"{name} a rank", *said])
+
+
+def _aligned(cells: list[list[str]], left: int) -> list[str]:
+    """Lines of `cells`; the first `left` columns are words, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return [
+        "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
+        for row in cells
+    ]
 
 
 def estimate(
@@ -200,11 +211,10 @@ def estimate(
             raise SettingError(f"{name}={number!r} is not a whole number of at least 1")
     known = isinstance(model, nn.Module)
     module = model if isinstance(model, nn.Module) else Counted(model)
-    layout: Layout = kind.layout(
-        module, read_options(kind, options, {}), world, min(world, per_node or world)
-    )
+    read = read_options(kind, options, {})
+    layout: Layout = kind.layout(module, read, world, min(world, per_node or world))
     states, rounds = _states(optimizer, module), _rounds(optimizer)
-    low = policy.compute.itemsize < 4 and policy.param.itemsize == 4
+    low = policy.compute.itemsize < FP32 and policy.param.itemsize == FP32
     copied = _matrices(module) if low and not layout.gathers and not policy.swaps else set()
     sums = dict.fromkeys(ROWS, 0)
     widest = 1
@@ -251,11 +261,11 @@ def table(
 ) -> Table:
     """`estimate` for each strategy and precision."""
     lines: dict[tuple[str, str], Memory] = {}
+    how: Any = {"world": world, "per_node": per_node, "optimizer": optimizer, "sample": sample}
     for precision in precisions:
         activations = None  # the same for each strategy
         for strategy in strategies:
-            how: Any = {"strategy": strategy, "precision": precision, "world": world, "per_node": per_node}
-            line = estimate(model, **how, optimizer=optimizer, sample=sample, activations=activations)
+            line = estimate(model, strategy=strategy, precision=precision, activations=activations, **how)
             activations, lines[strategy, precision] = line.activations, line
     return Table(tuple(lines[strategy, precision] for strategy in strategies for precision in precisions))
 
@@ -303,11 +313,19 @@ def _states(optimizer: Optimizer, model: nn.Module) -> Callable[[Tensor], int]:
         return lambda parameter: optimizer
     if isinstance(optimizer, (str, type)):
         name = optimizer if isinstance(optimizer, str) else optimizer.__name__
-        number = _keeps(name.lower())({})
+        short = name.lower().removeprefix("fused")
+        if short not in STATES:
+            raise SettingError(
+                f"the states of optimizer {name.lower()!r} are not known{nearest(short, STATES)}: pass the number of tensors of a "
+                f"parameter's size that it keeps, such as optimizer=2. Known: {', '.join(STATES)}"
+            )
+        number = STATES[short]({})
         return lambda parameter: number
     each = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     if not isinstance(each, (list, tuple)) or not all(isinstance(o, torch.optim.Optimizer) for o in each):
-        raise SettingError(f"optimizer={optimizer!r} is no name, class, number of states or torch optimizer")
+        raise SettingError(
+            f"optimizer={optimizer!r} is not a name, class, number of states or torch optimizer"
+        )
     counts: dict[int, int] = {}
     for one in each:
         keeps = STATES.get(type(one).__name__.lower().removeprefix("fused"), STATES["adam"])
@@ -328,52 +346,33 @@ def _rounds(optimizer: Optimizer) -> bool:
     return all(rule is not None and not isinstance(rule, property) and rule.counts for rule in rules)
 
 
-def _keeps(name: str) -> Callable[[Mapping[str, Any]], int]:
-    short = name.removeprefix("fused")
-    if short not in STATES:
-        raise SettingError(
-            f"what the optimizer {name!r} keeps is not known{nearest(short, STATES)}: pass the number of tensors of a parameter's size, "
-            f"such as optimizer=2. Known: {', '.join(STATES)}"
-        )
-    return STATES[short]
-
-
-def _activations(model: nn.Module, policy: Precision, sample: Any, which: Any) -> int:
-    """Bytes that forward keeps; with checkpointing one of the parts, the average one, is counted as computed again."""
-    args, kwargs = _arguments(sample)
-    plain = policy.param == torch.float32
-    compute = policy.compute if plain and policy.compute != torch.float32 else None
-    stored = None if plain else policy.param
-    whole = bytes_saved(model, args, kwargs, compute, stored)
-    if which is False:
-        return whole
-    parts = len(find_recomputed([model], which))
-
-    def change(twin: nn.Module) -> None:
-        recompute(find_recomputed([twin], which))
-
-    kept = bytes_saved(model, args, kwargs, compute, stored, change)
-    return kept + max(0, whole - kept) // parts
-
-
-def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(sample, Tensor):
-        return (sample,), {}
-    if isinstance(sample, Mapping):
-        return (), dict(sample)
-    if isinstance(sample, (tuple, list)):
-        return tuple(sample), {}
-    raise SettingError(
-        f"sample is a {type(sample).__name__}: pass the model's arguments as a tuple, a dict, or one tensor"
-    )
-
-
 def fits(need: Memory, available: int) -> bool:
     """Whether `need`, activations not counted, leaves `SPARE` of the bytes that a rank has."""
     return need.total <= available * (1 - SPARE)
 
 
 # -- Activations, counted on fake tensors, which have shapes and no memory.
+
+
+def _activations(model: nn.Module, policy: Precision, sample: Any, which: Any) -> int:
+    """Bytes that forward keeps; with checkpointing one of the parts, the average one, is counted as computed again."""
+    if isinstance(sample, Mapping):
+        args, kwargs = (), dict(sample)
+    elif isinstance(sample, (Tensor, tuple, list)):
+        args, kwargs = (sample,) if isinstance(sample, Tensor) else tuple(sample), {}
+    else:
+        raise SettingError(
+            f"sample is a {type(sample).__name__}: pass the model's arguments as a tuple, a dict, or one tensor"
+        )
+    plain = policy.param == torch.float32
+    compute = policy.compute if plain and policy.compute != torch.float32 else None
+    how = (args, kwargs, compute, None if plain else policy.param)
+    whole = bytes_saved(model, *how)
+    if which is False:
+        return whole
+    parts = len(find_recomputed([model], which))
+    kept = bytes_saved(model, *how, change=lambda twin: recompute(find_recomputed([twin], which)))
+    return kept + max(0, whole - kept) // parts
 
 
 def bytes_saved(
@@ -386,17 +385,13 @@ def bytes_saved(
 ) -> int:
     """Bytes of the distinct storages that autograd saves in ``model(*args, **kwargs)``, parameters and buffers not counted.
 
-    What the kernels of a CPU save counts; a GPU's may save something else (fused attention, recurrent layers). Parts under
-    activation checkpointing count with the inputs that they save. `model` and its random streams are left alone, and it may be on the meta
-    device.
+    What a CPU's kernels save counts; a GPU's may save something else (fused attention, recurrent layers). `model` and the random streams
+    are left alone.
 
     Args:
         compute: autocast's type, or None for no autocast. Its copies of weights are not counted.
-        stored: what floating-point parameters, buffers and inputs are converted to before; None leaves them as they are.
+        stored: what floating-point tensors are converted to before; None leaves them as they are.
         change: called with the copy of `model` whose forward is followed.
-
-    Raises:
-        BatchError: the forward cannot be followed by shapes alone.
     """
     # Imported here: few runs need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -411,6 +406,9 @@ def bytes_saved(
             return nn.Parameter(fake, leaf.requires_grad)
         return fake.requires_grad_(leaf.requires_grad)
 
+    def place(tensor: Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
     held: list[Tensor] = []  # kept alive, so that no two storages have one address
     weights: set[int] = set()
     saved: dict[int, int] = {}
@@ -418,20 +416,20 @@ def bytes_saved(
     class Casts(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten._to_copy.default and _place(args[0]) in weights:
+            if func is torch.ops.aten._to_copy.default and place(args[0]) in weights:
                 held.append(out)
-                weights.add(_place(out))
+                weights.add(place(out))
             return out
 
     def pack(tensor: Tensor) -> Tensor:
         held.append(tensor)
-        saved[_place(tensor)] = tensor.untyped_storage().nbytes()
+        saved[place(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             memo = {id(t): twin(t) for t in [*model.parameters(), *model.buffers()]}
-            weights.update(_place(t) for t in memo.values())
+            weights.update(place(t) for t in memo.values())
             shapes = copy.deepcopy(model, dict(memo))
             change(shapes)
             args, kwargs = map_leaves(twin, tuple(args)), map_leaves(twin, dict(kwargs))
@@ -448,11 +446,7 @@ def bytes_saved(
             f"the forward of {type(model).__name__} cannot be followed by shapes alone ({type(error).__name__}: {why}): check that the "
             "sample is what it takes, or leave the sample out"
         ) from error
-    return sum(size for place, size in saved.items() if place not in weights)
-
-
-def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return sum(number for where, number in saved.items() if where not in weights)
 
 
 # -- Strategy "auto": decided by the memory that the first models need, before they are wrapped.
@@ -495,34 +489,21 @@ class AutoStrategy:
     def forget(self) -> None:
         """The models are let go of: the next ones are the first again."""
         self._needs: Memory | None = None  # of all models so far
-        self._alone: list[tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]] = []
 
-    def choose(
-        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy
-    ) -> Strategy:
-        """The strategy for `models`, which are not yet wrapped. Only the first models can change it.
-
-        All ranks call it with alike models; for the first ones that takes a collective.
-        """
-        plan, world = self._run.plan, self._run.world
-        if plan.settings.strategy != AUTO or not models:
-            return strategy
-        if world.size == 1:
-            self._look_alone(models, optimizers, strategy.name)
-            return strategy
+    def choose(self, models: Models, optimizers: Optimizers, strategy: Strategy) -> Strategy:
+        """The strategy for `models`, which are not yet wrapped; only the first models can change it. A collective for the first ones."""
+        plan, world, name = self._run.plan, self._run.world, strategy.name
         if self._needs is not None:
-            self._needs += self._need(strategy.name, models, optimizers)
-            if not fits(self._needs, rank_memory(plan)):
-                short = by_memory({strategy.name: self._needs}, rank_memory(plan)).reason
+            self._needs += self._need(name, models, optimizers)
+            if not fits(self._needs, plan.memory):
+                short = by_memory({name: self._needs}, plan.memory).reason
                 logger.warning(
-                    "strategy %s stays, for models are wrapped already; with this one %s",
-                    strategy.name,
-                    short,
+                    "strategy %s stays, for models are wrapped already; with this one %s", name, short
                 )
             return strategy
-        names = candidates(plan) if self._free else iter([strategy.name])
+        names = candidates(plan) if self._free else iter([name])
         first = next(names)
-        seen = world.gather_objects((rank_memory(plan), self._need(first, models, optimizers)))
+        seen = world.gather_objects((plan.memory, self._need(first, models, optimizers)))
         available, needs = min(have for have, _ in seen), {first: seen[0][1]}  # the same figures on all ranks
         choice = self._planned
         if not fits(needs[first], available):
@@ -534,77 +515,53 @@ class AutoStrategy:
             tell = logger.info if fits(needs[choice.value], available) else logger.warning
             tell("strategy %s: %s", choice.value, choice.reason)
         self._needs = needs[choice.value]
-        self._run.plan = plan.replace(strategy=choice)
+        self._run.plan = replace(plan, strategy=choice)
         if choice.value == strategy.name:
             return strategy
         kind = STRATEGIES[choice.value]
         return kind(world, kind.Options())  # type: ignore[call-arg]
 
-    def _look_alone(
-        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], name: str
-    ) -> None:
-        """On one process, where nothing can be chosen: say in the plan and the log that memory is short."""
-        self._alone.append((models, optimizers))
-        sizes = (
-            (p.numel(), p.element_size()) for many, _ in self._alone for m in many for p in m.parameters()
-        )
-        available = rank_memory(self._run.plan)
-        if sum(count * (8 * each + 3 * FP32) for count, each in sizes) <= available * (1 - SPARE):
-            return  # more than any precision and usual optimizer takes
-        need = reduce(add, (self._need(name, *known) for known in self._alone))
-        if not fits(need, available):
-            choice = by_memory({name: need}, available)
+    def look_alone(self, models: Models, optimizers: Optimizers, name: str) -> None:
+        """On one process, where nothing can be chosen: say in the plan and the log if memory is short for all of `models`."""
+        plan = self._run.plan
+        need = self._need(name, models, optimizers)
+        if not fits(need, plan.memory):
+            choice = by_memory({name: need}, plan.memory)
             logger.warning("strategy %s: %s", name, choice.reason)
-            self._run.plan = self._run.plan.replace(strategy=choice)
+            self._run.plan = replace(plan, strategy=choice)
 
-    def reduce_early(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        strategy: Strategy,
-        say: bool,
-    ) -> None:
+    def reduce_early(self, models: Models, optimizers: Optimizers, strategy: Strategy, say: bool) -> None:
         """Settle whether `strategy` reduces gradients at each micro-batch, where its options leave that open; a collective.
 
         Args:
             say: micro-batches are accumulated, and the plan tells how.
         """
-        if not models or not (strategy.sharded or strategy.reduces_each is None):
-            return
-        words = ""
+        plan, words = self._run.plan, ""
         if strategy.reduces_each is None:
             need = self._need(strategy.name, models, optimizers, strategy.options)
             whole = sum(p.numel() * FP32 for model in models for p in model.parameters() if p.requires_grad)
-            available = min(self._run.world.gather_objects(rank_memory(self._run.plan)))
+            available = min(self._run.world.gather_objects(plan.memory))
             strategy.reduces_each = not fits(replace(need, reducing=need.reducing + whole), available)
             fit = "do not fit" if strategy.reduces_each else "fit"
             words = f": {size(whole)} of whole gradients {fit} beside {size(need.total)} a rank of "
             words += size(int(available * (1 - SPARE)))
-        choice = self._run.plan.accumulation
+        choice = plan.accumulation
         if say and strategy.sharded and "gradients" not in choice.reason:
             at = (
                 "are reduced to shards at each"
                 if strategy.reduces_each
                 else "stay whole and are reduced at the last"
             )
-            choice = replace(choice, reason=f"{choice.reason}; gradients {at}{words}")
-            self._run.plan = self._run.plan.replace(accumulation=choice)
+            reason = f"{choice.reason}; gradients {at}{words}"
+            self._run.plan = replace(plan, accumulation=replace(choice, reason=reason))
 
-    def _need(
-        self,
-        name: str,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        options: Any = None,
-    ) -> Memory:
-        world = self._run.world
+    def _need(self, name: str, models: Models, optimizers: Optimizers, options: Any = None) -> Memory:
+        world, averages = self._run.world, self._run.plan.settings.ema_decay is not None
+        how: Any = {"strategy": name, "precision": self._precision, "options": options, "averages": averages}
         needs = []
         for model in models:
             own = {id(p) for p in model.parameters()}
             mine = [o for o in optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
-            how: Any = {"strategy": name, "precision": self._precision, "options": options}
-            averages = self._run.plan.settings.ema_decay is not None
-            sizes: Any = {"world": world.size, "per_node": world.local_size}
-            # An optimizer that is prepared later is taken for the usual one.
-            needs.append(estimate(model, **how, **sizes, optimizer=mine or "adamw", averages=averages))
+            how["optimizer"] = mine or "adamw"  # one that is prepared later is taken for the usual one
+            needs.append(estimate(model, **how, world=world.size, per_node=world.local_size))
         return reduce(add, needs)

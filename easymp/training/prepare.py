@@ -1,4 +1,4 @@
-"""Prepare what the user brings: check it, have the ranks agree on it, wrap it, and keep it.
+"""Prepare the objects that a script brings: check them, compare them over the ranks, wrap them, and keep them.
 
 Models come first, since optimizers are checked against them; then optimizers, loaders, and schedulers, which follow optimizers.
 """
@@ -23,17 +23,19 @@ from ..base.dtensor import follow
 from ..base.pytree import send_to_device
 from ..base.rng import diverge
 from ..data import PreparedLoader, SkippedLoader, prepare_loader
+from ..distributed import World
 from ..errors import PrepareError, RefusedError, StepError
 from ..logging import get_logger
 from ..options import DataLoaderConfiguration
+from ..plan import AUTO
 from ..precision import Scaler
 from ..precision.mixed import LOW, raise_weights
-from ..protocols import Choice, Precision, Strategy, WrapContext
+from ..protocols import Precision, Strategy, WrapContext
 from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse
 from ..strategies.meta_init import materialise
 from ..strategies.transforms import CompileOptions, Compiling, Which, find_recomputed, recompute
-from .memory import AutoStrategy
+from .memory import SPARE, AutoStrategy
 from .replicas import ADDED, Replicas, compare_prepared
 from .state import Run
 from .wrapper import Route, forward_methods, make_view
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from ..optim.optimizer import PreparedOptimizer, PreparedScheduler
 
 logger = get_logger(__name__)
+
+SUMMED = ", their low-precision gradients summed in fp32"
 
 
 class Prepared(NamedTuple):
@@ -81,7 +85,7 @@ class Preparation:
     """All that one run has prepared.
 
     Attributes:
-        strategy: how models are spread; "auto" may take another one when the first models come.
+        strategy: spreads models; "auto" may take another one when the first models come.
         models, optimizers, schedulers, loaders: in the order they came.
         owner: id of a prepared parameter → its name.
         stepped_by: id of a parameter → its optimizer.
@@ -110,6 +114,7 @@ class Preparation:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
+        self._done: dict[int, Any] = {}  # id of a user's optimizer, scheduler or loader → the prepared one
         self.owner: dict[int, str] = {}
         self.stepped_by: dict[int, PreparedOptimizer] = {}
         self.masters: dict[int, Tensor] = {}
@@ -121,17 +126,15 @@ class Preparation:
         self._compiling = Compiling(options.compile) if options.compile else None
         self._undo: list[Callable[[], None]] = []  # of changes to models in place, other than the strategy's
         self._told: list[str] = []  # about the weights, in the plan
-        self._agreed: int | None = run.plan.settings.seed
-        self._alike = self._agreed is not None  # whether all ranks still draw from one random stream
+        settings = run.plan.settings
+        self._seeded = self._alike = settings.seed is not None  # alike: all ranks draw from one random stream
+        self.seed = torch.initial_seed() if settings.seed is None else settings.seed
         self.replicas: Replicas | None = None
-        if run.plan.settings.replica_check and run.world.size > 1:
-            every = run.plan.settings.replica_check
-            self.replicas = Replicas(run.world, every, self.models, self.optimizers, self.owner)
+        if settings.replica_check and run.world.size > 1:
+            self.replicas = Replicas(
+                run.world, settings.replica_check, self.models, self.optimizers, self.owner
+            )
             run.window.stepped.append(self.replicas.stepped)
-
-    @property
-    def seed(self) -> int:
-        return torch.initial_seed() if self._agreed is None else self._agreed
 
     def prepare(
         self,
@@ -145,79 +148,69 @@ class Preparation:
                 f"device_placement has {len(device_placement)} values for {len(objects)} objects: pass one for each"
             )
         place = [self._options.place if p is None else p for p in device_placement or [None] * len(objects)]
-        new = list(dict.fromkeys(o for o in objects if isinstance(o, nn.Module) and self._known(o) is None))
-        named = dict(zip(new, forward_methods(new, methods)))
+        views = {id(m): p.view for p in self.models for m in (p.view, p.route.original)}
+        models = {id(o): o for o in objects if isinstance(o, nn.Module) and id(o) not in views}
+        new = list(models.values())
+        named = dict(zip(models, forward_methods(new, methods)))
         self._check_models(new)
-        self._agree(objects, named)
+        self._compare(objects, named)
         given = [o for o in objects if isinstance(o, Optimizer)]
         plain = [o.optimizer if isinstance(o, optim.PreparedOptimizer) else o for o in given]
-        self.strategy = self._auto.choose(new, plain, self.strategy)
-        if self.strategy.only_forward and any(named.values()):
-            raise RefusedError(
-                f"forward_methods: strategy {self.strategy.name!r} {self.strategy.only_forward}. Call the model itself, or use 'ddp'"
-            )
-        if self.replicas is not None:
-            self.replicas.follow(self.strategy)
-        if self._run.world.size > 1:
-            self._auto.reduce_early(new, plain, self.strategy, self._run.window.accumulation > 1)
-        self._transform(new)
+        if new:
+            self._spread(new, plain, named)
         done: dict[int, Any] = {}
         for kind in (nn.Module, Optimizer, DataLoader, object):
             for i, item in enumerate(objects):
-                if i not in done and isinstance(item, kind):
-                    done[i] = self._prepare_one(item, place[i], plain, named)
+                if i in done or not isinstance(item, kind):
+                    continue
+                if kind is nn.Module:
+                    if id(item) not in views:
+                        views[id(item)] = self._prepare_model(item, plain, place[i], named[id(item)])
+                    done[i] = views[id(item)]
+                elif item is None or isinstance(item, (PreparedLoader, SkippedLoader)):
+                    done[i] = item
+                else:
+                    if id(item) not in self._done:
+                        self._done[id(item)] = self._prepare_other(item, place[i])
+                    done[i] = self._done[id(item)]
         if new and self._alike:
             if self.strategy.data_rank:
                 diverge(self.strategy.data_rank)  # ranks that share their data share its dropout
             self._alike = False
-        self._say_batch()
         return [done[i] for i in range(len(objects))]
 
-    def _prepare_one(
-        self, item: Any, place: bool, optimizers: Sequence[Optimizer], named: dict[nn.Module, tuple[str, ...]]
-    ) -> Any:
-        if isinstance(item, nn.Module):
-            model = self._known(item)
-            return self._prepare_model(item, optimizers, place, named[item]) if model is None else model.view
-        ready = (optim.PreparedOptimizer, optim.PreparedScheduler, PreparedLoader, SkippedLoader)
-        if item is None or isinstance(item, ready):
-            return item
-        # A prepared loader may have no length, so it has no truth value either.
+    def _prepare_other(self, item: Any, place: bool) -> Any:
         if isinstance(item, Optimizer):
-            before: Any = next((p for p in self.optimizers if p.given is item), None)
-            return self._prepare_optimizer(item) if before is None else before
+            return item if isinstance(item, optim.PreparedOptimizer) else self._prepare_optimizer(item)
         if isinstance(item, DataLoader):
-            before = next((p for p in self.loaders if p._given is item), None)
-            return self._prepare_loader(item, place) if before is None else before
+            return self._prepare_loader(item, place)
+        if isinstance(item, optim.PreparedScheduler):
+            return item
         if callable(getattr(item, "step", None)) and hasattr(item, "state_dict"):
-            before = next((p for p in self.schedulers if p.scheduler is item), None)
-            return self._prepare_scheduler(item) if before is None else before
+            return self._prepare_scheduler(item)
         raise PrepareError(
-            f"prepare() got a {type(item).__name__}, which is no Module, Optimizer, scheduler or DataLoader: leave it out "
+            f"prepare() got a {type(item).__name__}, which is not a Module, Optimizer, scheduler or DataLoader: leave it out "
             "(a data set goes into a DataLoader first)"
         )
 
-    def _agree(self, objects: Sequence[Any], named: dict[nn.Module, tuple[str, ...]]) -> None:
-        """All ranks brought the same things, or an error says who did not; and one data seed for all."""
+    def _compare(self, objects: Sequence[Any], named: dict[int, tuple[str, ...]]) -> None:
+        """Raise on all ranks where they bring different things; settle one data seed for all."""
         seeds = [torch.initial_seed()]
         if self._run.world.size > 1:
             methods = [f"forward methods {names}" for names in named.values()]
             seeds = compare_prepared(self._run, objects, self._options.records, methods)
-        if self._agreed is None:
-            self._agreed = seeds[0]
-            self._alike = len(set(seeds)) == 1
+        if not self._seeded:
+            self._seeded, self.seed, self._alike = True, seeds[0], len(set(seeds)) == 1
 
     def _refine(self, name: str, value: Any, reason: str) -> None:
         """Put another value and reason into the plan."""
-        choice: Choice[Any] = getattr(self._run.plan, name)
-        self._run.plan = self._run.plan.replace(**{name: replace(choice, value=value, reason=reason)})
+        plan = self._run.plan
+        self._run.plan = replace(plan, **{name: replace(getattr(plan, name), value=value, reason=reason)})
 
     # -- models
 
-    def _known(self, model: nn.Module) -> Prepared | None:
-        return next((p for p in self.models if model is p.view or model is p.route.original), None)
-
     def _check_models(self, models: Sequence[nn.Module]) -> None:
+        owner = dict(self.owner)
         for model in models:
             kind = type(model).__name__
             if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -230,56 +223,87 @@ class Preparation:
                         f"parameter {name!r} of this {kind} has no shape yet: call the model once on a batch before prepare(), so that "
                         "its lazy layers are made"
                     )
-                if id(parameter) in self.owner:
+                if id(parameter) in owner:
                     raise PrepareError(
-                        f"parameter {name!r} of this {kind} was prepared before, as {self.owner[id(parameter)]!r}: prepare one module "
+                        f"parameter {name!r} of this {kind} was prepared before, as {owner[id(parameter)]!r}: prepare one module "
                         "that holds both parts, once"
                     )
+                owner[id(parameter)] = name
 
-    def _transform(self, models: Sequence[nn.Module]) -> None:
-        """Change `models` as asked under any strategy, before it wraps them; recomputed parts are compiled, too."""
-        if self._run.plan.settings.convert_sync_batchnorm and self.strategy.data_size > 1:
+    def _spread(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        named: dict[int, tuple[str, ...]],
+    ) -> None:
+        """Settle the strategy for `models`, and change them as asked under any strategy, before it wraps them."""
+        run, options = self._run, self._options
+        if run.plan.settings.strategy == AUTO and run.world.size > 1:
+            self.strategy = self._auto.choose(models, optimizers, self.strategy)
+        elif run.plan.settings.strategy == AUTO:
+            self._look_for_memory(models, optimizers)
+        strategy = self.strategy
+        if strategy.only_forward and any(named.values()):
+            raise RefusedError(
+                f"forward_methods: strategy {strategy.name!r} {strategy.only_forward}. Call the model itself, or use 'ddp'"
+            )
+        if self.replicas is not None:
+            self.replicas.follow(strategy)
+        if run.world.size > 1:
+            self._auto.reduce_early(models, optimizers, strategy, run.window.accumulation > 1)
+        if run.plan.settings.convert_sync_batchnorm and strategy.data_size > 1:
             for model in models:
                 self.converted += [(module, type(module)) for module in batchnorms(model)]
-                convert_sync_batchnorm(model, self.strategy.data_group)
-        if self._options.recompute:
-            self._undo.append(recompute(find_recomputed(models, self._options.recompute)))
-        if self._compiling:
+                convert_sync_batchnorm(model, strategy.data_group)
+        if options.recompute:
+            self._undo.append(recompute(find_recomputed(models, options.recompute)))
+        if self._compiling:  # recomputed parts are compiled, too
             for model in models:
                 self._precision.decide(model)  # timing would compile the model in both
-            self._compiling.blocks(models, self.strategy.sharded)
+            self._compiling.blocks(models, strategy.sharded)
+
+    def _look_for_memory(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """On one process: estimate exactly only what is above a bound for any precision and usual optimizer."""
+        every = [*(p.route.original for p in self.models), *models]
+        most = sum(p.numel() * (8 * p.element_size() + 12) for model in every for p in model.parameters())
+        if most > self._run.plan.memory * (1 - SPARE):
+            steps = [*(o.given for o in self.optimizers), *optimizers]
+            self._auto.look_alone(every, steps, self.strategy.name)
 
     def _prepare_model(
         self, model: nn.Module, optimizers: Sequence[Optimizer], place: bool, methods: Sequence[str]
     ) -> nn.Module:
-        world, strategy, initialize = self._run.world, self.strategy, self._options.initialize
-        self._check_models([model])  # those before it in this call have owners now
-        if self._precision.raises:
+        world, strategy, precision, options = self._run.world, self.strategy, self._precision, self._options
+        if precision.raises:
             self._raise_weights(model)
         if not strategy.sharded and any(t.is_meta for t in chain(model.parameters(), model.buffers())):
-            materialise(model, world.device if place else torch.device("cpu"), initialize)
+            materialise(model, world.device if place else torch.device("cpu"), options.initialize)
         if methods:
-            self._precision.decide(model)  # a timing would be one of forward
+            precision.decide(model)  # a timing would be one of forward
         compile_whole = self._compiling.whole if self._compiling else lambda module: None
-        wrapped = strategy.wrap(
-            model, optimizers, WrapContext(self._precision, place, initialize, compile_whole)
-        )
+        context = WrapContext(precision, place, options.initialize, compile_whole)
+        wrapped = strategy.wrap(model, optimizers, context)
         if world.size > 1:
             world.hurry_groups()
-        summed = strategy.sums and self._run.window.accumulation != 1
-        if self._precision.masters or summed:
+        if precision.masters or (strategy.sums and self._run.window.accumulation != 1):
             why = "gradients of low-precision parameters are summed in fp32, dense ones only"
             refuse_sparse(model, why, "keep its weights in fp32", narrow=True)
-        how: Any = {
-            "methods": methods,
-            "no_double_backward": strategy.no_double_backward,
-            "sharded": strategy.sharded,
-        }
-        view, route = make_view(model, wrapped, world.blame, lambda: self._no_sync(model), **how)
+        view, route = make_view(
+            *(model, wrapped, world.blame, partial(self._no_sync, model)),
+            methods=methods,
+            no_double_backward=strategy.no_double_backward,
+            sharded=strategy.sharded,
+        )
         self.models.append(Prepared(view, route))
         self.owner.update((id(p), name) for name, p in model.named_parameters())
-        if strategy.sums and self.sums.watch(model):
-            self._say_sums()
+        if strategy.sums and (
+            self.sums.on or any(p.requires_grad and p.dtype in LOW for p in model.parameters())
+        ):
+            originals = (prepared.route.original for prepared in self.models)
+            self.sums.watch([p for one in originals for p in one.parameters() if p.requires_grad])
+            choice = self._run.plan.accumulation
+            if choice.value > 1 and not choice.reason.endswith(SUMMED):
+                self._refine("accumulation", choice.value, choice.reason + SUMMED)
         return view
 
     def _raise_weights(self, model: nn.Module) -> None:
@@ -296,11 +320,6 @@ class Preparation:
         self._told.append(words)
         self._refine("weights", self._run.plan.weights.value, "; ".join(dict.fromkeys(self._told)))
         logger.info("weights: %s", words)
-
-    def _say_sums(self) -> None:
-        choice, words = self._run.plan.accumulation, ", their low-precision gradients summed in fp32"
-        if choice.value > 1 and not choice.reason.endswith(words):
-            self._refine("accumulation", choice.value, choice.reason + words)
 
     # -- optimizers
 
@@ -319,14 +338,14 @@ class Preparation:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if optimizer.state:
             follow(optimizer, self._raised)
-        masters = self._masters_for(optimizer)
-        self._keep_frozen(optimizer, held)
+        masters = None
+        if self._precision.masters or any(p.dtype in LOW for p in held):
+            masters = self._masters_for(optimizer, held)
+            self._keep_frozen(optimizer, held)
         why_not: str | None = None
         if own and not settings.fused:
             optimizer.use_plain_torch()
-        if (
-            settings.fused and not own
-        ):  # before it is spread: an optimizer in its place has a class of its own
+        elif settings.fused and not own:  # before it is spread: the strategy's optimizer has another class
             why_not = optim.fuse(optimizer, [model.route.original for model in self.models])
         stepped, counting = strategy.spread(optimizer), strategy.counting
         if isinstance(stepped, optim.FusedOptimizer) and counting.add is not None:
@@ -335,7 +354,8 @@ class Preparation:
             *(stepped, counting, settings.fused, settings.ema_decay, masters, self._gave_way),
             scaled=self._scaler.enabled,
         )
-        self._same_kernels(stepped, engine)
+        if self._run.world.size > 1 and self._run.world.device.type == "cuda":
+            same_kernels(self._run.world, stepped, engine)
         prepared = optim.PreparedOptimizer(
             stepped, self._run.window, self._scaler, optimizer, masters, self.sums, engine
         )
@@ -348,14 +368,13 @@ class Preparation:
             self._say_steps()
         return prepared
 
-    def _masters_for(self, optimizer: Optimizer) -> Masters | None:
+    def _masters_for(self, optimizer: Optimizer, held: Sequence[Tensor]) -> Masters | None:
         """fp32 masters of low-precision weights, unless the optimizer rounds them stochastically, or the precision wants neither.
 
         Raises:
             PrepareError: they are needed, and the strategy has no place for them.
         """
         policy, kind = self._precision, type(optimizer).__name__
-        held = (p for group in optimizer.param_groups for p in group["params"])
         low = [p for p in held if p.requires_grad and p.dtype in LOW]
         if not policy.masters and not (low and policy.keeps_updates):
             return None
@@ -376,25 +395,25 @@ class Preparation:
         return optim.Masters(optimizer, self.masters, frozen=policy.masters)
 
     def _keep_frozen(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-        """Low-precision `parameters` that are frozen now keep their dtype, so a step that finds one of them unfrozen is refused."""
+        """Low-precision `parameters` that are frozen now keep their dtype: refuse a step that finds one of them unfrozen."""
         frozen = [p for p in parameters if not p.requires_grad and p.dtype in LOW]
         if frozen and not self._precision.masters and self._precision.keeps_updates:
 
             def check(*_: Any) -> None:
-                for parameter in frozen:
-                    self._check_wide(parameter)
+                self._check_wide(frozen)
 
             optim.indifferent.add(check)
             self._undo.append(optimizer.register_step_pre_hook(check).remove)
 
-    def _check_wide(self, parameter: Tensor) -> None:
-        """Refuse a low-precision parameter that trains only since `prepare`, which raises it or gives it a master."""
-        if parameter.requires_grad and parameter.dtype in LOW:
-            raise StepError(
-                f"{self.owner.get(id(parameter), 'a parameter')!r} trains now, but was frozen or in no optimizer when it was prepared, and "
-                f"stayed {parameter.dtype}, where small updates are lost: call requires_grad_(True) and give it to the optimizer before "
-                "prepare() (free_memory() lets you prepare again)"
-            )
+    def _check_wide(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse low-precision parameters that train only since `prepare`, which raises them or gives them masters."""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.dtype in LOW:
+                raise StepError(
+                    f"{self.owner.get(id(parameter), 'a parameter')!r} trains now, but was frozen or in no optimizer when it was prepared, "
+                    f"and stayed {parameter.dtype}, where small updates are lost: call requires_grad_(True) and give it to the optimizer "
+                    "before prepare() (free_memory() lets you prepare again)"
+                )
 
     def _check_free(self, holds: str, where: str, parameters: Iterable[Tensor], remedy: str) -> None:
         """`parameters` are prepared models', and no prepared optimizer steps them."""
@@ -422,11 +441,11 @@ class Preparation:
             for model in self.models:
                 self.owner.update((id(p), name) for name, p in model.route.original.named_parameters())
         self._check_free(f"{type(optimizer).__name__}.add_param_group got", "", added, ADDED)
-        own = isinstance(optimizer, optim.FusedOptimizer)
-        rounds = own and optimizer.options.stochastic_rounding is not False
+        rounds = (
+            isinstance(optimizer, optim.FusedOptimizer) and optimizer.options.stochastic_rounding is not False
+        )
         if self._precision.keeps_updates and not prepared.has_masters and not rounds:
-            for parameter in added:
-                self._check_wide(parameter)
+            self._check_wide(added)
         type(optimizer).add_param_group(optimizer, group)
         self._keep_frozen(optimizer, added)
         prepared.take_group()
@@ -434,38 +453,24 @@ class Preparation:
         if self.replicas is not None:
             self.replicas.begin_again(prepared)
 
-    def _same_kernels(self, stepped: Optimizer, engine: Engine) -> None:
-        """Our kernels run on all ranks, or on none: gradients are to be measured in the same way, by the same collectives."""
-        world = self._run.world
-        if world.size == 1 or world.device.type != "cuda":
-            return
-        own = stepped if isinstance(stepped, optim.FusedOptimizer) else None
-        here = (engine if own is None else own.engine).kernels is not None
-        if world.any(not here) and here:
-            reason = "our kernels do not run on all ranks"
-            if own is not None:
-                own.do_without(reason)
-            elif engine.kernels is not None:
-                engine.give_way(reason)
-
     def _say_steps(self) -> None:
         """Which step runs of each optimizer, and why, in the plan."""
         steps: dict[str, list[str]] = {"CuPy": [], "fused": [], "as given": []}
         for optimizer, why_not in self._not_fused.items():
-            engine, kind = optimizer.engine, type(optimizer.given).__name__
-            if engine.name == "CuPy":
+            engine, given, kind = optimizer.engine, optimizer.given, type(optimizer.given).__name__
+            if engine.kernels is not None:
                 steps["CuPy"].append(engine.reason)
-            elif isinstance(optimizer.given, optim.FusedOptimizer):
-                way = optimizer.given.engine
-                steps["CuPy" if way.kernels else "fused"].append(
-                    f"easymp's {kind} by {way.name}: {way.reason}"
+            elif isinstance(given, optim.FusedOptimizer):
+                name, reason = given.engine.name, given.engine.reason
+                steps["CuPy" if given.engine.kernels else "fused"].append(
+                    f"easymp's {kind} by {name}: {reason}"
                 )
             else:
-                on_cuda = engine.reason and self._run.world.device.type == "cuda"
-                because = f": {engine.reason}" if on_cuda else ""
-                steps["as given" if why_not else "fused"].append(
-                    (why_not or f"torch's fused {kind}") + because
+                because = (
+                    f": {engine.reason}" if engine.reason and self._run.world.device.type == "cuda" else ""
                 )
+                way = "as given" if why_not else "fused"
+                steps[way].append((why_not or f"torch's fused {kind}") + because)
         reasons = dict.fromkeys(chain.from_iterable(steps.values()))
         self._refine("optimizer", ", ".join(name for name in steps if steps[name]), "; ".join(reasons))
 
@@ -487,39 +492,36 @@ class Preparation:
         return self.schedulers[-1]
 
     def _prepare_loader(self, loader: DataLoader[Any], place: bool) -> PreparedLoader:
+        window, world, strategy = self._run.window, self._run.world, self.strategy
         prepared = prepare_loader(
             loader,
-            window=self._run.window,
-            world=self._run.world,
-            data_rank=self.strategy.data_rank,
-            data_size=self.strategy.data_size,
-            device=self._run.world.device,
+            window=window,
+            world=world,
+            data_rank=strategy.data_rank,
+            data_size=strategy.data_size,
+            device=world.device,
             config=self._options.loading,
             seed=self.seed,
             device_placement=place,
         )
         self.loaders.append(prepared)
-        return prepared
-
-    def _say_batch(self) -> None:
-        if self.loaders and (total := self.loaders[0].total_batch_size) is not None:
-            steps = self._run.window.accumulation
-            more = f" × {steps} accumulation" if steps > 1 else ""
-            self.batch = f"{self.loaders[0].size_line()}{more} = {total * steps}"
+        if len(self.loaders) == 1 and prepared.batch_size is not None:
+            self.batch = prepared.batch_line(window.accumulation)
             if logger.isEnabledFor(logging.INFO):
                 logger.info("batch: %s", self.batch)
+        return prepared
 
     # -- for the step
 
     def routes(self, models: Sequence[nn.Module]) -> list[Route]:
         """How `models` are called; all of them, where none is named."""
-        routes = []
+        if not models:
+            return [prepared.route for prepared in self.models]
+        routes = {id(m): p.route for p in self.models for m in (p.view, p.route.original)}
         for model in models:
-            known = self._known(model)
-            if known is None:
+            if id(model) not in routes:
                 raise StepError(f"this {type(model).__name__} is not prepared: pass what prepare() returned")
-            routes.append(known.route)
-        return routes if models else [model.route for model in self.models]
+        return [routes[id(model)] for model in models]
 
     def gradients(self) -> Iterator[Tensor]:
         """All gradients of prepared models' parameters, fp32 sums among them."""
@@ -529,9 +531,10 @@ class Preparation:
 
     def stepped(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """What optimizers hold of `parameters`: their masters, with the gradients, where they have some."""
-        for optimizer in self.optimizers_of([self.masters.get(id(p), p) for p in parameters]):
+        held = [self.masters.get(id(p), p) for p in parameters]
+        for optimizer in self.optimizers_of(held):
             optimizer.gather()
-        return [self.masters.get(id(p), p) for p in parameters]
+        return held
 
     def optimizers_of(self, parameters: Sequence[Tensor]) -> list[PreparedOptimizer]:
         """The prepared optimizers that hold any of `parameters`, groups that were added later included."""
@@ -596,6 +599,18 @@ class Preparation:
             module.process_group = None
         for held in (self.converted, self.models, self.optimizers, self.schedulers, self.loaders):
             held.clear()
-        for names in (self.owner, self.stepped_by, self._not_fused, self._raised):
+        for names in (self.owner, self.stepped_by, self._done, self._not_fused, self._raised):
             names.clear()
         self._auto.forget()
+
+
+def same_kernels(world: World, stepped: Optimizer, engine: Engine) -> None:
+    """Our kernels run on all ranks, or on none: gradients are to be measured in the same way, by the same collectives."""
+    own = stepped if isinstance(stepped, optim.FusedOptimizer) else None
+    here = (engine if own is None else own.engine).kernels is not None
+    if world.any(not here) and here:
+        reason = "our kernels do not run on all ranks"
+        if own is not None:
+            own.do_without(reason)
+        else:
+            engine.give_way(reason)

@@ -58,7 +58,7 @@ def test_sums_and_masters(monkeypatch, launcher):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.Linear(9, 3)).bfloat16()
         sums = Sums({})
-        sums.watch(model)
+        sums.watch(list(model.parameters()))
         masters = Masters(torch.optim.SGD(model.parameters(), lr=0.1), {})
         for _ in range(3):
             for _ in range(3):

@@ -86,7 +86,7 @@ def test_every_world_reads_each_sample_once_in_the_same_order(
 def test_what_is_known_with_each_batch(workers: int) -> None:
     loader = prepared(DataLoader(Numbers(11), 2, num_workers=workers), 1, 2)
     assert (len(loader), loader.batch_size, loader.total_batch_size, loader.uneven) == (3, 2, 4, False)
-    assert loader.size_line() == "2 per device × 2 processes"
+    assert loader.batch_line(3) == "2 per device × 2 processes × 3 accumulation = 12"
     seen = [(numbers(b), loader.position, loader.surplus, loader.local_size, loader.last) for b in loader]
     assert seen == [([2, 3], 4, 0, 2, False), ([6, 7], 8, 0, 2, False), ([10, 0], 11, 1, 2, True)]
     assert (loader.position, loader.surplus, loader.local_size, loader.last, loader.epoch) == (

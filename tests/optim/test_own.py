@@ -14,7 +14,7 @@ import easymp.optim as ours
 from easymp import Accelerator, KernelError, RefusedError, StepError, cuda
 from easymp.cuda.cupy_launcher import Unavailable
 from easymp.optim import Engine
-from easymp.training.prepare import Preparation
+from easymp.training.prepare import same_kernels
 from tests.cuda.compiled import CompiledLauncher
 
 SHAPES = [(7,), (33, 5), (0,), (1,), (2, 9001)]
@@ -348,7 +348,7 @@ def test_kernels_run_on_all_ranks_or_on_none(everywhere, kernels):
     mine = ours.LAMB(parameters)
     assert mine.engine.kernels is not None
     world = SimpleNamespace(size=2, device=torch.device("cuda"), any=lambda mine: mine or not everywhere)
-    Preparation._same_kernels(SimpleNamespace(_run=SimpleNamespace(world=world)), mine, Engine(mine))
+    same_kernels(world, mine, Engine(mine))
     assert (mine.engine.kernels is not None) == everywhere
     parameters[0].grad = torch.ones(3)
     mine.step()

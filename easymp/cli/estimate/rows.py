@@ -10,7 +10,7 @@ from ...base.units import size
 from ...distributed import Ranks
 from ...errors import EasympError, RefusedError, SettingError
 from ...hardware import Hardware
-from ...plan import Plan, incompatible, make_plan, rank_memory
+from ...plan import Plan, incompatible, make_plan
 from ...protocols import Facts
 from ...registry import ALIASES, PRECISIONS, STRATEGIES
 from ...settings import Settings
@@ -150,7 +150,7 @@ def estimates(
                 except EasympError as error:  # this model, under this strategy
                     refused.append(f"{strategy} on {world} with {precision}: {error}")
                 else:
-                    rows.append(Row(need, rank_memory(plan)))
+                    rows.append(Row(need, plan.memory))
     if not rows:
         raise SettingError(f"nothing is left to estimate: {'; '.join(refused) or 'no processes'}")
     ordered = tuple(name for name in dict.fromkeys([*preferred, *kinds]) if name in kinds)
