@@ -73,8 +73,8 @@ modules_at_first_use(
 )
 logger = get_logger(__name__)
 
-
-# Keywords of the peer that have another place here, or none yet.
+WORDS = {True: "model", False: "no"}  # of the argument `compile`, in the setting
+# Keywords of the peer that have another place here, or none.
 ELSEWHERE = {
     "rng_types": "there is nothing to synchronise: data order is f(seed, epoch) on every rank. Leave it out",
     "dynamo_plugin": "pass compile=CompileOptions(...)",
@@ -189,14 +189,17 @@ class Accelerator(Processes, Checkpoints):
         settings: Settings | None = None,
         **others: Never,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in setting.NAMES}
         _refuse_unknown(others)
         recompute = transforms.read_which(
             False if activation_checkpointing is None else activation_checkpointing
         )
         compiled = transforms.read_compile(False if compile is None else compile, dynamo_backend)
         handlers = records.by_kind(kwargs_handlers)
+        group = handlers.get(records.InitProcessGroupKwargs)
         project = project_config or records.ProjectConfiguration()
-        if project_dir is not None and project.project_dir not in (None, os.fspath(project_dir)):
+        given["project_dir"] = project.project_dir if project_dir is None else os.fspath(project_dir)
+        if project.project_dir not in (None, given["project_dir"]):
             raise SettingError(
                 f"project_dir={project_dir!r} contradicts project_config's {project.project_dir!r}: pass one of them"
             )
@@ -206,66 +209,32 @@ class Accelerator(Processes, Checkpoints):
                     f"gradient_accumulation_steps={gradient_accumulation_steps} contradicts the plugin's num_steps="
                     f"{gradient_accumulation_plugin.num_steps}: pass one of them"
                 )
-            gradient_accumulation_steps = gradient_accumulation_plugin.num_steps
-        group = handlers.get(records.InitProcessGroupKwargs)
-        log_words, own_trackers = trackers.words_of(log_with)
-        words = {True: "model", False: "no"}
-        parts = (
-            compile.what if isinstance(compile, transforms.CompileOptions) else words.get(compile, compile)
-        )  # type: ignore[arg-type]
+            given["gradient_accumulation_steps"] = gradient_accumulation_plugin.num_steps
+        if group and timeout is None:
+            given["timeout"] = group.seconds
+        given["log_with"], own_trackers = trackers.words_of(log_with)
+        given["compile"] = parts = getattr(compile, "what", None) or WORDS.get(compile, compile)  # type: ignore[arg-type]
         again = None if activation_checkpointing is None else transforms.worded(recompute)
-        asked = setting.resolve(
-            settings,
-            compile=parts,
-            activation_checkpointing=again,
-            mixed_precision=mixed_precision,
-            strategy=strategy,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            cpu=cpu,
-            seed=seed,
-            deterministic=deterministic,
-            fused=fused,
-            ema_decay=ema_decay,
-            convert_sync_batchnorm=convert_sync_batchnorm,
-            nonfinite=nonfinite,
-            probe=probe,
-            timeout=group.seconds if group and timeout is None else timeout,
-            memory=memory,
-            replica_check=replica_check,
-            debug=debug,
-            project_dir=os.fspath(project_dir) if project_dir is not None else project.project_dir,
-            log_with=log_words,
-        )
+        asked = setting.resolve(settings, **{**given, "activation_checkpointing": again})
         if asked.compile != parts:
             compiled = transforms.compile_setting(asked.compile, dynamo_backend)
         if asked.activation_checkpointing != again:
             recompute = transforms.read_words(str(asked.activation_checkpointing))
         if asked.project_dir not in (None, project.project_dir):
             project.set_directories(asked.project_dir)
-        plan = planning.make_plan(
-            asked, hardware.detect(), distributed.locate(distributed.read_ranks(), asked.timeout)
-        )
-        spread = strategies.STRATEGIES[plan.strategy.value]
-        try:
-            options = strategies.read_options(
-                spread, asked.strategy_options if strategy_options is None else strategy_options, handlers
-            )
-        except SettingError as error:
-            if strategy_options is not None or asked.strategy_options is None:
-                raise
-            raise SettingError(f"{asked.source('strategy_options')[1]}: {error}") from None
+        ranks = distributed.locate(distributed.read_ranks(), asked.timeout)
+        plan = planning.make_plan(asked, hardware.detect(), ranks)
+        spread, options = self._read_strategy(plan, asked, strategy_options, handlers)
         plugin = gradient_accumulation_plugin or records.GradientAccumulationPlugin(plan.accumulation.value)
         self._sync_each_batch = plugin.sync_each_batch
         self._window = UpdateWindow(plan.accumulation.value, plugin.sync_with_dataloader)
         device = torch.device(plan.device.value)
+        backend = group.backend if group else None
         self._undo = ExitStack()
-        self._world = distributed.World(
-            plan.ranks, device, asked.timeout, asked.debug, group.backend if group else None
-        )
+        self._world = distributed.World(plan.ranks, device, asked.timeout, asked.debug, backend)
         with ExitStack() as begun:  # which ends again where something is refused
             begun.callback(self._world.close)
             begun.callback(self._undo.close)
-            strategy = spread(self._world, options)  # type: ignore[call-arg]
             self._run = state.Run(self._world, plan, self._window, weakref.ref(self))
             state.register(self._run)
             begun.callback(state.unregister, self._run)
@@ -282,22 +251,25 @@ class Accelerator(Processes, Checkpoints):
             rule = precision.rule_from(scaling)
             self._scaler = precision.Scaler(rule, self._world, scaled, guard, self._window)
             self._loading = dataloader_config or records.DataLoaderConfiguration()
-            steps = self._world.size if scheduler_steps_per_process else 1
             own = strategy_options is not None or asked.strategy_options is not None
-            given = own or records.DistributedDataParallelKwargs in handlers
+            steps = self._world.size if scheduler_steps_per_process else 1
             schedule = partial(
                 self._make_scheduler, with_optimizer=step_scheduler_with_optimizer, steps=steps
             )
-            told = (options, plugin, self._autocast, scaling, self._loading)
             wishes = prepare.PrepareOptions(
-                device_placement, self._loading, schedule, given, initialize, recompute, compiled, told
+                *(device_placement, self._loading, schedule),
+                strategy_options=own or records.DistributedDataParallelKwargs in handlers,
+                initialize=initialize,
+                recompute=recompute,
+                compile=compiled,
+                records=(options, plugin, self._autocast, scaling, self._loading),
             )
             me = weakref.ref(self)
-            self._prepared = prepare.Preparation(
-                *(self._run, strategy, self._precision, self._scaler, wishes),
+            prepared = self._prepared = prepare.Preparation(
+                *(self._run, spread(self._world, options), self._precision, self._scaler, wishes),  # type: ignore[call-arg]
                 no_sync=lambda model: me().no_sync(model),
             )
-            prepared, dtypes = self._prepared, self._precision
+            dtypes = self._precision
             self._nonfinite = guards.Nonfinite(
                 *(asked.nonfinite, self._world, self._scaler),
                 updates=lambda: prepared.optimizers[0].updates if prepared.optimizers else 0,
@@ -306,18 +278,17 @@ class Accelerator(Processes, Checkpoints):
             self._profiling: ProfileKwargs | None = handlers.get(records.ProfileKwargs)
             self._refusing = False  # steps of optimizers that were not prepared
             self._alone = False  # inside no_sync
-            self._unprepared: data.UnpreparedCheck | None = (
-                None  # until a backward pass has shown where the data comes from
-            )
-            self._closed = False
+            # Looks at where the data comes from, until a backward pass has shown it.
+            self._unprepared: data.UnpreparedCheck | None = None
+            self._closed = self._trigger = False
             self._begin_checkpoints(project)
-            optimizers = self._prepared.optimizers
-            self._tracking = tracking.Tracking(self._run, self._project, asked, own_trackers, optimizers)
+            self._tracking = tracking.Tracking(
+                self._run, self._project, asked, own_trackers, prepared.optimizers
+            )
             self._logbook = self._tracking.logbook
-            self._trigger = False
             self._listen(save_on_signal)
             self._undo.callback(self._preemption.close)
-            switch(self._precision.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
+            switch(dtypes.tf32 and device.type != "cpu", asked.deterministic, self._undo.callback)
             if asked.seed is not None:
                 set_seed(asked.seed)
             folder = env.read(setting.RECORD)
@@ -330,6 +301,18 @@ class Accelerator(Processes, Checkpoints):
             begun.pop_all()
 
     # -- the decision
+
+    @staticmethod
+    def _read_strategy(plan: Plan, asked: Settings, given: Any, handlers: dict[type, Any]) -> tuple[Any, Any]:
+        """The planned strategy's class, and its options: the argument's, else those of the project file."""
+        kind = strategies.STRATEGIES[plan.strategy.value]
+        try:
+            options = asked.strategy_options if given is None else given
+            return kind, strategies.read_options(kind, options, handlers)
+        except SettingError as error:
+            if given is not None or asked.strategy_options is None:
+                raise
+            raise SettingError(f"{asked.source('strategy_options')[1]}: {error}") from None
 
     def _make_precision(self, asked: Settings) -> Any:
         kind = precision.PRECISIONS.get(self.plan.precision.value)

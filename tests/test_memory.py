@@ -300,7 +300,7 @@ def test_nothing_is_allocated() -> None:
         ({"strategy": "auto"}, "strategy='auto' is not one of"),
         ({"precision": "bf61"}, "did you mean 'bf16'"),
         ({"optimizer": "adamv"}, "did you mean 'adam"),
-        ({"optimizer": object()}, "is no name, class, number of states or torch optimizer"),
+        ({"optimizer": object()}, "is not a name, class, number of states or torch optimizer"),
         (
             {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])},
             "none of the optimizers holds a parameter",

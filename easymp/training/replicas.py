@@ -1,4 +1,4 @@
-"""Ranks that must be alike: what they bring to `prepare`, and the parameters and options that they train with.
+"""Compare what must be equal on all ranks: objects at `prepare`, and the parameters and options that they train with.
 
 `compare_prepared` compares objects and options in words. `Replicas` compares parameters while they are trained: by a checksum of the bits
 of each one, and a checksum of these, so that a few numbers a rank travel. They are sent after an update and read after the next one, so
@@ -31,19 +31,13 @@ if TYPE_CHECKING:
 ADDED = "add it to the model before prepare(), or call free_memory() and prepare model and optimizer anew"
 # Settings by which ranks may differ: their effect is compared, or they do not change what is trained.
 MAY_DIFFER = {
-    "mixed_precision",
-    "strategy",
-    "gradient_accumulation_steps",
-    "cpu",
-    "timeout",
-    "memory",
-    "project_dir",
+    *("mixed_precision", "strategy", "gradient_accumulation_steps", "cpu", "timeout", "memory"),
+    *("project_dir", "log_with", "sources"),
 }
-MAY_DIFFER |= {"log_with", "sources"}
 FIRST = 3  # updates that are compared one by one
 CHUNK = 2**20  # elements that are summed at a time
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-ODD = 0x5DEECE66D  # what sums are multiplied by before the next one is added
+ODD = 0x5DEECE66D  # sums are multiplied by it before the next one is added
 WHOLE = -1  # the piece of a parameter that is not cut
 CAUSES = (
     "Likely causes: a parameter unfrozen after prepare(); training through another method than the model's call; weights changed on some "
@@ -54,12 +48,9 @@ CAUSES = (
 
 
 class _Sent(NamedTuple):
-    """A comparison under way.
+    """A comparison under way: its parameters, each with the piece that this rank holds, and their checksums.
 
-    Attributes:
-        held: the parameters, and which piece of each this rank holds.
-        sums: their checksums.
-        rows: a row a rank, once `work` is done and `event` has come.
+    `rows` has a row a rank, once `work` is done and `event` has come.
     """
 
     optimizer: PreparedOptimizer
@@ -73,12 +64,11 @@ class _Sent(NamedTuple):
 
 
 class Replicas:
-    """Compares what prepared optimizers step, and their options, over the ranks; with the first optimizer also what none of them steps.
+    """Compares the parameters that prepared optimizers step, and their options; with the first optimizer also the other parameters.
 
     Args:
         every: after how many updates of an optimizer, beside the first ones.
-        models: the prepared ones by now.
-        optimizers: the prepared ones by now.
+        models, optimizers: the prepared ones by now.
         owner: id of a parameter → its name, of those that were prepared.
 
     Attributes:
@@ -98,20 +88,20 @@ class Replicas:
         self._updates: dict[int, int] = {}
         self._frozen: dict[
             int, list[Tensor]
-        ] = {}  # held by an optimizer, and not trained at its first update
+        ] = {}  # parameters that an optimizer's first update did not train
         self._sent: dict[int, _Sent] = {}
         self._weights: dict[torch.device, Tensor] = {}
         self.paused = False
 
     def follow(self, strategy: Any) -> None:
         """Models are spread by `strategy`."""
-        self._alike, self._apart = strategy.replicated, strategy.local_updates
+        self._replicated, self._local_updates = strategy.replicated, strategy.local_updates
         if strategy.local_updates:
             strategy.averaged = self._averaged
 
     def stepped(self, optimizer: PreparedOptimizer) -> None:
         """`optimizer` has made an update, on all ranks."""
-        if self.paused or self._apart:
+        if self.paused or self._local_updates:
             return
         key = id(optimizer)
         if any(p.requires_grad for p in self._frozen.get(key, ())):
@@ -119,21 +109,19 @@ class Replicas:
         if key not in self._updates:
             self._frozen[key] = [p for _, p in optimizer.parameters() if not p.requires_grad]
         updates = self._updates[key] = self._updates.get(key, 0) + 1
-        if key in self._sent:
-            self._read(key)
+        self._read(key)
         if updates <= FIRST or updates % self._every == 0:
             self._send(key, optimizer)
 
     def _averaged(self, inner: torch.optim.Optimizer) -> None:
-        """What `inner` steps has just been averaged over the ranks."""
+        """The parameters of `inner` have just been averaged over the ranks."""
         for optimizer in self._optimizers:
             if optimizer.optimizer is inner:
-                if id(optimizer) in self._sent:
-                    self._read(id(optimizer))
+                self._read(id(optimizer))
                 self._send(id(optimizer), optimizer)
 
     def settle(self) -> None:
-        """Read what is under way.
+        """Read the comparisons under way.
 
         Raises:
             WorldError: the ranks differ.
@@ -150,24 +138,23 @@ class Replicas:
         self._frozen.clear()
         self._sent.clear()
 
-    def _held(self, optimizer: PreparedOptimizer) -> list[Tensor]:
-        held = [p for _, p in optimizer.parameters()]
-        if optimizer is self._optimizers[0]:
-            theirs = {id(p) for other in self._optimizers for _, p in other.parameters()}
-            models = (model.route.original for model in self._models)
-            held += [p for model in models for p in model.parameters() if id(p) not in theirs]
-        return held
+    # -- checksums
 
     @torch.no_grad()
     def _send(self, key: int, optimizer: PreparedOptimizer) -> None:
         world = self._world
-        held = [(p, piece) for p in self._held(optimizer) if (piece := self._piece(p)) is not None]
+        parameters = [p for _, p in optimizer.parameters()]
+        strangers = sum(id(p) not in self._owner for p in parameters)
+        if optimizer is self._optimizers[0]:
+            theirs = {id(p) for other in self._optimizers for _, p in other.parameters()}
+            models = (model.route.original for model in self._models)
+            parameters += [p for model in models for p in model.parameters() if id(p) not in theirs]
+        held = [(p, piece) for p in parameters if (piece := self._piece(p)) is not None]
         held.sort(key=lambda one: one[1] != WHOLE)
         wholes = sum(piece == WHOLE for _, piece in held)
         options = list(describe_options(optimizer, wait=False))
         digest = int.from_bytes(hashlib.sha256("\n".join(options).encode()).digest()[:8], "big", signed=True)
-        strangers = [p for p in optimizer.parameters() if id(p[1]) not in self._owner]
-        mine = torch.tensor([digest, len(strangers), held[-1][1] if held else WHOLE, 0, 0])
+        mine = torch.tensor([digest, strangers, held[-1][1] if held else WHOLE, 0, 0])
         mine = mine.to(world.device, non_blocking=True)
         sums = torch.stack([self._sum(local(p)).to(world.device) for p, _ in held]) if held else mine[:0]
         mine[3], mine[4] = self._fold(sums[:wholes]), self._fold(sums[wholes:])
@@ -183,13 +170,13 @@ class Replicas:
         self._sent[key] = _Sent(optimizer, optimizer.updates, held, options, sums, rows, work, event)
 
     def _piece(self, parameter: Any) -> int | None:
-        """Which piece of `parameter` lies here, that lies on other ranks, too; None: no other has it."""
+        """The number of the piece of `parameter` that this rank and others hold; None: no other rank holds it."""
         placements = getattr(parameter, "placements", None)
-        own = placements is None and not self._alike
+        own = placements is None and not self._replicated
         if parameter.is_meta or own or copies(parameter, self._world.size) == 1:
             return None
         if type(local(parameter)).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            return None  # a subclass that says itself what its bits are
+            return None  # the bits of such a subclass are its own affair
         piece = WHOLE
         for dim, placement in enumerate(placements or ()):
             if not placement.is_replicate():
@@ -211,6 +198,9 @@ class Replicas:
         return (numbers.to(torch.int64) * self._weights[numbers.device][: len(numbers)]).sum()
 
     def _read(self, key: int) -> None:
+        """Wait for the comparison of this optimizer, if one is under way, and explain a difference on all ranks together."""
+        if key not in self._sent:
+            return
         sent = self._sent.pop(key)
         with self._world.explained("the comparison of replicas"):
             sent.work.wait()
@@ -220,12 +210,17 @@ class Replicas:
         for options, strangers, piece, whole, part in (rows := sent.rows.tolist()):
             alike = (options, whole) == (rows[0][0], rows[0][3]) and pieces.setdefault(piece, part) == part
             if strangers or not alike:
-                self._explain(sent)  # on all ranks together: they have the same rows
+                self._explain(sent)
                 return
+
+    # -- a difference in words
 
     def _explain(self, sent: _Sent) -> None:
         """Raise a WorldError with the first difference; a collective."""
-        names = self._names()
+        names: dict[int, str] = {}
+        for i, model in enumerate(self._models):
+            of = f" of {type(model.route.original).__name__} (model {i})" if len(self._models) > 1 else ""
+            names.update((id(p), repr(name) + of) for name, p in model.route.original.named_parameters())
         said = [
             names.get(id(p), f"number {i} of shape {tuple(p.shape)}") for i, (p, _) in enumerate(sent.held)
         ]
@@ -257,14 +252,6 @@ class Replicas:
                 f"{kind} steps {_several(added)}, which belongs to no prepared model, so that no rank averages its gradients: {ADDED}"
             )
 
-    def _names(self) -> dict[int, str]:
-        """id of a parameter → its name, with its model's where there are several models."""
-        names: dict[int, str] = {}
-        for i, model in enumerate(self._models):
-            of = f" of {type(model.route.original).__name__} (model {i})" if len(self._models) > 1 else ""
-            names.update((id(p), repr(name) + of) for name, p in model.route.original.named_parameters())
-        return names
-
     def _unlike(self, seen: list[list[tuple[str, int, int]]]) -> dict[str, dict[int, int | None]]:
         """The parameters that differ: name → rank → checksum, None where a rank does not have it."""
         found: dict[tuple[str, int], dict[int, int | None]] = {}
@@ -287,13 +274,13 @@ def _several(names: list[str]) -> str:
     return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else names[0]
 
 
-# -- What ranks compare when objects are prepared.
+# -- Comparison of objects when they are prepared.
 
 
 def compare_prepared(
     run: Run, objects: Sequence[Any], records: Sequence[Any], more: Sequence[str]
 ) -> list[int]:
-    """The seeds of all ranks, once they know that all prepare the same.
+    """Compare what the ranks prepare; returns the random seeds of all ranks.
 
     Args:
         records: dataclasses that must be the same on all ranks.
@@ -305,9 +292,9 @@ def compare_prepared(
     plan, world = run.plan, run.world
     decided = {"precision": plan.precision, "strategy": plan.strategy, "accumulation": plan.accumulation}
     mine = [f"{name} {choice.value}" for name, choice in decided.items()]
-    mine += [line for name, line in describe_record(plan.settings) if name not in MAY_DIFFER]
-    mine += [line for record in records for _, line in describe_record(record)]
-    mine += [*(line for item in objects for line in describe(item)), *more]
+    mine += _describe_record(plan.settings, MAY_DIFFER)
+    mine += [line for record in records for line in _describe_record(record)]
+    mine += [*(line for item in objects for line in _describe(item)), *more]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     seen = world.gather_objects((digest, torch.initial_seed()))
     if any(theirs != digest for theirs, _ in seen):
@@ -319,7 +306,7 @@ def compare_prepared(
     return [seed for _, seed in seen]
 
 
-def describe(item: Any) -> Iterator[str]:
+def _describe(item: Any) -> Iterator[str]:
     """The facts of `item` that must be the same on all ranks, a line each."""
     kind = type(item).__name__
     yield kind
@@ -351,14 +338,14 @@ def describe_options(optimizer: torch.optim.Optimizer, wait: bool = True) -> Ite
                 yield f"{kind} group {g} {name}={_said(value, wait)}"
 
 
-def describe_record(record: Any) -> Iterator[tuple[str, str]]:
-    """The fields of a dataclass: their names, and a line each."""
-    for f in dataclasses.fields(record):
-        yield f.name, f"{type(record).__name__} {f.name}={_said(getattr(record, f.name))}"
+def _describe_record(record: Any, without: set[str] | frozenset[str] = frozenset()) -> list[str]:
+    """The fields of a dataclass, a line each."""
+    names = (f.name for f in dataclasses.fields(record) if f.name not in without)
+    return [f"{type(record).__name__} {name}={_said(getattr(record, name))}" for name in names]
 
 
 def _said(value: Any, wait: bool = True) -> str:
-    """Text that is equal on two ranks where `value` is; of an object that is no plain value, its type."""
+    """Text that is equal on two ranks where `value` is; of an object that is not a plain value, its type."""
     if isinstance(value, Tensor):
         known = value.numel() == 1 and (wait or value.device.type == "cpu")
         return repr(value.item()) if known else f"tensor {tuple(value.shape)}"
@@ -369,6 +356,6 @@ def _said(value: Any, wait: bool = True) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_said(k)}: {_said(v, wait)}' for k, v in value.items())}}}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f"{type(value).__name__}({', '.join(line for _, line in describe_record(value))})"
+        return f"{type(value).__name__}({', '.join(_describe_record(value))})"
     plain = value is None or isinstance(value, (bool, int, float, complex, str, Enum, torch.dtype, timedelta))
     return repr(value) if plain else getattr(value, "__qualname__", type(value).__qualname__)

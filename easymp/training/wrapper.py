@@ -57,18 +57,12 @@ def forward_methods(models: Sequence[nn.Module], names: str | Sequence[str]) -> 
             )
         if not any(_is_method(model, name) for model in models):
             said = " and ".join(f"this {type(model).__name__}" for model in models) or "no new model"
-            known = [n for model in models for n in _methods(model)]
-            raise PrepareError(
-                f"forward_methods={names!r}: {said} has no method {name!r}{nearest(name, known)}"
-            )
+            near = nearest(name, [n for model in models for n in _methods(model)])
+            raise PrepareError(f"forward_methods={names!r}: {said} has no method {name!r}{near}")
     found = []
     for model in models:
-        marked = [
-            n
-            for c in type(model).__mro__
-            for n, value in vars(c).items()
-            if _MARK in getattr(value, "__dict__", ())
-        ]
+        members = [member for kind in type(model).__mro__ for member in vars(kind).items()]
+        marked = [name for name, value in members if _MARK in getattr(value, "__dict__", ())]
         found.append(tuple(dict.fromkeys([*marked, *(name for name in names if _is_method(model, name))])))
     return found
 

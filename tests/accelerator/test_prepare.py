@@ -133,7 +133,7 @@ def test_a_scheduler_of_another_optimizer(acc: Accelerator) -> None:
 
 
 def test_things_that_cannot_be_prepared(acc: Accelerator) -> None:
-    with pytest.raises(PrepareError, match="a TensorDataset, which is no Module"):
+    with pytest.raises(PrepareError, match="a TensorDataset, which is not a Module"):
         acc.prepare(data())
     with pytest.raises(PrepareError, match=r"already in a DataParallel: pass its .module"):
         acc.prepare(nn.DataParallel(make()))
