@@ -93,14 +93,14 @@ def test_without_a_step_updates_are_counted(tmp_path: Path) -> None:
         (
             lambda acc: acc.log({"a": {"x": object()}}),
             SettingError,
-            "'a/x'.*got a object, which is no number",
+            "'a/x'.*got a object, which is neither a number",
         ),
-        (lambda acc: acc.log({"x": 1}, step=1.5), SettingError, r"step=1.5\) is no whole number"),
-        (lambda acc: acc.log({"x": 1}, step=torch.tensor(1)), SettingError, r"step=...\) got a Tensor"),
+        (lambda acc: acc.log({"x": 1}, step=1.5), SettingError, r"step=1.5\): pass a whole number"),
+        (lambda acc: acc.log({"x": 1}, step=torch.tensor(1)), SettingError, r"step=tensor.*: pass a whole number"),
         (
             lambda acc: acc.log({"x": 1}, log_kwargs={"wandb": {}}),
             SettingError,
-            "'wandb' is no tracker of this run. It has: jsonl",
+            "'wandb' is not a tracker of this run. It has: jsonl",
         ),
         (
             lambda acc: acc.log({"x": 1}, log_kwargs={"jsonl": {}}),
@@ -110,12 +110,12 @@ def test_without_a_step_updates_are_counted(tmp_path: Path) -> None:
         (
             lambda acc: acc.get_tracker("jsnl"),
             SettingError,
-            "'jsnl' is no tracker of this run, did you mean 'jsonl'",
+            "'jsnl' is not a tracker of this run, did you mean 'jsonl'",
         ),
         (
             lambda acc: acc.get_tracker(3),
             SettingError,
-            "get_tracker: 3 is no tracker of this run. It has: jsonl",
+            "get_tracker: 3 is not a tracker of this run. It has: jsonl",
         ),
         (lambda acc: acc.init_trackers("../x"), SettingError, "pass a name"),
         (

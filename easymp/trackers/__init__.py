@@ -16,11 +16,11 @@ from ..errors import SettingError, nearest
 
 
 class Entry(NamedTuple):
-    """One tracker that `log_with` can name; it lives in the module of that name.
+    """A tracker that `log_with` can name; its module has the same name.
 
     Attributes:
-        kind: its class there.
-        package: the package that it needs, brought by the extra of the tracker's name.
+        kind: its class.
+        package: the package that it needs; the extra of the tracker's name installs it.
         takes_options: whether its `log` takes more than values and a step.
     """
 
@@ -54,7 +54,7 @@ def words_of(log_with: Any) -> tuple[str | None, dict[str, Any]]:
     """Split `log_with` into the setting's text and the script's own trackers by lower-case name.
 
     Raises:
-        SettingError: an item is no tracker, or two have one name.
+        SettingError: an item is not a tracker, or two trackers have the same name.
     """
     if log_with is None:
         return None, {}
@@ -65,7 +65,7 @@ def words_of(log_with: Any) -> tuple[str | None, dict[str, Any]]:
         if not isinstance(word, str):
             word = imported(".own", __name__).check_own(item)
             if word.lower() in own:
-                raise SettingError(f"log_with has two trackers called {word!r}: give each a name of its own")
+                raise SettingError(f"log_with has two trackers called {word!r}: give each its own name")
             own[word.lower()] = item
         words.append(word)
     return ",".join(words) or NONE, own
@@ -83,20 +83,19 @@ def choose(words: str, where: str, own: Mapping[str, Any]) -> list[str]:
     """
     names: list[str] = []
     for name in (word.strip().lower() for word in words.split(",") if word.strip()):
-        names += (
-            [n for n in TRACKERS if _missing(n) is None] if name == ALL else [name] if name != NONE else []
-        )
+        if name == ALL:
+            names += [known for known in TRACKERS if _missing(known) is None]
+        elif name != NONE:
+            names.append(name)
     said = where if where.startswith("log_with=") else f"log_with={words!r} ({where})"
     for name in names:
-        if name in own:
-            continue
-        if name not in TRACKERS:
+        if name not in own and name not in TRACKERS:
             known = [*TRACKERS, *own, ALL, NONE]
             raise SettingError(
-                f"{said}: {name!r} is no tracker{nearest(name, known) or '.'} Known: {', '.join(known)}; or pass an "
-                "object of your own with name, start(run, config), log(values, step) and finish()"
+                f"{said}: {name!r} is not a tracker{nearest(name, known) or '.'} Known: {', '.join(known)}; or pass "
+                "an object with name, start(run, config), log(values, step) and finish()"
             )
-        if (package := _missing(name)) is not None:
+        if name not in own and (package := _missing(name)) is not None:
             raise SettingError(
                 f"{said}: {name} needs the package {package}, which is not installed: pip install 'easymp[{name}]'"
             )
@@ -112,5 +111,5 @@ def _missing(name: str) -> str | None:
         found = importlib.util.find_spec(package)
     except ValueError:  # a module without a spec, put there by a test or a tool
         return None
-    # A plain folder of that name (wandb makes one in the working directory) has no origin and is no package.
+    # A plain folder of that name (wandb makes one in the working directory) has no origin and is not a package.
     return package if found is None or found.origin is None else None

@@ -27,14 +27,10 @@ T = TypeVar("T")
 
 
 class JsonLines:
-    """The file.
+    """The file; `path` is its place from `start` on.
 
-    Args:
-        folder: its folder.
-        options: none are taken.
-
-    Attributes:
-        path: the file, from `start` on.
+    Raises:
+        SettingError: `options` are given; it takes none.
     """
 
     name = "jsonl"
@@ -56,42 +52,50 @@ class JsonLines:
         starts = self._continue(position) if position is not None else None
         if starts is None:
             self._leave()
-
-            def create(path: Path) -> tuple[Path, BinaryIO]:
-                path = path.with_name(f"{path.name}.jsonl")
-                return path, open(path, "xb", buffering=0)
-
-            self.path, self._file = first_free(self._folder / run, create)
+            self.path, self._file = first_free(self._folder / run, _create)
             self._id, self._size, starts = uuid.uuid4().hex, 0, []
         starts.append({"time": time.time(), "config": config})
         about = _about(self.path)
         fresh = about.with_name(about.name + ".new")
-        fresh.write_text(
-            as_json({"run": run, "id": self._id, "starts": starts}, indent=2) + "\n", encoding="utf-8"
-        )
+        text = as_json({"run": run, "id": self._id, "starts": starts}, indent=2)
+        fresh.write_text(text + "\n", encoding="utf-8")
         fresh.replace(about)
         logger.info("rows are logged to %s", self.path)
 
     def _continue(self, position: Mapping[str, Any]) -> list[Any] | None:
-        """Open and cut the file of the resumed run and return its starts; None where it is not here."""
-        path, why = self._folder / position["file"], ""
-        about, file = {}, None
+        """Open and cut the file of the resumed run and return its starts; None if it is not here."""
+        path = self._folder / position["file"]
         try:
             about = json.loads(_about(path).read_text(encoding="utf-8"))
+            if about["id"] != position["id"]:
+                raise ValueError("it belongs to another run")
             file = open(path, "r+b", buffering=0)  # noqa: SIM115
-        except (OSError, ValueError) as error:
-            why = f" ({error})"
-        if file is None or about.get("id") != position["id"]:
-            if file is not None:
-                file.close()
-            logger.warning(
-                "%s is not the file of the run that is resumed: its rows go to a new one%s", path, why
-            )
+        except (OSError, ValueError, KeyError) as error:
+            logger.warning("%s cannot be continued, so rows go to a new file (%s)", path, error)
             return None
         self._leave()
-        self._cut(path, file, position["bytes"])
         self._file, self.path, self._id = file, path, position["id"]
+        self._cut(position["bytes"])
         return list(about["starts"])
+
+    def _cut(self, size: int) -> None:
+        """Move the rows after `size` bytes to a file beside this one."""
+        assert self._file is not None
+        there = os.fstat(self._file.fileno()).st_size
+        if there < size:
+            words = "%s has %d bytes and had %d at the checkpoint: rows are missing"
+            logger.warning(words, self.path, there, size)
+        self._size = min(size, there)
+        self._file.seek(self._size)
+        if after := self._file.read():
+            with open(self.path.with_name(self.path.name + ".cut"), "ab") as cut:
+                cut.write(after)
+            self._rewind()
+
+    def _rewind(self) -> None:
+        assert self._file is not None
+        self._file.truncate(self._size)
+        self._file.seek(self._size)
 
     def _leave(self) -> None:
         """Close the file; delete it if it has no rows, because a tracker was asked for before the run was resumed."""
@@ -100,20 +104,6 @@ class JsonLines:
         if was_open and not self._size:
             self.path.unlink()
             _about(self.path).unlink()
-
-    def _cut(self, path: Path, file: BinaryIO, size: int) -> None:
-        there = os.fstat(file.fileno()).st_size
-        if there < size:
-            logger.warning(
-                "%s has %d bytes and had %d at the checkpoint: rows are missing", path, there, size
-            )
-        self._size = min(size, there)
-        file.seek(self._size)
-        if after := file.read():
-            with open(path.with_name(path.name + ".cut"), "ab") as cut:
-                cut.write(after)
-            file.truncate(self._size)
-            file.seek(self._size)
 
     def position(self) -> dict[str, Any]:
         """The end of the file, after a sync to disk."""
@@ -127,15 +117,14 @@ class JsonLines:
 
     def write(self, rows: Sequence[Row]) -> None:
         assert self._file is not None
-        lines = [as_json({"_step": r.step, "_time": round(r.time, 3), **r.values}) for r in rows]
-        text = memoryview(("\n".join(lines) + "\n").encode())
+        lines = [as_json({"_step": r.step, "_time": round(r.time, 3), **r.values}) + "\n" for r in rows]
+        text = memoryview("".join(lines).encode())
+        done = 0
         try:
-            done = 0
             while done < len(text):
                 done += self._file.write(text[done:])
         except OSError:
-            self._file.truncate(self._size)  # half a line would spoil the next one
-            self._file.seek(self._size)
+            self._rewind()  # half a line would spoil the next one
             raise
         self._size += len(text)
 
@@ -144,6 +133,11 @@ class JsonLines:
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
+
+
+def _create(path: Path) -> tuple[Path, BinaryIO]:
+    path = path.with_name(f"{path.name}.jsonl")
+    return path, open(path, "xb", buffering=0)
 
 
 def first_free(first: Path, create: Callable[[Path], T]) -> T:
@@ -158,5 +152,5 @@ def first_free(first: Path, create: Callable[[Path], T]) -> T:
 
 
 def _about(path: Path) -> Path:
-    """The file that describes the run whose rows are at `path`."""
+    """The file that describes the run with rows at `path`."""
     return path.with_name(path.name.removesuffix("l"))

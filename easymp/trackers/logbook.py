@@ -14,7 +14,7 @@ from ..base.rng import isolated
 from ..errors import EasympError, TrackerError, failing
 from ..logging import get_logger
 from . import TRACKERS
-from .own import adapted
+from .own import Own
 from .rows import Pending, Row, plain
 
 logger = get_logger(__name__)
@@ -32,10 +32,10 @@ class Logbook:
         names: the trackers' names.
         own: the script's trackers by lower-case name.
         folder: the folder of their files.
-        facts: returns what is logged beside the script's hyperparameters.
+        facts: returns the plan and the machine, which are logged beside the script's hyperparameters.
 
     Attributes:
-        attached: further trackers by name, started already; they get rows and stand in no checkpoint.
+        attached: further trackers by name, started already; they get rows and are left out of checkpoints.
         waiting: whether rows, or the error of a tracker, wait to be handed over.
     """
 
@@ -48,12 +48,11 @@ class Logbook:
     ) -> None:
         self._names, self._own, self._folder, self._facts = names, own, folder, facts
         self.run, self._config, self._options = "log", {}, {}
-        self._pending = Pending()
+        self._pending, self._since = Pending(), 0.0
         self._trackers: dict[str, Any] | None = None  # from their start on
         self._failure: EasympError | None = None  # a tracker's failed start, until it is raised
         self.attached: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None
-        self._since: float | None = None
         self._said: set[str] = set()
         self._lost: dict[str, int] = {}
         self._over = False
@@ -66,24 +65,21 @@ class Logbook:
     @property
     def trackers(self) -> dict[str, Any]:
         """The started trackers by name; for the script's own ones its objects."""
-        found = {
-            name: tracker.given if name in self._own else tracker for name, tracker in self._started().items()
-        }
+        found = {name: t.given if name in self._own else t for name, t in self._started().items()}
         self._complain()
         return found
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def log(self, row: Row) -> None:
+        if not self._pending:
+            self._since = time.monotonic()
         self._pending.add(row)
         self.waiting = True
-        if self._since is None:
-            self._since = time.monotonic()
         self.poll()
 
     def poll(self) -> None:
         """Hand over the rows that are due and have arrived. Waits for no device."""
-        assert self._since is not None
         now = time.monotonic()
         if now - self._since >= EVERY or len(self._pending) >= MOST:
             self._since = now
@@ -103,7 +99,7 @@ class Logbook:
                 self._try(name, partial(tracker.write, rows), len(rows))
 
     def _try(self, name: str, act: Callable[[], Any], rows: int = 0) -> Any:
-        """What `act` returns. An error of a tracker is logged and does not end the training."""
+        """Return the result of `act`. An error of a tracker is logged and does not end the training."""
         try:
             return act()
         except Exception as error:
@@ -137,14 +133,14 @@ class Logbook:
     def _create(self, name: str) -> Any:
         options = self._options.get(name, {})
         if name in self._own:
-            return adapted(name, self._own[name], options)
+            return Own(name, self._own[name], options)
         module = importlib.import_module(f".{name}", __package__)
         return getattr(module, TRACKERS[name].kind)(self._folder, options)
 
     def _start(self, name: str, tracker: Any) -> Any:
         config = {**plain(self._config), "easymp": plain(self._facts())}
         try:
-            with isolated():  # packages draw while they are imported, and names of runs
+            with isolated():  # packages draw random numbers at import, and for names of runs
                 tracker.start(self.run, config, self._positions.get(name))
         except EasympError:
             raise
@@ -156,19 +152,18 @@ class Logbook:
 
     @property
     def _positions(self) -> Mapping[str, Any]:
-        """The trackers' positions at the loaded checkpoint, if it is one of a run of this name."""
-        return (
-            self._loaded["positions"] if self._loaded is not None and self._loaded["run"] == self.run else {}
-        )
+        """The trackers' positions at the loaded checkpoint, if its run has this name."""
+        loaded = self._loaded
+        return loaded["positions"] if loaded is not None and loaded["run"] == self.run else {}
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The position of each tracker, with all rows handed over; None where nothing was logged, in this run or those before."""
+        """The position of each tracker, with all rows handed over; None if nothing was logged, in this run or before."""
         if not self.waiting and self._trackers is None:
             return self._loaded
         self.settle()
         positions = {name: self._try(name, tracker.position) for name, tracker in self._started().items()}
-        there = {name: where for name, where in positions.items() if where is not None}
-        return {"run": self.run, "positions": {**self._positions, **there}}
+        known = {name: position for name, position in positions.items() if position is not None}
+        return {"run": self.run, "positions": {**self._positions, **known}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the run of a checkpoint."""
@@ -192,7 +187,7 @@ class Logbook:
         atexit.unregister(self.finish)
         try:
             self.settle()
-        except Exception as error:  # of a device; the trackers shall finish all the same
+        except Exception as error:  # of a device; the trackers still have to finish
             logger.error("the last rows are lost: %s: %s", type(error).__name__, error)
         for name, tracker in (*(self._trackers or {}).items(), *self.attached.items()):
             self._try(name, tracker.finish)

@@ -6,7 +6,7 @@ that a metric has already stay as they are. Rows are sent about once a second, t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from .rows import Row, concise
 
 logger = get_logger(__name__)
 URI = "MLFLOW_TRACKING_URI"
-AT_ONCE = 100  # parameters or tags in one request; MLflow takes no more
-METRICS_AT_ONCE = 1000  # metrics in one request
+AT_ONCE = {"params": 100, "tags": 100, "metrics": 1000}  # items that MLflow takes in one request
 LONGEST = 500  # characters of a parameter that all versions of MLflow take
 
 
@@ -34,10 +33,10 @@ class MLflow:
 
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         self._folder, self._options = folder, dict(options)
-        self._before: dict[str, str | None] | None = None
+        self._before: dict[str, str | None] | None = None  # the environment, if this class has changed it
         self.run: Any = None
         self._client: Any = None
-        self._known: dict[str, int] = {}  # by metric, the last step that it had before this start
+        self._known: dict[str, int] = {}  # by metric, its last step before this start
 
     @property
     def tracker(self) -> Any:
@@ -51,59 +50,49 @@ class MLflow:
         experiment = options.pop("experiment_name", env.read("MLFLOW_EXPERIMENT_NAME") or run)
         if "nested_run" in options:  # as Accelerate calls it
             options["nested"] = options.pop("nested_run")
-        local = not env.read(URI)
-        if local:
+        place = None
+        if not env.read(URI):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._before = env.put({URI: f"sqlite:///{(self._folder / 'mlflow.db').absolute().as_posix()}"})
-        self._client = mlflow.MlflowClient(env.read(URI))
-        found = self._client.get_experiment_by_name(experiment)
-        place = (self._folder / "mlartifacts").absolute().as_uri() if local else None
-        number = (
-            found.experiment_id if found is not None else self._client.create_experiment(experiment, place)
-        )
-        if position is not None:
-            self.run = mlflow.start_run(run_id=position["id"])
-        else:
-            self.run = mlflow.start_run(**{"experiment_id": number, **options})
-        self._known = dict(self._last_steps()) if position is not None else {}
-        self._describe(config)
+            place = (self._folder / "mlartifacts").absolute().as_uri()
+        self._client = client = mlflow.MlflowClient(env.read(URI))
+        found = client.get_experiment_by_name(experiment)
+        number = client.create_experiment(experiment, place) if found is None else found.experiment_id
+        how = {"experiment_id": number, **options} if position is None else {"run_id": position["id"]}
+        self.run = mlflow.start_run(**how)
+        data, run_id = client.get_run(self.run.info.run_id).data, self.run.info.run_id
+        self._known = {
+            name: max(metric.step for metric in client.get_metric_history(run_id, name))
+            for name in data.metrics
+        }
+        self._describe(config, data.params)
 
-    def _last_steps(self) -> Iterator[tuple[str, int]]:
-        for name in self._client.get_run(self.run.info.run_id).data.metrics:
-            history = self._client.get_metric_history(self.run.info.run_id, name)
-            yield name, max(metric.step for metric in history)
-
-    def _describe(self, config: Mapping[str, Any]) -> None:
+    def _describe(self, config: Mapping[str, Any], there: Mapping[str, str]) -> None:
         """Log parameters; MLflow never changes one, so a resumed run adds new ones only."""
         from mlflow.entities import Param
 
-        there = self._client.get_run(self.run.info.run_id).data.params
         whole = {allowed(key): str(value) for key, value in concise(config).items()}
-        long = [key for key, value in whole.items() if len(value) > LONGEST]
-        if long:
-            logger.warning(
-                "MLflow takes %d characters of a parameter, and these are cut: %s", LONGEST, ", ".join(long)
-            )
         said = {key: value[:LONGEST] for key, value in whole.items()}
-        changed = [key for key, value in said.items() if there.get(key, value) != value]
-        if changed:
-            logger.warning("MLflow keeps what these parameters of the run were first: %s", ", ".join(changed))
-        self._send("params", [Param(key, value) for key, value in said.items() if key not in there], AT_ONCE)
+        if cut := [key for key in said if said[key] != whole[key]]:
+            words = "MLflow takes %d characters of a parameter, and these are cut: %s"
+            logger.warning(words, LONGEST, ", ".join(cut))
+        if changed := [key for key, value in said.items() if there.get(key, value) != value]:
+            logger.warning("MLflow keeps the first values of these parameters: %s", ", ".join(changed))
+        self._send("params", [Param(key, value) for key, value in said.items() if key not in there])
 
-    def _send(self, kind: str, items: Sequence[Any], at_once: int) -> None:
-        for begin in range(0, len(items), at_once):
-            self._client.log_batch(self.run.info.run_id, **{kind: items[begin : begin + at_once]})
+    def _send(self, kind: str, items: Sequence[Any]) -> None:
+        for begin in range(0, len(items), AT_ONCE[kind]):
+            self._client.log_batch(self.run.info.run_id, **{kind: items[begin : begin + AT_ONCE[kind]]})
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Log numbers as metrics, now, and words as tags."""
         import mlflow
 
-        mlflow.log_metrics(
-            {allowed(key): value for key, value in values.items() if not isinstance(value, str)}, step=step
-        )
-        for key, value in values.items():
-            if isinstance(value, str):
-                self._client.set_tag(self.run.info.run_id, allowed(key), value)
+        words = {key: value for key, value in values.items() if isinstance(value, str)}
+        numbers = {allowed(key): value for key, value in values.items() if key not in words}
+        mlflow.log_metrics(numbers, step=step)
+        for key, value in words.items():
+            self._client.set_tag(self.run.info.run_id, allowed(key), value)
 
     def write(self, rows: Sequence[Row]) -> None:
         from mlflow.entities import Metric, RunTag
@@ -113,10 +102,10 @@ class MLflow:
             for key, value in ((allowed(key), value) for key, value in row.values.items()):
                 if isinstance(value, str):
                     tags[key] = RunTag(key, value)
-                elif key not in self._known or row.step > self._known[key]:
+                elif row.step > self._known.get(key, row.step - 1):
                     metrics.append(Metric(key, float(value), int(row.time * 1000), row.step))
-        self._send("metrics", metrics, METRICS_AT_ONCE)
-        self._send("tags", list(tags.values()), AT_ONCE)
+        self._send("metrics", metrics)
+        self._send("tags", list(tags.values()))
 
     def position(self) -> dict[str, Any]:
         return {"id": self.run.info.run_id}

@@ -14,12 +14,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Own:
-    """Drives a tracker of the script; one with `position` and `resume` continues a resumed run (see `ResumableTracker`)."""
+    """Drives a tracker of the script; one with `position` and `resume` continues a resumed run (see `ResumableTracker`).
 
-    def __init__(self, name: str, given: Any) -> None:
+    Args:
+        given: the tracker, or its class, which is instantiated with `options`.
+
+    Raises:
+        SettingError: options for a tracker that exists already.
+    """
+
+    def __init__(self, name: str, given: Any, options: Mapping[str, Any]) -> None:
+        if isinstance(given, type):
+            given = given(**options)
+        elif options:
+            raise SettingError(
+                f"init_kwargs={{{name!r}: ...}}: this tracker exists already. Leave the options out, or pass its class in log_with"
+            )
         self.name, self.given = name, given
         self._running = False
-        self._accelerates = callable(getattr(given, "store_init_configuration", None))
+        self._accelerates = _is_accelerates(given)
 
     def start(self, run: str, config: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         if position is not None:
@@ -36,8 +49,11 @@ class Own:
 
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            step = {"step": row.step} if self._accelerates else {}
-            self.given.log(row.values, *() if step else (row.step,), **step, **row.options.get(self.name, {}))
+            options = row.options.get(self.name, {})
+            if self._accelerates:
+                self.given.log(row.values, step=row.step, **options)
+            else:
+                self.given.log(row.values, row.step, **options)
 
     def position(self) -> dict[str, Any] | None:
         return dict(self.given.position()) if callable(getattr(self.given, "resume", None)) else None
@@ -48,6 +64,10 @@ class Own:
             self.given.finish()
 
 
+def _is_accelerates(given: Any) -> bool:
+    return callable(getattr(given, "store_init_configuration", None))
+
+
 def check_own(given: Any) -> str:
     """The name of a tracker of the script.
 
@@ -55,28 +75,16 @@ def check_own(given: Any) -> str:
         SettingError: it lacks a name or a method.
     """
     name = getattr(given, "name", None)
-    theirs = callable(getattr(given, "store_init_configuration", None))
-    methods = ("log", "finish") if theirs else ("start", "log", "finish")
+    methods = ("log", "finish") if _is_accelerates(given) else ("start", "log", "finish")
     lacks = [method for method in methods if not callable(getattr(given, method, None))]
     if not isinstance(name, str) or not name.strip() or "," in name:
         lacks.insert(0, "name")
     if lacks:
         raise SettingError(
-            f"log_with={given!r} is no tracker: it has no {' and no '.join(lacks)}. Pass a name such as 'jsonl', or an object with name, "
-            "start(run, config), log(values, step) and finish()"
+            f"log_with={given!r} is not a tracker: it has no {' and no '.join(lacks)}. Pass a name such as 'jsonl', or an object with "
+            "name, start(run, config), log(values, step) and finish()"
         )
     return str(name)
-
-
-def adapted(name: str, given: Any, options: Mapping[str, Any]) -> Own:
-    """Wrap `given`; a class is instantiated with `options` first."""
-    if isinstance(given, type):
-        given = given(**options)
-    elif options:
-        raise SettingError(
-            f"init_kwargs={{{name!r}: ...}}: this tracker is there already. Leave it out, or pass its class in log_with"
-        )
-    return Own(name, given)
 
 
 class GeneralTracker:
@@ -113,21 +121,18 @@ def on_main_process(function: F) -> F:
 
 
 class Silent:
-    """Stands for a tracker on other ranks than the main one: every attribute, item and call gives itself again."""
+    """Stands for a tracker on other ranks than the main one: every attribute, item and call returns this object again."""
 
     def __getattr__(self, name: str) -> Silent:
-        if name.startswith("__"):  # the hooks of copy and pickle are not there
+        if name.startswith("__"):  # copy and pickle look for their hooks
             raise AttributeError(name)
         return self
 
-    def __call__(self, *_: Any, **__: Any) -> Silent:
+    def _itself(self, *_: Any, **__: Any) -> Silent:
         return self
 
-    def __getitem__(self, key: Any) -> Silent:
-        return self
-
-    def __enter__(self) -> Silent:
-        return self
+    def _ignore(self, *_: Any) -> None:
+        """Do nothing."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -135,9 +140,7 @@ class Silent:
     def __bool__(self) -> bool:
         return False
 
-    def _ignore(self, *_: Any) -> None:
-        """Do nothing."""
-
+    __call__ = __getitem__ = __enter__ = _itself
     __exit__ = __setitem__ = __setattr__ = _ignore
 
 

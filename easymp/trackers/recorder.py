@@ -42,12 +42,9 @@ FAMILY = 1.0  # seconds of processor time between two searches for child process
 
 
 class Recorder:
-    """Writes this rank's record until `finish`; a `Tracker` on the main process.
+    """Writes this rank's record to `folder` until `finish`; a tracker on the main process.
 
     The update window calls it at each update; it waits for the device at the end only.
-
-    Args:
-        folder: gets the file of this rank, which may hold earlier recordings; made if missing.
     """
 
     name = "record"
@@ -61,9 +58,9 @@ class Recorder:
         self._updates, self._samples, self._known = 0, 0, True
         self._place: tuple[int, int, int] = (0, 0, 0)  # loader, epoch and position at the last update
         self._first = self._last = 0.0
-        self._marks: tuple[Any, Any] | None = None
+        self._marks: list[Any] = []
         if device.type != "cpu":
-            self._marks = (torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True))
+            self._marks = [torch.Event(device, enable_timing=True) for _ in range(2)]
         self._memory = Sampler(device, lambda count: self._write("memory", bytes=count, **self._counted()))
         self._write(
             "begin",
@@ -96,7 +93,7 @@ class Recorder:
         self._window.stepped.remove(self._stepped)
         self._memory.stop()
         seconds = self._last - self._first
-        if self._marks is not None and self._updates > 1:
+        if self._marks and self._updates > 1:
             try:
                 self._marks[1].synchronize()
                 seconds = self._marks[0].elapsed_time(self._marks[1]) / 1000
@@ -108,25 +105,22 @@ class Recorder:
         self._file.close()
 
     def _stepped(self, optimizer: Any) -> None:
-        """An optimizer has made an update; of several optimizers the first to reach a number counts."""
+        """Count an optimizer's update; of several optimizers the first to reach a number counts."""
         updates = optimizer.updates
         if updates <= self._updates:
             return
         self._updates, self._last = updates, time.perf_counter() - self._begun
-        self._count()
-        if self._marks is not None:
+        loader = self._window.reading
+        if loader is None:
+            self._known = False
+        else:
+            before, self._place = self._place, (id(loader), loader.epoch, loader.position)
+            self._samples += loader.position - (before[2] if before[:2] == self._place[:2] else 0)
+        if self._marks:
             self._marks[updates > 1].record()
         if updates == 1:
             self._first = self._last
             self._write("first", **self._counted())
-
-    def _count(self) -> None:
-        loader = self._window.reading
-        if loader is None:
-            self._known = False
-            return
-        before, self._place = self._place, (id(loader), loader.epoch, loader.position)
-        self._samples += loader.position - (before[2] if before[:2] == self._place[:2] else 0)
 
     def _counted(self) -> dict[str, int | None]:
         return {"updates": self._updates, "samples": self._samples if self._known else None}
@@ -141,8 +135,8 @@ class Sampler(threading.Thread):
     """Passes the bytes in use to `tell` several times a second, until `stop`.
 
     Attributes:
-        module: torch's module of the device, whose allocated bytes are told; None: the bytes that this process and its children
-            (loaders' workers) have resident, shared pages counted in each.
+        module: torch's module of the device, for its allocated bytes; None for the resident bytes of this process and its children
+            (loaders' workers), shared pages counted in each.
         peak: the most so far: the device's own count, or the largest sample.
     """
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,16 +54,14 @@ class Row:
 
 def checked_step(step: Any) -> int:
     """A step as a whole number."""
-    if isinstance(step, (Tensor, bool)):
-        raise SettingError(
-            f"log(step=...) got a {type(step).__name__}: pass a whole number, or leave it out to count updates"
-        )
     try:
-        return operator.index(step)
+        if not isinstance(step, (Tensor, bool)):
+            return operator.index(step)
     except TypeError:
-        raise SettingError(
-            f"log(step={step!r}) is no whole number: pass one, or leave it out to count optimizer updates"
-        ) from None
+        pass
+    raise SettingError(
+        f"log(step={step!r}): pass a whole number, or leave step out to count optimizer updates"
+    )
 
 
 def checked_values(values: Any) -> dict[str, Any]:
@@ -84,7 +82,7 @@ def checked_values(values: Any) -> dict[str, Any]:
 def _flat_values(values: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if not isinstance(key, str):
-            raise SettingError(f"log() got {key!r} as a name: names are words, such as 'loss'. Use one")
+            raise SettingError(f"log() got {key!r} as a name: names are words, such as 'loss'")
         name = f"{above}{key}"
         if type(value) in PLAIN:
             yield name, value
@@ -104,8 +102,8 @@ def _scalar(name: str, value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return float(value)
     raise SettingError(
-        f"log({{{name!r}: ...}}) got a {type(value).__name__}, which is no number and no word: for pictures, tables and files use the "
-        "tracker itself, acc.get_tracker(name)"
+        f"log({{{name!r}: ...}}) got a {type(value).__name__}, which is neither a number nor a word: for pictures, tables and files "
+        "use the tracker itself, acc.get_tracker(name)"
     )
 
 
@@ -113,9 +111,9 @@ def _tensor(name: str, value: Tensor) -> Tensor:
     if value.ndim:
         why = f"a tensor of shape {tuple(value.shape)}: reduce it to one number first, such as {name}.mean()"
     elif value.is_complex() or value.is_meta:
-        why = f"a tensor of {value.dtype} on {value.device}: it has no real value. Log a real number in its place, or leave it out"
+        why = f"a tensor of {value.dtype} on {value.device}: it has no real value. Log a real number, or leave it out"
     elif any(not placement.is_replicate() for placement in getattr(value, "placements", ())):
-        why = f"a DTensor of which each rank has a part: call {name}.full_tensor() first, on all ranks"
+        why = f"a DTensor that is split over the ranks: call {name}.full_tensor() first, on all ranks"
     else:
         return local(value.detach())
     raise SettingError(f"log({{{name!r}: ...}}) got {why}")
@@ -126,45 +124,12 @@ def _tensor(name: str, value: Tensor) -> Tensor:
 Place = tuple[Row, str, Tensor]  # a row, the name of a value in it, and the tensor that holds the value
 
 
-class Transfer:
-    """Rows that were sent to the host together."""
+class Transfer(NamedTuple):
+    """Values of one device and dtype on their way to the host."""
 
-    def __init__(self, rows: list[Row], places: list[Place], streams: set[Any]) -> None:
-        self.rows = rows
-        self._events: list[Any] = []
-        self._arriving: list[tuple[list[Place], Tensor]] = []
-        groups: dict[tuple[torch.device, torch.dtype], list[Place]] = {}
-        for place in places:
-            groups.setdefault((place[2].device, place[2].dtype), []).append(place)
-        for (device, dtype), group in groups.items():
-            if device.type not in EVENTS:
-                self._arriving.append((group, torch.stack([tensor for _, _, tensor in group]).cpu()))
-                continue
-            module = torch.get_device_module(device)
-            with module.device(device):
-                here = module.current_stream(device)
-                for stream in streams:
-                    if stream.device == device and stream != here:
-                        here.wait_stream(stream)
-                host = torch.empty(len(group), dtype=dtype, pin_memory=True)
-                host.copy_(torch.stack([tensor for _, _, tensor in group]), non_blocking=True)
-                event = module.Event()
-                event.record(here)
-            self._events.append(event)
-            self._arriving.append((group, host))
-
-    def arrived(self, wait: bool) -> bool:
-        """Whether the numbers have arrived; then they are put into the rows."""
-        if wait:
-            for event in self._events:
-                event.synchronize()
-        elif not all(event.query() for event in self._events):
-            return False
-        for group, host in self._arriving:
-            for (row, name, _), number in zip(group, host.tolist()):
-                row.values[name] = number
-        self._events, self._arriving = [], []
-        return True
+    places: list[Place]
+    host: Tensor
+    event: Any  # None: they have arrived
 
 
 class Pending:
@@ -174,14 +139,14 @@ class Pending:
         self._rows: list[Row] = []
         self._places: list[Place] = []
         self._streams: set[Any] = set()
-        self._transfers: deque[Transfer] = deque()
+        self._sent: deque[tuple[list[Row], list[Transfer]]] = deque()
 
     def __len__(self) -> int:
         """Rows that have not been sent."""
         return len(self._rows)
 
     def __bool__(self) -> bool:
-        return bool(self._rows or self._transfers)
+        return bool(self._rows or self._sent)
 
     def add(self, row: Row) -> None:
         self._rows.append(row)
@@ -197,15 +162,47 @@ class Pending:
 
     def send(self) -> None:
         """Start the transfer of all that was added."""
-        if self._rows:
-            self._transfers.append(Transfer(self._rows, self._places, self._streams))
-            self._rows, self._places, self._streams = [], [], set()
+        if not self._rows:
+            return
+        groups: dict[tuple[torch.device, torch.dtype], list[Place]] = {}
+        for place in self._places:
+            groups.setdefault((place[2].device, place[2].dtype), []).append(place)
+        transfers = [self._transfer(device, group) for (device, _), group in groups.items()]
+        self._sent.append((self._rows, transfers))
+        self._rows, self._places, self._streams = [], [], set()
+
+    def _transfer(self, device: torch.device, group: list[Place]) -> Transfer:
+        tensors = [tensor for _, _, tensor in group]
+        if device.type not in EVENTS:
+            return Transfer(group, torch.stack(tensors).cpu(), None)
+        module = torch.get_device_module(device)
+        with module.device(device):
+            here = module.current_stream(device)
+            for stream in self._streams:
+                if stream.device == device and stream != here:
+                    here.wait_stream(stream)
+            host = torch.empty(len(group), dtype=tensors[0].dtype, pin_memory=True)
+            host.copy_(torch.stack(tensors), non_blocking=True)
+            event = module.Event()
+            event.record(here)
+        return Transfer(group, host, event)
 
     def arrived(self, wait: bool = False) -> list[Row]:
         """Remove and return the rows whose numbers have arrived; with `wait` all that were sent."""
         rows: list[Row] = []
-        while self._transfers and self._transfers[0].arrived(wait):
-            rows += self._transfers.popleft().rows
+        while self._sent:
+            sent, transfers = self._sent[0]
+            events = [transfer.event for transfer in transfers if transfer.event is not None]
+            if wait:
+                for event in events:
+                    event.synchronize()
+            elif not all(event.query() for event in events):
+                break
+            for transfer in transfers:
+                for (row, name, _), number in zip(transfer.places, transfer.host.tolist()):
+                    row.values[name] = number
+            rows += sent
+            self._sent.popleft()
         return rows
 
 

@@ -17,14 +17,11 @@ from .rows import Row, as_json, concise
 
 
 class TensorBoard:
-    """The event files of one run.
+    """The event files of one run; `logging_dir` is their folder from `start` on.
 
     Args:
         folder: the parent of the run's folder.
         options: arguments of torch's SummaryWriter.
-
-    Attributes:
-        logging_dir: the run's folder, from `start` on.
     """
 
     name = "tensorboard"
@@ -52,12 +49,7 @@ class TensorBoard:
             purge = 0 if self._last is None else self._last + 1
             _await_next_second(self.logging_dir)
         else:
-
-            def create(path: Path) -> Path:
-                path.mkdir()
-                return path
-
-            self.logging_dir, self._last = first_free(self._folder / run, create), None
+            self.logging_dir, self._last = first_free(self._folder / run, _create), None
         self.writer = SummaryWriter(
             **{"log_dir": str(self.logging_dir), "purge_step": purge, **self._options}
         )
@@ -68,10 +60,7 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         self.writer.add_text("config", f"```json\n{as_json(config, indent=2)}\n```", step)
-        values = {
-            key: value if isinstance(value, (bool, int, float)) else str(value)
-            for key, value in concise(config).items()
-        }
+        values = {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in concise(config).items()}
         for summary in hparams(values, {}):
             self.writer.file_writer.add_summary(summary, step)
         self.writer.flush()
@@ -90,11 +79,7 @@ class TensorBoard:
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self.log(row.values, row.step, **{"walltime": row.time, **row.options.get(self.name, {})})
-        self._last = (
-            max(row.step for row in rows)
-            if self._last is None
-            else max(self._last, *(row.step for row in rows))
-        )
+            self._last = row.step if self._last is None else max(self._last, row.step)
         self.writer.flush()
 
     def position(self) -> dict[str, Any]:
@@ -105,6 +90,11 @@ class TensorBoard:
         if self.writer is not None:
             self.writer.close()
             self.writer = None
+
+
+def _create(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def _await_next_second(folder: Path) -> None:

@@ -51,11 +51,8 @@ class WandB:
         self._known = self.run.step if position is not None and self.run.resumed else 0
         if self._known:
             self.run.config.update(dict(config), allow_val_change=True)
-            logger.info(
-                "wandb has run %s up to step %d: rows of steps before it are not logged again",
-                self.run.id,
-                self._known - 1,
-            )
+            words = "wandb has run %s up to step %d: rows of steps before it are not logged again"
+            logger.info(words, self.run.id, self._known - 1)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Log as `wandb.Run.log` does, pictures and tables too."""
@@ -65,11 +62,8 @@ class WandB:
         """Log lists of pictures by name."""
         import wandb
 
-        self.log(
-            {name: [wandb.Image(image) for image in images] for name, images in values.items()},
-            step,
-            **options,
-        )
+        pictures = {name: [wandb.Image(image) for image in images] for name, images in values.items()}
+        self.log(pictures, step, **options)
 
     def log_table(
         self,

@@ -114,5 +114,5 @@ class Tracking:
         if not isinstance(name, str) or name.lower() not in self.names:
             near = nearest(str(name), self.names) or "."
             raise SettingError(
-                f"{where}: {name!r} is no tracker of this run{near} It has: {', '.join(self.names) or 'none'}"
+                f"{where}: {name!r} is not a tracker of this run{near} It has: {', '.join(self.names) or 'none'}"
             )

@@ -156,7 +156,7 @@ def test_things_that_cannot_be_prepared(acc: Accelerator) -> None:
             SettingError,
             "no argument 'mixed_precison', did you mean 'mixed_precision'",
         ),
-        ({"log_with": "jsonk"}, SettingError, "'jsonk' is no tracker, did you mean 'jsonl'"),
+        ({"log_with": "jsonk"}, SettingError, "'jsonk' is not a tracker, did you mean 'jsonl'"),
         ({"dynamo_plugin": object()}, RefusedError, r"pass compile=CompileOptions\(...\)"),
         ({"kwargs_handlers": [object()]}, SettingError, "holds a object; it takes AutocastKwargs"),
         ({"timeout": -1}, SettingError, "below the smallest possible value"),

@@ -156,7 +156,7 @@ def test_defaults_are_accelerates_unless_a_setting_says_otherwise(
         acc.init_trackers("run", {"lr": 0.1}, init_kwargs={"wandb": {"name": "x"}})
         acc.log({"loss": 1.0}, step=1)
         assert acc.trackers == [] and accelerate.state.is_initialized()
-        with pytest.raises(SettingError, match="'wand' is no tracker"):
+        with pytest.raises(SettingError, match="'wand' is not a tracker"):
             acc.log({"loss": 1.0}, log_kwargs={"wand": {}})
         model = nn.Linear(2, 2)
         assert acc.unwrap_model(acc.prepare(model), keep_fp32_wrapper=True) is model

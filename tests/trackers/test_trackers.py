@@ -1,4 +1,4 @@
-"""Trackers by name and of the script's own: values in, rows out. See test_tracking.py for the calls of an Accelerator."""
+"""Trackers by name and of the script's own: values in, rows out. test_tracking.py has the calls of an Accelerator."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from easymp.compat.accelerate.tracking import GeneralTracker as TheirName
 from easymp.compat.accelerate.tracking import on_main_process
 
 from easymp import Accelerator, GeneralTracker, LoggerType, SettingError
-from easymp.trackers import TRACKERS, jsonl
 from easymp.trackers import rows as pending
 from easymp.trackers.rows import Pending, Row
 
 from .runs import rows
 
-PACKAGES = {name: entry.package for name, entry in TRACKERS.items() if entry.package}
+PACKAGES = ("tensorboard", "wandb", "mlflow")  # each is also the name of its tracker and of the extra
 
 
 class Theirs(GeneralTracker):
@@ -55,7 +54,7 @@ class Theirs(GeneralTracker):
 
 def names(log_with: Any, folder: Path) -> list[str]:
     with Accelerator(cpu=True, project_dir=folder, log_with=log_with) as acc:
-        return list(acc._logbook._names)
+        return [tracker.name for tracker in acc.trackers]
 
 
 def test_names_members_and_own_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,20 +62,19 @@ def test_names_members_and_own_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert names(given, tmp_path) == ["jsonl"]
     assert names(["jsonl", Theirs(), "jsonl"], tmp_path) == ["jsonl", "theirs"]
     assert names("none", tmp_path) == names([], tmp_path) == []
-    assert {kind.value for kind in LoggerType} >= set(TRACKERS)
-    for package in PACKAGES.values():
+    for package in PACKAGES:
         monkeypatch.setitem(sys.modules, package, None)
     assert names(["all", Theirs], tmp_path) == ["jsonl", "theirs"]  # those that are installed
 
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, PACKAGES[name], None)
-    with pytest.raises(SettingError, match=rf"needs the package {PACKAGES[name]}, .*'easymp\[{name}\]'"):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SettingError, match=rf"needs the package {name}, .*'easymp\[{name}\]'"):
         Accelerator(cpu=True, log_with=name)
 
 
-def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wandb").mkdir()  # as wandb itself makes one
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
@@ -87,14 +85,14 @@ def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("log_with", "words"),
     [
-        ("tensorbord", r"'tensorbord' is no tracker, did you mean 'tensorboard'"),
-        (LoggerType.AIM, "'aim' is no tracker.* or pass an object of your own"),
+        ("tensorbord", r"'tensorbord' is not a tracker, did you mean 'tensorboard'"),
+        (LoggerType.AIM, "'aim' is not a tracker.* or pass an object with name"),
         (object(), "has no name and no start and no log and no finish. Pass a name"),
         ([Theirs(), Theirs()], "two trackers called 'theirs'"),
-        (7, "is no tracker"),
+        (7, "is not a tracker"),
     ],
 )
-def test_what_is_no_tracker(log_with: object, words: str) -> None:
+def test_wrong_trackers_are_refused(log_with: object, words: str) -> None:
     with pytest.raises(SettingError, match=words):
         Accelerator(cpu=True, log_with=log_with)
 
@@ -133,12 +131,12 @@ def test_values_of_all_kinds_become_json(tmp_path: Path) -> None:
         ({1: 2}, 0, "got 1 as a name"),
         ({"x": torch.tensor(1j)}, 0, "it has no real value"),
         ({"x": torch.ones((), device="meta")}, 0, "on meta: it has no real value"),
-        ({"x": np.ones(2)}, 0, "got a ndarray, which is no number and no word: for pictures"),
+        ({"x": np.ones(2)}, 0, "got a ndarray, which is neither a number nor a word: for pictures"),
         ({"x": 1}, True, "whole number"),
         ({"x": 1}, "1", "whole number"),
     ],
 )
-def test_what_is_none_is_refused(values: dict[Any, Any], step: Any, words: str, tmp_path: Path) -> None:
+def test_wrong_values_are_refused(values: dict[Any, Any], step: Any, words: str, tmp_path: Path) -> None:
     with Accelerator(cpu=True, project_dir=tmp_path) as acc, pytest.raises(SettingError, match=words):
         acc.log(values, step=step)
 
@@ -221,8 +219,10 @@ def test_a_file_that_is_shorter_than_at_the_checkpoint_goes_on(
         acc.log({"a": 3}, step=3)
     assert [row["_step"] for row in rows(tmp_path)] == [1, 3]
     assert "rows are missing" in caplog.text
-    with pytest.raises(SettingError, match="it takes no options"):
-        jsonl.JsonLines(tmp_path, {"flush": 1})
+    with Accelerator(cpu=True, project_dir=tmp_path) as acc:
+        acc.init_trackers("run", init_kwargs={"jsonl": {"flush": 1}})
+        with pytest.raises(SettingError, match="it takes no options"):
+            assert acc.trackers
 
 
 # -- own ones ----------------------------------------------------------------------------------------------------------
@@ -338,19 +338,12 @@ def test_rows_arrive_in_order_when_their_numbers_do(late: Late) -> None:
         {"plain": 3},
     ]
     assert late.transfers == 4 and late.waits == 0  # one a dtype, whatever the number of rows
+    other, late.stream = late.stream, Stream()
     rows.send()
+    assert late.stream.waited_for == [other]  # the copy of row 4 was made there
     late.done = False
     assert [r.step for r in rows.arrived(wait=True)] == [4] and late.waits == 1
     assert not rows
-
-
-def test_values_of_another_stream_are_waited_for_on_the_device(late: Late) -> None:
-    rows, other, late.done = Pending(), late.stream, True
-    rows.add(row(1, loss=torch.tensor(1.0)))
-    late.stream = Stream()
-    rows.add(row(2, loss=torch.tensor(2.0)))
-    rows.send()
-    assert late.stream.waited_for == [other] and [r.values["loss"] for r in rows.arrived()] == [1.0, 2.0]
 
 
 @pytest.mark.gpu
