@@ -25,9 +25,7 @@ from .events import (
     OPTIMIZER,
     OTHER,
     PHASES,
-    Allocation,
     Interval,
-    Kernel,
     Mark,
     Recording,
     common,
@@ -39,7 +37,7 @@ from .events import (
 PAUSE = 100_000  # ns between two operations that are the host's own way from one to the next, and not waiting
 ROWS = 8  # ranks with a line of their own
 
-# Shares of a step from which on a cause of waiting has a sentence.
+# Shares of a step above which a cause of waiting gets a sentence.
 WAITS, COMMUNICATES, IDLES, STEPS, SCRIPT = 0.1, 0.15, 0.25, 0.25, 0.25
 APART = 0.1  # of a step, by which ranks differ
 UNLIKE = 2  # times the shortest step
@@ -52,8 +50,8 @@ class Breakdown:
     Attributes:
         rank: the rank.
         device: the device that computed.
-        steps: how long each took, in ns.
-        time: of all steps together, by phase, in ns.
+        steps: duration of each step in ns.
+        time: ns of all steps together, by phase.
         idle: the device's idle part of it; empty where the host computes.
         hidden: ns in which a collective was under way behind computation.
         peak: the most bytes, by phase; empty where memory was not recorded. For a device all that was allocated, for the host the bytes
@@ -73,7 +71,7 @@ class Breakdown:
         return sum(self.time.values())
 
     def a_step(self, ns: int) -> float:
-        """`ns` of all steps, a step."""
+        """The average of `ns` of all steps."""
         return ns / max(1, len(self.steps))
 
     @property
@@ -86,31 +84,29 @@ class Breakdown:
         return self.a_step(self.time.get(phase, 0))
 
     def share(self, phase: str) -> float:
+        """Share of a phase in all steps, from 0 to 1."""
         return self.time.get(phase, 0) / self.total if self.total else 0.0
 
     @property
     def own(self) -> float:
-        """ns a step in which this rank waited for no collective."""
+        """ns a step in which this rank did not wait for a collective."""
         return self.step - self.each(COMMUNICATION)
 
     def add(self, recording: Recording, base: int = 0) -> None:
-        """Add another cycle.
-
-        Args:
-            base: bytes that were allocated when it began.
-        """
+        """Add another cycle that began with `base` bytes allocated."""
         parts = timeline(recording.marks, recording.begin, recording.end)
         self.steps += recording.steps
         time, idle, hidden = _on_device(recording, parts) if recording.kernels else _on_host(recording, parts)
-        for mine, new in ((self.time, time), (self.idle, idle)):
-            for phase, ns in new.items():
-                mine[phase] = mine.get(phase, 0) + ns
+        _add(self.time, time)
+        _add(self.idle, idle)
         self.hidden += hidden
         for phase, most in peaks(parts, recording.allocations, base).items():
             self.peak[phase] = max(self.peak.get(phase, 0), most)
 
 
 # -- moments to phases -------------------------------------------------------------------------------------------------
+
+Times = dict[str, int]  # ns by phase
 
 
 def timeline(marks: Iterable[Mark], begin: int, end: int) -> list[Mark]:
@@ -126,14 +122,26 @@ def timeline(marks: Iterable[Mark], begin: int, end: int) -> list[Mark]:
             parts += [Mark(at, mark.begin, OTHER)] if mark.begin > at else []
             parts.append(Mark(max(mark.begin, at), min(mark.end, end), mark.phase))
             at = parts[-1].end
-    return list(_losses([*parts, *([Mark(at, end, OTHER)] if at < end else [])]))
+    parts += [Mark(at, end, OTHER)] if at < end else []
+    loss: list[int] | None = None  # the script's own parts since a forward, unless a batch came in between
+    for i, part in enumerate(parts):
+        if part.phase == FORWARD:
+            loss = loss or []
+        elif part.phase in (BACKWARD, DATA):
+            for j in loss or () if part.phase == BACKWARD else ():
+                parts[j] = parts[j]._replace(phase=LOSS)
+            loss = None
+        elif part.phase == OTHER and loss is not None:
+            loss.append(i)
+    return parts
 
 
 def _innermost(marks: Iterable[Mark]) -> Iterator[Mark]:
     """Marks of one thread, which begin and end like brackets, as parts that do not overlap."""
     stack: list[Mark] = []
     at = 0
-    for mark in sorted(marks, key=lambda m: (m.begin, -m.end)):
+    never = Mark(1 << 63, 1 << 63, OTHER)
+    for mark in (*sorted(marks, key=lambda m: (m.begin, -m.end)), never):
         while stack and stack[-1].end <= mark.begin:
             done = stack.pop()
             yield Mark(at, done.end, done.phase)
@@ -142,25 +150,6 @@ def _innermost(marks: Iterable[Mark]) -> Iterator[Mark]:
             yield Mark(at, mark.begin, stack[-1].phase)
         stack.append(mark)
         at = mark.begin
-    while stack:
-        done = stack.pop()
-        yield Mark(at, done.end, done.phase)
-        at = done.end
-
-
-def _losses(parts: list[Mark]) -> Iterator[Mark]:
-    """Turn the script's own time between a forward and the backward after it into the loss."""
-    ahead: list[bool] = []  # for each part from the last on, whether a backward follows
-    following = False
-    for part in reversed(parts):
-        ahead.append(following)
-        if part.phase in (BACKWARD, DATA):
-            following = part.phase == BACKWARD
-    forward = False
-    for part, before_backward in zip(parts, reversed(ahead)):
-        if part.phase in (FORWARD, BACKWARD, DATA):
-            forward = part.phase == FORWARD
-        yield part._replace(phase=LOSS) if part.phase == OTHER and forward and before_backward else part
 
 
 def _by_phase(parts: Iterable[Mark]) -> dict[str, list[Interval]]:
@@ -170,7 +159,7 @@ def _by_phase(parts: Iterable[Mark]) -> dict[str, list[Interval]]:
     return found
 
 
-def _on_host(recording: Recording, parts: Sequence[Mark]) -> tuple[dict[str, int], dict[str, int], int]:
+def _on_host(recording: Recording, parts: Sequence[Mark]) -> tuple[Times, Times, int]:
     """Time by phase, idle time by phase (none), and hidden time."""
     phases = _by_phase(parts)
     flights = common(recording.flights, [(recording.begin, recording.end)])
@@ -182,53 +171,58 @@ def _on_host(recording: Recording, parts: Sequence[Mark]) -> tuple[dict[str, int
     return time, {}, length(common(flights, working))
 
 
-def _on_device(recording: Recording, parts: Sequence[Mark]) -> tuple[dict[str, int], dict[str, int], int]:
+def _on_device(recording: Recording, parts: Sequence[Mark]) -> tuple[Times, Times, int]:
     """Time by phase, idle time by phase, and hidden time."""
-    window = [(recording.begin, recording.end)]
+    free = [(recording.begin, recording.end)]  # moments that no phase has yet
     begins = [part.begin for part in parts]
+    hidden = 0
 
-    def phase_of(kernel: Kernel) -> str:
-        if kernel.launched is None or not recording.begin <= kernel.launched < recording.end:
+    def phase_of(launched: int | None) -> str:
+        if launched is None or not recording.begin <= launched < recording.end:
             return OTHER
-        return parts[bisect_right(begins, kernel.launched) - 1].phase
+        return parts[bisect_right(begins, launched) - 1].phase
 
-    def run(kind: str) -> list[Interval]:
-        return common(union((k.begin, k.end) for k in recording.kernels if k.kind == kind), window)
+    def take(by_phase: dict[str, list[Interval]]) -> Times:
+        """Give each phase its moments that are still free."""
+        nonlocal free
+        taken = {phase: common(held, free) for phase, held in by_phase.items()}
+        free = without(free, union(interval for held in taken.values() for interval in held))
+        return {phase: length(held) for phase, held in taken.items() if held}
 
-    collectives = run("collective")
-    waiting = without(collectives, run("work"))
-    time = {COMMUNICATION: length(waiting)} if waiting else {}
-    taken = waiting
-    for kind in ("work", "copy"):
-        launched: list[Mark] = []
-        until = 0
-        for kernel in recording.kernels:  # of two at a time, the one that began first
-            if kernel.kind == kind and kernel.end > until:
-                launched.append(Mark(max(kernel.begin, until), kernel.end, phase_of(kernel)))
+    time: Times = {}
+    for kind in ("work", "collective", "copy"):
+        ran: list[Mark] = []
+        until = recording.begin
+        for kernel in recording.kernels:  # of two that run at a time, the first to begin counts
+            if kernel.kind == kind and min(kernel.end, recording.end) > until:
+                phase = COMMUNICATION if kind == "collective" else phase_of(kernel.launched)
+                ran.append(Mark(max(kernel.begin, until), min(kernel.end, recording.end), phase))
                 until = kernel.end
-        for phase, held in _by_phase(launched).items():
-            time[phase] = time.get(phase, 0) + length(without(common(held, window), taken))
-        taken = union([*taken, *run(kind)])
-    free = without(window, taken)
-    idle = {phase: ns for phase, held in _by_phase(parts).items() if (ns := length(common(held, free)))}
-    for phase, ns in idle.items():
-        time[phase] = time.get(phase, 0) + ns
-    return time, idle, length(collectives) - length(waiting)
+        new = take(_by_phase(ran))
+        if kind == "collective":
+            hidden = length((mark.begin, mark.end) for mark in ran) - new.get(COMMUNICATION, 0)
+        _add(time, new)
+    idle = take(_by_phase(parts))
+    _add(time, idle)
+    return time, idle, hidden
 
 
-def peaks(parts: Sequence[Mark], allocations: Sequence[Allocation], base: int) -> dict[str, int]:
+def _add(times: Times, more: Times) -> None:
+    for phase, ns in more.items():
+        times[phase] = times.get(phase, 0) + ns
+
+
+def peaks(parts: Sequence[Mark], allocations: Sequence[tuple[int, int]], base: int) -> dict[str, int]:
     """The most bytes in each phase; empty without allocations."""
     most: dict[str, int] = {}
-    if not allocations:
-        return most
     there, i = base, 0
-    for begin, end, phase in parts:
-        while i < len(allocations) and allocations[i].at < begin:
-            there += allocations[i].bytes
+    for begin, end, phase in parts if allocations else ():
+        while i < len(allocations) and allocations[i][0] < begin:
+            there += allocations[i][1]
             i += 1
         most[phase] = max(most.get(phase, 0), there)
-        while i < len(allocations) and allocations[i].at < end:
-            there += allocations[i].bytes
+        while i < len(allocations) and allocations[i][0] < end:
+            there += allocations[i][1]
             most[phase] = max(most[phase], there)
             i += 1
     return most
@@ -279,7 +273,7 @@ def sentences(own: Breakdown, ranks: Sequence[Breakdown] = (), workers: int | No
 
     Args:
         ranks: all that took part.
-        workers: num_workers of the loaders; None: none was read.
+        workers: num_workers of the loaders; None if there are none.
     """
     if not own.total:
         return []
@@ -308,7 +302,7 @@ def sentences(own: Breakdown, ranks: Sequence[Breakdown] = (), workers: int | No
         )
     if own.share(OPTIMIZER) >= STEPS:
         said.append(
-            f"The optimizer takes {ms(own.each(OPTIMIZER))}, whatever the batch: larger batches or accumulation step less often."
+            f"The optimizer takes {ms(own.each(OPTIMIZER))} at any batch size: larger batches or accumulation step less often."
         )
     if own.share(OTHER) >= SCRIPT:
         said.append(f"{ms(own.each(OTHER))} of the step are the script's own work, such as logging.")
@@ -326,11 +320,11 @@ def straggler(ranks: Sequence[Breakdown]) -> list[str]:
     if slow.own - fast.own < APART * slow.step:
         return []
     why = " (its loader)" if slow.each(DATA) - fast.each(DATA) > (slow.own - fast.own) / 2 else ""
-    work = f"{ms(slow.own)} of work of its own a step, rank {fast.rank} only {ms(fast.own)}"
+    work = f"{ms(slow.own)} of its own work a step, rank {fast.rank} only {ms(fast.own)}"
     return [f"Rank {slow.rank} is the slowest{why}: {work}: the others wait for it."]
 
 
-def how_long(steps: Sequence[int]) -> str:
+def durations(steps: Sequence[int]) -> str:
     """``"3 steps of 91.2, 92.0 and 90.8 ms"``."""
     unit, ns = ("µs", 1e3) if max(steps) < 1e6 else ("ms", 1e6)
     each = [f"{step / ns:.1f}" for step in steps]

@@ -27,7 +27,7 @@ CALL = "_compiled_call_impl"  # the attribute of a module that its call runs, wh
 STEP = "ProfilerStep#"
 MEMORY = "[memory]"
 ANNOTATION, BACKWARD_NODE = 7, 1  # torch's RecordScope.USER_SCOPE and BACKWARD_FUNCTION
-# Annotations that are work: torch.compile's regions, whose loops no operation of torch's records.
+# Annotations that are work: torch.compile's regions, whose loops torch does not record as operations.
 COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
 ENGINE = "autograd::engine::evaluate_function"
 # Operations that launch collectives or wait for them, and the backends' names of those that are under way.
@@ -58,14 +58,13 @@ def marked(accelerator: Any, prepared: Any, world: Any) -> Iterator[Target]:
 
 
 class Marks:
-    """Shadows `targets` between `open` and `close`."""
+    """Shadows `targets` between `open` and `close`. A further `open` shadows those that were added since."""
 
     def __init__(self, targets: Callable[[], Iterator[Target]]) -> None:
         self._targets = targets
         self._shadows: dict[tuple[int, str], Shadow] = {}
 
     def open(self) -> None:
-        """Shadow the targets; a further call shadows those that were added since."""
         for thing, name, phase in self._targets():
             if (id(thing), name) not in self._shadows:
                 self._shadows[id(thing), name] = Shadow(thing, name, phase)
@@ -104,10 +103,10 @@ class Shadow:
 
 
 class Waits:
-    """Listens to the window's news of loaders: marks the time inside a loader's next, and finds the beginnings of steps.
+    """Marks the time inside a loader's next, as told by the window, and calls `begin_step` where a step begins.
 
-    A step begins when the outermost loader is asked for the batch after one that it gave, unless that batch's accumulation window goes
-    on.
+    A step begins when the outermost loader is asked for the batch after one that it gave, unless that batch's accumulation window is
+    still open.
     """
 
     def __init__(self, window: Any, begin_step: Callable[[], None]) -> None:
@@ -191,50 +190,33 @@ class Mark(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Something that ran on the device.
-
-    Attributes:
-        launched: when the host called its operation; None: not in the recording.
-        kind: "work", "copy" or "collective".
-    """
+    """An interval (ns) of the device."""
 
     begin: int
     end: int
-    launched: int | None
-    kind: str
-
-
-class Allocation(NamedTuple):
-    """Bytes allocated (or, negative, freed) at a time."""
-
-    at: int
-    bytes: int
+    launched: int | None  # when the host called its operation; None: not in the recording
+    kind: str  # "work", "copy" or "collective"
 
 
 @dataclass
 class Recording:
-    """One cycle; times in ns.
+    """One cycle; times in ns."""
 
-    Attributes:
-        begin, end: of the complete steps; of all events, where no step was complete.
-        steps: how long each step took.
-        marks: of the main thread.
-        flights: collectives under way, those of the host.
-        working: operations, collectives excepted, on the threads that compute.
-        kernels: of the device that had the most of them; none: the host computes.
-        device: the index of that device; -1: the host.
-        allocations: on the device that computes, in order of time.
-    """
-
-    begin: int
+    begin: int  # of the complete steps; of all events, if no step was complete
     end: int
-    steps: list[int]
-    marks: list[Mark] = field(default_factory=list)
-    flights: list[Interval] = field(default_factory=list)
-    working: list[Interval] = field(default_factory=list)
-    kernels: list[Kernel] = field(default_factory=list)
-    device: int = -1
-    allocations: list[Allocation] = field(default_factory=list)
+    steps: list[int]  # the duration of each step
+    marks: list[Mark] = field(default_factory=list)  # of the main thread
+    flights: list[Interval] = field(default_factory=list)  # collectives of the host that are under way
+    working: list[Interval] = field(
+        default_factory=list
+    )  # operations without collectives, on the threads that compute
+    kernels: list[Kernel] = field(
+        default_factory=list
+    )  # of the busiest device, by time; none: the host computes
+    device: int = -1  # its index; -1: the host
+    allocations: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # time, and bytes (negative: freed) there
 
 
 def read(events: Iterable[Any], steps: Collection[str]) -> Recording:
@@ -255,30 +237,33 @@ def read(events: Iterable[Any], steps: Collection[str]) -> Recording:
     end = max((e.end_ns() for e in spans), default=0)
     if kernels and complete:  # the last step's kernels may run longer than the host's part of it
         end = max([end, *(k.end for k in kernels if k.launched is not None and begin <= k.launched < end)])
-    marks = [e for e in here if e.name().startswith(PREFIX)]
     computing = {e.start_thread_id() for e in here if e.name().startswith((STEP, PREFIX, ENGINE))}
-    allocated = [
-        Allocation(e.start_ns(), e.nbytes())
-        for e in everything
-        if e.name() == MEMORY
-        and (e.device_type().name != "CPU") == bool(kernels)
-        and (not kernels or e.device_index() == device)
-    ]
     return Recording(
         begin,
         end,
         [e.duration_ns() for e in complete] or [end - begin],
-        [Mark(e.start_ns(), e.end_ns(), e.name().removeprefix(PREFIX)) for e in marks],
+        [_mark(e) for e in here if e.name().startswith(PREFIX)],
         union((e.start_ns(), e.end_ns()) for e in here if UNDER_WAY.match(e.name())),
         union(_work([e for e in here if e.start_thread_id() in computing and not e.is_async()])),
         kernels,
         device,
-        sorted(allocated),
+        sorted((e.start_ns(), e.nbytes()) for e in everything if e.name() == MEMORY and _is_on(e, device)),
     )
 
 
+def _mark(event: Any) -> Mark:
+    return Mark(event.start_ns(), event.end_ns(), event.name().removeprefix(PREFIX))
+
+
+def _is_on(event: Any, device: int) -> bool:
+    on_host = event.device_type().name == "CPU"
+    return on_host if device < 0 else not on_host and event.device_index() == device
+
+
 def _work(events: list[Any]) -> Iterable[Interval]:
-    """Operations that compute: no annotation, no node of backward's (its operations count), nothing around a collective."""
+    """Operations that compute. Annotations, nodes of backward and operations around a collective do not count; the operations
+    inside them do.
+    """
     around = set()
     stacks: dict[int, list[int]] = {}
     events.sort(key=lambda e: (e.start_ns(), -e.end_ns()))
@@ -297,11 +282,11 @@ def _work(events: list[Any]) -> Iterable[Interval]:
 
 def _kernels(there: list[Any], here: list[Any]) -> tuple[list[Kernel], int]:
     """The kernels of the busiest device in order of time, and its index."""
-    if not there:
-        return [], -1
     busy: dict[int, int] = {}
     for event in there:
         busy[event.device_index()] = busy.get(event.device_index(), 0) + event.duration_ns()
+    if not busy:
+        return [], -1
     device = max(busy, key=busy.__getitem__)
     launches = {e.correlation_id(): e.start_ns() for e in here if e.linked_correlation_id() == 0}
     found = []

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,20 +38,12 @@ logger = get_logger(__name__)
 TRIAL = 0
 WARMUP, FIRST, LAST = 1, 2, 4
 QUIET = "99"  # kineto's level of messages; by default it writes two lines a recording
-PATIENCE = (
-    10.0  # seconds that the first rank waits for the others, which end the same steps at about the same time
-)
+PATIENCE = 10.0  # seconds that the first rank waits for the results of the others
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The run to profile.
-
-    Attributes:
-        prepared: models, optimizers and loaders.
-        targets: the methods to mark.
-        project: the project's folder.
-    """
+    """The run to profile: `prepared` models, optimizers and loaders, the methods to mark, and the project's folder."""
 
     world: World
     window: UpdateWindow
@@ -72,7 +65,7 @@ class Profile(torch.profiler.profile):
     Attributes:
         traces: the files that this rank has written: Chrome's format, for Perfetto and chrome://tracing.
         breakdown: the time of this rank's recorded steps by phase; once the block is over.
-        ranks: that of all ranks that took part, on the first of them; on the others, their own.
+        ranks: the breakdowns of all ranks that took part, on the first of them; on the others, their own.
     """
 
     def __init__(self, subject: Subject, how: ProfileKwargs | None = None) -> None:
@@ -93,9 +86,7 @@ class Profile(torch.profiler.profile):
         self._over_after = LAST if self._free else _last_step(how.schedule_option)
         self._by_hand = self._going = self._failed = False
         self._complete: list[str] = []  # steps of this cycle
-        self._trial: tuple[Any, list[str], int] | None = (
-            None  # the first step's recording, until a better one
-        )
+        self._trial: tuple[Any, list[str], int] | None = None  # the first step, until a better recording
         self._written: Path | None = None  # this cycle's trace
         self._taken: tuple[Any, Path | None] | None = None  # the last cycle that was recorded, and its trace
         self._base = 0  # bytes on the device when the cycle began, where torch tells
@@ -118,14 +109,15 @@ class Profile(torch.profiler.profile):
             StepError: a profile of this run is open already.
             SettingError: traces cannot be written.
         """
-        if self._subject.window.timing is not None:
+        window = self._subject.window
+        if window.timing is not None:
             raise StepError("a profile of this run is open already: close it before the next one")
         self._folder = trace_folder(self._output, self._subject.project)
         self._exchange.begin()
         self._going = True
         try:
             self._marks.open()
-            self._subject.window.timing = Waits(self._subject.window, self._advance_by_itself)
+            window.timing = Waits(window, lambda: None if self._by_hand else self._advance())
             super().start()
         except BaseException:
             self._leave()
@@ -162,10 +154,6 @@ class Profile(torch.profiler.profile):
         self._going = False
         self._subject.window.timing = None
         self._marks.close()
-
-    def _advance_by_itself(self) -> None:
-        if not self._by_hand:
-            self._advance()
 
     def _advance(self) -> None:
         if self.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE):
@@ -220,20 +208,18 @@ class Profile(torch.profiler.profile):
             self.breakdown.add(recording, self._base if recording.kernels else 0)
 
     def export_chrome_trace(self, path: str, *args: Any, **kwargs: Any) -> None:
-        """As torch's; of a trace that is written already, a copy, because torch writes each once only."""
+        """As torch's; copies a trace that is written already, because torch writes each once only."""
         if self._written is None or args or kwargs:
             super().export_chrome_trace(path, *args, **kwargs)
             return
-        with (
-            open(self._written, "rb") as old,
-            (gzip.open if path.endswith(".gz") else open)(path, "wb") as new,
-        ):
+        opened = gzip.open if path.endswith(".gz") else open
+        with open(self._written, "rb") as old, opened(path, "wb") as new:
             shutil.copyfileobj(old, new)
 
     # -- in words -----------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """A table of the time (and memory, where it was recorded) of the recorded steps by phase, and what stands out in words.
+        """A table of the time (and memory, where it was recorded) of the recorded steps by phase, and sentences on what stands out.
 
         On the first of the ranks that took part, with the others' figures; ``accelerator.print(prof.summary())`` shows it there.
         """
@@ -242,20 +228,17 @@ class Profile(torch.profiler.profile):
             return "profile: nothing was recorded; the block was over before its schedule's active steps"
         whole = ": all that was recorded, for no step in it was complete" if self._whole else ""
         who = f"rank {own.rank} of {world.size}" if world.size > 1 else own.device
-        lines = [f"profile of {who}, {breakdown.how_long(own.steps)}{whole}", breakdown.table(own)]
+        lines = [f"profile of {who}, {breakdown.durations(own.steps)}{whole}", breakdown.table(own)]
         if own.peak:
-            place = (
-                f"allocated on {own.device}"
-                if self._absolute
-                else "beyond what there was when recording began"
-            )
+            since = "beyond what there was when recording began"
+            place = f"allocated on {own.device}" if self._absolute else since
             held = ", ".join(f"{name} {size(number)}" for name, number in self._held.items())
             lines += [f"memory: {place}", *([f"there at the end: {held}"] if held else [])]
         if len(self.ranks) > 1:
             lines += ["", breakdown.of_ranks(self.ranks)]
         said = breakdown.sentences(own, self.ranks, self._workers)
         if self._exchange.late:
-            said.append(f"Of rank {', '.join(map(str, self._exchange.late))} nothing was heard in time.")
+            said.append(f"No result came in time from rank {', '.join(map(str, self._exchange.late))}.")
         lines += ["", *(textwrap.fill(sentence, 80) for sentence in said)]
         return "\n".join([*lines, *(f"trace: {trace}" for trace in self.traces[-1:])])
 
@@ -276,7 +259,7 @@ def _schedule(given: Mapping[str, int] | None) -> Callable[[int], ProfilerAction
 
 
 def _last_step(given: Mapping[str, int] | None) -> float:
-    """The step after which nothing is recorded any more."""
+    """The last step that is recorded."""
     if given is None or not given.get("repeat", 0):
         return math.inf
     cycle = given.get("wait", 0) + given.get("warmup", 0) + given["active"]
@@ -307,7 +290,7 @@ def _activities(how: ProfileKwargs) -> list[ProfilerActivity] | None:
 
 
 def trace_folder(given: str | os.PathLike[str] | None, project: str | None) -> Path:
-    """The folder for traces, made and found to be writable.
+    """Make the folder for traces and check that it is writable.
 
     Raises:
         SettingError: it is a URL, or cannot be written to.
@@ -319,9 +302,7 @@ def trace_folder(given: str | os.PathLike[str] | None, project: str | None) -> P
     folder = Path(given) if given is not None else Path(project or os.curdir, "profile")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".new-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise SettingError(
             f"traces cannot be written to {folder}: {error.strerror or error}. Name another folder with ProfileKwargs(output_trace_dir=...)"
@@ -349,17 +330,14 @@ def write_trace(folder: Path, rank: int, export: Callable[[str], object]) -> Pat
 class Exchange:
     """Ranks that profile the same steps exchange their results through the store; without a collective, since any may profile alone.
 
-    Each tells the store when it begins and what it found in the end, and the first of those that began waits a while for the others.
+    Each tells the store that it begins and, in the end, its result; the first of those that began waits a while for the others.
     The n-th profile of one rank corresponds to the n-th of the others.
-
-    Attributes:
-        late: ranks that began and did not end in time.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._store: Any = None
-        self.late: list[int] = []
+        self.late: list[int] = []  # ranks that began and did not end in time
 
     def begin(self) -> None:
         if self._world.size > 1:
@@ -378,23 +356,18 @@ class Exchange:
             return [own]
 
     def _shared(self, store: Any, own: Breakdown) -> list[Breakdown]:
-        store.set(f"{self._key}/done/{own.rank}", json.dumps(asdict(own)))
+        done = f"{self._key}/done"
+        store.set(f"{done}/{own.rank}", json.dumps(asdict(own)))
         begun = [r for r in range(self._world.size) if store.check([f"{self._key}/begun/{r}"])]
         if begun[0] != own.rank:
             return [own]
-        deadline, pause = time.monotonic() + min(PATIENCE, self._world.timeout), 0.001
-        self.late = begun
-        while True:
-            self.late = [r for r in self.late if not store.check([f"{self._key}/done/{r}"])]
-            if not self.late or time.monotonic() >= deadline:
+        deadline = time.monotonic() + min(PATIENCE, self._world.timeout)
+        while late := [r for r in begun if not store.check([f"{done}/{r}"])]:
+            if time.monotonic() >= deadline:
                 break
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-        done = [r for r in begun if r not in self.late]
-        return [
-            own if r == own.rank else Breakdown(**json.loads(store.get(f"{self._key}/done/{r}")))
-            for r in done
-        ]
+            time.sleep(0.02)
+        self.late = late
+        return [Breakdown(**json.loads(store.get(f"{done}/{r}"))) for r in begun if r not in late]
 
 
 def footprint(prepared: Any) -> dict[str, int]:
@@ -417,9 +390,5 @@ def footprint(prepared: Any) -> dict[str, int]:
 def _bytes(tensors: list[Tensor]) -> int:
     """Bytes of the tensors' storages on this rank, each counted once."""
     here = [part for tensor in tensors if not (part := local(tensor)).is_meta]
-    storages = {
-        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
-        for part in here
-        if part.layout is torch.strided
-    }
-    return sum(storages.values())
+    storages = [part.untyped_storage() for part in here if part.layout is torch.strided]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

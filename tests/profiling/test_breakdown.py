@@ -158,8 +158,8 @@ def on_gpu() -> list[Event]:
 
 
 def test_on_a_device_kernels_belong_to_the_phase_that_launched_them() -> None:
-    events = [e for e in on_gpu() if e.index != 1]
-    result = count(events, {"ProfilerStep#3"})
+    assert read(on_gpu(), {"ProfilerStep#3"}).device == 1  # the busiest card
+    result = count([e for e in on_gpu() if e.index != 1], {"ProfilerStep#3"})
     assert result.steps == [1_000_000]
     # The copy alone runs for 110 µs; the host waits for data for 20 more. Idle from 400 to 450, while the host is in backward.
     assert us(result) == {
@@ -172,20 +172,6 @@ def test_on_a_device_kernels_belong_to_the_phase_that_launched_them() -> None:
     assert {phase: ns / 1000 for phase, ns in result.idle.items()} == {"data wait": 20, "backward": 50}
     assert result.hidden == 100_000
     assert result.total == 1_300_000
-
-
-def test_the_device_with_the_most_to_do_is_the_one() -> None:
-    assert read(on_gpu(), {"ProfilerStep#3"}).device == 1
-    assert {k.kind for k in read([e for e in on_gpu() if e.index != 1], {"ProfilerStep#3"}).kernels} == {
-        "work",
-        "copy",
-        "collective",
-    }
-
-
-def test_a_kernel_that_nobody_launched_in_these_steps_is_other() -> None:
-    result = count([step(0, 0, 100), mark("forward", 0, 100), kernel("k", 10, 40, None)], {"ProfilerStep#0"})
-    assert us(result) == {"other": 30, "forward": 70}
 
 
 @pytest.mark.parametrize("device", ["CPU", "CUDA"])
@@ -223,19 +209,6 @@ def test_steps_that_were_not_complete_do_not_count() -> None:
 def test_without_steps_all_counts_as_one() -> None:
     assert count([mark("forward", 50, 90), Event("aten::mm", 90, 130)], set()).steps == [80_000]
     assert count([], set()).total == 0
-
-
-def test_cycles_add_up() -> None:
-    result = Breakdown(0, "cpu")
-    for begin in (0, 1000):
-        events = [
-            step(1, begin, begin + 100),
-            mark("forward", begin, begin + 60),
-            memory(begin + 5, begin + 7),
-        ]
-        result.add(read(events, {"ProfilerStep#1"}))
-    assert (result.each("forward"), result.share("forward"), result.step) == (60_000, 0.6, 100_000)
-    assert result.peak["forward"] == 1007
 
 
 # -- intervals, beside sets of moments ---------------------------------------------------------------------------------
