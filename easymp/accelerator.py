@@ -248,8 +248,7 @@ class Accelerator(Processes, Checkpoints):
                     f"nonfinite='skip' with comm_hook={options.comm_hook!r}, which remembers what it did not send: a gradient that is not "
                     "finite would stay in it for good. Use nonfinite='raise', or another comm_hook"
                 )
-            rule = precision.rule_from(scaling)
-            self._scaler = precision.Scaler(rule, self._world, scaled, guard, self._window)
+            self._scaler = precision.Scaler(scaling, self._world, scaled, guard, self._window)
             self._loading = dataloader_config or records.DataLoaderConfiguration()
             own = strategy_options is not None or asked.strategy_options is not None
             steps = self._world.size if scheduler_steps_per_process else 1

@@ -179,6 +179,9 @@ class GradScalerKwargs:
         growth_delay: further good steps before the first growth after an overflow; DeepSpeed has 1.
         refill_each_step: a good step takes back what `hysteresis` has counted; else growth does.
         raise_at_minimum: an overflow at `min_scale` is a StepError. It costs a wait for the device at each step.
+
+    Raises:
+        SettingError: a number is out of its range.
     """
 
     init_scale: float = 65536.0
@@ -193,6 +196,18 @@ class GradScalerKwargs:
     growth_delay: int = 0
     refill_each_step: bool = False
     raise_at_minimum: bool = False
+
+    def __post_init__(self) -> None:
+        for name, good, rule in (
+            ("init_scale", 0 < self.init_scale < float("inf"), "a positive finite number"),
+            ("growth_factor", self.growth_factor > 1 or not self.dynamic, "above 1"),
+            ("backoff_factor", 0 < self.backoff_factor < 1 or not self.dynamic, "between 0 and 1"),
+            ("growth_interval", self.growth_interval >= 1, "at least 1"),
+            ("hysteresis", self.hysteresis >= 1, "at least 1"),
+            ("min_scale", 0 <= self.min_scale <= self.max_scale, "at least 0 and at most the maximum"),
+        ):
+            if not good:
+                raise SettingError(f"{name}={getattr(self, name)!r} of the loss scale must be {rule}")
 
 
 class LoggerType(StrEnum):

@@ -68,10 +68,13 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
 # One line a precision.
 PRECISIONS: Registry[type[Precision]] = Registry(
     {
-        "fp32": ("precision.fp32:FP32", "exact"),
-        "tf32": ("precision.fp32:TF32", "fp32 whose products keep 10 bits of mantissa"),
-        "bf16": ("precision.mixed:BF16", "half the bits with fp32's range: no loss scale"),
-        "fp16": ("precision.mixed:FP16", "half the bits with more digits and less range: the loss is scaled"),
+        "fp32": ("precision.policies:FP32", "exact"),
+        "tf32": ("precision.policies:TF32", "fp32 whose products keep 10 bits of mantissa"),
+        "bf16": ("precision.policies:BF16", "half the bits with fp32's range: no loss scale"),
+        "fp16": (
+            "precision.policies:FP16",
+            "half the bits with more digits and less range: the loss is scaled",
+        ),
         "fp8": ("precision.fp8:FP8", "a quarter of the bits in Linear layers, the rest as bf16"),
         "bf16-true": (
             "precision.levels:BF16True",

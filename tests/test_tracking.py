@@ -96,7 +96,11 @@ def test_without_a_step_updates_are_counted(tmp_path: Path) -> None:
             "'a/x'.*got a object, which is neither a number",
         ),
         (lambda acc: acc.log({"x": 1}, step=1.5), SettingError, r"step=1.5\): pass a whole number"),
-        (lambda acc: acc.log({"x": 1}, step=torch.tensor(1)), SettingError, r"step=tensor.*: pass a whole number"),
+        (
+            lambda acc: acc.log({"x": 1}, step=torch.tensor(1)),
+            SettingError,
+            r"step=tensor.*: pass a whole number",
+        ),
         (
             lambda acc: acc.log({"x": 1}, log_kwargs={"wandb": {}}),
             SettingError,

@@ -16,7 +16,7 @@ from ..base.dtensor import local
 from ..errors import CheckpointError, StepError
 from ..optim import PreparedOptimizer
 from ..optim.torch_step import IMPLEMENTATION
-from ..precision.mixed import LOW
+from ..precision.policies import LOW
 from .layout import Box, Place, place_of
 from .load import FullName, Reading, Trial, check_like, is_known, names_apart, once, several
 from .manifest import Stored, check_number

@@ -170,7 +170,7 @@ class Scale:
 
     Attributes:
         state: int32 [3]: the float32 scale's bits; good steps since the last overflow or growth; overflows still to be forgiven, plus one.
-        rule: float64 [8], as `RULE` names them; see `precision.scaler.LossScale`, whose `Scaler.advance` is the same by torch.
+        rule: float64 [8], as `RULE` names them; see `GradScalerKwargs`; `Scaler.advance` is the same by torch.
         moved: whether the step has moved it. One that torch runs, or that had nothing to step, has not.
     """
 

@@ -14,7 +14,7 @@ from .. import cuda
 from ..base.dtensor import local
 from ..cuda import EMA
 from ..errors import StepError
-from ..precision.mixed import LOW
+from ..precision.policies import LOW
 
 if TYPE_CHECKING:
     from ..cuda.casts import Adder

@@ -3,6 +3,6 @@
 from ..protocols import Precision
 from ..registry import ALIASES, PRECISIONS
 from .measured import Measured
-from .scaler import LossScale, Scaler, rule_from
+from .scaler import Scaler
 
-__all__ = ["ALIASES", "PRECISIONS", "LossScale", "Measured", "Precision", "Scaler", "rule_from"]
+__all__ = ["ALIASES", "PRECISIONS", "Measured", "Precision", "Scaler"]

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import StepError
 from ..options import AutocastKwargs
-from .mixed import as_asked
+from .policies import cast_outputs
 
 UNUSED_DEVICE = "ipu"
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -122,18 +122,16 @@ def as_listed(
     Raises:
         StepError: half precision for a function that refuses it.
     """
-    wanted = half if cast is Cast.HALF else torch.float32
-    if cast is Cast.REFUSED:
-        if half in {t.dtype for t in _floating((args, kwargs))}:
+    if cast in (Cast.REFUSED, Cast.WIDEST):
+        dtypes = {t.dtype for t in _floating((args, kwargs))}
+        if cast is Cast.REFUSED and half in dtypes:
             raise StepError(
                 f"{function.__name__} on {half} loses values close to 0 and 1: use binary_cross_entropy_with_logits on the inputs "
                 "of the sigmoid, or convert its inputs with .float()"
             )
-        return args, kwargs
-    if (
-        cast is Cast.WIDEST and len({t.dtype for t in _floating((args, kwargs))}) < 2
-    ):  # the widest of two different dtypes is fp32
-        return args, kwargs
+        if cast is Cast.REFUSED or len(dtypes) < 2:  # the widest of two different dtypes is fp32
+            return args, kwargs
+    wanted = half if cast is Cast.HALF else torch.float32
     return _to(args, wanted), _to(kwargs, wanted)
 
 
@@ -177,10 +175,9 @@ class Listed(nn.Module):
 
     def __init__(self, module: nn.Module, options: AutocastKwargs) -> None:
         super().__init__()
-        self.module = module
-        self.options = options
+        self.module, self.options = module, options
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with ListedCasts():
             outputs = self.module(*args, **kwargs)
-        return as_asked(outputs, self.options.output_dtype)
+        return cast_outputs(outputs, self.options.output_dtype)

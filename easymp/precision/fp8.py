@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from ..errors import PrepareError
 from ..logging import get_logger
 from ..protocols import Facts, Refusal
-from .mixed import BF16
+from .policies import BF16
 
 logger = get_logger(__name__)
 
@@ -36,18 +36,15 @@ class FP8(BF16):
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:
-        remedy = "use bf16, fp32 or auto"
         needs = "fp8 needs the fp8 Tensor Cores of an NVIDIA GPU of sm_89 (Ada, Hopper) or newer"
-        if facts.device == "cpu":
-            return Refusal(f"{needs}, and training runs on the CPU", remedy)
         without = [d for d in facts.hardware.devices if not d.fp8 or d.capability is None]
-        if without:
-            return Refusal(
-                f"{needs}, and this device is {without[0].name} "
-                f"({without[0].architecture or without[0].kind})",
-                remedy,
-            )
-        return None
+        if facts.device == "cpu":
+            here = "training runs on the CPU"
+        elif without:
+            here = f"this device is {without[0].name} ({without[0].architecture or without[0].kind})"
+        else:
+            return None
+        return Refusal(f"{needs}, and {here}", "use bf16, fp32 or auto")
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Swap layers, see the class.
@@ -57,9 +54,7 @@ class FP8(BF16):
         """
         layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
         fit = {
-            name: layer
-            for name, layer in layers.items()
-            if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+            name: layer for name, layer in layers.items() if not any(n % MULTIPLE for n in layer.weight.shape)
         }
         already = any(type(layer) is Float8Linear for layer in model.modules())  # by an earlier run
         if not fit and not already:
@@ -69,13 +64,9 @@ class FP8(BF16):
             )
         for layer in fit.values():
             layer.__class__ = Float8Linear
-        left = sorted(layers.keys() - fit.keys())
-        logger.info(
-            "fp8 by torch._scaled_mm in %d of %d linear layers%s",
-            len(fit),
-            len(layers),
-            f"; in bf16: {', '.join(left)}" if left else "",
-        )
+        left = ", ".join(sorted(layers.keys() - fit.keys()))
+        words = "fp8 by torch._scaled_mm in %d of %d linear layers%s"
+        logger.info(words, len(fit), len(layers), f"; in bf16: {left}" if left else "")
         return model
 
 
@@ -112,18 +103,17 @@ class _Product(torch.autograd.Function):
             w, w_scale = rounded(weight, FORWARD)
             of_input = _multiply(g, _columns(w), g_scale, w_scale, grad.dtype).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
-            more = -x.shape[0] % MULTIPLE  # the product sums over rows, and rows of zeros add nothing
-            if more:
-                g, x = (
-                    torch.cat([t.view(torch.uint8), t.new_zeros(more, t.shape[1]).view(torch.uint8)]).view(
-                        t.dtype
-                    )
-                    for t in (g, x)
-                )
-            of_weight = _multiply(g.t().contiguous(), _columns(x), g_scale, x_scale, grad.dtype).to(
-                weight.dtype
-            )
+            g, x = _padded(g), _padded(x)
+            product = _multiply(g.t().contiguous(), _columns(x), g_scale, x_scale, grad.dtype)
+            of_weight = product.to(weight.dtype)
         return of_input, of_weight, None
+
+
+def _padded(matrix: Tensor) -> Tensor:
+    """`matrix` with rows of zeros, which add nothing to a product that sums over rows, up to a multiple of 16."""
+    more = -matrix.shape[0] % MULTIPLE
+    bytes_ = nn.functional.pad(matrix.view(torch.uint8), (0, 0, 0, more))  # zero has no bits set
+    return bytes_.view(matrix.dtype)
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -26,8 +26,7 @@ from ..base.pytree import map_leaves
 from ..options import AutocastKwargs
 from ..protocols import Facts, Refusal
 from .cast_lists import Listed, ListedCasts
-from .fp32 import FP32
-from .mixed import BF16, FP16, as_asked
+from .policies import BF16, FP16, FP32, cast_outputs
 
 
 class O0(FP32):
@@ -122,13 +121,11 @@ class HalfModel(nn.Module):
 
     def __init__(self, module: nn.Module, options: AutocastKwargs, dtype: torch.dtype) -> None:
         super().__init__()
-        self.module = module
-        self.options = options
-        self.dtype = dtype
+        self.module, self.options, self.dtype = module, options, dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self.module(*cast(args, self.dtype), **cast(kwargs, self.dtype))
-        return as_asked(outputs, self.options.output_dtype)
+        return cast_outputs(outputs, self.options.output_dtype)
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
@@ -143,10 +140,8 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_batch_norm: bool) -> nn.Module:
-    """Cast floating-point parameters and buffers of `model` to `dtype` in place.
-
-    Args:
-        keep_batch_norm: leave batch-norm layers with parameters as they are.
+    """Cast floating-point parameters and buffers of `model` to `dtype` in place; `keep_batch_norm` leaves out batch-norm layers with
+    parameters.
     """
     for module in model.modules():
         if not (keep_batch_norm and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine):

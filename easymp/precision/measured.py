@@ -8,8 +8,6 @@ states stay unchanged. Rank 0 decides for all ranks.
 
 from __future__ import annotations
 
-import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..base.pytree import leaves, map_leaves
+from ..base.rng import isolated
 from ..distributed import World
 from ..options import AutocastKwargs
 from ..protocols import Choice, Facts, Refusal, Source
-from .fp32 import FP32
-from .mixed import BF16
+from .policies import BF16, FP32
 
 BUDGET = 1.0  # seconds for the pairs
 PATIENCE = 5.0  # seconds for the fewest pairs; a slower step gets one pair
@@ -91,7 +89,7 @@ class Measured:
 
     def decide(self, model: nn.Module) -> None:
         if self.choice is None:
-            self.settle(by_width(model))
+            self.settle(*by_width(model))
 
     def convert(self, model: nn.Module) -> nn.Module:
         if not self._measure:
@@ -106,43 +104,45 @@ class Measured:
 
     def follow(self, name: str) -> bool:
         """Take the precision of the resumed run. Returns False if it is neither fp32 nor bf16."""
-        if name not in (self._fp32.name, self._bf16.name):
-            return False
-        self.settle(Choice(name, "as in the run that this one resumes", Source.DETECTED))
-        return True
+        known = name in (self._fp32.name, self._bf16.name)
+        if known:
+            self.settle(name, "as in the run that this one resumes")
+        return known
 
-    def settle(self, choice: Choice[str]) -> None:
-        self.choice = choice
+    def settle(self, name: str, reason: str) -> None:
+        self.choice = Choice(name, reason, Source.DETECTED)
         if self._decided:
-            self._decided(choice)
+            self._decided(self.choice)
 
-    def measure(
-        self, plain: nn.Module, cast: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Time both, tell the others, settle. A model that fails in fp32, too, settles nothing: that error is the caller's."""
+    def measure(self, model: nn.Module, device: torch.device, args: Any, kwargs: Any) -> None:
+        """Time both, tell the other ranks, settle. If the model fails in fp32, too, nothing is settled and the error is raised."""
         figure: list[Any] = [None]
         try:
-            # Every rank takes every step, since a forward may hold a collective; rank 0 says when it is enough, and its figure counts.
-            figure[0] = time_pairs(
-                plain, cast, args, kwargs, lambda enough: self._world.broadcast_objects([enough])[0]
-            )
+            # Every rank takes every step, since a forward may hold a collective; rank 0 ends them, and its figure counts.
+            cast = self._bf16.forward(model, device)
+            figure[0] = time_pairs(model, cast, args, kwargs, self._agree)
         finally:
             self._world.broadcast_objects(figure)
-        if figure[0] is None:
-            return
         if isinstance(figure[0], str):
-            self.settle(Choice("fp32", f"this model does not run in bf16 ({figure[0]})", Source.DETECTED))
-            return
-        ratio, pairs = figure[0]
-        if ratio < GAIN:
-            reason = f"bf16 {1 / ratio:.2g} times as fast as fp32 in this model's own step"
-        elif ratio > 1 / GAIN:
-            reason = f"fp32 {ratio:.2g} times as fast as bf16 in this model's own step"
-        else:
-            reason = f"bf16 takes {ratio:.2f} times fp32's time in this model's own step: no gain"
-        many = f"{pairs} pairs" if pairs > 1 else "one pair"
-        winner = "bf16" if ratio < GAIN else "fp32"
-        self.settle(Choice(winner, f"{reason} (median of {many})", Source.DETECTED))
+            self.settle("fp32", f"this model does not run in bf16 ({figure[0]})")
+        elif figure[0] is not None:
+            self.settle(*_verdict(*figure[0]))
+
+    def _agree(self, enough: bool) -> bool | None:
+        agreed: bool | None = self._world.broadcast_objects([enough])[0]
+        return agreed
+
+
+def _verdict(ratio: float, pairs: int) -> tuple[str, str]:
+    """The precision for `ratio`, bf16's time by fp32's, and the reason."""
+    if ratio < GAIN:
+        reason = f"bf16 {1 / ratio:.2g} times as fast as fp32 in this model's own step"
+    elif ratio > 1 / GAIN:
+        reason = f"fp32 {ratio:.2g} times as fast as bf16 in this model's own step"
+    else:
+        reason = f"bf16 takes {ratio:.2f} times fp32's time in this model's own step: no gain"
+    many = f"{pairs} pairs" if pairs > 1 else "one pair"
+    return "bf16" if ratio < GAIN else "fp32", f"{reason} (median of {many})"
 
 
 class Undecided(nn.Module):
@@ -150,44 +150,34 @@ class Undecided(nn.Module):
 
     def __init__(self, policy: Measured, module: nn.Module, device: torch.device) -> None:
         super().__init__()
-        self.module = module
-        self.policy = policy
-        self.device = device
+        self.module, self.policy, self.device = module, policy, device
         self.chosen: nn.Module | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        policy = self.policy
+        if policy.choice is None and self.module.training and torch.is_grad_enabled():
+            policy.measure(self.module, self.device, args, kwargs)
+        if policy.choice is None:
+            return self.module(*args, **kwargs)
         if self.chosen is None:
-            if self.policy.choice is None:
-                if not (self.module.training and torch.is_grad_enabled()):
-                    return self.module(*args, **kwargs)
-                cast = self.policy._bf16.forward(self.module, self.device)
-                self.policy.measure(self.module, cast, args, kwargs)
-                if self.policy.choice is None:
-                    return self.module(*args, **kwargs)
-            self.chosen = self.policy.forward(self.module, self.device)
+            self.chosen = policy.forward(self.module, self.device)
         return self.chosen(*args, **kwargs)
 
 
-def by_width(model: nn.Module) -> Choice[str]:
+def by_width(model: nn.Module) -> tuple[str, str]:
     """Rule without a measurement: bf16 if min(in × kernel, out) of a layer is 128 or more."""
     widest = 0
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and weight.ndim >= 2 and not isinstance(module, nn.Embedding):
             widest = max(widest, min(weight.shape[0], weight[0].numel()))
-    wide = f"bf16 instructions, and a layer {widest} wide (not measured)"
-    narrow = f"the widest layer is {widest}: too narrow for bf16 to pay off on a CPU (not measured)"
-    return (
-        Choice("bf16", wide, Source.DETECTED) if widest >= WIDE else Choice("fp32", narrow, Source.DETECTED)
-    )
+    if widest >= WIDE:
+        return "bf16", f"bf16 instructions, and a layer {widest} wide (not measured)"
+    return "fp32", f"the widest layer is {widest}: too narrow for bf16 to pay off on a CPU (not measured)"
 
 
 def time_pairs(
-    plain: nn.Module,
-    cast: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    agree: Callable[[bool], bool | None] = lambda enough: enough,
+    plain: nn.Module, cast: nn.Module, args: Any, kwargs: Any, agree: Callable[[bool], bool | None]
 ) -> tuple[float, int] | str:
     """Median of bf16 time / fp32 time and the number of pairs, or the reason why bf16 does not run.
 
@@ -196,7 +186,7 @@ def time_pairs(
     """
     parameters = [p for p in plain.parameters() if p.requires_grad]
     ratios: list[float] = []
-    with _untouched(plain):
+    with isolated(), _buffers_kept(plain):
         _step(plain, parameters, args, kwargs)  # warm up: allocations and choice of kernels
         try:
             _step(cast, parameters, args, kwargs)
@@ -213,29 +203,21 @@ def time_pairs(
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Restore buffers, also replaced ones, and the random states at exit."""
-    buffers = [
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore buffers, also replaced ones, at exit."""
+    held = [
         (m, k, b, b.detach().clone()) for m in model.modules() for k, b in m._buffers.items() if b is not None
     ]
-    numpy = sys.modules.get("numpy")
-    drawn = random.getstate(), numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(drawn[0])
-            if numpy:
-                numpy.random.set_state(drawn[1])
-            with torch.no_grad():
-                for module, name, buffer, before in buffers:
-                    module._buffers[name] = buffer
-                    buffer.copy_(before)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, before in held:
+                module._buffers[name] = buffer
+                buffer.copy_(before)
 
 
-def _step(
-    module: nn.Module, parameters: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> float:
+def _step(module: nn.Module, parameters: list[Tensor], args: Any, kwargs: Any) -> float:
     """Seconds of one forward and backward on copies of the inputs, with the sum of the outputs as loss."""
     args, kwargs = map_leaves(_copy, args), map_leaves(_copy, kwargs)
     begin = time.perf_counter()

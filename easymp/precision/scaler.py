@@ -1,4 +1,4 @@
-"""The loss scale: one scaler for fp16 runs, whatever rule moves the scale.
+"""The loss scale: one scaler for fp16 runs, with the rule of a `GradScalerKwargs`.
 
 Gradients below 6e-8 are zero in fp16, so the loss is multiplied by a scale before backward and gradients are divided by it
 before the step. An overflow skips the step and lowers the scale; a run of good steps raises it. Rules differ only in numbers:
@@ -6,15 +6,14 @@ before the step. An overflow skips the step and lowers the scale; a run of good 
 - torch and Apex: ×2 after `growth_interval` good steps, ÷2 at each overflow;
 - DeepSpeed: growth one good step later (`growth_delay=1`), and the first `hysteresis - 1` overflows lower nothing.
 
-Scale and counters live on the device; nothing here waits for it, but for the step of an optimizer that is not fused. They move in a launch
-of `update`'s own, or with the step, where kernels of ours run it and no other optimizer divides by this scale (`lend`).
+Scale and counters live on the device; nothing here waits for it, except the step of an optimizer that is not fused. They move in a
+launch of `update`, or with the step, where our kernels run it and no other optimizer divides by this scale (`lend`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,97 +32,37 @@ if TYPE_CHECKING:
     from ..cuda.rule import Scale
 
 NO_GRADIENTS = "unscale_ or step() before any backward(): this optimizer has no gradients yet"
-PAST = (
-    "the gradients do not come from accelerator.backward(loss): loss.backward() was called by itself, which {}. Replace it by "
-    "accelerator.backward(loss)"
-)
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """The rule by which the scale moves.
-
-    Attributes:
-        initial: first scale.
-        growth_factor, backoff_factor: what it is multiplied by.
-        growth_interval: good steps in a row before it grows.
-        growth_delay: further good steps before the first growth after an overflow (DeepSpeed: 1).
-        hysteresis: overflows before it falls; refilled by growth, or by each good step where `refill_each_step`.
-        minimum, maximum: bounds.
-        raise_at_minimum: an overflow at the minimum is an error.
-        dynamic: False never moves it.
-    """
-
-    initial: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    growth_delay: int = 0
-    hysteresis: int = 1
-    refill_each_step: bool = False
-    minimum: float = 0.0
-    maximum: float = float("inf")
-    raise_at_minimum: bool = False
-    dynamic: bool = True
-
-    def __post_init__(self) -> None:
-        for name, good, rule in (
-            ("initial", 0 < self.initial < float("inf"), "a positive finite number"),
-            ("growth_factor", self.growth_factor > 1 or not self.dynamic, "above 1"),
-            ("backoff_factor", 0 < self.backoff_factor < 1 or not self.dynamic, "between 0 and 1"),
-            ("growth_interval", self.growth_interval >= 1, "at least 1"),
-            ("hysteresis", self.hysteresis >= 1, "at least 1"),
-            ("minimum", 0 <= self.minimum <= self.maximum, "at least 0 and at most the maximum"),
-        ):
-            if not good:
-                raise SettingError(f"{name}={getattr(self, name)!r} of the loss scale must be {rule}")
-
-
-def rule_from(options: GradScalerKwargs) -> LossScale:
-    """The rule that a caller's options ask for."""
-    return LossScale(
-        initial=options.init_scale,
-        growth_factor=options.growth_factor,
-        backoff_factor=options.backoff_factor,
-        growth_interval=options.growth_interval,
-        hysteresis=options.hysteresis,
-        minimum=options.min_scale,
-        maximum=options.max_scale,
-        dynamic=options.dynamic,
-        growth_delay=options.growth_delay,
-        refill_each_step=options.refill_each_step,
-        raise_at_minimum=options.raise_at_minimum,
-    )
+GUARD = GradScalerKwargs(init_scale=1.0, dynamic=False)
 
 
 class Scaler:
     """Scales losses, unscales gradients, skips overflowed steps, and moves the scale.
 
     ``scale(loss).backward()``, ``unscale_(optimizer)`` (at most once, before clipping), ``step(optimizer)``, ``update()``.
-    With ``enabled=False`` each is the plain thing: the loss, nothing, ``optimizer.step()``, nothing.
+    With ``enabled=False`` they are the loss, nothing, ``optimizer.step()`` and nothing.
 
     Args:
         rule: how the scale moves.
         world: an overflow on one of its ranks counts on all.
         enabled: False scales by one.
-        guard: only skip steps whose gradients are not finite: the scale is 1, and is in no checkpoint.
-        window: of a run, whose next backward calls `update`; until then `get_scale` and `state_dict` say what it will make of the scale.
+        guard: only skip steps with gradients that are not finite: the scale is 1, and checkpoints leave it out.
+        window: of a run: its next backward calls `update`; until then `get_scale` and `state_dict` foresee that.
 
     Attributes:
         found: told at each step of a run whether it is skipped.
         agree: False where not every rank takes part in the step (uneven inputs).
-        sharers: optimizers that divide by this scale, as far as known: only one that is alone may move it as it steps.
+        sharers: optimizers that divide by this scale; only a single one may move it as it steps.
     """
 
     def __init__(
         self,
-        rule: LossScale | None = None,
+        rule: GradScalerKwargs | None = None,
         world: World | None = None,
         enabled: bool = True,
         guard: bool = False,
         window: UpdateWindow | None = None,
     ) -> None:
-        self.rule = LossScale(initial=1.0, dynamic=False) if guard else rule or LossScale()
+        self.rule = GUARD if guard else rule or GradScalerKwargs()
         self.enabled = enabled or guard
         self.scales = enabled and not guard
         self.found: Callable[[Tensor], None] | None = None
@@ -133,26 +72,22 @@ class Scaler:
         self._runs = window is not None
         self._window = window or UpdateWindow()
         self._seen = False  # whether a loss has been scaled since `update`
-        # int32 [3] on the device of the first loss, as `Scale` has it; the next three are views of it.
+        # int32 [3] on the device of the first loss, as `cuda.Scale` has it; the next three are views of it.
         self._state: Tensor | None = None
         self._scale: Tensor | None = None  # float32, 0-dim
         self._good: Tensor | None = None
         self._patience: Tensor | None = None
         self._law: Tensor | None = None
         self._unscalers: dict[tuple[torch.device, torch.dtype], Gradients] = {}
-        self._pending: dict[str, Any] = {
-            "scale": self.rule.initial,
-            "good": 0,
-            "patience": self.rule.hysteresis,
-        }
+        self._pending: tuple[float, int, int] = (self.rule.init_scale, 0, self.rule.hysteresis)
 
     # -- the loss -----------------------------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
-        """`outputs` times the scale: a tensor, or nested lists, tuples and dicts of them.
+        """`outputs` times the scale: a tensor, or nested lists, tuples and dicts of tensors.
 
         Raises:
-            StepError: something else than a tensor is in them.
+            StepError: `outputs` holds something else.
         """
         if not self.enabled:
             return outputs
@@ -169,18 +104,16 @@ class Scaler:
 
     @property
     def current(self) -> Tensor:
-        """The scale, on its device."""
-        assert self._scale is not None, "a step is under way"
+        """The scale, on its device, while a step is under way."""
+        assert self._scale is not None
         return self._scale
 
     def _on(self, device: torch.device) -> Tensor:
         if self._scale is None:
-            start = self._pending
+            scale, good, patience = self._pending
             self._state = torch.empty(3, dtype=torch.int32, device=device)
-            _, self._good, self._patience = self._state.unbind()
-            self._scale = self._state[:1].view(torch.float32)[0].fill_(start["scale"])
-            self._good.fill_(start["good"])
-            self._patience.fill_(start["patience"])
+            self._good, self._patience = self._state[1].fill_(good), self._state[2].fill_(patience)
+            self._scale = self._state[:1].view(torch.float32)[0].fill_(scale)
         return self._scale
 
     # -- the gradients ------------------------------------------------------------------------------------------------
@@ -208,25 +141,22 @@ class Scaler:
         if not gradients and not (shared and self._scale is not None):
             raise StepError(NO_GRADIENTS)
         home = gradients[0].device if gradients else self._world.device  # type: ignore[union-attr]
-        found = self.divide(gradients, home)
-        found = self.agreed(found, bool(gradients))
-        turn.found_inf = _to(found, home)  # where the step reads it: of shards in the host's memory, the host
+        found = self.agreed(self.divide(gradients, home), bool(gradients))
+        turn.found_inf = _to(found, home)  # where the step reads it: for shards in host memory, the host
         turn.enter(Phase.UNSCALED)
 
     def _check_scaled(self, here: bool) -> None:
-        if (
-            here and not self._seen and self.found is not None
-        ):  # in a run: a scaler alone may be given any gradients
+        if here and not self._seen and self.found is not None:  # in a run; a scaler alone takes any gradients
+            missed = "leaves the loss scale out" if self.scales else "nonfinite='skip' and 'raise' do not see"
             raise StepError(
-                PAST.format(
-                    "leaves the loss scale out" if self.scales else "nonfinite='skip' and 'raise' do not see"
-                )
+                f"the gradients do not come from accelerator.backward(loss): loss.backward() was called by itself, which {missed}. "
+                "Replace it by accelerator.backward(loss)"
             )
 
     def divide(self, gradients: Sequence[Tensor], home: torch.device) -> Tensor:
-        """Divide `gradients`, in memory, by the scale; above 0 (fp32, 0-dim) where one of this rank is not finite.
+        """Divide `gradients`, in memory, by the scale; above 0 (fp32, 0-dim) if one of this rank is not finite.
 
-        Without a part in the rounds of optimizers, for who accounts for them by another rule. fp16 ones lose what is below 6e-8.
+        Does not enter a phase. Values of fp16 gradients below 6e-8 are lost.
 
         Args:
             home: device of the scale, if no loss has been scaled yet.
@@ -240,9 +170,8 @@ class Scaler:
         found = torch.zeros_like(scale)
         for (device, dtype), grads in by_kind.items():
             here = found if device == found.device else torch.zeros((), device=device)
-            launcher = None
-            if dtype in cuda.UNSCALE:
-                launcher = cuda.launcher_with(device, [cuda.UNSCALE[dtype], cuda.TOTAL])
+            kernels = [cuda.UNSCALE[dtype], cuda.TOTAL] if dtype in cuda.UNSCALE else []
+            launcher = cuda.launcher_with(device, kernels) if kernels else None
             if launcher is not None:
                 unscaler = self._unscalers.setdefault((device, dtype), cuda.Gradients(launcher))
                 bad, grads = unscaler.unscale(grads, _to(scale, device))
@@ -254,22 +183,23 @@ class Scaler:
         return found
 
     def agreed(self, found: Tensor, here: bool) -> Tensor:
-        """`found` on any rank.
+        """The maximum of `found` over the ranks.
 
         Args:
-            here: whether this rank holds gradients; it may hold none of the parameters that got some (a stage, a shard).
+            here: whether this rank holds gradients; one with another stage or shard may hold none.
 
         Raises:
-            StepError: no rank does.
+            StepError: no rank holds gradients.
         """
-        if self._world is not None and self.agree:
-            found = self._world.reduce(found if here else found - 1, "max")  # below zero: nor does any other
-        if not here and (self._world is None or not self.agree or found.item() < 0):
+        together = self._world is not None and self.agree
+        if together:
+            found = self._world.reduce(found if here else found - 1, "max")  # type: ignore[union-attr]
+        if not here and (not together or found.item() < 0):  # below zero: no other rank has any
             raise StepError(NO_GRADIENTS)
         return found
 
     def scale_of(self, optimizers: Sequence[torch.optim.Optimizer], here: bool) -> Tensor | None:
-        """The scale that the gradients of all these still have, for who measures them; None: they are not scaled.
+        """The scale that the gradients of all these still have; None if they are not scaled.
 
         Args:
             here: whether this rank holds gradients.
@@ -285,18 +215,21 @@ class Scaler:
         self._check_still()
         return self._scale
 
+    def _moved(self) -> bool:
+        return any(turn.moved for turn in self._window.turns.values())
+
     def _check_still(self) -> None:
-        if any(turn.moved for turn in self._window.turns.values()):
+        if self._moved():
             raise StepError(
                 "the loss scale has moved with the step of the only prepared optimizer, and gradients of another one are still multiplied "
-                "by what it was: prepare() all optimizers before the first step, or step this one before that one"
+                "by its old value: prepare() all optimizers before the first step, or step this one before that one"
             )
 
     def take(self, optimizers: Sequence[torch.optim.Optimizer], found: Tensor | None) -> None:
-        """The steps of `optimizers` will divide by the scale; their gradients have been measured.
+        """Let the steps of `optimizers` divide by the scale; their gradients have been measured.
 
         Args:
-            found: above 0 where one is not finite, on any rank; None: it is known already.
+            found: above 0 if one is not finite, on any rank; None if that is known already.
         """
         for optimizer in optimizers:
             turn = self._window.turn(optimizer)
@@ -305,7 +238,7 @@ class Scaler:
                 turn.found_inf = found
 
     def ensure_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
-        """`unscale_`, unless that was done since the last update: clipping part by part asks more than once."""
+        """`unscale_`, unless it was done since the last update: clipping part by part asks more than once."""
         if self._window.turn(optimizer).phase is Phase.ACCUMULATING:
             self.unscale_(optimizer)
 
@@ -314,7 +247,7 @@ class Scaler:
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step()``, unless one of its gradients overflowed on any rank.
 
-        A fused optimizer is told on the device; any other one costs a wait for the flag, as in torch.
+        A fused optimizer reads that on the device; any other one costs a wait for the flag, as in torch.
 
         Raises:
             StepError: a second step before update().
@@ -332,15 +265,14 @@ class Scaler:
         return None if found.item() else optimizer.step(*args, **kwargs)
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """`optimizer` steps now; returns whether it is to do nothing: above 0. Its gradients are divided, if nobody has done it.
+        """Divide `optimizer`'s gradients if that was not done; above 0 if its step must do nothing.
 
         Raises:
             StepError: a second step before update().
         """
         turn = self._window.turn(optimizer)
         turn.check(Phase.STEPPED)
-        if turn.phase is Phase.ACCUMULATING:
-            self.unscale_(optimizer)
+        self.ensure_unscaled(optimizer)
         turn.enter(Phase.STEPPED)
         found = turn.found_inf
         assert found is not None
@@ -350,9 +282,9 @@ class Scaler:
         return found
 
     def lend(self, optimizer: torch.optim.Optimizer) -> Scale | None:
-        """The scale, for `optimizer`'s step to move it as `update` would, if it can; after `begin_step`.
+        """The scale, for `optimizer`'s step to move it as `update` would; after `begin_step`.
 
-        None where another optimizer divides by it, too, or the rule does not move it, or waits for the device to say that it cannot.
+        None if another optimizer divides by it, too, or if the rule does not move it or may raise an error.
         """
         turn, rule, state = self._window.turn(optimizer), self.rule, self._state
         if state is None or self.sharers != 1 or self._window.begun != 1:
@@ -361,7 +293,7 @@ class Scaler:
             return None
         if self._law is None or self._law.device != state.device:
             numbers = (rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.growth_delay)
-            numbers = (*numbers, rule.hysteresis, rule.refill_each_step, rule.minimum, rule.maximum)
+            numbers = (*numbers, rule.hysteresis, rule.refill_each_step, rule.min_scale, rule.max_scale)
             self._law = cuda.upload(tuple(map(float, numbers)), torch.float64, state.device)
         turn.lent = cuda.Scale(state, self._law)
         return turn.lent
@@ -372,7 +304,7 @@ class Scaler:
         return found is not None and bool(found.item())
 
     def recall(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        """`optimizer`'s last step, in a run before this one, was skipped or not."""
+        """Set whether `optimizer`'s last step, in an earlier run, was skipped."""
         if self.enabled:
             self._window.turn(optimizer).skipped = torch.tensor(float(skipped))
 
@@ -382,7 +314,7 @@ class Scaler:
         """Move the scale after the optimizers' steps, and make them ready for the next round.
 
         Args:
-            new_scale: set it to this instead. The counters stay, or are what a step has made of them that moved the scale (`lend`).
+            new_scale: set it to this instead. The counters stay, except where a step has moved them (`lend`).
 
         Raises:
             StepError: no optimizer has unscaled or stepped.
@@ -391,54 +323,52 @@ class Scaler:
             return
         if new_scale is not None and self._runs:
             self.settle()
-        found, moved = self._found(), any(turn.moved for turn in self._window.turns.values())
+        found, moved = self._found(), self._moved()
         self._seen = False
         self._window.begin()
         if moved:
             torch.autograd.graph.increment_version(self._state)  # type: ignore[arg-type]  # written to past autograd
         if new_scale is not None:
             if self._scale is None:
-                self._pending["scale"] = float(new_scale)
-            elif isinstance(new_scale, Tensor):
-                self._scale.copy_(new_scale.detach())
+                self._pending = (float(new_scale), *self._pending[1:])
             else:
-                self._scale.fill_(new_scale)
-            return
-        if found is None:
-            raise StepError("update() before any step(): there is nothing to learn from")
-        if not moved:
+                self._scale.copy_(torch.as_tensor(new_scale).detach())
+        elif found is None:
+            raise StepError("update() before any step(): no gradients have been looked at")
+        elif not moved:
             self.advance(found)
 
     def _found(self) -> Tensor | None:
-        """Above 0 where a gradient of any optimizer was not finite in this update; None where none has unscaled or stepped."""
+        """Above 0 if a gradient of any optimizer was not finite in this update; None if none has unscaled or stepped."""
         found = [turn.found_inf for turn in self._window.turns.values() if turn.found_inf is not None]
         if len(found) < 2:
             return found[0] if found else None
         return torch.stack([f.to(found[0].device) for f in found]).max()
 
+    def _stepped(self) -> bool:
+        return any(turn.phase is Phase.STEPPED for turn in self._window.turns.values())
+
     def settle(self) -> None:
         """`update()`, if an optimizer has stepped since the last one."""
-        if any(turn.phase is Phase.STEPPED for turn in self._window.turns.values()):
+        if self._stepped():
             self.update()
 
     @contextmanager
     def _ahead(self) -> Iterator[None]:
         """Inside, scale and counters are as the next backward of a run will make them; afterwards as before."""
-        turns, state = list(self._window.turns.values()), self._state
-        stepped = any(turn.phase is Phase.STEPPED for turn in turns)
-        found = self._found() if self._runs and stepped and not any(turn.moved for turn in turns) else None
-        if found is None or state is None:
+        found = self._found() if self._runs and self._stepped() and not self._moved() else None
+        if found is None or self._state is None:
             yield
             return
-        before = state.clone()
+        before = self._state.clone()
         try:
             self.advance(found)
             yield
         finally:
-            state.copy_(before)
+            self._state.copy_(before)
 
     def advance(self, found_inf: Tensor) -> None:
-        """One step of the rule: `found_inf` is 0 after a good step, anything above after an overflow."""
+        """One step of the rule: `found_inf` is 0 after a good step and above 0 after an overflow."""
         rule, scale = self.rule, self._on(found_inf.device)
         found_inf = _to(found_inf, scale.device)
         good, patience = self._good, self._patience
@@ -446,37 +376,36 @@ class Scaler:
         assert patience is not None
         if not rule.dynamic:
             return
-        if (rule.growth_delay, rule.hysteresis, rule.minimum, rule.maximum) == (0, 1, 0.0, float("inf")):
-            # torch's kernel is this very rule in one launch; found_inf == 0 means good there, too.
+        if (rule.growth_delay, rule.hysteresis, rule.min_scale, rule.max_scale) == (0, 1, 0.0, float("inf")):
+            # torch's kernel has this rule in one launch.
             torch._amp_update_scale_(
                 scale, good, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
             )
             return
         bad = found_inf > 0
         falls = bad & (patience <= 1)
-        if rule.raise_at_minimum and bool(falls & (scale <= rule.minimum)):
+        if rule.raise_at_minimum and bool(falls & (scale <= rule.min_scale)):
             raise StepError(
-                f"the gradients overflowed at the smallest loss scale, {rule.minimum:g}: it cannot be decreased anymore. "
+                f"the gradients overflowed at the smallest loss scale, {rule.min_scale:g}: it cannot be decreased anymore. "
                 "The loss itself is likely not finite: look at the data and the learning rate"
             )
         count = torch.where(bad, 0, good + 1)
         grows = count >= rule.growth_interval + rule.growth_delay
-        lower = _times(scale, rule.backoff_factor).clamp(min=rule.minimum)
-        higher = _times(scale, rule.growth_factor).clamp(max=rule.maximum)
+        lower = _times(scale, rule.backoff_factor).clamp(min=rule.min_scale)
+        higher = _times(scale, rule.growth_factor).clamp(max=rule.max_scale)
         higher = torch.where(
             higher.isfinite(), higher, scale
         )  # an infinite scale would never come down again
         refill = (~bad) if rule.refill_each_step else grows
-        patience.copy_(
-            torch.where(refill, rule.hysteresis, torch.where(bad & ~falls, patience - 1, patience))
-        )
+        left = torch.where(bad & ~falls, patience - 1, patience)
+        patience.copy_(torch.where(refill, rule.hysteresis, left))
         scale.copy_(torch.where(falls, lower, torch.where(grows, higher, scale)))
         good.copy_(torch.where(grows, rule.growth_delay, count))
 
     @property
     def in_use(self) -> float:
-        """The scale of the gradients that there are. Waits for the device."""
-        return float(self._pending["scale"] if self._scale is None else self._scale)
+        """The scale of the gradients at this moment. Waits for the device."""
+        return float(self._pending[0] if self._scale is None else self._scale)
 
     def get_scale(self) -> float:
         """The scale as a number. Waits for the device."""
@@ -488,13 +417,13 @@ class Scaler:
     # -- the state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch.amp.GradScaler's keys and, for rules that torch lacks, `hysteresis` still left."""
+        """torch.amp.GradScaler's keys and, for rules that torch lacks, the remaining `hysteresis`."""
         if not self.scales:
             return {}
         with self._ahead():
-            good, patience = self._pending["good"], self._pending["patience"]
-            if self._good is not None and self._patience is not None:
-                good, patience = int(self._good), int(self._patience)
+            _, good, patience = self._pending
+            if self._state is not None:
+                _, good, patience = self._state.tolist()
             scale = self.in_use
         return {
             "scale": scale,
@@ -511,14 +440,13 @@ class Scaler:
             return
         if not state:
             raise SettingError("this state comes from a scaler that was off: there is no scale in it")
-        self._pending = {
-            "scale": float(state["scale"]),
-            # Counters of a longer rule would lie beyond this one's: torch's kernel waits for equality, and would never grow.
-            "good": min(
-                int(state["_growth_tracker"]), self.rule.growth_interval + self.rule.growth_delay - 1
-            ),
-            "patience": min(int(state.get("hysteresis", self.rule.hysteresis)), self.rule.hysteresis),
-        }
+        rule = self.rule
+        self._pending = (
+            float(state["scale"]),
+            # A counter of a longer interval could pass this rule's: torch's kernel waits for equality, and would never grow.
+            min(int(state["_growth_tracker"]), rule.growth_interval + rule.growth_delay - 1),
+            min(int(state.get("hysteresis", rule.hysteresis)), rule.hysteresis),
+        )
         device = None if self._scale is None else self._scale.device
         self._state = self._scale = self._good = self._patience = None
         self._window.begin()
@@ -527,12 +455,12 @@ class Scaler:
 
 
 def _to(number: Tensor, device: torch.device) -> Tensor:
-    """There, without a wait where a device reads it: the host would read before it has come."""
+    """Copy to `device`, without a wait unless it is the host, which would read before the copy has come."""
     return number.to(device, non_blocking=device.type != "cpu")
 
 
 def _times(scale: Tensor, factor: float) -> Tensor:
-    """Rounded once, as torch's kernel and ours have it: ranks may run either."""
+    """The product rounded once, as in torch's kernel and ours: ranks may run either."""
     return (scale.to(_widest(scale)) * factor).float()
 
 
@@ -548,8 +476,9 @@ def step_told(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A step by torch's own protocol for fused optimizers, GradScaler's too: gradients are divided by `grad_scale` as they are read, and
-    nothing changes where `found` is above 0."""
+    """A step by torch's protocol for fused optimizers: gradients are divided by `grad_scale` as they are read, and
+    nothing changes where `found` is above 0.
+    """
     it: Any = optimizer
     it.found_inf, it.grad_scale = found, grad_scale
     try:
@@ -559,18 +488,14 @@ def step_told(
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step reads `found_inf` on the device: that of a torch optimizer of which every group runs fused, or of one whose class
-    says so itself.
+    """Whether the step reads `found_inf` on the device: a torch optimizer with fused groups only, or a class that says so itself.
 
-    Not so SGD with momentum before its first step: torch leaves the momentum of a skipped first step uninitialised.
+    SGD with momentum does not before its first step: torch leaves the momentum of a skipped first step uninitialised.
     """
-    kind = type(
-        optimizer
-    )  # of a subclass of torch's, the instance says so, too, although its step may do more than torch's
+    kind = type(optimizer)  # an instance of a subclass of torch's says so, too, although its step may do more
     if hasattr(kind, "_step_supports_amp_scaling"):
         return bool(getattr(optimizer, "_step_supports_amp_scaling"))  # noqa: B009
-    if not kind.__module__.startswith("torch.optim") or not all(
-        g.get("fused") for g in optimizer.param_groups
-    ):
+    fused = all(g.get("fused") for g in optimizer.param_groups)
+    if not kind.__module__.startswith("torch.optim") or not fused:
         return False
     return not any(g.get("momentum") for g in optimizer.param_groups) or bool(optimizer.state)

@@ -26,7 +26,7 @@ from ..base.dtensor import names_of, rebind
 from ..distributed import World
 from ..errors import PrepareError, SettingError, StepError, nearest
 from ..optim.partition import check_sums
-from ..precision.mixed import as_if_fp32
+from ..precision.policies import as_if_fp32
 from ..protocols import Counting, Layout, WrapContext, chunk_elements, no_elements
 from .blocks import bottom_up, find_blocks, find_layers, refuse_sparse
 from .meta_init import materialise, on_meta

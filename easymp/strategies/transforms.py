@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import (
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import PrepareError, SettingError, nearest
-from ..precision.mixed import upcast_again
+from ..precision.policies import upcast_again
 from .blocks import repeated_blocks
 
 WHAT = ("model", "blocks")

@@ -38,7 +38,7 @@ from ..errors import BatchError, SettingError, nearest
 from ..logging import get_logger
 from ..plan import candidates
 from ..precision import ALIASES, PRECISIONS
-from ..precision.mixed import LOW
+from ..precision.policies import LOW
 from ..protocols import Choice, Layout, Precision, Source, Strategy
 from ..strategies import STRATEGIES, read_options
 from ..strategies.transforms import find_recomputed, read_which, recompute

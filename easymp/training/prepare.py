@@ -29,7 +29,7 @@ from ..logging import get_logger
 from ..options import DataLoaderConfiguration
 from ..plan import AUTO
 from ..precision import Scaler
-from ..precision.mixed import LOW, raise_weights
+from ..precision.policies import LOW, raise_weights
 from ..protocols import Precision, Strategy, WrapContext
 from ..strategies.batchnorm import batchnorms, convert_sync_batchnorm
 from ..strategies.blocks import refuse_sparse

@@ -230,7 +230,7 @@ def refusals():
             lambda: initialize(net(), opt_level="O2", cast_model_type="half"),
             "cast_model_type='half' is none of",
         ),
-        (lambda: initialize(net(), min_loss_scale=2.0**25), "minimum=33554432.0 of the loss scale must be"),
+        (lambda: initialize(net(), min_loss_scale=2.0**25), "min_scale=33554432.0 of the loss scale must be"),
         (lambda: amp.master_params, ""),
     ][:-1]
 

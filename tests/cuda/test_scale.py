@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from easymp import GradScalerKwargs
 from easymp.cuda.step import FusedStep
-from easymp.precision import LossScale, Scaler
+from easymp.precision import Scaler
 
 from .compiled import CompiledLauncher
 from .kernels import RULES
@@ -25,10 +26,10 @@ def ready(law, launcher=None, device="cpu"):
 @pytest.mark.parametrize(
     ("law", "sharers"),
     [
-        (LossScale(), 0),
-        (LossScale(), 2),
-        (LossScale(dynamic=False), 1),
-        (LossScale(minimum=1.0, raise_at_minimum=True), 1),
+        (GradScalerKwargs(), 0),
+        (GradScalerKwargs(), 2),
+        (GradScalerKwargs(dynamic=False), 1),
+        (GradScalerKwargs(min_scale=1.0, raise_at_minimum=True), 1),
     ],
 )
 def test_who_cannot_have_it(law, sharers):
@@ -41,7 +42,7 @@ def test_who_cannot_have_it(law, sharers):
 
 def test_a_loss_that_was_scaled_before_cannot_go_back_after_it():
     """As with torch's own launch: its gradients would be scaled by something else than they are divided by."""
-    optimizer, scaler, step = ready(LossScale())
+    optimizer, scaler, step = ready(GradScalerKwargs())
     weight = torch.ones((), requires_grad=True)
     loss = scaler.scale(weight * 2)
     step.step(None, scaler.begin_step(optimizer), scale=scaler.lend(optimizer))

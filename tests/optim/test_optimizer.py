@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from easymp import Accelerator, StepError
+from easymp import Accelerator, GradScalerKwargs, StepError
 from easymp.base.accumulation import UpdateWindow
 from easymp.optim import PreparedOptimizer, PreparedScheduler
-from easymp.precision import LossScale, Scaler
+from easymp.precision import Scaler
 
 
 def net() -> nn.Sequential:
@@ -242,7 +242,7 @@ def test_a_scheduler_counts_updates(make: Callable[[Any], Any], on: str) -> None
 @pytest.mark.filterwarnings("error")
 def test_a_scheduler_skips_with_its_optimizer() -> None:
     model = net()
-    scaler = Scaler(LossScale(4.0))
+    scaler = Scaler(GradScalerKwargs(4.0))
     optimizer, _window = prepared(model, scaler=scaler)
     scheduler = PreparedScheduler(StepLR(optimizer.optimizer, 1, gamma=0.5), [optimizer])
     rates = []

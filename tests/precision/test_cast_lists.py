@@ -28,52 +28,36 @@ def square(dtype: torch.dtype = FP32) -> Tensor:
 
 HALVES: dict[str, Any] = {
     "linear": lambda x: F.linear(x, square(), torch.zeros(4)),
-    "Linear": lambda x: nn.Linear(4, 4)(x),
     "@": lambda x: x @ square(),
-    "rmatmul": lambda x: square() @ x,
-    "matmul": lambda x: torch.matmul(x, square()),
     "mm": lambda x: x.mm(square()),
-    "mv": lambda x: x.mv(torch.ones(4)),
     "addmm": lambda x: torch.addmm(torch.zeros(4), x, square()),
     "bmm": lambda x: torch.bmm(x[None], x[None]),
     "einsum": lambda x: torch.einsum("ij,jk->ik", x, square()),
-    "conv1d": lambda x: nn.Conv1d(4, 2, 3, padding=1)(x[None]),
     "conv2d": lambda x: nn.Conv2d(1, 2, 3)(x[None, None]),
     "conv_transpose2d": lambda x: nn.ConvTranspose2d(1, 2, 2)(x[None, None]),
     "prelu": lambda x: nn.PReLU()(x),
     "LSTM": lambda x: nn.LSTM(4, 3)(x)[0],
     "GRU": lambda x: nn.GRU(4, 3, num_layers=2)(x)[0],
-    "RNN": lambda x: nn.RNN(4, 3, nonlinearity="relu")(x)[0],
     "LSTMCell": lambda x: nn.LSTMCell(4, 3)(x)[0],
-    "GRUCell": lambda x: nn.GRUCell(4, 3)(x),
     "attention": lambda x: nn.MultiheadAttention(4, 2)(x[None], x[None], x[None])[0],
     "sdpa": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
 }
 FLOATS: dict[str, Any] = {
     "softmax": lambda x: F.softmax(x, -1),
-    "torch.softmax": lambda x: torch.softmax(x, -1),
-    "Softmax": lambda x: nn.Softmax(-1)(x),
     "method": lambda x: x.softmax(-1),
     "log_softmax": lambda x: F.log_softmax(x, -1),
     "layer_norm": lambda x: nn.LayerNorm(4)(x),
-    "group_norm": lambda x: nn.GroupNorm(2, 4)(x[None]),
     "cross_entropy": lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 3])),
     "mse_loss": lambda x: nn.MSELoss()(x, square()),
     "bce_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, square()),
-    "smooth_l1": lambda x: F.smooth_l1_loss(x, square()),
     "exp": lambda x: x.exp(),
-    "log": lambda x: torch.log(x),
     "pow": lambda x: x.pow(2),
     "**": lambda x: x**2,
     "2**": lambda x: 2**x,
     "1/": lambda x: 1 / x,
     "sum": lambda x: x.sum(),
-    "prod": lambda x: torch.prod(x),
-    "cumsum": lambda x: x.cumsum(0),
     "std": lambda x: x.std(),
-    "var": lambda x: x.var(0),
     "norm": lambda x: x.norm(),
-    "torch.norm": lambda x: torch.norm(x),
     "cosine_similarity": lambda x: F.cosine_similarity(x, square()),
 }
 OWN: dict[str, Any] = {  # in no list: they keep the type they are given
@@ -138,13 +122,9 @@ def test_several_tensors_take_the_widest_dtype() -> None:
             for a, b, wanted in ((FP16, FP16, FP16), (FP16, FP32, FP32), (FP32, FP16, FP32)):
                 assert function(square(a), square(b)).dtype == wanted, name
         assert (square(FP16) + torch.ones(())).dtype == FP32  # torch's own rule gives fp16 here
-
-
-def test_in_place_keeps_the_type_of_what_is_written_to() -> None:
-    with o1():
         x = square(FP16)
         x += square()
-        assert x.dtype == FP16
+        assert x.dtype == FP16  # in place the type stays
 
 
 def test_integers_and_doubles_are_left_alone() -> None:
@@ -178,18 +158,3 @@ def test_attention_casts_what_is_inside() -> None:
             cast, _ = attention(x, x, x, need_weights=need)
             assert cast.dtype == FP16
             torch.testing.assert_close(cast.float(), plain, rtol=1e-2, atol=1e-3)
-
-
-def test_numbers_stay_close() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 5))
-    x, y = torch.randn(6, 1, 4, 4), torch.tensor([0, 1, 2, 3, 4, 0])
-    F.cross_entropy(model(x), y).backward()
-    plain = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    with o1():
-        loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    for p, wanted in zip(model.parameters(), plain):
-        assert p.grad.dtype == FP32
-        torch.testing.assert_close(p.grad, wanted, rtol=0.05, atol=2e-3)

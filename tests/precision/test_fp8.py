@@ -27,7 +27,7 @@ def off(a: Tensor, b: Tensor) -> float:
     return float(((a - b).norm() / b.norm().clamp(min=1e-9)).detach())
 
 
-@pytest.mark.parametrize("shape", [(16,), (5,), (2, 3), (1,), (0,), (2, 0, 3)])
+@pytest.mark.parametrize("shape", [(16,), (2, 3), (0,)])
 @pytest.mark.parametrize("half", [True, False])
 def test_its_three_products_are_fp32s_within_rounding(shape: tuple[int, ...], half: bool) -> None:
     plain, swapped = pair()
@@ -61,7 +61,7 @@ def test_rounding(dtype: torch.dtype) -> None:
     assert scale.isfinite()
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_non_finite_values_stay() -> None:
     _, swapped = pair()
     assert not swapped(torch.full((2, 32), float("inf"))).isfinite().any()
     assert swapped(torch.full((2, 32), float("nan"))).isnan().all()
@@ -71,7 +71,7 @@ class Odd(nn.Linear):
     pass
 
 
-def test_what_is_swapped() -> None:
+def test_plain_linear_layers_are_swapped() -> None:
     shared = nn.Linear(16, 16)
     model = nn.Sequential(
         nn.Linear(16, 32),

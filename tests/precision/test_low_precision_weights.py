@@ -75,7 +75,7 @@ def test_a_small_learning_rate_moves_the_weights() -> None:
         assert re.search(words, line), line
 
 
-@pytest.mark.parametrize("precision", ["auto", "fp16", "O1", "fp32", "fp16-true"])
+@pytest.mark.parametrize("precision", ["auto", "fp16", "O1", "O2", "fp32", "fp16-true"])
 def test_no_precision_loses_small_updates(precision: str) -> None:
     """A sum of updates each of which is far below the spacing of fp16 around 1."""
     with Accelerator(mixed_precision=precision, cpu=True, probe=False) as acc:
@@ -86,7 +86,7 @@ def test_no_precision_loses_small_updates(precision: str) -> None:
             acc.backward(-model(torch.ones(1, 1, dtype=model.weight.dtype)).sum())
             optimizer.step()
             optimizer.zero_grad()
-        assert model.weight.dtype == (FP16 if precision in ("fp32", "fp16-true") else FP32)
+        assert model.weight.dtype == (FP16 if precision in ("fp32", "fp16-true", "O2") else FP32)
         assert model.weight.item() == pytest.approx(1.01, abs=1e-3)
 
 
@@ -163,15 +163,6 @@ class Half(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model[1](self.model[0](x))
-
-
-def test_on_meta_and_in_recurrent_layers() -> None:
-    with Accelerator(mixed_precision="bf16", cpu=True) as acc:
-        with torch.device("meta"):
-            model: nn.Module = nn.Sequential(nn.Linear(4, 4)).bfloat16()
-        model, lstm = acc.prepare(model, nn.LSTM(4, 4).bfloat16())
-        assert {p.dtype for p in [*model.parameters(), *lstm.parameters()]} == {FP32}
-        acc.backward(lstm(model(torch.ones(2, 3, 4)))[0].sum())
 
 
 def trained(strategy: str, options: Any, precision: str, kind: str) -> dict[str, Any]:

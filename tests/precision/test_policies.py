@@ -64,8 +64,8 @@ def test_a_precision_that_casts_nothing_computes_in_fp32(precision: str, options
     torch.testing.assert_close(prepared(model, precision, **options)(x), model.layer(x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_every_floating_output_is_fp32_in_its_own_container(precision: str) -> None:
+def test_every_floating_output_is_fp32_in_its_own_container() -> None:
+    precision = "bf16"
     a, [b] = outputs(precision, lambda y: (y, [y]))
     assert (a.dtype, b.dtype) == (torch.float32, torch.float32)
     both = outputs(precision, lambda y: {"logits": y, "more": {"deep": (y,)}})
@@ -81,33 +81,18 @@ def test_every_floating_output_is_fp32_in_its_own_container(precision: str) -> N
         assert kept["y"].dtype == torch.float32
     record = outputs(precision, Record)
     assert (type(record), record.logits.dtype) == (Record, torch.float32)
-
-
-def test_packed_sequences() -> None:
     packed = outputs("bf16", lambda y: pack_sequence([y, y[:1]]))
     assert type(packed) is PackedSequence
     assert packed.data.dtype == torch.float32
     assert packed.batch_sizes.tolist() == [2, 1]
 
 
-def test_what_is_no_half_stays_itself() -> None:
-    extras = (
-        torch.tensor([1, 2]),
-        torch.tensor(True),
-        "word",
-        3,
-        2.5,
-        None,
-        torch.ones(2, dtype=torch.complex64),
-    )
-    given = outputs("bf16", lambda y: (y, *extras))[1:]
-    assert all(a is b for a, b in zip(given, extras))
-
-
 def test_double_precision_is_not_thrown_away() -> None:
     """Autocast leaves float64 alone; so must what comes after it."""
-    y, z = outputs("bf16", lambda y: (y, y.double() + 1e-12))
+    extras = (torch.tensor([1, 2]), "word", None, torch.ones(2, dtype=torch.complex64))
+    y, z, *rest = outputs("bf16", lambda y: (y, y.double() + 1e-12, *extras))
     assert (y.dtype, z.dtype) == (torch.float32, torch.float64)
+    assert all(a is b for a, b in zip(rest, extras))
 
 
 def test_another_output_type_or_none() -> None:
@@ -137,17 +122,6 @@ def test_outputs_that_cannot_be_rebuilt_are_said() -> None:
     ):
         outputs("bf16", lambda y: Odd(y, 1))
     assert type(outputs("bf16", output_dtype=None, shape=lambda y: Odd(y, 1))) is Odd
-
-
-def test_gradients_through_the_output_cast() -> None:
-    torch.manual_seed(0)
-    model, x = Tiny(), torch.randn(8, 4)
-    (prepared(model, "bf16")(x) ** 2).mean().backward()
-    cast = model.layer.weight.grad.clone()
-    model.zero_grad()
-    (model.layer(x) ** 2).mean().backward()
-    assert not torch.equal(cast, model.layer.weight.grad)
-    torch.testing.assert_close(cast, model.layer.weight.grad, rtol=0.05, atol=0.01)
 
 
 def test_the_weight_cache_can_be_turned_off() -> None:

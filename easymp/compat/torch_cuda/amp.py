@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ...errors import SettingError
-from ...precision import LossScale, Scaler
+from ...options import GradScalerKwargs
+from ...precision import Scaler
 from ..layer import Layer
 
 __all__ = ["GradScaler", "amp_definitely_not_available", "autocast", "custom_bwd", "custom_fwd"]
@@ -79,7 +80,7 @@ class GradScaler(Scaler):
     ) -> None:
         layer.use("autocast and GradScaler", NATIVE)
         super().__init__(
-            LossScale(init_scale, growth_factor, backoff_factor, growth_interval), enabled=enabled
+            GradScalerKwargs(init_scale, growth_factor, backoff_factor, growth_interval), enabled=enabled
         )
 
     def _rule(self, **changes: Any) -> None:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ....errors import nearest
-from ....precision import LossScale, Scaler
+from ....options import GradScalerKwargs
+from ....precision import Scaler
 from ..layer import ApexError
 
 
@@ -30,8 +31,11 @@ class LossScaler:
     def __init__(self, number: int, scale: float | str, minimum: float | None, maximum: float) -> None:
         self.number = number
         self.dynamic = isinstance(scale, str)
-        rule = LossScale(minimum=minimum or 0.0, maximum=maximum, initial=min(2.0**16, maximum))
-        self.scaler = Scaler(rule if self.dynamic else LossScale(initial=float(scale), dynamic=False))
+        if self.dynamic:
+            rule = GradScalerKwargs(min(2.0**16, maximum), min_scale=minimum or 0.0, max_scale=maximum)
+        else:
+            rule = GradScalerKwargs(float(scale), dynamic=False)
+        self.scaler = Scaler(rule)
         self._counted = 0
 
     def loss_scale(self) -> float:

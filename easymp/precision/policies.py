@@ -1,9 +1,10 @@
-"""bf16 and fp16: fp32 parameters, matrix products in half precision under autocast."""
+"""fp32, TF32, and bf16 and fp16 by autocast: fp32 parameters, matrix products in half precision."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,9 +16,69 @@ from ..base.pytree import map_leaves
 from ..errors import BatchError
 from ..options import AutocastKwargs
 from ..protocols import Facts, Refusal
-from .fp32 import FP32
 
 LOW = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class FP32:
+    """fp32 weights and products, with torch's TF32 flags as the user set them. The other precisions override what differs."""
+
+    name: ClassVar[str] = "fp32"
+    param: ClassVar[torch.dtype] = torch.float32
+    compute: ClassVar[torch.dtype] = torch.float32
+    reduce: ClassVar[torch.dtype] = torch.float32
+    scaled: ClassVar[bool] = False
+    masters: ClassVar[bool] = False
+    raises: ClassVar[bool] = False
+    keeps_updates: ClassVar[bool] = True
+    swaps: ClassVar[bool] = False
+    tf32: ClassVar[bool] = False
+
+    options: AutocastKwargs = AutocastKwargs()
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None:
+        return None
+
+    @property
+    def gather(self) -> torch.dtype | None:
+        return None
+
+    @property
+    def output(self) -> torch.dtype | None:
+        return None
+
+    def decide(self, model: nn.Module) -> None:
+        pass
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def forward(self, model: nn.Module, device: torch.device) -> nn.Module:
+        return model
+
+    def casting(self, device: torch.device, options: AutocastKwargs) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class TF32(FP32):
+    """fp32 weights, matrix products and convolutions on TF32 Tensor Cores: 10 bits of mantissa instead of 23."""
+
+    name: ClassVar[str] = "tf32"
+    tf32: ClassVar[bool] = True
+
+    @staticmethod
+    def refuse(facts: Facts) -> Refusal | None:
+        if facts.device == "cpu":
+            return Refusal(
+                "TF32 is a mode of GPU Tensor Cores and training runs on the CPU", "use fp32 or bf16"
+            )
+        for device in facts.hardware.devices:
+            if not device.tf32:
+                why = f"{device.name} has no TF32 Tensor Cores (NVIDIA Ampere, sm_80, and newer do)"
+                return Refusal(why, "use fp32 or auto")
+        return None
 
 
 class Mixed(FP32):
@@ -51,10 +112,12 @@ class BF16(Mixed):
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:
-        without = [d for d in facts.hardware.devices if not d.bf16] if facts.device != "cpu" else []
-        if without:
-            card = f"{without[0].name} ({without[0].architecture or 'this device'})"
-            return Refusal(f"{card} has no bf16 units; torch would emulate them", "use fp16, fp32 or auto")
+        for device in facts.hardware.devices if facts.device != "cpu" else ():
+            if not device.bf16:
+                card = f"{device.name} ({device.architecture or 'this device'})"
+                return Refusal(
+                    f"{card} has no bf16 units; torch would emulate them", "use fp16, fp32 or auto"
+                )
         return None  # CPUs run bf16 with or without instructions for it; the plan says which
 
 
@@ -67,9 +130,11 @@ class FP16(Mixed):
 
     @staticmethod
     def refuse(facts: Facts) -> Refusal | None:
-        gtx16 = [d for d in facts.hardware.devices if "GTX 16" in d.name] if facts.device == "cuda" else []
-        if gtx16:
-            return Refusal(f"{gtx16[0].name} has no Tensor Cores and its fp16 gives NaN", "use fp32 or auto")
+        for device in facts.hardware.devices if facts.device == "cuda" else ():
+            if "GTX 16" in device.name:
+                return Refusal(
+                    f"{device.name} has no Tensor Cores and its fp16 gives NaN", "use fp32 or auto"
+                )
         return None
 
 
@@ -77,7 +142,7 @@ def raise_weights(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
     """Raise trainable bf16 and fp16 parameters of `model` to fp32 in place. Frozen ones keep their dtype.
 
     Optimizers and tied modules keep the same parameter objects. Buffers are raised too, because batch-norm needs one dtype, except in
-    modules whose own parameters are frozen.
+    modules with frozen parameters only.
 
     Returns:
         The raised parameters, each with its dtype before.
@@ -96,8 +161,9 @@ def raise_weights(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
 
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-# Layers whose weights and biases autocast converts.
+# Layers with weights and biases that autocast converts.
 PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+MATRICES = (nn.LayerNorm, nn.RMSNorm, nn.Bilinear)  # other layers that have weights of several dimensions
 
 
 class Autocast(nn.Module):
@@ -118,10 +184,10 @@ class Autocast(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self.device_type, self.compute, True, self.options.cache_enabled):
             outputs = self.module(*args, **kwargs)
-        return as_asked(outputs, self.options.output_dtype)
+        return cast_outputs(outputs, self.options.output_dtype)
 
 
-def as_asked(outputs: Any, dtype: torch.dtype | None) -> Any:
+def cast_outputs(outputs: Any, dtype: torch.dtype | None) -> Any:
     """Cast floating-point tensors in a model's outputs to `dtype`; None leaves them as computed.
 
     Raises:
@@ -160,7 +226,7 @@ class Upcast:
         held = {name: module._parameters[name] for name in self._names}
         self._kept.append(held)
         for name, parameter in held.items():
-            if parameter is not None and parameter.dtype in (torch.bfloat16, torch.float16):
+            if parameter is not None and parameter.dtype in LOW:
                 module._parameters[name] = parameter.float()  # type: ignore[assignment]
 
     def end(self, module: nn.Module, *_: Any) -> None:
@@ -168,7 +234,7 @@ class Upcast:
 
 
 def as_if_fp32(model: nn.Module) -> list[RemovableHandle]:
-    """Hook `model`, whose parameters are gathered in half precision, so that it computes as with fp32 parameters under autocast.
+    """Hook `model`, which gathers its parameters in half precision, so that it computes as with fp32 parameters under autocast.
 
     Norms and other modules outside of matrix products see their vectors in fp32, and embeddings return fp32. The hooks run inside torch's
     hooks that gather parameters.
@@ -178,12 +244,10 @@ def as_if_fp32(model: nn.Module) -> list[RemovableHandle]:
         if isinstance(module, EMBEDDINGS):
             handles.append(
                 module.register_forward_hook(
-                    lambda _, __, output: as_asked(output, torch.float32), prepend=True
+                    lambda _, __, out: cast_outputs(out, torch.float32), prepend=True
                 )
             )
-        every = isinstance(
-            module, (nn.LayerNorm, nn.RMSNorm, nn.Bilinear)
-        )  # these have weights of several dimensions
+        every = isinstance(module, MATRICES)
         vectors = [name for name, p in module._parameters.items() if p is not None and (p.ndim < 2 or every)]
         if vectors and not isinstance(module, PRODUCTS):
             upcast = Upcast(vectors)
