@@ -26,7 +26,7 @@ from .codec import pack
 from .huggingface import load
 from .layout import whole
 from .load import Reading
-from .manifest import MANIFEST, Manifest, Piece, Stored
+from .manifest import Manifest, Piece, Stored
 from .model_state import OptimizerState
 from .read_plan import Want
 from .run_state import numbered
@@ -46,6 +46,8 @@ SERIES = {
     "custom": re.compile(r"custom_checkpoint_(\d+)\.pkl"),
     "rng": re.compile(r"random_states_(\d+)\.pkl"),
 }
+ORDERED = {name: name.removesuffix("s") for name in ("models", "optimizers", "schedulers")}
+ORDERED["custom"] = "custom_checkpoint"
 WEIGHTS = re.compile(r"model(?:_(\d+))?\.safetensors")
 SCALER = "scaler.pt"
 STATE_KEYS = ("state_dict", "model_state_dict", "model", "module")  # under which trainers keep the model's
@@ -79,25 +81,16 @@ class AccelerateStates:
     custom: tuple[dict[str, Any], ...] = ()
 
 
-def is_accelerate_folder(folder: str | os.PathLike[str]) -> bool:
-    """Whether `folder` looks like one of Accelerate's `save_state`; no file is opened."""
-    try:
-        names = os.listdir(folder)
-        return MANIFEST not in names and any(map(SERIES["rng"].fullmatch, names))
-    except OSError:
-        return False
-
-
 def read_accelerate(folder: str | os.PathLike[str], allow_pickle: bool = False) -> AccelerateStates:
     """Read a local folder of Accelerate's `save_state`.
 
     Args:
         allow_pickle: read its pickles, too. A crafted one runs code of its writer's choice, with your rights, on every rank that reads it.
-            Use it only for folders that you or someone you trust wrote, and that nobody else could change since.
+            Use it only for folders that you or someone you trust wrote, and that no one else could change since.
 
     Raises:
-        CheckpointError: there are pickles, and they are not allowed (`load_weights` reads the model's weights without them); or it is no
-            such folder; or a file is damaged.
+        CheckpointError: there are pickles, and they are not allowed (`load_weights` reads the model's weights without them); or it is not
+            such a folder; or a file is damaged.
     """
     place = Path(folder)
     try:
@@ -108,39 +101,33 @@ def read_accelerate(folder: str | os.PathLike[str], allow_pickle: bool = False) 
     weights = _series(names, WEIGHTS, place)
     pickles = [name for found in series.values() for name in found.values()]
     pickles += [SCALER] if SCALER in names else []
-    spread = [name for name in names if SPREAD.fullmatch(name) and name not in pickles]
-    if spread:
+    if spread := [name for name in names if SPREAD.fullmatch(name) and name not in pickles]:
         raise CheckpointError(
             f"{place}: {spread[0]} was written by sharded ranks (FSDP, DeepSpeed) in a layout that is not read here: merge the weights "
             "with `accelerate merge-weights`, and read them with load_weights"
         )
     if not (weights or pickles):
         raise CheckpointError(
-            f"{place}: no folder of Accelerate's save_state: no model.safetensors, optimizer.bin, random_states_0.pkl …"
+            f"{place}: not a folder of Accelerate's save_state: no model.safetensors, optimizer.bin, random_states_0.pkl …"
         )
     if pickles and not allow_pickle:
         raise CheckpointError(
-            f"{place}: {', '.join(pickles)} are pickles, which can run code when they are read. If you trust whoever wrote this folder, "
+            f"{place}: {', '.join(pickles)} are pickles, which can run code when they are read. If you trust the writer of this folder, "
             "pass allow_pickle=True; the weights alone are read without them by load_weights"
         )
     if both := set(weights) & set(series["models"]):
         raise CheckpointError(
             f"{place}: model {min(both)} is there twice, as safetensors and as a pickle: take one of them out"
         )
-    found = {
+    found: dict[str, Any] = {
         word: {i: _unpickled(place / name) for i, name in files.items()} for word, files in series.items()
     }
     found["models"] |= {number: load(place / name) for number, name in weights.items()}
-    return AccelerateStates(
-        **{
-            word: _in_order(found.pop(word), word[:-1], place)
-            for word in ("models", "optimizers", "schedulers")
-        },
-        custom=_in_order(found.pop("custom"), "custom_checkpoint", place),
-        **found,
-        scaler=_unpickled(place / SCALER) if SCALER in names else None,
-        step=next((state["step"] for state in found["rng"].values() if "step" in state), None),
-    )
+    for word, one in ORDERED.items():
+        found[word] = _in_order(found[word], one, place)
+    scaler = _unpickled(place / SCALER) if SCALER in names else None
+    step = next((state["step"] for state in found["rng"].values() if "step" in state), None)
+    return AccelerateStates(**found, scaler=scaler, step=step)
 
 
 def _series(names: list[str], pattern: re.Pattern[str], place: Path) -> dict[int, str]:
@@ -158,6 +145,9 @@ def _in_order(found: Mapping[int, Any], word: str, place: Path) -> tuple[Any, ..
     return tuple(found[number] for number in range(len(found)))
 
 
+# -- files of torch.save -----------------------------------------------------------------------------------------------
+
+
 def _unpickled(path: Path) -> Any:
     try:
         with _numpy_arrays_allowed():
@@ -165,13 +155,15 @@ def _unpickled(path: Path) -> Any:
     except pickle.UnpicklingError:  # more than plain data
         logger.warning("%s holds more than plain data: its pickle is run", path)
     except Exception as error:
-        raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+        raise _unreadable(path, error) from error
     try:
         return torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({type(error).__name__}: {error}): it may need the packages whose objects it holds"
-        ) from error
+        raise _unreadable(path, error, ": it may need the packages whose objects it holds") from error
+
+
+def _unreadable(path: Any, error: Exception, more: str = "") -> CheckpointError:
+    return CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}){more}")
 
 
 def _numpy_arrays_allowed() -> AbstractContextManager[Any]:
@@ -189,21 +181,20 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Tensors by name in a file of torch.save, at its top or under one of STATE_KEYS, read by torch's reader for plain data.
 
     Raises:
-        CheckpointError: it cannot be read, holds more than plain data, or no state dict of a model.
+        CheckpointError: it cannot be read, holds more than plain data, or has no state dict of a model.
     """
-    place = os.fspath(path)
     try:
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # of the time before zip files: cannot be mapped
+        except RuntimeError:  # a file without the zip format cannot be mapped
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{place} holds more than plain data, and running it is not done here: in the program that wrote it, save the model by "
+            f"{path} holds more than plain data, and running it is not done here: in the program that wrote it, save the model by "
             "safetensors.torch.save_model"
         ) from error
     except Exception as error:
-        raise CheckpointError(f"{place}: cannot be read ({type(error).__name__}: {error})") from error
+        raise _unreadable(path, error) from error
     top = found if isinstance(found, Mapping) else {}
     for candidate in (top, *(top[key] for key in STATE_KEYS if key in top)):
         named = isinstance(candidate, Mapping) and bool(candidate)
@@ -211,7 +202,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
             return {str(name): value for name, value in candidate.items()}
     keys = ", ".join(map(str, list(top)[:5])) if top else type(found).__name__
     raise CheckpointError(
-        f"{place}: no state dict of a model at its top or under {', '.join(STATE_KEYS)}; it holds {keys}"
+        f"{path}: no state dict of a model at its top or under {', '.join(STATE_KEYS)}; it holds {keys}"
     )
 
 
@@ -239,8 +230,8 @@ class Translated(Reading):
         models: Sequence[nn.Module],
         parts: Sequence[Kept],
         seed: int,
-        rank: int = 0,
-        strict: bool = True,
+        rank: int,
+        strict: bool,
         **options: Any,
     ) -> None:
         found = read_accelerate(folder, **options)
@@ -264,9 +255,7 @@ class Translated(Reading):
         with torch.no_grad():
             for want in wants:
                 values = self._tensors[want.stored.pieces[0].file]
-                for dim, (offset, count) in enumerate(zip(want.box.offset, want.box.shape)):
-                    values = values.narrow(dim, offset, count)
-                want.into.copy_(values)
+                want.into.copy_(values[tuple(slice(o, o + n) for o, n in zip(*want.box))])
 
 
 def _translate(
@@ -298,7 +287,7 @@ def _translate(
 
 
 def _tied(live: Mapping[str, Any], there: Collection[str]) -> dict[str, str]:
-    """Names of the live model that are not there → the name that is, of the same tensor: of tied weights, one is written."""
+    """Names of the live model that are not there → the name of the same tensor that is: Accelerate writes tied weights once."""
     names = {canonical(name): id(value) for name, value in live.items()}
     first = {value: name for name, value in names.items() if name in there}
     return {n: first[value] for n, value in names.items() if n not in there and value in first}
@@ -306,9 +295,8 @@ def _tied(live: Mapping[str, Any], there: Collection[str]) -> dict[str, str]:
 
 def _by_name(state: Mapping[str, Any], optimizer: OptimizerState) -> tuple[dict[str, Any], dict[str, Any]]:
     """torch's `state_dict` of an optimizer, by names of parameters in place of numbers."""
-    groups = [group["params"] for group in optimizer.groups()]
-    saved = state["param_groups"]
-    had, has = [[len(params) for params in each] for each in ([g["params"] for g in saved], groups)]
+    groups, saved = [group["params"] for group in optimizer.groups()], state["param_groups"]
+    had, has = [len(group["params"]) for group in saved], list(map(len, groups))
     if had != has:
         raise CheckpointError(
             f"{optimizer.name} had param groups of {had} parameters, and has {has} here: Accelerate's folders say by order which "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..base.lazy import modules_at_first_use
-from ..errors import CheckpointError, EasympError, RefusedError, SettingError, StepError, WorldError
+from ..errors import CheckpointError, RefusedError, SettingError, StepError, WorldError
 from ..logging import get_logger
 from .resume import RESTART, Epochs, Preemption
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         progress,
         run_state,
         save,
+        snapshot,
         weights,
     )
     from .load import Loaded
@@ -44,8 +46,18 @@ if TYPE_CHECKING:
 
 modules_at_first_use(
     globals(),
-    *("accelerate_import", "folders", "hooks", "huggingface", "lineage", "load", "lock", "run_state", "save"),
-    *("progress", "weights"),
+    *(
+        "accelerate_import",
+        "folders",
+        "hooks",
+        "huggingface",
+        "lineage",
+        "load",
+        "lock",
+        "progress",
+        "run_state",
+    ),
+    *("save", "snapshot", "weights"),
 )
 
 logger = get_logger(__name__)
@@ -109,11 +121,11 @@ class Checkpoints:
 
     @property
     def _root(self) -> str:
-        return lineage.below(self._project.project_dir or os.curdir, "checkpoints")
+        return folders.inside(self._project.project_dir or os.curdir, "checkpoints")
 
     @property
     def _project_root(self) -> str:
-        return lineage.below(*folders.parted(self._root))
+        return folders.inside(*folders.parted(self._root))
 
     def _claim_project(self, reading: bool = False) -> None:
         """Lock the project's checkpoints for this process until `close`.
@@ -136,23 +148,7 @@ class Checkpoints:
             self._undo.callback(weakref.finalize(self, release))
             return True
 
-        self._claimed = self._claimed or self._on_rank_0(claim)
-
-    def _on_rank_0(self, act: Callable[[], Any]) -> Any:
-        """The result of `act` on rank 0, on all ranks; an error, too."""
-        world = self._run.world
-        said: list[Any] = [None, ""]
-        if world.rank == 0:
-            try:
-                said[0] = act()
-            except (OSError, EasympError) as error:
-                if world.size == 1 and isinstance(error, EasympError):
-                    raise
-                said[1] = str(error)
-        result, words = world.broadcast_objects(said)
-        if words:
-            raise CheckpointError(words)
-        return result
+        self._claimed = self._claimed or snapshot.on_rank_0(self._run.world, claim)
 
     # -- what scripts add ---------------------------------------------------------------------------------------------
 
@@ -203,30 +199,19 @@ class Checkpoints:
         """
         return _add(self._load_hooks, hook)
 
-    def _parts(self, models: Collection[int]) -> Iterator[Kept]:
+    def _views(self) -> list[Any]:
+        return [model.view for model in self._prepared.models]
+
+    def _parts(self, models: Collection[int]) -> list[Kept]:
         """Everything that a checkpoint keeps, in the order in which it is restored.
 
         Args:
-            models: indices of the models whose weights are kept; hooks see to the others.
+            models: indices of the models that are kept; hooks see to the others.
         """
-        prepared, run, scaler = self._prepared, self._run, self._scaler
-        modules = [model.route.original for model in prepared.models]
-        for i, part in enumerate(run_state.training_parts(modules, prepared, scaler)):
-            left_out = i < len(modules) and i not in models
-            yield run_state.LeftOut(run_state.numbered("model", i)) if left_out else part
-        for i, loader in enumerate(prepared.loaders):  # a seed may need 64 unsigned bits
-            yield run_state.ObjectState(f"loader_{i}", loader, free=("data set", "seed"))
-        for i, item in enumerate(self._objects):
-            yield run_state.ObjectState(f"object_{i}", item, free=True)
-        yield run_state.ObjectState("steps", run_state.SkippedSteps(scaler, prepared.optimizers))
-        yield run_state.ObjectState("run", run_state.RunState(run, self._precision, self._project))
-        yield run_state.ObjectState("epochs", self._epochs)
-        for i, carried in enumerate(carried for carried in run.world.carried if carried.alive):
-            yield run_state.CarriedState(i, carried, run.world)
-        yield run_state.PendingSchedules(prepared.schedulers)
-        yield run_state.TrackerState(self._logbook)
-        # The last one, so that nothing draws after it.
-        yield run_state.RandomState(run.world, prepared.strategy, prepared.seed)
+        return run_state.parts(
+            *(self._run, self._prepared, self._scaler, self._precision, self._project),
+            *(self._epochs, self._objects, self._logbook, models),
+        )
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -263,10 +248,7 @@ class Checkpoints:
                 project's folder.
         """
         path = _one_of(path, output_dir, "output_dir")
-        if not safe_serialization:
-            raise RefusedError(
-                "safe_serialization=False asks for files that run code when they are read: leave it out"
-            )
+        _refuse_code(safe_serialization, "save_state")
         if others:
             raise RefusedError(
                 f"save_state({', '.join(others)}=…) is not honoured: files are written in one way. Leave it out"
@@ -288,20 +270,21 @@ class Checkpoints:
         world.settle()
         self._settle_saves()  # one at a time, and hooks write for one, too
         step = max((o.updates for o in self._prepared.optimizers), default=0)
-        chosen = lineage.below(self._root, folders.step_folder(step)) if path is None else path
-        root, name = self._on_rank_0(lambda: folders.parted(chosen))
+        chosen = folders.inside(self._root, folders.step_folder(step)) if path is None else path
+        root, name = snapshot.on_rank_0(world, lambda: folders.parted(chosen))
         if root == self._project_root and folders.step_of(name) is not None:
             self._claim_project()
         target = save.Target(folders.open_storage(root), name, step, self._run.plan.as_dict())
         limit = None if path is not None or project.total_limit is None else project.total_limit - 1
-        place = lineage.below(root, name)
-        models, extra = hooks.before_save(
-            world, self._save_hooks, [m.view for m in self._prepared.models], target.storage, target.name
-        )
+        place, views = folders.inside(root, name), self._views()
+        models: Collection[int] = range(len(views))
+        extra = save.NONE
+        if self._save_hooks:
+            models, extra = hooks.before_save(world, self._save_hooks, views, target.storage, name)
         project.iteration += 1
         try:
             with progress.of_ranks(world, "saving", "saved", place, async_) as tick:
-                self._saver().save(target, list(self._parts(models)), async_, limit, tick, extra)
+                self._saver().save(target, self._parts(models), async_, limit, tick, extra)
         except BaseException:
             project.iteration -= 1
             extra.close()
@@ -319,8 +302,8 @@ class Checkpoints:
             self._saves.wait()
 
     def _check_settled(self) -> None:
-        window = self._run.window
-        if any(optimizer.away for optimizer in self._prepared.optimizers):
+        window, optimizers = self._run.window, self._prepared.optimizers
+        if any(optimizer.away for optimizer in optimizers):
             raise StepError(
                 "save_state() inside `with accelerator.averaged():` would keep averages as the weights of training: save after the block. "
                 "The averages are in every checkpoint; save_model inside writes them as weights"
@@ -330,7 +313,7 @@ class Checkpoints:
                 f"save_state() in micro-step {window.micro} of {window.accumulation}: gradients of an unfinished window are "
                 "not kept. Save where accelerator.sync_gradients is true, after the optimizer's step"
             )
-        if any(optimizer.unused() for optimizer in self._prepared.optimizers):
+        if any(optimizer.unused() for optimizer in optimizers):
             logger.warning(
                 "save_state() while gradients wait for an optimizer's step: they are not kept, so a run that resumes here goes on without "
                 "them. Save after the step"
@@ -366,14 +349,14 @@ class Checkpoints:
                 `Loaded.skipped`.
             input_dir: another name for `path`.
             others: for a local folder of Accelerate's `save_state`, the options of `easymp.checkpoint.read_accelerate`, which explains
-                the risk of such folders. What they do not tell (where loaders stood) is in `Loaded.skipped`.
+                the risk of such folders. State that they do not hold (where loaders stood) is in `Loaded.skipped`.
 
         Raises:
             CheckpointError: it does not fit or cannot be read, on any rank; nothing has changed. Or a local file changed between its
                 verification and its reading: the message says that the state was loaded in part.
         """
         path = _one_of(path, input_dir, "input_dir")
-        foreign = path is not None and self._on_rank_0(lambda: accelerate_import.is_accelerate_folder(path))
+        foreign = path is not None and snapshot.on_rank_0(self._run.world, lambda: _is_of_accelerate(path))
         if load_kwargs or (others and not foreign):
             names = ", ".join([*(["load_kwargs"] if load_kwargs else []), *others])
             raise RefusedError(
@@ -382,12 +365,12 @@ class Checkpoints:
         if path is not None and foreign:
             return self._load_accelerate(os.fspath(path), strict, others)
         self._settle_saves()  # the save being written may be the one that is asked for
-        root, name = self._on_rank_0(lambda: self._find(path))
+        root, name = snapshot.on_rank_0(self._run.world, lambda: self._find(path))
         return self._load(root, name, strict)
 
     def _load_accelerate(self, folder: str, strict: bool, options: dict[str, Any]) -> Loaded:
         prepared, world = self._prepared, self._run.world
-        models = hooks.call_load_hooks(world, self._load_hooks, [m.view for m in prepared.models], folder)
+        models = hooks.call_load_hooks(world, self._load_hooks, self._views(), folder)
         unknown = {f"loader_{i}" for i in range(len(prepared.loaders))} | {"steps", "run", "epochs"}
         parts = [part for part in self._parts(models) if getattr(part, "name", "") not in unknown]
         modules = [model.route.original for model in prepared.models]
@@ -404,26 +387,35 @@ class Checkpoints:
         return loaded
 
     def _find(self, path: Path | None) -> tuple[str, str]:
+        """The folder above the checkpoint that `load_state` is asked for, and its name there."""
         if path is not None:
             root, name = folders.parted(path)
-            if lineage.is_checkpoint(folders.open_storage(root), name):
+            storage = folders.open_storage(root)
+            if folders.is_checkpoint(storage, folders.current(storage, name)):
                 return root, name
-        above = lineage.below(*folders.parted(self._root if path is None else path))
-        folder, said, _ = lineage.newest(folders.open_storage(above))
+        root, folder, said, _ = self._newest(path)
         if folder is None:
-            raise CheckpointError("; ".join([f"{above}: no checkpoint there", *said]))
+            raise CheckpointError("; ".join([f"{root}: no checkpoint there", *said]))
+        return root, folder
+
+    def _newest(
+        self, path: Path | None, passed: Collection[str] = ()
+    ) -> tuple[str, str | None, list[str], bool]:
+        """The folder at `path` or the project's, and what `lineage.newest` finds in it."""
+        root = folders.inside(*folders.parted(self._root if path is None else path))
+        folder, said, damaged = lineage.newest(folders.open_storage(root), passed)
         for words in said:
             logger.warning("left out: %s", words)
-        return above, folder
+        return root, folder, said, damaged
 
     def _load(self, root: str, name: str, strict: bool) -> Loaded:
-        world, place, storage = self._run.world, lineage.below(root, name), folders.open_storage(root)
-        views = [model.view for model in self._prepared.models]
-        with (
-            hooks.before_load(world, self._load_hooks, views, storage, name) as models,
-            progress.of_ranks(world, "loading", "loaded", place) as tick,
-        ):
-            loaded = load.load_checkpoint(world, storage, name, list(self._parts(models)), strict, tick)
+        world, place, storage = self._run.world, folders.inside(root, name), folders.open_storage(root)
+        views = self._views()
+        models: Any = nullcontext(range(len(views)))
+        if self._load_hooks:
+            models = hooks.before_load(world, self._load_hooks, views, storage, name)
+        with models as left, progress.of_ranks(world, "loading", "loaded", place) as tick:
+            loaded = load.load_checkpoint(world, storage, name, self._parts(left), strict, tick)
         self._saver().line.loaded(storage, name, loaded.manifest)
         return loaded
 
@@ -449,41 +441,35 @@ class Checkpoints:
             CheckpointError: the last complete checkpoint does not fit this run, or all of them are damaged, or another process holds the
                 project's folder.
         """
-        if path is None or lineage.below(*folders.parted(path)) == self._project_root:
+        if path is None or folders.inside(*folders.parted(path)) == self._project_root:
             self._claim_project(reading=True)
         if self._save_on_signal is None:
             self._preemption.start()
         self._settle_saves()  # the save being written may be the newest
+        world = self._run.world
         passed: list[str] = []
         while True:
-            root, name = self._on_rank_0(lambda: self._newest(path, passed))
+            root, name, said, damaged = snapshot.on_rank_0(world, lambda: self._newest(path, passed))
+            if name is None and (passed or damaged):
+                raise CheckpointError(
+                    f"{root}: no checkpoint is whole any more: {'; '.join([*passed, *said])}. Move the folder away to begin anew, or "
+                    "load_state() one that `easymp checkpoint list` says is not on the current line"
+                )
             if name is None:
                 logger.info("nothing to resume in %s", root)
                 return None
             try:
                 self._load(root, name, strict)
             except CheckpointError as error:
-                found: str = self._on_rank_0(partial(lineage.damage, folders.open_storage(root), name))
-                if not found:
+                damage = snapshot.on_rank_0(world, partial(lineage.damage, folders.open_storage(root), name))
+                if not damage:
                     raise
-                logger.warning("left out: %s (%s)", found, error)
+                logger.warning("left out: %s (%s)", damage, error)
                 passed.append(name)
                 continue
-            place = lineage.below(root, name)
+            place = folders.inside(root, name)
             logger.info("resumed from %s", place)
             return place
-
-    def _newest(self, path: Path | None, passed: list[str]) -> tuple[str, str | None]:
-        root = lineage.below(*folders.parted(self._root if path is None else path))
-        folder, said, damaged = lineage.newest(folders.open_storage(root), passed)
-        for words in said:
-            logger.warning("left out: %s", words)
-        if folder is None and (passed or damaged):
-            raise CheckpointError(
-                f"{root}: no checkpoint is whole any more: {'; '.join([*passed, *said])}. Move the folder away to begin anew, or "
-                "load_state() one that `easymp checkpoint list` says is not on the current line"
-            )
-        return root, folder
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield ``range(count)``, or after `resume` or `load_state` the epochs of it that are left.
@@ -498,18 +484,18 @@ class Checkpoints:
         by their order.
 
         Raises:
-            SettingError: `count` is no number of epochs.
+            SettingError: `count` is not a number of epochs.
             StepError: the checkpoint was saved in another kind of loop.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise SettingError(f"epochs({count!r}) is no number of epochs")
+            raise SettingError(f"epochs({count!r}) is not a number of epochs")
         return self._epochs.run(count)
 
     def _leave(self, number: int | None) -> None:
         """Save, close and exit, after a signal to any rank."""
         try:
             self._settle_saves()
-        except CheckpointError as error:  # the error of an earlier save is no reason not to try again
+        except CheckpointError as error:  # of an earlier save: this one may succeed
             logger.error("%s", error)
         place = self.save_state()
         self._settle_saves()
@@ -555,7 +541,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written; a model that was there is untouched.
             RefusedError: ``safe_serialization=False``.
-            SettingError: `max_shard_size` is no size.
+            SettingError: `max_shard_size` is not a size.
         """
         _refuse_code(safe_serialization, "save_model")
         weights.save_model(self._run.world, model, os.fspath(save_directory), max_shard_size)
@@ -575,6 +561,15 @@ class Checkpoints:
         _refuse_code(safe_serialization, "save")
         if self._run.world.rank == 0:
             huggingface.save_tree(obj, f)
+
+
+def _is_of_accelerate(path: Path) -> bool:
+    """Whether `path` looks like a folder of Accelerate's `save_state`; no file is opened."""
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return False
+    return "manifest.json" not in names and any(re.fullmatch(r"random_states_\d+\.pkl", n) for n in names)
 
 
 def _one_of(path: Path | None, other: Path | None, name: str) -> Path | None:

@@ -1,10 +1,12 @@
-"""What `easymp checkpoint list`, `inspect`, `verify`, `diff` and `prune` do. Nothing here needs a model or a process group."""
+"""`easymp checkpoint list`, `inspect`, `verify`, `diff` and `prune`. They need neither a model nor a process group."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import prod
@@ -21,18 +23,18 @@ from .folders import (
     checkpoint_of,
     current,
     inside,
+    is_checkpoint,
     is_committed,
     open_checkpoint,
     open_manifest,
     open_storage,
-    saves_of,
     step_of,
     writing,
 )
 from .layout import slices, whole
-from .lineage import committed, drop, newest, survey, take_away
+from .lineage import committed, committed_saves, drop, newest, survey, take_away
 from .lock import lock_of
-from .manifest import BLOCK, COMMIT, MANIFEST, FileRecord, Manifest, Stored
+from .manifest import BLOCK, MANIFEST, FileRecord, Manifest, Stored
 from .progress import expect
 from .read_plan import expected, faults, one_by_one, room
 from .snapshot import group
@@ -97,9 +99,8 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Entry]:
 
 def _is_listed(storage: Storage, name: str) -> bool:
     owner = writing(name)
-    if step_of(name) is not None or (owner is not None and name != lock_of(owner)):
-        return True
-    return any(storage.size(inside(name, file)) is not None for file in (MANIFEST, COMMIT))
+    left = owner is not None and name != lock_of(owner)
+    return left or step_of(name) is not None or is_checkpoint(storage, name)
 
 
 def _entry(storage: Storage, name: str, names: Sequence[str]) -> Entry:
@@ -107,12 +108,11 @@ def _entry(storage: Storage, name: str, names: Sequence[str]) -> Entry:
     locked = lock_of(owner or checkpoint_of(name)) in names
     left_over = "being written, or left over" if locked else "left over"
     try:
-        manifest = open_manifest(storage, name)
+        it = open_manifest(storage, name)
     except (CheckpointError, OSError) as error:
-        try:
+        sealed = False
+        with suppress(OSError):
             sealed = is_committed(storage, name)
-        except OSError:
-            sealed = False
         why = str(error).removeprefix(f"{inside(storage.place, name)}: ")
         if owner is not None or (locked and not sealed):
             why = f"{left_over} from a save that did not end ({why})"
@@ -122,8 +122,8 @@ def _entry(storage: Storage, name: str, names: Sequence[str]) -> Entry:
         why = f"{left_over}: it was replaced, or its save ended before its renaming"
     elif (counts := current(storage, checkpoint_of(name))) != name:
         why = f"replaced by {counts}"
-    facts = (name, _bytes_of(manifest), manifest.written, manifest.step, manifest.world_size, not why, why)
-    return Entry(*facts, line=manifest.lineage.line, parent=manifest.lineage.parent)
+    facts = (name, _bytes_of(it), it.written, it.step, it.world_size, not why, why)
+    return Entry(*facts, line=it.lineage.line, parent=it.lineage.parent)
 
 
 def _bytes_of(manifest: Manifest) -> int:
@@ -170,15 +170,17 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint. `plan` is that of the run (`Plan.as_dict`); `states` names the states that are no tensors.
+    """The contents of a checkpoint.
 
     Attributes:
         size: bytes of all files except the manifest.
+        plan: of the run (`Plan.as_dict`).
+        aliases: further names of tied tensors → the stored name.
+        states: names of the states that are not tensors.
         files: bytes by name.
         extra: names of the files that hooks wrote.
         line: identifier of its line of saves.
         parent: the checkpoint that its run had loaded or saved before; "" for the first.
-        aliases: further names of tied tensors → the stored name.
     """
 
     place: str
@@ -206,13 +208,14 @@ def inspect(folder: str | os.PathLike[str]) -> Contents:
     """
     opened = open_checkpoint(folder)
     it = opened.manifest
+    facts = {
+        name: TensorFacts(name, _dtype_name(t.dtype), t.shape, t.bytes, len(t.pieces))
+        for name, t in it.tensors.items()
+    }
     return Contents(
         *(opened.place, it.step, it.world_size, it.written, it.made_by, _bytes_of(it), it.plan),
-        groups=tuple(_group(word, it) for word in dict.fromkeys(map(group, it.tensors))),
-        tensors=tuple(
-            TensorFacts(n, _dtype_name(t.dtype), t.shape, t.bytes, len(t.pieces))
-            for n, t in it.tensors.items()
-        ),
+        groups=tuple(_group(word, it, facts) for word in dict.fromkeys(map(group, facts))),
+        tensors=tuple(facts.values()),
         aliases=it.aliases,
         states=tuple(it.states),
         files={name: file.size for name, file in it.all_files.items()},
@@ -226,14 +229,14 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _group(word: str, manifest: Manifest) -> GroupFacts:
-    tensors = [t for name, t in manifest.tensors.items() if group(name) == word]
-    dtypes: dict[str, int] = {}
-    for t in tensors:
-        dtypes[_dtype_name(t.dtype)] = dtypes.get(_dtype_name(t.dtype), 0) + t.bytes
-    files = tuple(sorted({piece.file for t in tensors for piece in t.pieces}))
-    elements = sum(prod(t.shape) for t in tensors)
-    return GroupFacts(word, len(tensors), elements, sum(dtypes.values()), dtypes, files)
+def _group(word: str, manifest: Manifest, facts: Mapping[str, TensorFacts]) -> GroupFacts:
+    names = [name for name in facts if group(name) == word]
+    dtypes: Counter[str] = Counter()
+    for name in names:
+        dtypes[facts[name].dtype] += facts[name].size
+    files = sorted({piece.file for name in names for piece in manifest.tensors[name].pieces})
+    elements = sum(prod(facts[name].shape) for name in names)
+    return GroupFacts(word, len(names), elements, dtypes.total(), dict(dtypes), tuple(files))
 
 
 # -- verify ------------------------------------------------------------------------------------------------------------
@@ -288,25 +291,21 @@ def _damage_in(opened: Opened, name: str, record: FileRecord, tick: Tick) -> Ite
         why = "is missing" if size is None else f"has {size} bytes, and {record.size} were written"
         yield Damage(name, why, None, _tensors_in(opened.manifest, name, 0, record.size))
         return
-    try:
-        storage.verify(path, record.size, record.checksums, tick)
-    except (CheckpointError, OSError) as error:
-        # `verify` ends at the first fault: each block alone tells which ones are wrong.
-        blocks = [b for b in range(len(record.checksums)) if not _is_intact(storage, path, record, b)]
-        if not blocks:
-            yield Damage(name, str(error).removeprefix(f"{inside(storage.place, path)}: "))
+
+    def fault(numbers: Sequence[int] | None = None, tick: Tick = no_tick) -> str:
+        try:
+            storage.verify(path, record.size, record.checksums, tick, numbers)
+        except (CheckpointError, OSError) as error:
+            return str(error).removeprefix(f"{inside(storage.place, path)}: ")
+        return ""
+
+    if why := fault(tick=tick):  # it ends at the first fault: each block alone tells which ones are wrong
+        blocks = [block for block in range(len(record.checksums)) if fault([block])]
         for block in blocks:
             tensors = _tensors_in(opened.manifest, name, block * BLOCK, (block + 1) * BLOCK)
             yield Damage(name, "is not what was written", block, tensors)
-
-
-def _is_intact(storage: Storage, path: str, record: FileRecord, block: int) -> bool:
-    try:
-        if block * BLOCK < record.size:
-            storage.verify(path, record.size, record.checksums, numbers=[block])
-    except (CheckpointError, OSError):
-        return False
-    return True
+        if not blocks:
+            yield Damage(name, why)
 
 
 def _tensors_in(manifest: Manifest, file: str, begin: int, end: int) -> tuple[str, ...]:
@@ -330,7 +329,7 @@ class Values:
 
     Attributes:
         count: elements that are not equal bit for bit, of `of`.
-        largest: absolute difference; None if it is no finite number.
+        largest: absolute difference; None if it is not finite.
     """
 
     name: str
@@ -357,7 +356,7 @@ class Difference:
         added: tensors of the second that the first lacks.
         kinds: tensors of another dtype or shape.
         values: tensors of the same kind with other values.
-        states: states that are no tensors, facts of the run (step, ranks, plan), and files of hooks by size and checksums. The
+        states: states that are not tensors, facts of the run (step, ranks, plan), and files of hooks by size and checksums. The
             trackers' run ids and positions are left out.
         equal: number of tensors that are equal bit for bit.
     """
@@ -381,20 +380,16 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick 
     At most 64 MiB of tensors of each are in memory at a time, more if there are more than four files.
 
     Raises:
-        CheckpointError: one is no checkpoint, or has bytes that are not what was written.
+        CheckpointError: one is not a checkpoint, or has bytes that are not what was written.
         OSError: one cannot be read.
     """
     a, b = open_checkpoint(one), open_checkpoint(other)
     left, right = _all_names(a.manifest), _all_names(b.manifest)
     common = [name for name in left if name in right]
     kinds = [Unequal(n, x, y) for n in common if (x := _kind(left[n])) != (y := _kind(right[n]))]
-    tied = a.manifest.aliases.items() & b.manifest.aliases.items()  # compared under their other name
-    unlike = {it.path for it in kinds}
-    pairs = [
-        (n, left[n], right[n])
-        for n in common
-        if n not in unlike and (n, a.manifest.aliases.get(n)) not in tied
-    ]
+    tied = {name for name, _ in a.manifest.aliases.items() & b.manifest.aliases.items()}
+    skip = tied | {it.path for it in kinds}  # tied ones are compared under their other name
+    pairs = [(name, left[name], right[name]) for name in common if name not in skip]
     expect(tick, 2 * sum(stored.bytes for _, stored, _ in pairs))
     values = list(_compare(a, b, pairs, tick))
     return Difference(
@@ -408,8 +403,7 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str], tick: Tick 
 
 
 def _all_names(manifest: Manifest) -> dict[str, Stored]:
-    tensors = manifest.tensors
-    return {**tensors, **{name: tensors[of] for name, of in manifest.aliases.items() if of in tensors}}
+    return manifest.tensors | {name: manifest.tensors[of] for name, of in manifest.aliases.items()}
 
 
 def _kind(stored: Stored) -> str:
@@ -432,7 +426,7 @@ def _compare(a: Opened, b: Opened, pairs: list[tuple[str, Stored, Stored]], tick
             count[i] += int(wrong.view(-1, x.itemsize).any(1).sum())
             largest[i] = max(largest[i], _distance(x, y))
     for (name, x, _), n, far in zip(pairs, count, largest):
-        yield Values(name, n, whole(x.shape).count, far if math.isfinite(far) else None)
+        yield Values(name, n, prod(x.shape), far if math.isfinite(far) else None)
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
@@ -523,23 +517,22 @@ def prune(root: str | os.PathLike[str], keep: int, dry_run: bool = False, abando
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise SettingError(
-            f"keep={keep!r}: at least 1 checkpoint must stay; remove the folder itself if none shall"
+            f"keep={keep!r}: at least 1 checkpoint must stay; remove the folder itself to keep none"
         )
-    storage = open_storage(os.fspath(root))
+    storage = open_storage(root)
     there = committed(storage)
     line = [it for it in there if it.leads_to(there[-1])]
     ends = {} if abandoned else {it.lineage.line: it for it in there if it not in line}
     kept = [it.folder for it in reversed(there) if it in line[-keep:] or it in ends.values()]
-    names = storage.list()
-    old: dict[str, list[str]] = {}
-    for checkpoint in (checkpoint_of(it.folder) for it in there if it.folder not in kept):
-        # The newest save of a step last, or an older one would count for a moment.
-        old[checkpoint] = [s for s in reversed(saves_of(names, checkpoint)) if is_committed(storage, s)]
-    owners = [owner for name in names if (owner := writing(name)) is not None]
-    removed, left_over, busy, size = [], [], [], 0
+    old = [checkpoint_of(it.folder) for it in there if it.folder not in kept]
+    owners = [owner for name in storage.list() if (owner := writing(name)) is not None]
+    removed: list[str] = []
+    left_over: list[str] = []
+    busy: list[str] = []
+    size = 0
     storage.sync()  # a writer may have died just after a swap: what it replaced goes once that is on disk
     for checkpoint in dict.fromkeys([*old, *owners]):
-        gone = old.get(checkpoint, [])
+        gone = committed_saves(storage, checkpoint) if checkpoint in old else []
         try:
             # Named in the lock, so that the next writer knows what was left half done after a kill.
             claim = storage.claim(checkpoint, gone[-1] if gone else "")

@@ -117,6 +117,11 @@ def is_committed(storage: Storage, folder: str) -> bool:
         return False
 
 
+def is_checkpoint(storage: Storage, folder: str) -> bool:
+    """Whether `folder` is a checkpoint, whole or not, rather than a folder that holds some."""
+    return any(storage.size(inside(folder, file)) is not None for file in (COMMIT, MANIFEST))
+
+
 def current(storage: Storage, checkpoint: str) -> str:
     """The folder that holds `checkpoint`: that of its newest committed save; the plain name where none is committed.
 

@@ -1,4 +1,4 @@
-"""Hooks of the user around saves and loads, the local folders that they are given, and their files in a checkpoint."""
+"""Hooks of the user around saves and loads: the local folders that they get, and their files in a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +19,12 @@ from .folders import Opened, SourceFile, current, inside, open_manifest, tempora
 from .lineage import take_away
 from .lock import lock_of
 from .manifest import BLOCK, FileRecord, check_extra
-from .snapshot import first, trouble
+from .snapshot import first, on_all, on_rank_0, trouble
 from .storage import Storage
 from .storage_local import LocalStorage
 
 PREFIX = "easymp-"  # of folders in TMPDIR
+NOT_BEGUN = "the checkpoint was not begun: "
 Hooks = Mapping[int, Callable[..., None]]
 
 
@@ -32,8 +33,8 @@ class Extra:
     """Files that go into a checkpoint as they are.
 
     Attributes:
-        files: those of this rank, by their paths below the checkpoint.
-        names: those of all ranks.
+        files: this rank's, by their paths below the checkpoint.
+        names: of the files of all ranks.
         close: call it when they are copied, or never will be; a second call does nothing.
     """
 
@@ -50,17 +51,21 @@ NONE = Extra()
 def before_save(
     world: World, hooks: Hooks, models: Sequence[Any], storage: Storage, name: str
 ) -> tuple[list[int], Extra]:
-    """Call the hooks of a save on all ranks: the indices of the models that are left to be saved, and the files of the hooks."""
+    """Call the save hooks on all ranks: the indices of the models that are left to be saved, and the hooks' files."""
     if not hooks:
         return list(range(len(models))), NONE
-    before = _listed(world, storage, name)
+
+    def listed() -> list[str]:
+        return on_rank_0(world, lambda: storage.list(name), NOT_BEGUN)
+
+    before = listed()
     folder = HookFolder(world, storage, name)
     try:
         weights = [model.state_dict() for model in models]
         left = _called(world, hooks, weights, lambda hook, of: hook(list(models), of, folder.path))
         (left,) = world.broadcast_objects([left])
         extra = folder.collect()
-        if _listed(world, storage, name) != before:
+        if listed() != before:
             raise CheckpointError(
                 f"a hook wrote to {inside(storage.place, name)}, and the save that follows would replace that folder: let it write to the "
                 "output_dir that it is given"
@@ -75,7 +80,7 @@ def before_save(
 def before_load(
     world: World, hooks: Hooks, models: Sequence[Any], storage: Storage, name: str
 ) -> Iterator[list[int]]:
-    """Call the hooks of a load on all ranks: the indices of the models that are left to be loaded."""
+    """Call the load hooks on all ranks: the indices of the models that are left to be loaded."""
     if not hooks:
         yield list(range(len(models)))
         return
@@ -91,7 +96,7 @@ def _called(
     world: World, hooks: Hooks, items: Sequence[Any], call: Callable[[Any, list[Any]], None]
 ) -> list[int]:
     """The indices of `items` that all hooks leave in their list. An error of one rank's hook is raised on all ranks."""
-    left = list(items)  # `items` holds them all, so that no other object gets the id of a removed one
+    left = list(items)
     error: list[Exception] = []
 
     def act() -> None:
@@ -102,26 +107,13 @@ def _called(
             error.append(raised)
             raise
 
-    said = world.gather_objects(trouble(act))
+    said = first(world.gather_objects(trouble(act)))
     if error:
         raise error[0]  # the user's own, as it is
-    _raise(said, "a hook failed: ")
+    if said:
+        raise CheckpointError(f"a hook failed: {said}")
     index = {id(item): i for i, item in enumerate(items)}
     return [index[id(item)] for item in left if id(item) in index]
-
-
-def _listed(world: World, storage: Storage, name: str) -> list[str]:
-    """The names in a folder, as rank 0 sees them."""
-    found: list[str] = []
-    said = trouble(lambda: found.extend(storage.list(name))) if world.rank == 0 else ""
-    said, found = world.broadcast_objects([said, found])
-    _raise([said])
-    return found
-
-
-def _raise(said: Sequence[str], begin: str = "the checkpoint was not begun: ") -> None:
-    if wrong := first(said):
-        raise CheckpointError(f"{begin}{wrong}")
 
 
 # -- their folders -----------------------------------------------------------------------------------------------------
@@ -144,15 +136,12 @@ class HookFolder:
         check_name(checkpoint)
         self._world, self._open = world, ExitStack()
         root = storage.path("")
-        self._there, above = LocalStorage(tempfile.gettempdir() if root is None else root), [""]
+        self._there = LocalStorage(tempfile.gettempdir() if root is None else root)
         try:
+            above = ""
             if root is not None:
-                said = ""
-                if world.rank == 0:
-                    said = trouble(lambda: above.append(self._above_all_ranks(f"{checkpoint}.hooks")))
-                said, above = world.broadcast_objects([said, above])
-                _raise([said])
-            self._on_all(lambda: self._make(above[-1], checkpoint))
+                above = on_rank_0(world, lambda: self._above_all_ranks(f"{checkpoint}.hooks"), NOT_BEGUN)
+            on_all(world, lambda: self._make(above, checkpoint), NOT_BEGUN)
         except BaseException:
             self.close()
             raise
@@ -183,16 +172,25 @@ class HookFolder:
         Raises:
             CheckpointError: on every rank: different files of one name, links, names that not every file system takes.
         """
-        mine: dict[str, int] = {}
-        holders: dict[str, list[int]] = {}
-        for rank, sizes in enumerate(self._on_all(lambda: mine.update(self._found()), mine)):
-            for name in sizes:
-                holders.setdefault(name, []).append(rank)
+        world, there = self._world, self._there
+        found = on_all(world, lambda: dict(self._found()), NOT_BEGUN)
+        holders = {
+            name: [rank for rank, sizes in enumerate(found) if name in sizes]
+            for sizes in found
+            for name in sizes
+        }
         check_extra(holders, ())
-        files = {name: SourceFile(self._there, f"{self._folder}/{name}", size) for name, size in mine.items()}
-        if shared := {name for name, ranks in holders.items() if len(ranks) > 1}:
-            self._check_same({name: file for name, file in files.items() if name in shared})
-        own = {name: file for name, file in files.items() if holders[name][0] == self._world.rank}
+        mine = found[world.rank]
+        files = {name: SourceFile(there, f"{self._folder}/{name}", size) for name, size in mine.items()}
+        if shared := {name: ranks for name, ranks in holders.items() if len(ranks) > 1}:
+            digests = on_all(world, lambda: {n: _digest(files[n]) for n in shared if n in files}, NOT_BEGUN)
+            for name, ranks in shared.items():
+                if other := [rank for rank in ranks if digests[rank][name] != digests[ranks[0]][name]]:
+                    raise CheckpointError(
+                        f"the hooks of ranks {ranks[0]} and {other[0]} wrote {name} with different bytes: write it where "
+                        "accelerator.is_main_process, or put accelerator.process_index into its name"
+                    )
+        own = {name: file for name, file in files.items() if holders[name][0] == world.rank}
         return Extra(own, tuple(holders), self.close)
 
     def _found(self) -> Iterator[tuple[str, int]]:
@@ -208,36 +206,14 @@ class HookFolder:
             raise error
 
         for above, folders, files in os.walk(self.path, onerror=fail):
-            for name in (*folders, *files):
-                path = os.path.join(above, name)
-                found = os.lstat(path)
-                below = os.path.relpath(path, self.path).replace(os.sep, "/")
+            for path in (os.path.join(above, name) for name in (*folders, *files)):
+                found, below = os.lstat(path), os.path.relpath(path, self.path).replace(os.sep, "/")
                 if stat.S_ISREG(found.st_mode):
                     yield below, found.st_size
                 elif not stat.S_ISDIR(found.st_mode):
                     raise CheckpointError(
                         f"a hook made {below}, a link or a device: checkpoints hold files, so let it write one"
                     )
-
-    def _check_same(self, files: Mapping[str, SourceFile]) -> None:
-        mine: dict[str, str] = {}
-        known: dict[str, tuple[int, str]] = {}
-        digested = self._on_all(lambda: mine.update((n, _digest(file)) for n, file in files.items()), mine)
-        for rank, digests in enumerate(digested):
-            for name, digest in digests.items():
-                other, before = known.setdefault(name, (rank, digest))
-                if digest != before:
-                    raise CheckpointError(
-                        f"the hooks of ranks {other} and {rank} wrote {name}, each with other bytes, and one would replace the other: "
-                        "write it where accelerator.is_main_process, or put accelerator.process_index into its name"
-                    )
-
-    def _on_all(self, act: Callable[[], Any], result: Any = None) -> list[Any]:
-        """Run `act`, and gather every rank's `result`; an error of one rank is raised on all."""
-        said = trouble(act)
-        everyones = self._world.gather_objects((said, result))
-        _raise([said for said, _ in everyones])
-        return [result for _, result in everyones]
 
     def close(self) -> None:
         """Remove the folder."""
@@ -246,32 +222,30 @@ class HookFolder:
 
 @contextmanager
 def folder_to_read(world: World, storage: Storage, checkpoint: str) -> Iterator[str]:
-    """A local folder with the verified files of a checkpoint's hooks: its own, or a download in TMPDIR if it is not on this machine.
+    """A local folder with the verified files of a checkpoint's hooks: its own, or a download in TMPDIR if it is at a URL.
 
     Raises:
         CheckpointError: on every rank: there is no such checkpoint, or a file of a hook is not what was written.
     """
     with ExitStack() as held:
-        found: list[str] = []
 
-        def find() -> None:
+        def find() -> str:
             folder = current(storage, checkpoint)
             opened = Opened(storage, folder, open_manifest(storage, folder))
             path = storage.path(folder)
             if path is not None:
                 for file in opened.extra.values():
                     storage.verify(file.name, file.size, file.checksums or ())
-            else:
-                above = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
-                there = LocalStorage(held.enter_context(above))
-                there.make(checkpoint)
-                copied(opened.extra, there, checkpoint)
-                path = there.path(checkpoint)
-            found.append(path)
+                return path
+            above = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+            there = LocalStorage(held.enter_context(above))
+            there.make(checkpoint)
+            copied(opened.extra, there, checkpoint)
+            return there.path(checkpoint)
 
         place = inside(storage.place, checkpoint)
-        _raise(world.gather_objects(trouble(find)), f"{place} was not loaded, and nothing has changed: ")
-        yield found[0]
+        paths = on_all(world, find, f"{place} was not loaded, and nothing has changed: ")
+        yield paths[world.rank]
 
 
 # -- their files -------------------------------------------------------------------------------------------------------
@@ -286,15 +260,16 @@ def copied(
         CheckpointError: one is not what was written, or has changed its size.
         OSError: one cannot be read or written.
     """
-    folders = _folders_of(files)
-    for name in folders:
+    paths = [name.split("/") for name in files]
+    below = dict.fromkeys("/".join(words[:count]) for words in paths for count in range(1, len(words)))
+    for name in below:  # each after its parent
         with suppress(FileExistsError):  # another rank was quicker
             storage.make(inside(folder, name))
     written = {
         name: FileRecord(file.size, storage.put(inside(folder, name), _blocks(file), file.size, tick))
         for name, file in files.items()
     }
-    for name in folders:
+    for name in below:
         storage.sync(inside(folder, name))
     return written
 
@@ -312,9 +287,3 @@ def _digest(file: SourceFile) -> str:
     for part in _blocks(file):
         digest.update(part)
     return digest.hexdigest()
-
-
-def _folders_of(names: Iterable[str]) -> list[str]:
-    """All folders in these paths; each comes after its parent."""
-    paths = [name.split("/") for name in names]
-    return list(dict.fromkeys("/".join(words[:count]) for words in paths for count in range(1, len(words))))

@@ -8,7 +8,6 @@ and Accelerate. So a crash at any moment leaves one whole model, the old one or 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,15 +25,15 @@ from .header import encode, nbytes
 from .layout import Shape, on_host, whole
 from .manifest import COMMIT, INDEX, MANIFEST, Piece, Stored
 from .read_plan import Want, stream
+from .snapshot import encode_index
 from .source import SINGLE, memory
 from .storage import Storage
 
 SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 TEMPORARY = re.compile(r"\.model.*\.safetensors\.tmp")
-GROUP = "model/"  # prefix of the first model's tensors in a checkpoint
 TREE = "easymp"  # key of an object's structure in the metadata
 LARGEST = 2**28  # bytes of JSON
-OTHERS = (".bin", ".pt", ".pth", ".pkl", ".ckpt")  # names that promise a file of torch.save
+OF_TORCH_SAVE = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 Bring = Callable[[str], Tensor | None]
 
@@ -74,53 +73,46 @@ def cut(items: Sequence[Item], most: int) -> list[list[Item]]:
     return [sorted(shard, key=lambda item: -item.dtype.itemsize) for shard in shards]
 
 
-def order(shards: Sequence[Sequence[Item]]) -> list[str]:
-    """Names in the order in which `write_model` asks for them."""
-    return [item.name for shard in shards for item in shard]
-
-
 def write_model(
     storage: Storage,
     folder: str,
     shards: Sequence[Sequence[Item]],
     bring: Bring,
-    aliases: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str],
     tick: Tick = no_tick,
 ) -> None:
     """Write `shards` into `folder` of `storage`, made if it is missing, in place of an earlier model.
 
     Args:
-        bring: gives the whole tensor of a name, on the CPU; called for each one in order.
+        bring: gives the whole tensor of a name, on the CPU; called for each name of the shards in order.
         aliases: other names of tensors → the one that is written; noted in the metadata, as the safetensors library does.
 
     Raises:
-        CheckpointError: the folder is a checkpoint.
+        CheckpointError: the folder is a checkpoint, or a file.
         OSError: it cannot be written; an earlier model is untouched.
     """
-    there = set(storage.list(folder))
+    there, place = set(storage.list(folder)), inside(storage.place, folder)
     if there & {MANIFEST, COMMIT}:
         raise CheckpointError(
-            f"{inside(storage.place, folder)} is a checkpoint of save_state, whose files must stay what they are: pass another folder"
+            f"{place} is a checkpoint of save_state, and its files must stay as they are: pass another folder"
         )
-    if not there and storage.size(folder) is not None:
-        raise CheckpointError(f"{inside(storage.place, folder)} is a file: pass a folder")
     if not there:
+        if storage.size(folder) is not None:
+            raise CheckpointError(f"{place} is a file: pass a folder")
         try:
             storage.make(folder)
         except FileExistsError:
             pass  # an empty one
-    for name in there:
-        if TEMPORARY.fullmatch(name):  # of a save that did not end
-            storage.remove(inside(folder, name))
+    for name in filter(TEMPORARY.fullmatch, there):  # of a save that did not end
+        storage.remove(inside(folder, name))
     alone = len(shards) == 1 and (storage.renames or SINGLE not in there)
     names = [SINGLE] if alone else _free(len(shards), there)
     for name, shard in zip(names, shards):
-        mine = {item.name for item in shard}
-        noted = {other: of for other, of in (aliases or {}).items() if of in mine}
+        mine = [item.name for item in shard]
+        noted = {other: of for other, of in aliases.items() if of in mine}
         header, slots = encode(shard, {"format": "pt", **noted})
-        parts = _parts(header, order([shard]), bring)
         path = inside(folder, f".{name}.tmp" if storage.renames else name)
-        storage.put(path, parts, slots[-1].end if slots else len(header), tick)
+        storage.put(path, _parts(header, mine, bring), slots[-1].end if slots else len(header), tick)
     if storage.renames:
         storage.sync(folder)
         for name in names:
@@ -129,7 +121,7 @@ def write_model(
     if not alone:
         files = {item.name: name for name, shard in zip(names, shards) for item in shard}
         total = sum(item.bytes for shard in shards for item in shard)
-        storage.replace(inside(folder, INDEX), _index(files, total))
+        storage.replace(inside(folder, INDEX), encode_index(files, total))
     outdated = [name for name in there if SHARD.fullmatch(name) and name not in names]
     for name in [*({INDEX} if alone else {SINGLE}) & there, *outdated]:
         storage.remove(inside(folder, name))
@@ -138,38 +130,16 @@ def write_model(
 
 def _free(size: int, taken: set[str]) -> list[str]:
     """The usual names of shards, with a number if files of these names are there."""
-    for number in count(1):
-        stem = "model" if number == 1 else f"model-{number}"
-        names = [f"{stem}-{i:05d}-of-{size:05d}.safetensors" for i in range(1, size + 1)]
-        if not taken & set(names):
-            return names
-    raise AssertionError("numbers do not end")
+    stems = ("model" if number == 1 else f"model-{number}" for number in count(1))
+    named = ([f"{stem}-{i:05d}-of-{size:05d}.safetensors" for i in range(1, size + 1)] for stem in stems)
+    return next(names for names in named if not taken & set(names))
 
 
 def _parts(header: bytes, names: Sequence[str], bring: Bring) -> Iterator[Part]:
     """The bytes of a file. No name is bound to a tensor, so that each can go when it is written."""
     yield header
     for name in names:
-        yield _content(bring(name))
-
-
-def _content(tensor: Tensor | None) -> Part:
-    assert tensor is not None, "this is rank 0"
-    return as_bytes(tensor)
-
-
-def index_of(tensors: Mapping[str, Stored]) -> bytes | None:
-    """The index that makes a checkpoint's folder one of weights, too; None unless all tensors of its first model are whole."""
-    weights = {name.removeprefix(GROUP): stored for name, stored in tensors.items() if name.startswith(GROUP)}
-    if not weights or any([piece.box for piece in s.pieces] != [whole(s.shape)] for s in weights.values()):
-        return None
-    files = {name: s.pieces[0].file for name, s in weights.items()}
-    return _index(files, sum(s.bytes for s in weights.values()))
-
-
-def _index(files: Mapping[str, str], total: int) -> bytes:
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+        yield as_bytes(bring(name))  # type: ignore[arg-type]  # rank 0 gets tensors
 
 
 # -- one object in one file ---------------------------------------------------------------------------------------------
@@ -186,18 +156,15 @@ def save_tree(tree: Any, f: str | os.PathLike[str]) -> None:
         RefusedError: the name promises a file of torch.save.
     """
     place = os.fspath(f)
-    if place.lower().endswith(OTHERS):
+    if place.lower().endswith(OF_TORCH_SAVE):
         raise RefusedError(
             f"{place}: files of that name are read by torch.load, which can run code from them, and safetensors are written: call it "
             f"{os.path.splitext(place)[0]}.safetensors"
         )
     tensors: dict[str, Tensor] = {}
     metadata = {"format": "pt"}
-    if (
-        isinstance(tree, Mapping)
-        and tree
-        and all(type(k) is str and isinstance(v, Tensor) for k, v in tree.items())
-    ):
+    named = isinstance(tree, Mapping) and bool(tree)
+    if named and all(type(k) is str and isinstance(v, Tensor) for k, v in tree.items()):
         seen: dict[Any, str] = {}
         for name, tensor in tree.items():
             first = seen.setdefault(memory(tensor), name)

@@ -33,20 +33,8 @@ from .manifest import COMMIT, MANIFEST, Lineage, Manifest, head
 from .storage import Storage
 
 logger = get_logger(__name__)
-HEAD = 2**16  # bytes of a manifest in which its plan ends, usually
+HEAD = 2**16  # bytes of a manifest in which its plan usually ends
 FEW = 5  # names in a sentence before the rest is counted
-
-
-def below(root: str | os.PathLike[str], name: str) -> str:
-    """`name` in `root`, a path or a URL."""
-    text = os.fspath(root)
-    return f"{text.rstrip('/')}/{name}" if "://" in text else os.path.join(text, name)
-
-
-def is_checkpoint(storage: Storage, name: str) -> bool:
-    """Whether `name` is the folder of a checkpoint, whole or not, rather than a root of some."""
-    folder = current(storage, name)
-    return any(storage.size(inside(folder, file)) is not None for file in (COMMIT, MANIFEST))
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -69,25 +57,20 @@ class Saved:
     def leads_to(self, tip: Saved) -> bool:
         """Whether `tip` is this checkpoint, or was continued from it."""
         marks = ((tip.lineage.line, *tip.position), *tip.lineage.forks)
-        return any(
-            self.lineage.line == line and self.position <= (written, step) for line, written, step in marks
-        )
+        return any(self.lineage.line == line and self.position <= tuple(at) for line, *at in marks)
 
 
 def survey(storage: Storage) -> tuple[list[Saved], list[str]]:
-    """Checkpoints named by steps that have a COMMIT, in the order of their saves; and the other folders of such names.
+    """Checkpoints named by steps that have a COMMIT, in the order of their saves; and the other folders with such names.
 
     Only the beginning of each manifest is read, and nothing is verified.
 
     Raises:
         OSError: `storage` cannot be read.
     """
-    found, others = [], []
-    for folder in storage.list():
-        if step_of(folder) is not None:
-            it = _saved(storage, folder)
-            found.append(it) if it is not None else others.append(folder)
-    return sorted(found, key=lambda it: (it.position, save_of(it.folder), it.folder)), others
+    found = {folder: _saved(storage, folder) for folder in storage.list() if step_of(folder) is not None}
+    saved = sorted(filter(None, found.values()), key=lambda it: (it.position, save_of(it.folder), it.folder))
+    return saved, [folder for folder, it in found.items() if it is None]
 
 
 def _saved(storage: Storage, folder: str) -> Saved | None:
@@ -104,7 +87,7 @@ def _saved(storage: Storage, folder: str) -> Saved | None:
 
 
 def committed(storage: Storage) -> list[Saved]:
-    """Committed checkpoints named by steps, in the order of their saves; of several saves of one, the last."""
+    """Committed checkpoints named by steps, in the order of their saves; the last save of each."""
     counts: dict[str, Saved] = {}
     for it in survey(storage)[0]:
         if is_committed(storage, it.folder):
@@ -114,39 +97,35 @@ def committed(storage: Storage) -> list[Saved]:
 
 
 def newest(storage: Storage, passed: Collection[str] = ()) -> tuple[str | None, list[str], bool]:
-    """The folder of the checkpoint to continue from: the last save, or if it is damaged, the one it was continued from.
+    """The checkpoint to continue from: the last save, or the one that it was continued from if it is damaged.
 
     Args:
-        passed: folders that are left out in silence.
+        passed: folders that are left out without a word.
 
     Returns:
-        The folder; sentences on others that do not count; whether one of those was committed once, and is damaged.
+        The folder or None; sentences on others that do not count; whether one of those was committed and is damaged.
 
     Raises:
         OSError: `storage` cannot be read.
     """
     found, others = survey(storage)
-    chosen, said, damaged = None, [], False
-    for it in reversed(found):
-        if it.folder in passed or not it.leads_to(found[-1]):
-            continue
-        try:
-            open_manifest(storage, it.folder)
-        except CheckpointError as error:
-            said.append(str(error))
-            damaged = True
-            continue
-        chosen = it
-        break
-    for folder in sorted(others, key=lambda name: (step_of(name), name), reverse=True):
-        if chosen is not None and (step_of(folder) or 0) <= (step_of(chosen.folder) or 0):
-            continue
+    said: list[str] = []
+
+    def opens(folder: str) -> bool:
         try:
             open_manifest(storage, folder)
         except CheckpointError as error:
             said.append(str(error))
+            return False
+        return True
+
+    line = [it.folder for it in reversed(found) if it.folder not in passed and it.leads_to(found[-1])]
+    chosen = next(filter(opens, line), None)
+    damaged = bool(said)
+    for folder in sorted(others, key=lambda name: (step_of(name), name), reverse=True):
+        if (chosen is None or (step_of(folder) or 0) > (step_of(chosen) or 0)) and not opens(folder):
             damaged |= storage.size(inside(folder, COMMIT)) is not None
-    return chosen.folder if chosen is not None else None, said, damaged
+    return chosen, said, damaged
 
 
 def damage(storage: Storage, folder: str) -> str:
@@ -163,7 +142,7 @@ def damage(storage: Storage, folder: str) -> str:
 
 
 class Line:
-    """The line of saves that a run continues; of rank 0.
+    """The line of saves that a run continues; rank 0's counts.
 
     Attributes:
         last: the checkpoint that the run loaded or saved last.
@@ -198,19 +177,18 @@ class Line:
         after = max((it.written for it in [*there, *([last] if last else [])]), default="")
         it = Saved(name, _later(after), step, Lineage(line, parent, forks))
         left = [other.folder for other in there if not other.leads_to(it)]
-        if left and step_of(name) is not None:  # `resume` takes no others
-            names = ", ".join(left[:FEW]) + (f" and {len(left) - FEW} more" if len(left) > FEW else "")
+        if left and step_of(name) is not None:
             logger.warning(
                 "%s: a new line of checkpoints begins %s, and resume() goes on with it from now on. Not on it, and kept: %s",
-                *(storage.place, f"at {parent}" if parent else "without resume()", names),
+                storage.place,
+                f"at {parent}" if parent else "without resume()",
+                ", ".join(left[:FEW]) + (f" and {len(left) - FEW} more" if len(left) > FEW else ""),
             )
         return it
 
     def _continues(self, last: Saved, storage: Storage, there: Sequence[Saved]) -> bool:
         """Whether the next save continues the line of the last one; not if that line has later ones already."""
-        if self._loaded is None:
-            return True
-        return (
+        return self._loaded is None or (
             _real(self._loaded) == _real(storage)
             and step_of(last.folder) is not None
             and not any(it.lineage.line == last.lineage.line and it.position > last.position for it in there)
@@ -238,13 +216,13 @@ def _later(than: str) -> str:
         return now
 
 
-# -- removal: a checkpoint stops counting before its first file goes, and only once a newer one is on disk -----------------
+# -- removal: a checkpoint stops counting before its first file goes, and only once a newer one is on disk -------------
 
 
 def retain(storage: Storage, it: Saved, limit: int | None) -> None:
     """After `it` is committed: write the hint `latest`, and keep only the last `limit` of the others on its line.
 
-    Folders without COMMIT, with other names, or on other lines are not touched. Errors do not concern the new checkpoint and are logged.
+    Folders without COMMIT, with other names, or on other lines are not touched. Errors are logged.
     """
     if step_of(it.folder) is None:
         return
@@ -257,36 +235,34 @@ def retain(storage: Storage, it: Saved, limit: int | None) -> None:
         gone = others[: max(0, len(others) - limit)]
         stay = {other.lineage.line for other in there if other not in gone}
         for other in gone:
-            line = other.lineage.line
-            if line not in stay:
-                logger.warning(
-                    "%s is removed, as total_limit says: it was the last checkpoint of line %s",
-                    other.folder,
-                    line,
-                )
-                stay.add(line)
-            _retire(storage, other.folder)
+            if other.lineage.line not in stay:
+                stay.add(other.lineage.line)
+                words = "%s is removed, as total_limit says: it was the last checkpoint of line %s"
+                logger.warning(words, other.folder, other.lineage.line)
+            _retire(storage, checkpoint_of(other.folder), other.folder)
     except (OSError, CheckpointError) as error:
         logger.warning("%s: older checkpoints stay, as they could not be removed: %s", storage.place, error)
 
 
-def _retire(storage: Storage, folder: str) -> None:
-    checkpoint = checkpoint_of(folder)
+def _retire(storage: Storage, checkpoint: str, folder: str) -> None:
     try:
         claim = storage.claim(checkpoint, folder)  # the next writer learns what was left half done
     except CheckpointError:
         return  # another process writes it now
     try:
-        # The newest save of a step last, or an older one would count for a moment.
-        for save in reversed(saves_of(storage.list(), checkpoint)):
-            if is_committed(storage, save):
-                drop(storage, save)
+        for save in committed_saves(storage, checkpoint):
+            drop(storage, save)
     finally:
         claim.release()
 
 
+def committed_saves(storage: Storage, checkpoint: str) -> list[str]:
+    """The committed saves of a checkpoint, the oldest first: as long as one is there, the newest counts."""
+    return [save for save in reversed(saves_of(storage.list(), checkpoint)) if is_committed(storage, save)]
+
+
 def drop(storage: Storage, folder: str) -> None:
-    """Remove a checkpoint, whose lock the caller holds: it stops counting before its first file goes."""
+    """Remove a checkpoint that the caller has locked: it stops counting before its first file goes."""
     if storage.renames:
         gone = temporary(checkpoint_of(folder))
         storage.rename(folder, gone)
@@ -320,10 +296,10 @@ def set_aside(storage: Storage, checkpoint: str, by: Saved | None) -> None:
 
 
 def refuse_foreign(storage: Storage, name: str) -> None:
-    """Raises CheckpointError if `name` is there and no checkpoint, not even half of one: it would be lost."""
+    """Raises CheckpointError if `name` is there and is not a checkpoint, whole or half: it would be lost."""
     there = [name] if storage.size(name) is not None else storage.list(name)
     if there and MANIFEST not in there and COMMIT not in there:
+        found = ", ".join(there[:5]) + (" …" if len(there) > 5 else "")
         raise CheckpointError(
-            f"{inside(storage.place, name)} is there and no checkpoint ({', '.join(there[:5])}{' …' if len(there) > 5 else ''}): "
-            "it would be replaced, so pass another name"
+            f"{inside(storage.place, name)} is there and is not a checkpoint ({found}): it would be replaced, so pass another name"
         )

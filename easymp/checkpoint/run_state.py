@@ -10,12 +10,11 @@ import copy
 import importlib
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ..base.rng import mix, seed_all
 from ..distributed import World
@@ -45,21 +44,49 @@ def numbered(word: str, number: int) -> str:
     return f"{word}_{number}" if number else word
 
 
-def training_parts(modules: Sequence[nn.Module], prepared: Preparation, scaler: Scaler) -> Iterator[Kept]:
-    """Models, optimizers, schedules and the loss scale, in the order in which they are restored.
+def parts(
+    run: Run,
+    prepared: Preparation,
+    scaler: Scaler,
+    precision: Any,
+    project: ProjectConfiguration,
+    epochs: Any,
+    registered: Sequence[Any],
+    logbook: Logbook,
+    models: Collection[int],
+) -> list[Kept]:
+    """Everything that a checkpoint keeps, in the order in which it is restored.
 
-    Masters come after the parameters that they round to, schedules after the optimizers that they count.
+    Masters come after the parameters that they round to, schedules after the optimizers that they count, and random streams last, so that
+    nothing draws after them.
+
+    Args:
+        registered: objects of register_for_checkpointing.
+        models: indices of the models that are kept; hooks see to the others.
     """
+    world, optimizers, schedulers = run.world, prepared.optimizers, prepared.schedulers
+    found: list[Kept] = []
     owner: dict[int, str] = {}
-    for i, module in enumerate(modules):
-        name = numbered("model", i)
+    for i, model in enumerate(prepared.models):
+        name, module = numbered("model", i), model.route.original
         owner |= {id(p): f"{name}/{canonical(n)}" for n, p in module.named_parameters()}
-        yield ModelState(name, module, prepared.masters.keys())
-    for i, optimizer in enumerate(prepared.optimizers):
-        yield OptimizerState(numbered("optimizer", i), optimizer, owner, prepared.strategy.local_updates)
-    for i, scheduler in enumerate(prepared.schedulers):
-        yield ScheduleState(f"scheduler_{i}", scheduler)
-    yield ScaleState("scaler", scaler)
+        found.append(ModelState(name, module, prepared.masters.keys()) if i in models else LeftOut(name))
+    for i, optimizer in enumerate(optimizers):
+        found.append(
+            OptimizerState(numbered("optimizer", i), optimizer, owner, prepared.strategy.local_updates)
+        )
+    found += [ScheduleState(f"scheduler_{i}", scheduler) for i, scheduler in enumerate(schedulers)]
+    found.append(ObjectState("scaler", scaler, kept=scaler.scales))
+    for i, loader in enumerate(prepared.loaders):  # a seed may need 64 unsigned bits
+        found.append(ObjectState(f"loader_{i}", loader, free=("data set", "seed")))
+    found += [ObjectState(f"object_{i}", item, free=True) for i, item in enumerate(registered)]
+    found.append(ObjectState("steps", SkippedSteps(scaler, optimizers)))
+    found.append(ObjectState("run", RunState(run, precision, project)))
+    found.append(ObjectState("epochs", epochs))
+    alive = [carried for carried in world.carried if carried.alive]
+    found += [CarriedState(i, carried, world) for i, carried in enumerate(alive)]
+    random_state = RandomState(world, prepared.strategy, prepared.seed)
+    return [*found, PendingSchedules(schedulers), TrackerState(logbook), random_state]
 
 
 class ObjectState:
@@ -68,19 +95,23 @@ class ObjectState:
     Args:
         free: keys of the state that may change their form from save to save, True for all (a user's own object). The rest is compared
             with the live state before it is loaded.
+        kept: whether a save keeps it; None: it does, and a checkpoint must have it.
     """
 
-    def __init__(self, name: str, thing: Any, free: bool | Collection[str] = ()) -> None:
-        self.name, self._name, self._thing, self._free = name, f"state/{name}", thing, free
+    def __init__(
+        self, name: str, thing: Any, free: bool | Collection[str] = (), kept: bool | None = None
+    ) -> None:
+        self.name, self._name, self._thing, self._free, self._kept = name, f"state/{name}", thing, free, kept
 
     def collect(self, into: Snapshot) -> None:
-        if into.rank == 0:
+        if into.rank == 0 and self._kept is not False:
             into.add(self._name, self._thing.state_dict())
 
     def restore(self, source: Reading) -> Callable[[], None]:
         """A `load_state_dict` may fail, so it is a trial, which can be undone."""
         if self._name not in source:
-            source.complain(f"the checkpoint has no {self._name}")
+            if self._kept is None:
+                source.complain(f"the checkpoint has no {self._name}")
             return leave
         state = source.state(self._name)
         before: list[Any] = []
@@ -97,17 +128,6 @@ class ObjectState:
 
         source.trials.append(Trial(self._name, lambda: self._thing.load_state_dict(state), undo))
         return leave
-
-
-class ScaleState(ObjectState):
-    """The loss scale. A checkpoint of a run without one leaves it as it is."""
-
-    def collect(self, into: Snapshot) -> None:
-        if self._thing.scales:
-            super().collect(into)
-
-    def restore(self, source: Reading) -> Callable[[], None]:
-        return super().restore(source) if self._name in source else leave
 
 
 class ScheduleState(ObjectState):
@@ -185,15 +205,13 @@ class CarriedState:
 
     def restore(self, source: Reading) -> Callable[[], None]:
         world = self._world
-        if source.manifest.world_size != world.size or source.named(self._name, own=True) not in source:
-            if world.rank == 0:
-                logger.warning(
-                    "PowerSGD begins anew, with gradients that travel whole: the checkpoint has no state of it for %d ranks",
-                    world.size,
-                )
-            return leave
-        state = source.state(self._name, own=True)
-        return lambda: self._carried.load_state_dict(state)
+        if source.manifest.world_size == world.size and source.named(self._name, own=True) in source:
+            state = source.state(self._name, own=True)
+            return lambda: self._carried.load_state_dict(state)
+        if world.rank == 0:
+            words = "PowerSGD begins anew, with gradients that travel whole: the checkpoint has no state of it for %d ranks"
+            logger.warning(words, world.size)
+        return leave
 
 
 class TrackerState:
@@ -252,10 +270,8 @@ class RunState:
         """Beside the plan, what decides the order in which numbers are summed."""
         threads = torch.get_num_threads()
         on_cpu = self._run.world.device.type == "cpu"
-        return [
-            f"torch {torch.__version__}",
-            *([f"{threads} thread{'s' if threads > 1 else ''}"] if on_cpu else []),
-        ]
+        counted = [f"{threads} thread{'s' if threads > 1 else ''}"] if on_cpu else []
+        return [f"torch {torch.__version__}", *counted]
 
     def _undecided(self) -> bool:
         return isinstance(self._precision, Measured) and self._precision.choice is None
@@ -275,12 +291,9 @@ class RunState:
                 "that was not interrupted",
                 *(" and ".join(what) for what in (then, now)),
             )
-        here = self._run.window.accumulation
-        if here != state["accumulation"]:
-            logger.warning(
-                "the checkpoint was saved with %d micro-batches an update, and this run has %d",
-                *(state["accumulation"], here),
-            )
+        if (here := self._run.window.accumulation) != state["accumulation"]:
+            words = "the checkpoint was saved with %d micro-batches an update, and this run has %d"
+            logger.warning(words, state["accumulation"], here)
 
 
 class RandomState:

@@ -25,11 +25,22 @@ from .codec import dumps
 from .commit import Commit, begin, check_name
 from .folders import inside, write_manifest
 from .hooks import NONE, Extra, copied
-from .huggingface import index_of
 from .lineage import Line, Saved, retain
 from .manifest import INDEX, FileRecord, Manifest, check_extra
 from .progress import expect
-from .snapshot import Agreement, FilePlan, Image, Kept, Snapshot, agree, contents, first, merged, trouble
+from .snapshot import (
+    Agreement,
+    FilePlan,
+    Image,
+    Kept,
+    Snapshot,
+    agree,
+    contents,
+    first,
+    index_of,
+    merged,
+    trouble,
+)
 from .storage import Storage
 
 logger = get_logger(__name__)

@@ -6,11 +6,12 @@ byte is known before the first is written, and each chunk in one of them. So onl
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from .header import PAGE, encode
 from .layout import Box, Shape, fault, place_of, whole
 from .manifest import Piece, Stored
 
+T = TypeVar("T")
 logger = get_logger(__name__)
 CHUNK = 2**22  # bytes copied at a time of a tensor on a device, or with gaps
 LARGE = 2**25  # bytes that one thread copies at a time
@@ -258,6 +260,22 @@ def merged(one: Any, other: Any, name: str) -> Any:
     raise CheckpointError(f"{name}: the ranks have different values, {one!r} and {other!r}, of one thing")
 
 
+def index_of(tensors: Mapping[str, Stored]) -> bytes | None:
+    """The index that makes a checkpoint's folder one of weights, too; None unless all tensors of its first model are whole."""
+    prefix = "model/"
+    weights = {name.removeprefix(prefix): s for name, s in tensors.items() if name.startswith(prefix)}
+    if not weights or any([piece.box for piece in s.pieces] != [whole(s.shape)] for s in weights.values()):
+        return None
+    files = {name: s.pieces[0].file for name, s in weights.items()}
+    return encode_index(files, sum(s.bytes for s in weights.values()))
+
+
+def encode_index(files: Mapping[str, str], total: int) -> bytes:
+    """Hugging Face's index of shards: name of a tensor → its file; `total` is in bytes."""
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
 # -- errors of ranks --------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +296,34 @@ def first(said: Sequence[str]) -> str:
     ranks = {words: rank for rank, words in reversed(list(enumerate(said))) if words and words in causes}
     named = sorted((rank, words) for words, rank in ranks.items())
     return "; ".join(f"rank {rank}: {words}" if len(said) > 1 else words for rank, words in named)
+
+
+def on_rank_0(world: World, act: Callable[[], T], begin: str = "") -> T:
+    """The result of `act` on rank 0, on all ranks.
+
+    Raises:
+        CheckpointError: on all ranks: rank 0's error, after the words `begin`.
+    """
+    found: list[Any] = [None]
+    said = trouble(lambda: found.append(act())) if world.rank == 0 else ""
+    said, result = world.broadcast_objects([said, found[-1]])
+    if said:
+        raise CheckpointError(f"{begin}{said}")
+    return result  # type: ignore[no-any-return]
+
+
+def on_all(world: World, act: Callable[[], T], begin: str = "") -> list[T]:
+    """The results of `act` on every rank, on all ranks.
+
+    Raises:
+        CheckpointError: on all ranks: the errors of any rank, after the words `begin`.
+    """
+    found: list[Any] = [None]
+    said = trouble(lambda: found.append(act()))
+    everyones = world.gather_objects((said, found[-1]))
+    if wrong := first([words for words, _ in everyones]):
+        raise CheckpointError(f"{begin}{wrong}")
+    return [result for _, result in everyones]
 
 
 # -- bytes of files ---------------------------------------------------------------------------------------------------

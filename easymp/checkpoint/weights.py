@@ -1,7 +1,7 @@
 """Weights from files into a live model, and whole weights out of one.
 
-`load_weights` touches nothing live before names, shapes and dtypes are known to fit. Each rank reads only the bytes of its shards. Every
-rank decides by the same headers, so loading is no collective: one rank alone may load, before `prepare` sends its values to the others.
+`load_weights` changes nothing before names, shapes and dtypes are known to fit. Each rank reads only the bytes of its shards. Every rank
+decides by the same headers, so loading is not a collective: one rank may load alone, before `prepare` sends its values to the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from .folders import open_storage
 from .gather import Gathering, hand_over
 from .huggingface import Bring, Item, cut, write_model
 from .layout import on_host, place_of, whole
-from .manifest import Stored
 from .progress import Progress
 from .read_plan import Want, stream
 from .source import (
@@ -58,11 +57,11 @@ def load_weights(
     """Load the weights at `place` into `model`, in place.
 
     The model may be prepared or not, wrapped, compiled, or on the meta device. Each rank reads its shards; layers that a pipeline gave to
-    other ranks are skipped. Tied parameters are one tensor, for which any of their names will do. Names in the files may carry prefixes of
+    other ranks are skipped. Tied parameters are one tensor, found under any of their names. Names in the files may carry prefixes of
     wrappers (``module.``, ``_orig_mod.``). No hooks of `load_state_dict` run. Optimizers keep their state; fp32 masters follow the weights.
 
     Args:
-        place: a ``.safetensors`` file, an ``.index.json``, a Hugging Face folder, or the folder of a checkpoint of ours (whose bytes are
+        place: a ``.safetensors`` file, an ``.index.json``, a Hugging Face folder, or the folder of a checkpoint of easymp (its bytes are
             verified); a path or URL.
         strict: every tensor of the model must be found with its shape, and nothing else be there; False loads what fits.
         dtype: None: the files must have the model's dtypes. "live": floating-point values are converted to the model's. A dtype: they are
@@ -70,10 +69,10 @@ def load_weights(
             booleans are never converted.
         device_map: the device for tensors on the meta device: a device, "rank" for this rank's own accelerator (the CPU if there is
             none), None for the CPU. Other tensors stay where they are.
-        which: whose weights, of a checkpoint of ours: "model", or "model_1" and so on if several were prepared.
+        which: the model's name in a checkpoint of easymp: "model", or "model_1" and so on if several were prepared.
 
     Returns:
-        What was skipped; false if nothing was.
+        The names that were skipped; false if nothing was.
 
     Raises:
         CheckpointError: no weights are there, or they do not fit; nothing has changed. Or reading failed half-way, and the message says
@@ -83,9 +82,8 @@ def load_weights(
     wanted, device = _read_dtype(dtype), _read_device(device_map)
     source = open_source(place, which)
     live = live_tensors(model)
-    renamed = renamed_in(source, live.keys())
-    skipped = match(source, renamed, live)
-    found = list({id(one): one for one in live.values() if one.stored is not None}.values())
+    skipped = match(source, renamed_in(source, live.keys()), live)
+    found = [one for one in dict.fromkeys(live.values()) if one.stored is not None]
     faults = [f"{one.names[0]}: {wrong}" for one in found if (wrong := dtype_fault(one, wanted))]
     if faults:
         raise CheckpointError(f"{source.place}: {'; '.join(faults[:SHOWN])}. Nothing was loaded")
@@ -96,20 +94,19 @@ def load_weights(
         )
     if left_to_others(model):
         found = [one for one in found if not one.tensor.is_meta]
-    for one in found:
-        place_of(one.tensor)  # raises for a layout that cannot be written to
+    places = [place_of(one.tensor) for one in found]  # raises for a layout that cannot be written to
     _check_twins(source, found)
     if bare := {id(one.tensor) for one in found if one.tensor.is_meta}:
         _check_buffers(model)
         _allocate(model, bare, device, wanted if isinstance(wanted, torch.dtype) else None)
-    wants = []
-    for one in found:
-        spot = place_of(one.tensor)
-        assert spot is not None, "it has memory by now"
-        assert one.stored is not None, "it was found"
-        wants += [Want(one.stored, box, part) for box, part in spot.parts]
-    shown = read_ranks().rank == 0
+        places = [place_of(one.tensor) for one in found]
+    wants = [
+        Want(one.stored, box, part)  # type: ignore[arg-type]  # found, and with memory by now
+        for one, at in zip(found, places)
+        for box, part in at.parts  # type: ignore[union-attr]
+    ]
     try:
+        shown = read_ranks().rank == 0
         with Progress(f"loading {source.place}", f"loaded {source.place}", shown=shown) as tick:
             tick.expect(sum(want.box.count * want.stored.dtype.itemsize for want in wants))
             stream(source.files, wants, tick)
@@ -137,7 +134,7 @@ def _read_device(device_map: Any) -> torch.device:
     if device_map is None:
         return torch.device("cpu")
     if isinstance(device_map, str) and device_map == "rank":
-        kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        kind = torch.accelerator.current_accelerator(check_available=True)
         if kind is None:
             return torch.device("cpu")
         return torch.device(kind.type, read_ranks().local_rank % max(torch.accelerator.device_count(), 1))
@@ -147,8 +144,8 @@ def _read_device(device_map: Any) -> torch.device:
     except (RuntimeError, TypeError):
         pass
     raise SettingError(
-        f"device_map={device_map!r} is neither a device, nor 'rank', nor None: how a model is spread over devices is the strategy's to "
-        "say; prepare the model, then load"
+        f"device_map={device_map!r} is neither a device, nor 'rank', nor None: the strategy spreads a model over devices; prepare the "
+        "model, then load"
     )
 
 
@@ -156,19 +153,17 @@ def _check_twins(source: Source, chosen: Sequence[Live]) -> None:
     """Several tensors in the files that are one in the model must have the same value."""
     for one in chosen:
         for twin, stored in one.twins.items():
-            assert one.stored is not None
-            same = (stored.shape, stored.dtype) == (one.stored.shape, one.stored.dtype)
-            if not (same and _equal(source, one.stored, stored)):
+            pair = [
+                (each, torch.empty(each.shape, dtype=each.dtype)) for each in (one.stored, stored) if each
+            ]
+            stream(source.files, [Want(each, whole(each.shape), into) for each, into in pair])
+            a, b = (into for _, into in pair)
+            same = (a.shape, a.dtype) == (b.shape, b.dtype)
+            if not same or not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
                 raise CheckpointError(
                     f"{source.place}: {one.names[0]} and {twin} are one tensor in the model, and differ in the files: untie them in the "
                     "model, or take one out of the files"
                 )
-
-
-def _equal(source: Source, one: Stored, other: Stored) -> bool:
-    both = [torch.empty(one.shape, dtype=one.dtype) for _ in range(2)]
-    stream(source.files, [Want(stored, whole(one.shape), into) for stored, into in zip((one, other), both)])
-    return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in both))
 
 
 def _check_buffers(model: nn.Module) -> None:
@@ -198,8 +193,7 @@ def _allocate(
         return made
 
     for module in model.modules():
-        own = [t for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
-        if any(id(t) in chosen for t in own):
+        if any(id(t) in chosen for table in (module._parameters, module._buffers) for t in table.values()):
             swap_in(module, fresh)
 
 

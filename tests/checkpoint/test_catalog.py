@@ -1,93 +1,315 @@
-"""Which checkpoints there are, and what is said of what is none."""
+"""`easymp.checkpoint`: checkpoints in a folder or at a URL are listed, inspected, verified, compared and pruned; damage is named."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import shutil
+import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
+import torch
+from torch import Tensor
 
-from easymp import CheckpointError
-from easymp.checkpoint import list_checkpoints
-from easymp.checkpoint.manifest import COMMIT, MANIFEST
+from easymp import Accelerator, CheckpointError, checkpoint
 from easymp.checkpoint.storage_local import LocalStorage
 
+from .samples import flip, lineage_of, rewrite
+
 OF_ONE, OF_TWO = "step-00000002", "step-00000003"
+FIRST = "model-00001-of-00002.safetensors"
+COMMIT, MANIFEST = "COMMIT", "manifest.json"
+LEFT = ".tmp-step-00000009-0123abcd"
 
 
-def test_good_ones_by_step_and_the_newest(samples: Path) -> None:
-    one, two = list_checkpoints(samples)
-    assert [one.name, one.step, one.world_size, one.committed, one.why, one.newest] == [
-        OF_ONE,
-        2,
-        1,
-        True,
-        "",
-        False,
-    ]
-    assert replace(two, size=0, written=None) == replace(
-        one, name=OF_TWO, step=3, world_size=2, newest=True, size=0, written=None, parent=OF_ONE
-    )
-    for entry in (one, two):
-        files = [
-            f.stat().st_size for f in (samples / entry.name).iterdir() if f.name not in (MANIFEST, COMMIT)
-        ]
-        assert entry.size == sum(files)
-        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}\+00:00", entry.written)
+@pytest.fixture
+def bucket(samples: Path) -> Iterator[str]:
+    """The samples, in a store in memory."""
+    memory = fsspec.filesystem("memory")
+    for file in samples.rglob("*"):
+        if file.is_file():
+            memory.pipe_file(f"/bucket/runs/{file.relative_to(samples)}", file.read_bytes())
+    yield "memory://bucket/runs"
+    memory.rm("/bucket", recursive=True)
+
+
+# -- list --------------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_listed_in_order_here_and_at_a_url(samples: Path, bucket: str) -> None:
+    one, two = found = checkpoint.list_checkpoints(samples)
+    facts = (one.name, one.step, one.world_size, one.committed, one.why, one.newest)
+    assert facts == (OF_ONE, 2, 1, True, "", False)
+    other = replace(one, name=OF_TWO, step=3, world_size=2, newest=True, parent=OF_ONE)
+    assert replace(two, size=0, written=None) == replace(other, size=0, written=None)
+    for entry in found:
+        files = [f for f in (samples / entry.name).iterdir() if f.name not in (MANIFEST, COMMIT)]
+        assert entry.size == sum(f.stat().st_size for f in files)
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}\+00:00", entry.written or "")
+    assert checkpoint.list_checkpoints(bucket) == found
+    assert checkpoint.list_checkpoints(samples / "nothing") == []
+    with pytest.raises(CheckpointError, match="is itself a checkpoint"):
+        checkpoint.list_checkpoints(samples / OF_ONE)
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "committed", "words"),
+    ("name", "change", "words"),
     [
-        (COMMIT, None, False, "^not committed: COMMIT is missing"),
-        (MANIFEST, None, False, "^manifest.json is missing"),
-        (MANIFEST, lambda text: text + b" ", False, "was changed"),
-        (MANIFEST, lambda text: text[:100], False, "was changed"),
-        (COMMIT, lambda text: b"", False, "was changed"),
+        (COMMIT, None, "^not committed: COMMIT is missing"),
+        (MANIFEST, None, "^manifest.json is missing"),
+        (MANIFEST, lambda text: text + b" ", "was changed"),
+        (MANIFEST, lambda text: text[:100], "was changed"),
+        (COMMIT, lambda text: b"", "was changed"),
     ],
 )
-def test_a_damaged_one_does_not_count(
-    root: Path, name: str, change: object, committed: bool, words: str
-) -> None:
+def test_the_list_says_why_a_folder_does_not_count(root: Path, name: str, change: Any, words: str) -> None:
     file = root / OF_TWO / name
-    file.write_bytes(change(file.read_bytes())) if callable(change) else file.unlink()
-    wrong, good = list_checkpoints(root)
-    assert (wrong.name, wrong.committed, wrong.step) == (OF_TWO, committed, None)
-    assert re.search(words, wrong.why)
-    assert wrong.size > 10_000 and wrong.written
-    assert (good.name, good.newest) == (OF_ONE, True)
+    file.write_bytes(change(file.read_bytes())) if change else file.unlink()
+    wrong, good = checkpoint.list_checkpoints(root)
+    assert (wrong.name, wrong.committed, wrong.step, good.name, good.newest) == (
+        OF_TWO,
+        False,
+        None,
+        OF_ONE,
+        True,
+    )
+    assert re.search(words, wrong.why) and wrong.size > 10_000 and wrong.written
 
 
-def test_what_a_save_left_is_told_apart(root: Path) -> None:
+def test_the_list_tells_leftovers_and_repeated_saves_apart(root: Path) -> None:
     (root / OF_ONE).rename(root / ".tmp-step-00000002-01234567")
     (root / ".tmp-step-00000002-01234567" / COMMIT).unlink()
     (root / "runs").mkdir()
     (root / "notes.txt").write_text("not mine")
-    left, good = list_checkpoints(root)
-    assert (left.name, left.committed) == (".tmp-step-00000002-01234567", False)
-    assert left.why.startswith("left over from a save that did not end (not committed")
-    assert good.name == OF_TWO
+    shutil.copytree(root / OF_TWO, root / f"{OF_TWO}.save-2")  # where folders cannot swap names
+    left, *others = checkpoint.list_checkpoints(root)
+    assert left.why.startswith("left over from a save that did not end (not committed") and not left.committed
+    said = {entry.name: (entry.why, entry.newest) for entry in others}
+    assert said == {OF_TWO: (f"replaced by {OF_TWO}.save-2", False), f"{OF_TWO}.save-2": ("", True)}
     claim = LocalStorage(root).claim(OF_ONE)
-    left, good = list_checkpoints(root)
+    left, *_ = checkpoint.list_checkpoints(root)
     claim.release()
     assert left.why.startswith("being written, or left over from a save that did not end")
 
 
-def test_of_several_saves_of_a_step_one_counts(root: Path) -> None:
-    """As where folders cannot swap names."""
-    shutil.copytree(root / OF_TWO, root / f"{OF_TWO}.save-2")
-    said = {entry.name: (entry.why, entry.newest) for entry in list_checkpoints(root)}
-    assert said == {
-        OF_ONE: ("", False),
-        OF_TWO: (f"replaced by {OF_TWO}.save-2", False),
-        f"{OF_TWO}.save-2": ("", True),
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+
+def test_good_checkpoints_are_read_whole(samples: Path, bucket: str) -> None:
+    for name in (OF_ONE, OF_TWO):
+        read: list[int] = []
+        assert checkpoint.verify(samples / name, read.append) == checkpoint.verify(f"{bucket}/{name}") == []
+        files = [f for f in (samples / name).iterdir() if f.name not in (MANIFEST, COMMIT)]
+        assert sum(read) == sum(f.stat().st_size for f in files)
+    assert checkpoint.inspect(f"{bucket}/{OF_TWO}").tensors == checkpoint.inspect(samples / OF_TWO).tensors
+
+
+@pytest.mark.parametrize("at", [0, 9, 5000, -1])
+def test_a_flipped_bit_is_found(root: Path, at: int) -> None:
+    flip(root / OF_TWO / FIRST, at)
+    (damage,) = checkpoint.verify(root / OF_TWO)
+    assert (damage.file, damage.block, damage.why) == (FIRST, 0, "is not what was written")
+    assert "model/embed.weight" in damage.tensors
+    assert not any(name.startswith("optimizer") for name in damage.tensors)
+    assert checkpoint.verify(root / OF_ONE) == []
+
+
+def test_truncated_longer_and_missing_files_are_found(root: Path) -> None:
+    folder = root / OF_TWO
+    names = sorted(f.name for f in folder.glob("*.safetensors"))[:4]
+    whole = (folder / names[0]).read_bytes()
+    (folder / names[0]).write_bytes(whole[:-1])
+    (folder / names[1]).write_bytes((folder / names[1]).read_bytes() + b"x")
+    (folder / names[2]).unlink()
+    flip(folder / names[3], -1)
+    said = {d.file: d.why for d in checkpoint.verify(folder) if d.tensors}
+    assert sorted(said) == names
+    assert said[names[0]] == f"has {len(whole) - 1} bytes, and {len(whole)} were written"
+    assert "bytes, and" in said[names[1]] and said[names[2]] == "is missing"
+
+
+def test_damage_at_a_url_is_found(bucket: str) -> None:
+    memory, path = fsspec.filesystem("memory"), f"/bucket/runs/{OF_TWO}/{FIRST}"
+    text = bytearray(memory.cat_file(path))
+    text[-1] ^= 1
+    memory.pipe_file(path, bytes(text))
+    (damage,) = checkpoint.verify(f"{bucket}/{OF_TWO}")
+    assert (damage.file, damage.block) == (FIRST, 0)
+    memory.rm(path)
+    (damage,) = checkpoint.verify(f"{bucket}/{OF_TWO}")
+    assert damage.why == "is missing"
+    for place in (f"{bucket}/none", bucket):
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            checkpoint.verify(place)
+
+
+# -- diff --------------------------------------------------------------------------------------------------------------
+
+STATE = "state/object_0"
+
+
+class Holder:
+    """An object with any state."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def difference(root: Path, *states: dict[str, Any]) -> Any:
+    """The difference of two checkpoints that keep objects with these states."""
+    places = []
+    for i, state in enumerate(states):
+        with Accelerator(cpu=True, seed=1, log_with="none") as acc:
+            acc.register_for_checkpointing(Holder(state))
+            places.append(acc.save_state(root / str(i)))
+    return checkpoint.diff(*places)
+
+
+def test_copies_do_not_differ_here_and_at_a_url(samples: Path, bucket: str) -> None:
+    for name in (OF_ONE, OF_TWO):
+        found = checkpoint.diff(samples / name, f"{bucket}/{name}")
+        assert found.same and found.equal > 100
+
+
+def test_two_steps_of_a_run_differ_though_sharded_differently(samples: Path) -> None:
+    read: list[int] = []
+    found = checkpoint.diff(samples / OF_ONE, samples / OF_TWO, read.append)
+    tensors = [t for name in (OF_ONE, OF_TWO) for t in checkpoint.inspect(samples / name).tensors]
+    assert sum(read) == sum(t.size for t in tensors if t.name not in found.added)
+    assert not found.same and not found.missing and not found.kinds
+    assert all(name.startswith("ranks/00001/") for name in found.added)  # the second process's random streams
+    assert "model/embed.weight" in {v.name for v in found.values}
+    assert all(v.largest is not None and v.largest > 0 and 0 < v.count <= v.of for v in found.values)
+    states = {u.path: (u.one, u.other) for u in found.states}
+    assert states["step"] == ("2", "3") and states["world_size"] == ("1", "2")
+    assert states["state/scheduler_0/last_epoch"] == ("2", "3")
+    assert states["plan/strategy/value"] == ("'single'", "'fsdp'")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "count", "largest"),
+    [
+        (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 2.0]), 2, 1.0),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]), 0, 0.0),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 0.0]), 1, None),
+        (torch.tensor([math.inf, 1.0]), torch.tensor([math.inf, 2.0]), 1, 1.0),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), 1, 0.0),
+        (torch.tensor([True, False]), torch.tensor([True, True]), 1, 1.0),
+        (torch.tensor([3 + 4j]), torch.tensor([0j]), 1, 5.0),
+        (torch.empty(0, 3), torch.empty(0, 3), 0, 0.0),
+    ],
+)
+def test_unequal_values_are_counted(
+    tmp_path: Path, one: Tensor, other: Tensor, count: int, largest: float | None
+) -> None:
+    found = difference(tmp_path, {"x": one}, {"x": other})
+    assert found.same == (not count)
+    assert [(v.count, v.of, v.largest) for v in found.values] == [(count, one.numel(), largest)] * bool(count)
+
+
+def test_names_kinds_and_states_that_differ(tmp_path: Path) -> None:
+    half, three = torch.ones(2).half(), torch.ones(3)
+    a = {
+        "gone": half,
+        "kind": torch.ones(2),
+        "shape": torch.ones(2),
+        "n": [1, {"deep": (2, "x")}],
+        "f": math.inf,
     }
+    b = {"more": half, "kind": half, "shape": three, "n": [1, {"deep": (3, "x")}, 4], "f": 1.0}
+    found = difference(tmp_path, a, b)
+    assert (found.missing, found.added) == ((f"{STATE}/gone",), (f"{STATE}/more",))
+    assert {u.path: (u.one, u.other) for u in found.kinds} == {
+        f"{STATE}/kind": ("float32 [2]", "float16 [2]"),
+        f"{STATE}/shape": ("float32 [2]", "float32 [3]"),
+    }
+    assert {u.path: (u.one, u.other) for u in found.states} == {
+        f"{STATE}/gone": (f"'{STATE}/gone'", "nothing"),
+        f"{STATE}/more": ("nothing", f"'{STATE}/more'"),
+        f"{STATE}/n/1/deep/0": ("2", "3"),
+        f"{STATE}/n/2": ("nothing", "4"),
+        f"{STATE}/f": ("'inf'", "1.0"),
+    }
+    assert not difference(tmp_path, {"x": 1}, {"x": True}).same
 
 
-def test_nothing_is_an_empty_list_and_a_checkpoint_is_no_folder_of_them(root: Path) -> None:
-    assert list_checkpoints(root / "nothing") == []
-    with pytest.raises(CheckpointError, match="is itself a checkpoint"):
-        list_checkpoints(root / OF_ONE)
-    assert LocalStorage(root).list()  # nothing was removed
+def test_damaged_bytes_are_not_a_difference_but_an_error(root: Path, samples: Path) -> None:
+    flip(root / OF_TWO / FIRST, -1)
+    with pytest.raises(CheckpointError, match="model-00001-of-00002"):
+        checkpoint.diff(samples / OF_TWO, root / OF_TWO)
+
+
+# -- prune -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(root: Path) -> Path:
+    """Steps 2 to 6 committed, 7 not; a checkpoint of another name; leftovers of a dead writer of step 9; a folder of the user's."""
+    for step in (4, 5, 6, 7):
+        name = root / f"step-0000000{step}"
+        shutil.copytree(root / OF_ONE, name)
+        rewrite(name, lineage_of(root / OF_ONE), written=f"2999-01-01T00:00:0{step}+00:00")
+    for other in ("best", LEFT):
+        shutil.copytree(root / OF_ONE, root / other)
+    for other in ("step-00000007", LEFT):
+        (root / other / COMMIT).unlink()
+    (root / "notes").mkdir()
+    return root
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()} - {"latest"}
+
+
+def test_prune_keeps_the_newest_and_a_dry_run_says_the_same(run: Path) -> None:
+    before, files = names(run), {path.relative_to(run) for path in run.rglob("*")}
+    said = checkpoint.prune(run, keep=2, dry_run=True)
+    assert {path.relative_to(run) for path in run.rglob("*")} == files
+    gone = [file for name in (*said.removed, LEFT) for file in (run / name).iterdir()]
+    assert said.size == sum(file.stat().st_size for file in gone) > 0
+    found = checkpoint.prune(run, keep=2)
+    assert found == said and found.kept == ("step-00000006", "step-00000005")
+    assert found.removed == (OF_ONE, OF_TWO, "step-00000004")
+    assert (found.left_over, found.busy) == ((LEFT,), ())
+    assert names(run) == before - {*found.removed, LEFT}
+    assert all(checkpoint.verify(run / name) == [] for name in (*found.kept, "best"))
+    assert next(e.name for e in checkpoint.list_checkpoints(run) if e.newest) == "step-00000006"
+    assert checkpoint.prune(run, keep=2).removed == ()
+
+
+def test_prune_leaves_a_live_writer_alone(run: Path) -> None:
+    held = [LocalStorage(run).claim(step) for step in (OF_ONE, "step-00000009")]
+    try:
+        found = checkpoint.prune(run, keep=3)
+    finally:
+        for claim in held:
+            claim.release()
+    assert set(found.busy) == {OF_ONE, "step-00000009"}
+    assert (found.removed, found.left_over) == ((OF_TWO,), ()) and {OF_ONE, LEFT} <= names(run)
+    assert checkpoint.prune(run, keep=3).removed == (OF_ONE,)
+
+
+def test_prune_at_a_url_removes_a_dead_writers_folder_only(bucket: str) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.rm(f"/bucket/runs/{OF_ONE}/COMMIT")
+    memory.pipe_file(f"/bucket/runs/step-00000009/{FIRST}", b"half")
+    dead = {"host": socket.gethostname(), "pid": 2**31 - 1, "folder": "step-00000009"}
+    memory.pipe_file("/bucket/runs/.tmp-step-00000009.lock", json.dumps(dead).encode())
+    found = checkpoint.prune(bucket, keep=1)
+    assert (found.removed, found.left_over, found.busy) == ((), ("step-00000009",), ())
+    memory.copy(f"/bucket/runs/{OF_TWO}", "/bucket/runs/step-00000004", recursive=True)
+    found = checkpoint.prune(bucket, keep=1)
+    assert (found.kept, found.removed) == (("step-00000004",), (OF_TWO,))
+    assert [e.name for e in checkpoint.list_checkpoints(bucket)] == [OF_ONE, "step-00000004"]

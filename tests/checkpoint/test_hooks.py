@@ -259,7 +259,7 @@ def test_files_of_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks(_together, str(tmp_path), processes=2)
     for rank, (same, said, _) in enumerate(found):
         assert same
-        assert "the hooks of ranks 0 and 1 wrote differs, each with other bytes" in said[0]
+        assert "the hooks of ranks 0 and 1 wrote differs with different bytes" in said[0]
         assert said[1] == ("mine" if rank else "a hook failed: rank 1: ZeroDivisionError: mine")
         assert "'one' is a file of a hook, and a folder with 'one/a' in it" in said[2]
     assert found[0][2][0] != found[1][2][0]

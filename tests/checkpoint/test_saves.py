@@ -58,7 +58,9 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
     (tmp_path / "empty").mkdir()
     saves = Saves(world())
     for name in ("file", "folder"):
-        with pytest.raises(CheckpointError, match=rf"/{name} is there and no checkpoint .*pass another name"):
+        with pytest.raises(
+            CheckpointError, match=rf"/{name} is there and is not a checkpoint .*pass another name"
+        ):
             saves.save(target(tmp_path, 1, name), [Rows(0, 1, 1)])
     saves.save(target(tmp_path, 1, "empty"), [Rows(0, 1, 1)])
     assert loaded(tmp_path, "empty") == values(1)

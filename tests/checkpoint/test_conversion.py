@@ -1,0 +1,227 @@
+"""`convert` and `merge`: weights of every kind become safetensors that load; shards become whole tensors with the same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import easymp
+from easymp import Accelerator, CheckpointError, SettingError, checkpoint
+from easymp.cli import main
+from tests.strategies.models import make, whole
+
+from .samples import flip
+
+OF_ONE, OF_TWO = "step-00000002", "step-00000003"
+INDEX = "model.safetensors.index.json"
+State = dict[str, Tensor]
+
+
+def weights_in(folder: Path, pattern: str = "*.safetensors") -> State:
+    files = sorted(folder.glob(pattern))
+    return {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
+
+
+def loaded(place: Path) -> State:
+    """The weights that the tied model takes from there."""
+    model = make("tied")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert not easymp.load_weights(model, place)
+    return model.state_dict()
+
+
+def same(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+
+
+# -- convert -----------------------------------------------------------------------------------------------------------
+
+
+def torch_saved(folder: Path, kind: str) -> Path:
+    """A file or folder of torch.save with the tied model."""
+    state = make("tied").state_dict()
+    names, inner = list(state), state
+    folder.mkdir()
+    if kind == "sharded":
+        table = {name: f"pytorch_model-{1 + (i > 1):05d}-of-00002.bin" for i, name in enumerate(names)}
+        for file in set(table.values()):
+            torch.save({name: state[name] for name in names if table[name] == file}, folder / file)
+        index = json.dumps({"metadata": {}, "weight_map": table})
+        (folder / "pytorch_model.bin.index.json").write_text(index)
+        return folder
+    if kind == "folder":
+        torch.save(state, folder / "pytorch_model.bin")
+        return folder
+    if kind == "wrapped":
+        inner = {f"module._orig_mod.{name}": tensor for name, tensor in state.items()}
+    file, old = folder / "last.ckpt", kind == "old"
+    torch.save(
+        inner if old else {"epoch": 3, "state_dict": inner}, file, _use_new_zipfile_serialization=not old
+    )
+    return file
+
+
+@pytest.mark.parametrize("kind", ["sharded", "folder", "nested", "wrapped", "old"])
+def test_files_of_torch_save_are_converted_with_trust(kind: str, tmp_path: Path) -> None:
+    place, out = torch_saved(tmp_path / "in", kind), tmp_path / "out"
+    with pytest.raises(CheckpointError, match=r"of torch.save, .*trust=True, or --trust"):
+        checkpoint.convert(place, out)
+    assert not out.exists()
+    checkpoint.convert(place, out, trust=True)
+    assert same(loaded(out), make("tied").state_dict())
+
+
+def test_a_checkpoint_is_converted_to_another_precision(samples: Path, tmp_path: Path) -> None:
+    full, half, back = (tmp_path / name for name in ("full", "half", "back"))
+    checkpoint.convert(samples / OF_TWO, full)
+    checkpoint.convert(samples / OF_TWO, half, dtype="bf16", max_shard_size="4KB")
+    assert len(list(half.glob("*.safetensors"))) > 2
+    assert same(
+        weights_in(half),
+        {n: t.bfloat16() if t.is_floating_point() else t for n, t in weights_in(full).items()},
+    )
+    checkpoint.convert(half, back, dtype="fp32")  # a Hugging Face folder with an index
+    assert same(weights_in(back), {n: weights_in(half)[n].to(t.dtype) for n, t in weights_in(full).items()})
+
+
+def test_integers_and_8_bit_floats_keep_their_dtype(tmp_path: Path) -> None:
+    small = torch.ones(4).to(torch.float8_e4m3fn)
+    state = {"n": torch.arange(3), "b": torch.tensor([True]), "f8": small, "w": torch.ones(2)}
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    checkpoint.convert(tmp_path / "model.safetensors", tmp_path / "out", dtype="fp16")
+    kinds = {name: t.dtype for name, t in weights_in(tmp_path / "out").items()}
+    assert kinds == {name: t.dtype for name, t in state.items()} | {"w": torch.float16}
+
+
+def test_what_convert_refuses(samples: Path, tmp_path: Path) -> None:
+    weights, pickled, out = tmp_path / "model.safetensors", tmp_path / "x.pt", tmp_path / "out"
+
+    def refused(words: str, place: Path = weights, out: Path = out, **options: Any) -> None:
+        with pytest.raises((CheckpointError, SettingError), match=words):
+            checkpoint.convert(place, out, **options)
+
+    safetensors.torch.save_file({"w": torch.ones(1), "module.w": torch.ones(1)}, weights)
+    refused("module.w and w are both 'w' without their wrappers")
+    safetensors.torch.save_file({"w": torch.tensor([1e6])}, weights)
+    refused(r"w has values up to 1e\+06, too large for torch.float16: convert to bf16", dtype="fp16")
+    assert not list(out.glob("model*"))
+    refused("would be replaced while it is read", tmp_path, tmp_path)
+    refused("dtype='bf61' is not one of fp32, .*'bf16'", dtype="bf61")
+    refused("is a checkpoint of save_state", out=samples / OF_TWO)
+    torch.save({"weights": 3}, pickled)
+    refused("no state dict of a model at its top or under state_dict.*it holds weights", pickled, trust=True)
+    torch.save(make("tied"), pickled)
+    refused("holds more than plain data, and running it is not done here", pickled, trust=True)
+    pickled.write_bytes(b"nothing")
+    refused("cannot be read|more than plain data", pickled, trust=True)
+
+
+def test_the_command_converts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = str(torch_saved(tmp_path / "in", "nested")), str(tmp_path / "out")
+    assert main(["checkpoint", "convert", *places]) == 1
+    assert "trust=True, or --trust" in capsys.readouterr().err
+    assert main(["checkpoint", "convert", "--trust", "--dtype", "bf16", "--json", *places]) == 0
+    assert json.loads(capsys.readouterr().out) == {"out": str(tmp_path / "out")}
+    assert {t.dtype for t in weights_in(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+# -- merge -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [OF_ONE, OF_TWO])
+def test_merged_weights_are_as_hugging_face_reads_them(samples: Path, tmp_path: Path, name: str) -> None:
+    checkpoint.merge(samples / name, tmp_path)
+    assert [f.name for f in tmp_path.iterdir()] == ["model.safetensors"]
+    tensors = checkpoint.inspect(samples / name).tensors
+    expected = {t.name.removeprefix("model/"): t.shape for t in tensors if t.name.startswith("model/")}
+    assert {n: tuple(t.shape) for n, t in weights_in(tmp_path).items()} == expected
+    assert same(loaded(samples / name), loaded(tmp_path)) and not same(
+        loaded(tmp_path), make("tied").state_dict()
+    )
+
+
+@pytest.mark.parametrize("size", ["5GB", 4000])
+def test_all_of_it_is_a_checkpoint_with_whole_tensors(samples: Path, tmp_path: Path, size: Any) -> None:
+    out = tmp_path / "whole"
+    checkpoint.merge(samples / OF_TWO, out, max_shard_size=size, all=True)
+    assert checkpoint.diff(samples / OF_TWO, out).same and checkpoint.verify(out) == []
+    before, after = checkpoint.inspect(samples / OF_TWO), checkpoint.inspect(out)
+    assert {t.pieces for t in after.tensors} == {1} != {t.pieces for t in before.tensors}
+    for word in ("step", "written", "world_size", "states"):
+        assert getattr(before, word) == getattr(after, word)
+    assert (len(after.files) == len(after.groups) + 1) == (size == "5GB")
+    index = json.loads((out / INDEX).read_text())
+    assert index["weight_map"].keys() == weights_in(out, "model-*.safetensors").keys()
+    checkpoint.merge(out, tmp_path / "again", all=True)
+    assert checkpoint.diff(out, tmp_path / "again").same
+
+
+def go_on(strategy: str, folder: str) -> tuple[float, State]:
+    """Load, and train a step more."""
+    with Accelerator(strategy=strategy) as acc:
+        model = make("tied")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 20)
+        model, optimizer, schedule = acc.prepare(model, optimizer, schedule)
+        acc.load_state(folder)
+        loss = nn.functional.cross_entropy(model(torch.ones(8, 12)), torch.arange(8) % 5)
+        acc.backward(loss)
+        optimizer.step()
+        return float(loss), {name: whole(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("fsdp", 2), ("single", 1)])
+def test_training_goes_on_from_it_as_from_the_shards(
+    samples: Path, tmp_path: Path, ranks: Any, strategy: str, processes: int
+) -> None:
+    checkpoint.merge(samples / OF_TWO, tmp_path / "whole", all=True)
+    shards = ranks(go_on, strategy, str(samples / OF_TWO), processes=processes)[0]
+    merged = ranks(go_on, strategy, str(tmp_path / "whole"), processes=processes)[0]
+    assert shards[0] == merged[0] and same(shards[1], merged[1])
+
+
+@pytest.mark.parametrize("all_", [False, True])
+def test_merging_damage_leaves_nothing(root: Path, tmp_path: Path, all_: bool) -> None:
+    flip(root / OF_TWO / "model-00002-of-00002.safetensors", -1)
+    with pytest.raises(CheckpointError, match="model-00002-of-00002"):
+        checkpoint.merge(root / OF_TWO, tmp_path / "out", all=all_)
+    assert not [f for f in tmp_path.glob("*out*/**/*") if f.is_file() and not f.name.startswith(".model")]
+
+
+def test_what_merge_refuses(root: Path, tmp_path: Path) -> None:
+    def refused(words: str, out: Path, **options: Any) -> None:
+        with pytest.raises((CheckpointError, SettingError), match=words):
+            checkpoint.merge(root / OF_TWO, out, **options)
+
+    refused("no weights of 'modle', did you mean 'model'", tmp_path / "out", model="modle")
+    refused("max_shard_size='big'", tmp_path / "out", max_shard_size="big")
+    refused("asks for everything", tmp_path / "out", model="model_1", all=True)
+    refused("is a checkpoint of save_state", root / OF_ONE)
+    refused("would be replaced by itself", root / OF_TWO, all=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    refused("is not a checkpoint", tmp_path / "mine", all=True)
+    (root / OF_TWO / "COMMIT").unlink()
+    refused("not committed", tmp_path / "out")
+    assert checkpoint.verify(root / OF_ONE) == []
+
+
+def test_merge_reads_and_writes_urls(samples: Path, tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    try:
+        checkpoint.merge(samples / OF_TWO, "memory://merged/whole", all=True)
+        checkpoint.merge("memory://merged/whole", tmp_path / "whole", all=True)
+        assert checkpoint.diff("memory://merged/whole", tmp_path / "whole").same
+        checkpoint.merge(samples / OF_TWO, "memory://merged/weights")
+        assert memory.isfile("/merged/weights/model.safetensors")
+    finally:
+        memory.rm("/merged", recursive=True)
