@@ -228,7 +228,7 @@ def refusals():
         (lambda: initialize(net(), loss_scale=-1), "must be a positive number, or 'dynamic'"),
         (
             lambda: initialize(net(), opt_level="O2", cast_model_type="half"),
-            "cast_model_type='half' is none of",
+            "cast_model_type='half' is not one of",
         ),
         (lambda: initialize(net(), min_loss_scale=2.0**25), "min_scale=33554432.0 of the loss scale must be"),
         (lambda: amp.master_params, ""),

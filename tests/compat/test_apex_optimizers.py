@@ -233,7 +233,7 @@ def test_norms_are_torchs():
 
 
 def test_what_has_no_effect_is_named(monkeypatch):
-    from easymp.compat.apex.layer import layer
+    from easymp.compat.apex.amp.state import layer
 
     monkeypatch.setattr(layer, "ignored", {})
     monkeypatch.setattr(layer, "_warned", False)

@@ -1,13 +1,13 @@
 """NVIDIA Apex for PyTorch: ``from easymp.compat.apex import amp``, on CPUs and GPUs.
 
 Here are `amp` (O0 to O3), `parallel` (DistributedDataParallel, Reducer, SyncBatchNorm, LARC), `optimizers` (Fused*), `normalization`
-and `fp16_utils`. Not here: extensions that have grown beside them (contrib, transformer, mlp, fused_dense, RNN, pyprof).
+and `fp16_utils`. Not here: contrib, transformer, mlp, fused_dense, RNN, pyprof.
 """
 
 from __future__ import annotations
 
 from . import amp, fp16_utils, normalization, optimizers, parallel
-from .layer import layer
+from .amp.state import layer
 
 __all__ = ["amp", "fp16_utils", "normalization", "optimizers", "parallel"]
 

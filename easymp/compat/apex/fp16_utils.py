@@ -1,6 +1,6 @@
-"""``apex.fp16_utils``: half-precision models and their fp32 masters by hand, for scripts from before `amp`.
+"""``apex.fp16_utils``: half-precision models and fp32 masters by hand, for scripts from before `amp`.
 
-FP16_Optimizer is not here: `amp.initialize` with opt_level="O2" is what took its place in Apex, too.
+FP16_Optimizer is not here: `amp.initialize` with opt_level="O2" replaces it, in Apex too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...precision.levels import cast, cast_model
-from .layer import layer
+from .amp.state import layer
 
 __all__ = [
     *("BN_convert_float", "FP16Model", "clip_grad_norm", "convert_module", "convert_network"),
@@ -21,11 +21,8 @@ __all__ = [
 ]
 
 _AMP = "use amp.initialize(model, optimizer, opt_level='O2') and amp.scale_loss"
-__getattr__ = layer.absent(
-    "apex.fp16_utils",
-    {"FP16_Optimizer": _AMP, "LossScaler": _AMP, "DynamicLossScaler": _AMP},
-    lambda: __all__,
-)
+_MOVED = dict.fromkeys(("FP16_Optimizer", "LossScaler", "DynamicLossScaler"), _AMP)
+__getattr__ = layer.absent("apex.fp16_utils", _MOVED, lambda: __all__)
 
 clip_grad_norm = nn.utils.clip_grad_norm_
 
@@ -38,7 +35,7 @@ class tofp16(nn.Module):
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
-    """`module`, in place, whose batch-norm layers with parameters of their own are fp32."""
+    """`module`, in place, with batch-norm layers that have parameters in fp32."""
     for one in module.modules():
         if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.affine:
             one.float()
@@ -46,12 +43,12 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """`module`'s own floating-point parameters and buffers, not those of its children, become `dtype`."""
+    """Cast `module`'s own floating-point parameters and buffers, not those of its children."""
     module._apply(lambda t: cast(t, dtype), recurse=False)
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`network`, in place, in `dtype`, but for batch-norm layers with parameters of their own."""
+    """`network`, in place, in `dtype`, except batch-norm layers with parameters."""
     return cast_model(network, dtype, keep_batch_norm=True)
 
 
@@ -61,7 +58,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 
 class FP16Model(nn.Module):
-    """`network`, in fp16 with fp32 batch-norm, whose inputs are cast to fp16."""
+    """`network` in fp16 with fp32 batch-norm; inputs are cast to fp16."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -72,37 +69,38 @@ class FP16Model(nn.Module):
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """The trainable parameters, and fp32 masters of them with gradients to be filled.
+    """The trainable parameters, and fp32 masters of them.
 
     Args:
-        flat_master: one master of one dimension, which holds all, one after the other; parameters are then of one type.
+        flat_master: one master of one dimension holds all parameters, which are then of one type.
     """
-    model_params = [p for p in model.parameters() if p.requires_grad]
+    params = [p for p in model.parameters() if p.requires_grad]
     if not flat_master:
-        return model_params, [p.detach().clone().float().requires_grad_() for p in model_params]
-    master = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in model_params]).float())
+        return params, [p.detach().clone().float().requires_grad_() for p in params]
+    master = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in params]).float())
     master.grad = torch.zeros_like(master)
-    return model_params, [master]
+    return params, [master]
 
 
 @torch.no_grad()
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Masters' gradients become the model's, in fp32."""
+    """Copy the model's gradients to the masters, in fp32."""
+    grads = [p.grad for p in model_params]
     if flat_master:
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
+        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(model_params, grads)]
         master_params[0].grad = torch.cat([g.reshape(-1) for g in parts]).float()
         return
-    for parameter, master in zip(model_params, master_params):
-        master.grad = None if parameter.grad is None else parameter.grad.detach().clone().float()
+    for master, grad in zip(master_params, grads):
+        master.grad = None if grad is None else grad.detach().clone().float()
 
 
 @torch.no_grad()
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """The model's parameters become their masters, rounded."""
+    """Copy the masters to the model's parameters, rounded."""
     if flat_master:
         master_params = master_params[0].split([p.numel() for p in model_params])
     for parameter, master in zip(model_params, master_params):

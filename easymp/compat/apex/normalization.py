@@ -1,7 +1,4 @@
-"""``apex.normalization``: layer-norm and RMS-norm, which torch has itself.
-
-``memory_efficient`` has no effect: torch keeps the input for backward, not the output.
-"""
+"""``apex.normalization``: torch's layer-norm and RMS-norm by Apex's names and arguments; ``memory_efficient`` has no effect."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layer import layer
+from .amp.state import layer
 
 __all__ = [
     *("FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm", "fused_layer_norm"),
@@ -25,9 +22,13 @@ __getattr__ = layer.absent("apex.normalization", {}, lambda: __all__)
 Shape = int | Sequence[int]
 
 
-def _told(memory_efficient: bool) -> None:
+def _ignore(memory_efficient: bool) -> None:
     if memory_efficient:
         layer.ignore({"memory_efficient": "torch keeps what layer-norm needs for backward"})
+
+
+def _sizes(shape: Shape) -> list[int]:
+    return [shape] if isinstance(shape, int) else list(shape)
 
 
 class _Norm:
@@ -40,7 +41,7 @@ class _Norm:
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        _told(memory_efficient)
+        _ignore(memory_efficient)
         super().__init__(normalized_shape, eps, elementwise_affine)  # type: ignore[call-arg]
 
 
@@ -63,77 +64,60 @@ class _Mixed:
 
 
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
-    """LayerNorm whose output has the type of its weights."""
+    """LayerNorm with outputs of the type of its weights."""
 
 
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
-    """RMSNorm whose output has the type of its weights."""
-
-
-def _sizes(shape: Shape) -> list[int]:
-    return [shape] if isinstance(shape, int) else list(shape)
-
-
-def fused_layer_norm(
-    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    """Layer-norm without weights."""
-    _told(memory_efficient)
-    return F.layer_norm(input, _sizes(normalized_shape), None, None, eps)
+    """RMSNorm with outputs of the type of its weights."""
 
 
 def fused_layer_norm_affine(
     input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     normalized_shape: Shape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
     """Layer-norm times `weight` plus `bias`."""
-    _told(memory_efficient)
+    _ignore(memory_efficient)
     return F.layer_norm(input, _sizes(normalized_shape), weight, bias, eps)
 
 
-def fused_rms_norm(
-    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    """RMS-norm without weights."""
-    _told(memory_efficient)
-    return F.rms_norm(input, _sizes(normalized_shape), None, eps)
-
-
 def fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    """RMS-norm times `weight`."""
-    _told(memory_efficient)
-    return F.rms_norm(input, _sizes(normalized_shape), weight, eps)
-
-
-def mixed_dtype_fused_layer_norm_affine(
     input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+    weight: Tensor | None,
     normalized_shape: Shape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
+    """RMS-norm times `weight`."""
+    _ignore(memory_efficient)
+    return F.rms_norm(input, _sizes(normalized_shape), weight, eps)
+
+
+def fused_layer_norm(input: Tensor, normalized_shape: Shape, *how: Any, **named: Any) -> Tensor:
+    """Layer-norm without weights; eps and memory_efficient as in `fused_layer_norm_affine`."""
+    return fused_layer_norm_affine(input, None, None, normalized_shape, *how, **named)
+
+
+def fused_rms_norm(input: Tensor, normalized_shape: Shape, *how: Any, **named: Any) -> Tensor:
+    """RMS-norm without weights; eps and memory_efficient as in `fused_rms_norm_affine`."""
+    return fused_rms_norm_affine(input, None, normalized_shape, *how, **named)
+
+
+def mixed_dtype_fused_layer_norm_affine(input: Tensor, weight: Tensor, *how: Any, **named: Any) -> Tensor:
     """`fused_layer_norm_affine` in the type of `weight`."""
-    return fused_layer_norm_affine(
-        input.to(weight.dtype), weight, bias, normalized_shape, eps, memory_efficient
-    )
+    return fused_layer_norm_affine(input.to(weight.dtype), weight, *how, **named)
 
 
-def mixed_dtype_fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
+def mixed_dtype_fused_rms_norm_affine(input: Tensor, weight: Tensor, *how: Any, **named: Any) -> Tensor:
     """`fused_rms_norm_affine` in the type of `weight`."""
-    return fused_rms_norm_affine(input.to(weight.dtype), weight, normalized_shape, eps, memory_efficient)
+    return fused_rms_norm_affine(input.to(weight.dtype), weight, *how, **named)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS-norm as a formula: input / sqrt(mean(input²) + eps), the mean in fp32, times `weight` where there is one."""
+    """RMS-norm as a formula: input / sqrt(mean(input²) + eps), the mean in fp32, times `weight` where it is given."""
     dims = tuple(range(-len(_sizes(normalized_shape)), 0))
     normal = input * torch.rsqrt(input.float().square().mean(dims, keepdim=True) + eps)
     return normal if weight is None else weight * normal.to(weight.dtype)

@@ -1,8 +1,7 @@
-"""``apex.optimizers``: the library's own optimizers, with Apex's arguments and defaults, and torch's keys in their state.
+"""``apex.optimizers``: easymp's optimizers with Apex's arguments and defaults, and torch's keys in their state.
 
-On GPUs kernels of ours step them, elsewhere torch's operations; with equal results. Moments of half parameters are fp32. Not here:
-gradients and scales as arguments of `step` (amp does it), ``capturable`` and ``master_weights`` (`amp.initialize` makes masters), and
-optimizers of ``apex.contrib``.
+Moments of half parameters are fp32. Not here: gradients and scales as arguments of `step` (amp does it), ``capturable`` and
+``master_weights`` (`amp.initialize` makes masters), and optimizers of ``apex.contrib``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ...optim.lamb import LAMB
 from ...optim.masters import LOW
 from ...optim.novograd import NovoGrad
 from ...optim.sgd import SGD_RULE
-from .layer import ApexError, layer
+from .amp.state import ApexError, layer
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
 
@@ -39,10 +38,15 @@ optimizer = easymp.optim.{name}(model.parameters(), …)  # or torch.optim's, wh
 """
 
 
-class _Apexs(FusedOptimizer):
-    """Base of Apex's optimizers."""
+class _ApexOptimizer(FusedOptimizer):
+    """Base of Apex's optimizers.
 
-    _none = True
+    Attributes:
+        _none: `zero_grad` frees gradients by default.
+        _beside: weight decay multiplies the weights by 1 - lr × decay before the rule, which has no decay then.
+    """
+
+    _none, _beside = True, False
 
     @property
     def options(self) -> Options:  # type: ignore[override]
@@ -58,50 +62,19 @@ class _Apexs(FusedOptimizer):
         super().zero_grad(self._none if set_to_none is None else set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_none": self._none}
+        return {**super().__getstate__(), "_none": self._none, "_beside": self._beside}
 
-    def _refuse_sparse(self) -> None:
-        if any(
-            p.grad is not None and p.grad.is_sparse for group in self.param_groups for p in group["params"]
-        ):
+    def advance(self, factor: Tensor | None, found_inf: Tensor | None, result: Tensor | None = None) -> None:
+        grads = (p.grad for group in self.param_groups for p in group["params"] if p.grad is not None)
+        if any(grad.is_sparse for grad in grads):
             raise ApexError(
                 f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead"
             )
-
-    def advance(self, factor: Tensor | None, found_inf: Tensor | None, result: Tensor | None = None) -> None:
-        self._refuse_sparse()
-        super().advance(factor, found_inf, result)
-
-    def _begin(self, name: str, set_grad_none: bool, amsgrad: bool = False, **others: bool) -> None:
-        if amsgrad:
-            raise ApexError(
-                f"{type(self).__name__} does not support the AMSGrad variant: leave out amsgrad=True"
-            )
-        for option, given in others.items():
-            if given:
-                raise ApexError(
-                    f"{option}=True is not here: leave it out of {type(self).__name__}(…); "
-                    "fp32 masters are made by amp.initialize(opt_level='O2')"
-                )
-        layer.use(f"optimizers.{type(self).__name__}", NATIVE.format(name=name))
-        self._none = set_grad_none
-
-
-class _DecayBeside(_Apexs):
-    """Weight decay as a factor on the weights, where torch's rule has it in the gradient: w ← w × (1 - lr × decay), then the rule."""
-
-    _beside = False
-
-    def advance(self, factor: Tensor | None, found_inf: Tensor | None, result: Tensor | None = None) -> None:
         if not self._beside:
             super().advance(factor, found_inf, result)
         elif found_inf is None or not found_inf.item():
-            self._refuse_sparse()
             with self._decayed():
                 super().advance(factor, None, result)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_beside": self._beside}
 
     @contextmanager
     def _decayed(self) -> Iterator[None]:
@@ -117,8 +90,21 @@ class _DecayBeside(_Apexs):
             for group, decay in zip(self.param_groups, decays):
                 group["weight_decay"] = decay
 
+    def _begin(self, name: str, set_grad_none: bool, amsgrad: bool = False, **others: bool) -> None:
+        kind = type(self).__name__
+        if amsgrad:
+            raise ApexError(f"{kind} does not support the AMSGrad variant: leave out amsgrad=True")
+        for option, given in others.items():
+            if given:
+                raise ApexError(
+                    f"{option}=True is not here: leave it out of {kind}(…); "
+                    "fp32 masters are made by amp.initialize(opt_level='O2')"
+                )
+        layer.use(f"optimizers.{kind}", NATIVE.format(name=name))
+        self._none = set_grad_none
 
-class FusedAdam(_Apexs, TorchOptimizer, torch.optim.Adam):
+
+class FusedAdam(_ApexOptimizer, TorchOptimizer, torch.optim.Adam):
     """Adam, or AdamW with `adam_w_mode`, the default.
 
     Args:
@@ -162,7 +148,7 @@ class FusedAdam(_Apexs, TorchOptimizer, torch.optim.Adam):
             self.widened.step(parameters, factor, found_inf)  # torch's step has no such option
 
 
-class FusedSGD(_DecayBeside, TorchOptimizer, torch.optim.SGD):
+class FusedSGD(_ApexOptimizer, TorchOptimizer, torch.optim.SGD):
     """SGD with momentum.
 
     Args:
@@ -194,7 +180,7 @@ class FusedSGD(_DecayBeside, TorchOptimizer, torch.optim.SGD):
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
 
 
-class FusedAdagrad(_DecayBeside, TorchOptimizer, torch.optim.Adagrad):
+class FusedAdagrad(_ApexOptimizer, TorchOptimizer, torch.optim.Adagrad):
     """Adagrad.
 
     Args:
@@ -220,8 +206,8 @@ class FusedAdagrad(_DecayBeside, TorchOptimizer, torch.optim.Adagrad):
         super().__init__(params, lr, 0.0, weight_decay, 0.0, eps)
 
 
-class FusedLAMB(_Apexs, LAMB):
-    """`easymp.optim.LAMB`, whose options and defaults are Apex's.
+class FusedLAMB(_ApexOptimizer, LAMB):
+    """`easymp.optim.LAMB`, with Apex's options and defaults.
 
     Raises:
         ApexError: amsgrad; sparse gradients, in the step.
@@ -252,8 +238,8 @@ class FusedLAMB(_Apexs, LAMB):
         )
 
 
-class FusedNovoGrad(_Apexs, NovoGrad):
-    """`easymp.optim.NovoGrad`, whose options and defaults are Apex's: norms a tensor, by `norm_type` 2, or 0 for the largest magnitude.
+class FusedNovoGrad(_ApexOptimizer, NovoGrad):
+    """`easymp.optim.NovoGrad`: one norm a tensor, by `norm_type` 2, or 0 for the largest magnitude.
 
     Raises:
         ApexError: amsgrad; sparse gradients, in the step.

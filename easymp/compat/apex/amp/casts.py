@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from ....options import AutocastKwargs
 from ....precision.cast_lists import Cast, ListedCasts, as_listed, cast_table
 from ....precision.levels import O1
-from ..layer import ApexError
+from .state import ApexError
 
 
 class Casts:
@@ -25,15 +25,14 @@ class Casts:
         self._suspended = 0
 
     def on(self, device: torch.device) -> None:
-        """Torch's functions cast from now on: those of Apex's lists, on `device` by torch's autocast where it has them."""
+        """Torch's functions cast by Apex's lists from now on; on `device` by torch's autocast where it has these lists."""
         self.off()
         self._device = device
-        # Cast weights would outlive the step that changes them: no block ends, at which torch forgets them.
+        # Cached casts of weights would outlive the step that changes them: torch drops them at the end of a block, and there is none.
         self._running = O1().casting(device, AutocastKwargs(cache_enabled=False))
         self._entered.enter_context(self._running)
 
     def off(self) -> None:
-        """No more."""
         self._entered.close()
         self._running = None
 
@@ -42,13 +41,12 @@ class Casts:
         return self._running is not None and not self._suspended
 
     @contextmanager
-    def suspended(self) -> Any:
+    def suspended(self) -> Iterator[None]:
         """Inside, nothing is cast."""
-        running = self._running
         away: AbstractContextManager[Any] = nullcontext()
-        if isinstance(running, ListedCasts):
-            away = running.suspended()
-        elif running is not None:
+        if isinstance(self._running, ListedCasts):
+            away = self._running.suspended()
+        elif self._running is not None:
             away = torch.autocast(self._device.type, enabled=False)
         self._suspended += 1
         try:
@@ -66,31 +64,18 @@ def disable_casts() -> AbstractContextManager[None]:
     return casts.suspended()
 
 
-def _under(cast: Cast, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not casts.active:
-            return function(*args, **kwargs)
-        args, kwargs = as_listed(cast, function, args, kwargs)
-        # A cast that was asked for goes before the list that the function is on.
-        with casts.suspended() if function in cast_table() else nullcontext():
-            return function(*args, **kwargs)
-
-    return wrapper
-
-
-def _register(cast: Cast, module: Any, name: str) -> None:
-    function = getattr(module, name, None)
-    if function is None:
-        raise ApexError(
-            f"no function named {name!r} in {getattr(module, '__name__', module)}: nothing can be cast for it"
-        )
-    setattr(module, name, _under(cast, function))
-
-
 def _decorator(cast: Cast, words: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        return _under(cast, fn)
+        @functools.wraps(fn)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not casts.active:
+                return fn(*args, **kwargs)
+            args, kwargs = as_listed(cast, fn, args, kwargs)
+            # The user's cast goes before the list that the function is on.
+            with casts.suspended() if fn in cast_table() else nullcontext():
+                return fn(*args, **kwargs)
+
+        return wrapper
 
     decorate.__doc__ = f"A decorator: under O1 `fn` gets its floating-point arguments in {words}."
     return decorate
@@ -98,7 +83,12 @@ def _decorator(cast: Cast, words: str) -> Callable[[Callable[..., Any]], Callabl
 
 def _registration(cast: Cast, words: str) -> Callable[[Any, str], None]:
     def register(module: Any, name: str) -> None:
-        _register(cast, module, name)
+        function = getattr(module, name, None)
+        if function is None:
+            raise ApexError(
+                f"no function named {name!r} in {getattr(module, '__name__', module)}: nothing can be cast for it"
+            )
+        setattr(module, name, _decorator(cast, words)(function))
 
     register.__doc__ = (
         f"Cast arguments of ``module.name`` to {words} under O1, for code that looks it up there."

@@ -1,8 +1,8 @@
-"""initialize: models and optimizers as one of Apex's levels has them."""
+"""`initialize`: models and optimizers at one of Apex's levels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from ....optim.masters import LOW
 from ....precision.levels import cast, cast_model
-from ..layer import ApexError, layer
 from . import optimizers as of_optimizers
 from .casts import casts
-from .state import LossScaler, Properties, properties, state
+from .state import ApexError, LossScaler, Properties, layer, properties, state
 
 NATIVE = """
 acc = Accelerator(mixed_precision="{level}")
@@ -43,30 +42,32 @@ def initialize(
     """`models` and `optimizers`, the same objects, changed in place to train at `opt_level`; wrap for DDP afterwards.
 
     Args:
-        models: one, or a list: what is returned is alike.
+        models: one, or a list; the return value has the same form.
         optimizers: one, a list, or None: then only models are returned.
         enabled: False changes nothing, and `scale_loss` hands out the loss.
         opt_level: "O0" fp32, "O1" casts around functions, "O2" fp16 with fp32 masters, "O3" fp16.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override the level's
             properties; None keeps them. Booleans may be strings.
-        cast_model_outputs: type of the models' outputs. By default O0, O2 and O3 give fp32, O1 what the last function made.
+        cast_model_outputs: type of the models' outputs. By default O0, O2 and O3 give fp32, O1 the type of the last function.
         num_losses: how many losses have a scale of their own (`scale_loss`'s loss_id).
         verbosity: 0 prints nothing.
         min_loss_scale, max_loss_scale: of dynamic scales, which begin at 2**16, double after 2,000 good blocks and are halved at an
             overflow.
 
     Raises:
-        TypeError: models or optimizers that are none.
+        TypeError: models or optimizers of another type.
         ApexError: a level or property that is not known or does not fit; a model that is wrapped or not fp32; an optimizer that was given
             before. Nothing has changed then.
     """
-    models_listed, optimizers_listed = isinstance(models, list), isinstance(optimizers, list)
-    nets = list(models) if models_listed else [models]
-    steppers = list(optimizers) if optimizers_listed else [] if optimizers is None else [optimizers]
+    nets = list(models) if isinstance(models, list) else [models]
+    steppers = (
+        list(optimizers) if isinstance(optimizers, list) else [] if optimizers is None else [optimizers]
+    )
     if not all(isinstance(net, nn.Module) for net in nets):
         raise TypeError("models must be either a single model or a list of models")
     if not all(isinstance(stepper, torch.optim.Optimizer) for stepper in steppers):
         raise TypeError("optimizers must be either a single optimizer or a list of optimizers")
+    casts_on: torch.device | None = None
     if enabled:
         given = {
             "cast_model_type": cast_model_type,
@@ -76,111 +77,80 @@ def initialize(
             "loss_scale": loss_scale,
         }
         level = properties(opt_level, given)
-        check(nets)
+        _check(nets)
         of_optimizers.check(steppers)
         scalers = [LossScaler(i, level.loss_scale, min_loss_scale, max_loss_scale) for i in range(num_losses)]
         layer.use("amp", NATIVE.format(level=opt_level))
-        state.properties, state.loss_scalers = level, scalers
-        state.verbosity = verbosity
-        _say(opt_level, given)
+        state.properties, state.loss_scalers, state.verbosity = level, scalers, verbosity
+        _announce(opt_level, level, given)
         for net in nets:
-            prepare(net, level, cast_model_outputs)
+            _prepare(net, level, cast_model_outputs)
         for stepper in steppers:
             of_optimizers.prepare(stepper, level)
-    casts.off()
-    state.enabled = bool(enabled)
-    if not enabled:
+        if level.patch_torch_functions:
+            casts_on = next((p.device for net in nets for p in net.parameters()), torch.device("cpu"))
+    else:
         state.properties, state.loss_scalers = None, []
-    elif level.patch_torch_functions:
-        first = next((p for net in nets for p in net.parameters()), torch.empty(()))
-        casts.on(first.device)
-    if optimizers is None:
-        return models
-    return models, optimizers
+    state.enabled = bool(enabled)
+    casts.off()
+    if casts_on is not None:
+        casts.on(casts_on)
+    return models if optimizers is None else (models, optimizers)
 
 
-def _say(opt_level: str, given: dict[str, Any]) -> None:
-    level = state.properties
-    assert level is not None
-    changed = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-    state.say(
-        f"Selected optimization level {opt_level}: {level.brief}{', with ' + ', '.join(changed) if changed else ''}.",
-        True,
-    )
+def _announce(name: str, level: Properties, given: dict[str, Any]) -> None:
+    changed = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+    state.print(f"Selected optimization level {name}: {level.brief}{changed and f', with {changed}'}.", True)
     for name in given:
-        state.say(f"{name:22} : {getattr(level, name)}", True)
+        state.print(f"{name:22} : {getattr(level, name)}", True)
 
 
-def check(models: list[nn.Module]) -> None:
-    """Refuse models that cannot be initialized, before anything has changed.
-
-    Raises:
-        ApexError: a model that is wrapped already, or is not fp32.
-    """
+def _check(models: list[nn.Module]) -> None:
+    """Refuse models that are wrapped already or not fp32, before anything has changed."""
     for model in models:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise ApexError(
                 f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied to the model(s) AFTER "
                 "the model(s) have been returned from amp.initialize"
             )
-        for what, named in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
-            for name, tensor in named:
-                if (
-                    tensor.is_floating_point()
-                    and tensor.dtype != torch.float32
-                    and (what == "param" or tensor.dtype in LOW)
-                ):
-                    raise ApexError(
-                        f"Found {what} {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, you do not "
-                        "need to call .half() on your model before passing it, no matter what optimization level you choose"
-                    )
+        wrong = [("param", *entry) for entry in model.named_parameters() if entry[1].dtype != torch.float32]
+        wrong += [("buffer", *entry) for entry in model.named_buffers() if entry[1].dtype in LOW]
+        for what, name, tensor in wrong:
+            if tensor.is_floating_point():
+                raise ApexError(
+                    f"Found {what} {name} with type {tensor.dtype}, expected torch.float32. When using amp.initialize, you do not "
+                    "need to call .half() on your model before passing it, no matter what optimization level you choose"
+                )
 
 
-def prepare(model: nn.Module, level: Properties, outputs: torch.dtype | None) -> None:
+def _prepare(model: nn.Module, level: Properties, outputs: torch.dtype | None) -> None:
     """Cast `model`'s parameters, inputs and outputs.
 
     Args:
-        outputs: their type; None: fp32 where inputs are cast, and else what the last function made of them.
+        outputs: their type; None: fp32 where inputs are cast, else unchanged.
     """
     dtype = level.cast_model_type
     if dtype is not None:
         if dtype in LOW:
             cast_model(model, dtype, bool(level.keep_batchnorm_fp32))
             for module in model.modules():
-                module.register_state_dict_post_hook(InFP32(dtype))
-        model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+                module.register_state_dict_post_hook(partial(_save_in_fp32, dtype))
+        model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
         outputs = outputs or torch.float32
     if outputs is not None:
-        model.register_forward_hook(CastOutputs(outputs), prepend=True)
+        model.register_forward_hook(partial(_cast_outputs, outputs), prepend=True)
 
 
-@dataclass
-class CastInputs:
-    """A hook before forward: floating-point inputs become `dtype`."""
-
-    dtype: torch.dtype
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast(args, self.dtype), cast(kwargs, self.dtype)
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return cast(args, dtype), cast(kwargs, dtype)
 
 
-@dataclass
-class CastOutputs:
-    """A hook after forward: floating-point outputs become `dtype`."""
-
-    dtype: torch.dtype
-
-    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        return cast(outputs, self.dtype)
+def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, outputs: Any) -> Any:
+    return cast(outputs, dtype)
 
 
-@dataclass
-class InFP32:
-    """A hook after state_dict: tensors of `dtype` become fp32, so that checkpoints are alike at every level."""
-
-    dtype: torch.dtype
-
-    def __call__(self, module: nn.Module, found: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, tensor in found.items():
-            if name.startswith(prefix) and isinstance(tensor, Tensor) and tensor.dtype == self.dtype:
-                found[name] = tensor.float()
+def _save_in_fp32(dtype: torch.dtype, module: nn.Module, found: dict[str, Any], prefix: str, _: Any) -> None:
+    """Tensors of `dtype` become fp32 in state dicts, so that checkpoints are alike at every level."""
+    for name, tensor in found.items():
+        if name.startswith(prefix) and isinstance(tensor, Tensor) and tensor.dtype == dtype:
+            found[name] = tensor.float()

@@ -1,12 +1,12 @@
 """Optimizers under amp: fp32 masters, accumulated gradients kept apart from scaled ones, skipped steps, and `scale_loss`.
 
-In place: an optimizer gets a subclass of its own class, so that schedulers that were made before go on with it, and its half
-parameters are replaced by masters.
+In place: an optimizer gets a subclass of its own class, so that schedulers made before go on with it, and masters replace its half
+parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor
 from ....errors import RefusedError
 from ....optim.larc import LARC
 from ....optim.masters import Masters
-from ..layer import ApexError
 from .casts import casts
-from .state import LossScaler, Properties, state
+from .state import ApexError, LossScaler, Properties, state
+
+Seen = list[tuple[Tensor, Tensor | None, int]]  # parameters, each with its gradient and that one's version
 
 
 class Share:
@@ -26,7 +27,7 @@ class Share:
 
     Attributes:
         masters: None where parameters are stepped themselves.
-        scaler: by which the gradients that are there are multiplied; None: by none.
+        scaler: scale of the present gradients; None: they are not scaled.
         overflow: the scaler on which a gradient overflowed since the last step.
     """
 
@@ -35,31 +36,28 @@ class Share:
         self.masters = Masters(optimizer, {}) if masters else None
         self.scaler: LossScaler | None = None
         self.overflow: LossScaler | None = None
-        self._stash: list[tuple[Tensor, Tensor]] = []  # divided by the scale already, of the contexts before
-        # Gradients of a loss that this optimizer was not given with.
-        self._strange: list[tuple[Tensor, Tensor, int]] = []
+        self._stash: list[tuple[Tensor, Tensor]] = []  # divided gradients of the blocks before
+        self._strange: Seen = []  # gradients of a loss that this optimizer was not given with
 
     def parameters(self) -> Iterator[Tensor]:
-        """The parameters of the optimizer."""
         return (p for group in self._groups for p in group["params"])
 
     def begin(self, scaler: LossScaler) -> None:
         """Put present gradients aside before scaled ones come, unless they are scaled, too.
 
         Raises:
-            ApexError: it is scaled by another loss's scale, or comes from a loss that this optimizer was not given with.
+            ApexError: they are scaled by another loss's scale, or come from a loss that this optimizer was not given with.
         """
-        if self.scaler is not None:
-            if self.scaler is not scaler:
-                raise ApexError(
-                    f"gradients scaled with loss_id={self.scaler.number} are waiting (delay_unscale=True), and others with loss_id="
-                    f"{scaler.number} would be added: end each loss with a context that unscales before the next begins"
-                )
+        if self.scaler is scaler:
             return
+        if self.scaler is not None:
+            raise ApexError(
+                f"gradients scaled with loss_id={self.scaler.number} are waiting (delay_unscale=True), and others with loss_id="
+                f"{scaler.number} would be added: end each loss with a context that unscales before the next begins"
+            )
         self.check()
-        if self.masters is not None:
-            for parameter in self.masters.parameters:
-                parameter.grad = None  # of no loss that this optimizer was given with
+        for parameter in self.masters.parameters if self.masters is not None else ():
+            parameter.grad = None  # of a loss that this optimizer was not given with
         self._stash = [(p, p.grad) for p in self.parameters() if p.grad is not None]
         for parameter, _ in self._stash:
             parameter.grad = None
@@ -97,28 +95,40 @@ class Share:
         if self.masters is not None:
             self.masters.clear()
 
-    # -- gradients of other losses ----------------------------------------------------------------------------------------
-
-    def seen(self) -> list[tuple[Tensor, Tensor | None, int]]:
+    def seen(self) -> Seen:
         """The gradients before the backward of a loss that this optimizer was not given with."""
         return [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in self.parameters()]
 
-    def compare(self, before: Iterable[tuple[Tensor, Tensor | None, int]]) -> None:
-        """Note gradients that changed since: they are multiplied by an unknown scale until they are cleared."""
-        for parameter, grad, version in before:
-            now = parameter.grad
-            if now is not None and (now is not grad or now._version != version):
-                self._strange.append((parameter, now, now._version))
+    def compare(self, before: Seen) -> None:
+        """Note gradients that changed since `before`: they are multiplied by an unknown scale until they are cleared."""
+        for (parameter, grad, version), (_, now, newer) in zip(before, self.seen()):
+            if now is not None and (now is not grad or newer != version):
+                self._strange.append((parameter, now, newer))
 
     def check(self) -> None:
-        """Raises ApexError where such gradients were not cleared."""
-        if any(p.grad is g and g._version == version for p, g, version in self._strange):
+        """Raise ApexError where such gradients were not cleared."""
+        if any(p.grad is g and g is not None and g._version == version for p, g, version in self._strange):
             raise ApexError(
                 "this optimizer's parameters hold gradients of a loss whose amp.scale_loss it was not given with, still multiplied by "
                 "the loss scale: pass every optimizer whose parameters the loss depends on, as in amp.scale_loss(loss, [optimizer_a, "
                 "optimizer_b]), or clear them with zero_grad() first"
             )
         self._strange = []
+
+    def check_ready(self) -> None:
+        """Raise ApexError where gradients are not ready for a step."""
+        if self.scaler is not None:
+            raise ApexError(
+                "optimizer.step() on gradients that are still multiplied by the loss scale: the last amp.scale_loss before a step must "
+                "not have delay_unscale=True"
+            )
+        self.check()
+        if self.masters is not None and any(p.grad is not None for p in self.masters.parameters):
+            raise ApexError(
+                "the model holds gradients that did not come by amp.scale_loss with this optimizer: put `with amp.scale_loss(loss, "
+                "optimizer) as scaled_loss: scaled_loss.backward()` around every backward, with every optimizer whose parameters the "
+                "loss depends on"
+            )
 
 
 class Stepping:
@@ -137,13 +147,13 @@ class Stepping:
             )
         if share.overflow is not None:
             scaler, share.overflow = share.overflow, None
-            state.say(
+            state.print(
                 f"Gradient overflow.  Skipping step, loss scaler {scaler.number} reducing loss scale to {scaler.loss_scale()}"
             )
             if share.masters is not None:
                 share.masters.clear()
             return None
-        _check_ready(share)
+        share.check_ready()
         if share.masters is not None:
             share.masters.pairs()  # take over weights that were loaded into the model since
         with casts.suspended():
@@ -152,7 +162,7 @@ class Stepping:
             share.masters.give_back()
         return result
 
-    # torch's word for: hooks of a step are called further in; and its schedulers' for: `_opt_called` is told.
+    # torch's marks: the inner step calls the hooks, and schedulers read `_opt_called`.
     step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -167,27 +177,8 @@ class Stepping:
             self._amp.masters.take(self.param_groups[-1:])  # type: ignore[attr-defined]
 
 
-def _check_ready(share: Share) -> None:
-    if share.scaler is not None:
-        raise ApexError(
-            "optimizer.step() on gradients that are still multiplied by the loss scale: the last amp.scale_loss before a step must not "
-            "have delay_unscale=True"
-        )
-    share.check()
-    if share.masters is not None and any(p.grad is not None for p in share.masters.parameters):
-        raise ApexError(
-            "the model holds gradients that did not come by amp.scale_loss with this optimizer: put `with amp.scale_loss(loss, "
-            "optimizer) as scaled_loss: scaled_loss.backward()` around every backward, with every optimizer whose parameters the loss "
-            "depends on"
-        )
-
-
 def check(optimizers: list[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that cannot be initialized, before anything has changed.
-
-    Raises:
-        ApexError: an optimizer that has been, or whose step was replaced.
-    """
+    """Raise ApexError for optimizers that were initialized before, or have another library's step."""
     for i, optimizer in enumerate(optimizers):
         if isinstance(optimizer, Stepping) or any(optimizer is other for other in optimizers[:i]):
             raise ApexError("A given optimizer should only be passed through amp.initialize once")
@@ -212,11 +203,7 @@ def prepare(optimizer: torch.optim.Optimizer, level: Properties) -> None:
 
 
 def share_of(optimizer: Any) -> Share:
-    """The state of amp for `optimizer`.
-
-    Raises:
-        ApexError: it was not given to `initialize`.
-    """
+    """The state of amp for `optimizer`. Raises ApexError where it was not given to `initialize`."""
     outer = isinstance(optimizer, LARC) and not isinstance(optimizer, Stepping)
     inside = optimizer.optim if outer else optimizer
     if not isinstance(inside, Stepping):
@@ -234,9 +221,6 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-# -- scale_loss: a loss times its scale, and after the block gradients divided by it.
-
-
 @contextmanager
 def scale_loss(
     loss: Tensor,
@@ -248,8 +232,8 @@ def scale_loss(
 ) -> Iterator[Tensor]:
     """``with scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()``.
 
-    Afterwards gradients (`master_params`'s) are divided by the scale, and added to those of the blocks since the last step. An overflow
-    skips the next step of every optimizer given, once, and the step says so.
+    Afterwards gradients (of `master_params`) are divided by the scale, and added to those of the blocks since the last step. An
+    overflow skips the next step of every optimizer given, once, and the step says so.
 
     Args:
         loss: a tensor with one element.

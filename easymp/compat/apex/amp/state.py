@@ -1,4 +1,4 @@
-"""The state of amp in this process: level, a loss scale for each loss, optimizers, verbosity."""
+"""The state of amp in this process (level, a loss scale for each loss, optimizers, verbosity), and Apex's messages and errors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ....errors import nearest
+from ....errors import EasympError, nearest
 from ....options import GradScalerKwargs
 from ....precision import Scaler
-from ..layer import ApexError
+from ...layer import Layer
+
+layer = Layer("Apex")
+
+
+class ApexError(EasympError, RuntimeError):
+    """An error that Apex raises as RuntimeError, or a case that Apex would compute wrongly without an error."""
 
 
 class LossScaler:
-    """The scale of one loss: the library's own scaler, which moves at the end of each `scale_loss` of this loss.
+    """The scale of one loss, which moves at the end of each `scale_loss` of this loss.
 
-    A scale that was given as a number stays what it is, and skips no step.
+    A scale that was given as a number is constant, and skips no step.
 
     Args:
         number: of the loss.
@@ -82,18 +88,14 @@ class State:
         self.loss_scalers: list[LossScaler] = []
         self.optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
 
-    def say(self, words: str, once: bool = False) -> None:
+    def print(self, words: str, once: bool = False) -> None:
         """Print, unless verbosity=0; `once` by rank 0 only."""
         many = dist.is_available() and dist.is_initialized()
         if self.verbosity > 0 and not (once and many and dist.get_rank()):
             print(words)  # noqa: T201 (Apex's interface, with a parameter to turn it off)
 
     def loss(self, number: int) -> LossScaler:
-        """That of loss `number`.
-
-        Raises:
-            ApexError: there is none.
-        """
+        """The scaler of loss `number`."""
         if not 0 <= number < len(self.loss_scalers):
             raise ApexError(
                 f"loss_id={number}, and amp.initialize made {len(self.loss_scalers)} loss scalers: pass num_losses={number + 1} there"
@@ -125,50 +127,48 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             "checkpoint['amp']"
         )
     if len(state_dict) != len(state.loss_scalers):
-        state.say(
+        state.print(
             f"Warning: state_dict contains {len(state_dict)} entries, while {len(state.loss_scalers)} loss_scalers are used"
         )
     for scaler, entry in zip(state.loss_scalers, state_dict.values()):
         scaler.load(entry)
 
 
-TYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
 @dataclass(frozen=True)
 class Properties:
-    """Properties of a level: treatment of models, functions, optimizers and losses.
+    """Properties of a level.
 
     Attributes:
         brief: the level in a few words.
         cast_model_type: of parameters, buffers and inputs; None leaves them.
         patch_torch_functions: torch's functions cast their arguments by Apex's lists.
-        keep_batchnorm_fp32: batch-norm with parameters of its own stays fp32.
+        keep_batchnorm_fp32: batch-norm with parameters stays fp32.
         master_weights: optimizers step fp32 copies of half parameters.
         loss_scale: a number, or "dynamic".
     """
 
     brief: str
-    cast_model_type: torch.dtype | None = None
-    patch_torch_functions: bool | None = False
-    keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | None = None
-    loss_scale: float | str = "dynamic"
+    cast_model_type: torch.dtype | None
+    patch_torch_functions: bool | None
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None
+    loss_scale: float | str
 
 
+_O2 = "fp16 training with fp32 batch-norm and fp32 master weights"
 LEVELS = {
     "O0": Properties("fp32 training", torch.float32, False, None, False, 1.0),
     "O1": Properties("casts around torch's functions", None, True, None, None, "dynamic"),
-    "O2": Properties(
-        "fp16 training with fp32 batch-norm and fp32 master weights",
-        torch.float16,
-        False,
-        True,
-        True,
-        "dynamic",
-    ),
+    "O2": Properties(_O2, torch.float16, False, True, True, "dynamic"),
     "O3": Properties("pure fp16 training", torch.float16, False, False, False, 1.0),
 }
+O1_REFUSES = {
+    "cast_model_type": "O1 inserts casts around torch's functions, and the weights themselves stay fp32",
+    "keep_batchnorm_fp32": "O1 runs batch-norm in fp32 anyway",
+    "master_weights": "O1's weights are fp32 themselves",
+}
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+BOOLEANS = {"True": True, "False": False, True: True, False: False}
 
 
 def properties(level: str, given: dict[str, Any]) -> Properties:
@@ -185,7 +185,7 @@ def properties(level: str, given: dict[str, Any]) -> Properties:
     start = LEVELS[level]
     changed = {name: _read(name, value) for name, value in given.items() if value is not None}
     for name, value in changed.items():
-        if start.patch_torch_functions and (why := _CASTS_DO_IT.get(name)) and value is not torch.float32:
+        if start.patch_torch_functions and (why := O1_REFUSES.get(name)) and value is not torch.float32:
             raise ApexError(
                 f"{name}={value!r} with opt_level {level}: {why}. Leave it out, or use opt_level 'O2' or 'O3'"
             )
@@ -194,33 +194,25 @@ def properties(level: str, given: dict[str, Any]) -> Properties:
                 f"patch_torch_functions=True with opt_level {level}: only opt_level='O1' casts around functions"
             )
     if start.patch_torch_functions:
-        changed.pop("cast_model_type", None)  # fp32, which the weights are
+        changed.pop("cast_model_type", None)  # fp32, the type of the weights
     return replace(start, **changed)
-
-
-_CASTS_DO_IT = {
-    "cast_model_type": "O1 inserts casts around torch's functions, and the weights themselves stay fp32",
-    "keep_batchnorm_fp32": "O1 runs batch-norm in fp32 anyway",
-    "master_weights": "O1's weights are fp32 themselves",
-}
-_WORDS = {"True": True, "False": False, True: True, False: False}
 
 
 def _read(name: str, value: Any) -> Any:
     if name == "loss_scale":
-        return _scale(value)
+        return _read_scale(value)
     if name == "cast_model_type":
         if value not in TYPES:
-            raise ApexError(f"cast_model_type={value!r} is none of {', '.join(map(str, TYPES))}")
+            raise ApexError(f"cast_model_type={value!r} is not one of {', '.join(map(str, TYPES))}")
         return value
-    if not isinstance(value, (bool, str)) or value not in _WORDS:
+    if not isinstance(value, (bool, str)) or value not in BOOLEANS:
         raise ApexError(f"{name}={value!r} must be a boolean, the string 'True' or 'False', or None")
-    return _WORDS[value]
+    return BOOLEANS[value]
 
 
-def _scale(value: Any) -> float | str:
-    if isinstance(value, str) and value == "dynamic":
-        return value
+def _read_scale(value: Any) -> float | str:
+    if value == "dynamic":
+        return "dynamic"
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ....errors import RefusedError
-from ....optim import larc
-from ....strategies import batchnorm
-from ....strategies.ddp import UNFINISHED, CommHookState, all_reduce
-from ..amp.optimizers import Stepping
-from ..layer import ApexError, layer
+from ...errors import RefusedError
+from ...optim import larc
+from ...strategies import batchnorm
+from ...strategies.ddp import UNFINISHED, CommHookState, all_reduce
+from .amp.optimizers import Stepping
+from .amp.state import ApexError, layer
 
 __all__ = [
     "LARC",
@@ -42,20 +42,20 @@ __getattr__ = layer.absent(
 
 
 class LARC(larc.LARC):
-    """Another optimizer, whose learning rate for each parameter is limited by its norm and its gradient's; see `easymp.optim.LARC`.
+    """`easymp.optim.LARC`: limits another optimizer's learning rate by the norms of each parameter and its gradient.
 
-    Before `amp.initialize` or after it.
+    May be made before `amp.initialize` or after it.
 
     Args:
         optimizer: any of torch's classes, or of `apex.optimizers` without norms of their own.
         trust_coefficient: of the ratio of norms.
-        clip: False scales the learning rate by the ratio, whatever it is.
+        clip: False scales the learning rate by the ratio, also above 1.
         eps: beside the norms.
     """
 
     def _step_inside(self, found_inf: Tensor | None) -> None:
         if isinstance(self.optim, Stepping):
-            self.optim.step()  # which knows of overflows and masters
+            self.optim.step()  # handles overflows and masters
         else:
             super()._step_inside(found_inf)
 
@@ -75,7 +75,7 @@ class SyncBatchNorm(batchnorm.SyncBatchNorm):
     """The library's SyncBatchNorm, with Apex's arguments.
 
     Args:
-        process_group: whose samples count; None for all ranks.
+        process_group: ranks whose samples are normalized together; None for all ranks.
         channel_last: channels are the last dimension of inputs, not the second.
         fuse_relu: ReLU of the output.
         others: as torch.nn.BatchNorm2d's.
@@ -112,7 +112,7 @@ class SyncBatchNorm(batchnorm.SyncBatchNorm):
 def convert_syncbn_model(
     module: nn.Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
 ) -> nn.Module:
-    """`module`, in place, in which every BatchNorm1d, 2d and 3d, itself included, is a `SyncBatchNorm` with its weights and statistics.
+    """`module`, in place, with every BatchNorm1d, 2d and 3d replaced by a `SyncBatchNorm` with its weights and statistics.
 
     Raises:
         PrepareError: a batch-norm that cannot be one (`easymp.convert_sync_batchnorm` says which).
@@ -127,10 +127,10 @@ def convert_syncbn_model(
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
-    """The group of this rank, of groups of `group_size` ranks that follow one another; None for 0: all ranks. All ranks must call it.
+    """This rank's group, of `group_size` consecutive ranks; None (all ranks) for 0. All ranks must call it.
 
     Raises:
-        ApexError: the number of ranks is no multiple.
+        ApexError: the number of ranks is not a multiple.
     """
     if group_size == 0:
         return None
@@ -148,8 +148,13 @@ acc = Accelerator(strategy="ddp")  # DistributedDataParallelKwargs(comm_hook="fp
 model, optimizer, loader = acc.prepare(model, optimizer, loader)
 with acc.no_sync(model): ...  # disable_allreduce
 """
-BYTES = 4  # of an element, as buckets are counted
+BYTES = 4  # of an element, for the size of buckets
 ALL = 2**20  # MB: one bucket
+WITHOUT_EFFECT = {
+    "allreduce_trigger_params": "buckets are filled in the order in which gradients come",
+    "num_allreduce_streams": "torch chooses the streams",
+    "prof": "torch.profiler shows each collective",
+}
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -167,7 +172,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Raises:
         RefusedError: options by which Apex hands out its buffers and communicators.
-        ApexError: options that Apex has given up.
+        ApexError: options that Apex has removed, or a wrong number.
     """
 
     def __init__(
@@ -192,24 +197,26 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     ) -> None:
         if not isinstance(message_size, int):
             device_ids, message_size = message_size, 10_000_000
-        _refuse(
-            shared_param, gradient_average_split_factor, retain_allreduce_buffers, allreduce_communicators
-        )
+        if shared_param is not None:
+            raise ApexError(
+                "shared_param is removed, in Apex too: if parameters are shared, pass delay_allreduce=True"
+            )
+        if gradient_average_split_factor is not None:
+            raise ApexError(
+                "gradient_average_split_factor is removed, in Apex too: pass gradient_predivide_factor"
+            )
+        if retain_allreduce_buffers or allreduce_communicators:
+            raise RefusedError(
+                "retain_allreduce_buffers and allreduce_communicators are not here: buckets and communicators are torch's. Leave them out"
+            )
         if not gradient_predivide_factor > 0:
             raise ApexError(
                 f"gradient_predivide_factor={gradient_predivide_factor!r} must be a number above 0"
             )
         if message_size < 1:
             raise ApexError(f"message_size={message_size!r} must be at least 1 element")
-        told = {
-            "allreduce_trigger_params": (
-                allreduce_trigger_params,
-                "buckets are filled in the order in which gradients come",
-            ),
-            "num_allreduce_streams": (num_allreduce_streams != 1, "torch chooses the streams"),
-            "prof": (prof, "torch.profiler sees each collective"),
-        }
-        layer.ignore({name: why for name, (given, why) in told.items() if given})
+        given = (allreduce_trigger_params, num_allreduce_streams != 1, prof)
+        layer.ignore({name: why for (name, why), value in zip(WITHOUT_EFFECT.items(), given) if value})
         layer.use("parallel.DistributedDataParallel", NATIVE)
         with warnings.catch_warnings():
             # torch 2.13 has another name, which means something else: buffers would take rank 0's values here, too.
@@ -218,16 +225,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 module,
                 device_ids=device_ids,
                 output_device=output_device,
-                # Of Apex's programs some call the model twice before a backward: what is in the graph must stay as it is.
-                broadcast_buffers=False,
+                broadcast_buffers=False,  # scripts may call the model twice before a backward: the graph's tensors must stay
                 bucket_cap_mb=ALL if delay_allreduce else message_size * BYTES / 2**20,
                 find_unused_parameters=find_unused_parameters or delay_allreduce,
             )
         before = float(gradient_predivide_factor)
         after = dist.get_world_size() / before if gradient_average else 1.0
-        # torch's reducer keeps it for good: it must not lead back to this module.
-        self._way = Way(CommHookState(torch.float32 if allreduce_always_fp32 else None, before, after))
-        self.register_comm_hook(self._way, _travel)
+        # torch's reducer keeps the hook and its state for good: they must not refer to this module.
+        self._hook = Hook(CommHookState(torch.float32 if allreduce_always_fp32 else None, before, after))
+        self.register_comm_hook(self._hook, _reduce)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module.
@@ -247,40 +253,25 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def disable_allreduce(self) -> None:
         """From the next backward on, gradients stay on this rank and accumulate."""
-        self._way.alone = True
+        self._hook.off = True
 
     def enable_allreduce(self) -> None:
         """From the next backward on, gradients are reduced, with those that have accumulated."""
-        self._way.alone = False
+        self._hook.off = False
 
 
 @dataclass
-class Way:
-    """How gradients travel, and whether they stay."""
+class Hook:
+    """State of the communication hook; `off`: gradients stay on this rank."""
 
     state: CommHookState
-    alone: bool = False
+    off: bool = False
 
 
-def _refuse(shared: Any, split: Any, retain: Any, communicators: Any) -> None:
-    if shared is not None:
-        raise ApexError(
-            "shared_param is no longer an option, in Apex neither: if parameters are shared, pass delay_allreduce=True"
-        )
-    if split is not None:
-        raise ApexError(
-            "gradient_average_split_factor is no longer an option, in Apex neither: pass gradient_predivide_factor"
-        )
-    if retain or communicators:
-        raise RefusedError(
-            "retain_allreduce_buffers and allreduce_communicators are not here: buckets and communicators are torch's. Leave them out"
-        )
-
-
-# No annotations of torch's own: it compares those of a hook with its types.
-def _travel(way, bucket):  # type: ignore[no-untyped-def]
-    if not way.alone:
-        return all_reduce(way.state, bucket)
+# Without annotations: torch compares those of a hook with its own types.
+def _reduce(hook, bucket):  # type: ignore[no-untyped-def]
+    if not hook.off:
+        return all_reduce(hook.state, bucket)
     stays: Any = torch.futures.Future()
     stays.set_result(bucket.buffer())
     return stays
@@ -313,6 +304,5 @@ class Reducer:
             flat = torch.cat([g.reshape(-1) for g in some])
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
-            torch._foreach_copy_(
-                some, [part.view_as(g) for part, g in zip(flat.split([g.numel() for g in some]), some)]
-            )
+            parts = flat.split([g.numel() for g in some])
+            torch._foreach_copy_(some, [part.view_as(g) for part, g in zip(parts, some)])
