@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from easymp.cli.compare.process import FAILURE, FINISHED, End, Task, Variant
-from easymp.cli.compare.record import Point, Record
+from easymp.cli.compare.runs import FAILURE, FINISHED, End, Point, Record, Task, Variant
 from easymp.cli.compare.summary import Run
 from easymp.cli.compare.verdict import Comparison, conclude
 

@@ -20,9 +20,9 @@ import pytest
 
 from easymp import SettingError, resolve
 from easymp.cli import compare, main
-from easymp.cli.compare import process as processes
 from easymp.cli.compare import report
-from easymp.cli.compare.process import FAILURE, FINISHED, INTERRUPTED, LATE, End, Task, Variant, variants
+from easymp.cli.compare import runs as processes
+from easymp.cli.compare.runs import FAILURE, FINISHED, INTERRUPTED, LATE, End, Task, Variant, variants
 from easymp.settings import OVERRIDE
 
 from ..examples.run import ROOT
@@ -85,10 +85,10 @@ def test_options_stand_before_and_after_the_script(
     [
         ("", 2, "usage: easymp compare"),
         ("train.py --epochs 3", 2, "no option of easymp compare"),
-        ("train.py --repeats 0", 2, "no whole number"),
-        ("train.py --processes 1,x", 2, "no whole number"),
+        ("train.py --repeats 0", 2, "not a whole number"),
+        ("train.py --processes 1,x", 2, "not a whole number"),
         ("train.py --prec fp32", 2, "usage"),
-        ("nowhere.py", 1, "'nowhere.py' is no file"),
+        ("nowhere.py", 1, "'nowhere.py' is not a file"),
         ("train.py --precision bf61", 1, "did you mean 'bf16'"),
         ("train.py --precision fp32,fp32", 1, "--repeats"),
         ("train.py --output .", 1, "is there, and not empty"),
@@ -297,6 +297,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
         process.terminate()  # a hang fails the test, and leaves nothing that runs
 
 
+@pytest.mark.slow
 def test_one_that_finishes_and_one_that_fails(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(TINY)
     words = "compare tiny.py --precision fp32,fp8 --processes 1 --output out --json -- --lr 1"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from easymp.cli.compare.process import Variant
 from easymp.cli.compare.report import running_mean
+from easymp.cli.compare.runs import Variant
 from easymp.cli.compare.summary import Run, choose, metric
 from easymp.cli.compare.verdict import Comparison
 

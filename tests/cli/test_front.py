@@ -46,7 +46,7 @@ WITHOUT_TORCH = {
     "launch --slurm print nofile.py": (1, "'nofile.py' is no file"),
     "launch --config nofile.toml train.py": (1, "'nofile.toml' is no file"),
     "launch --config . train.py": (1, "'.' is no file"),
-    "compare nofile.py": (1, "'nofile.py' is no file"),
+    "compare nofile.py": (1, "'nofile.py' is not a file"),
     "compare --strategy zero3 nofile.py": (1, "did you mean 'fsdp'?"),
     "estimate 7B --strategy fsp": (1, "strategy 'fsp' is not one of single"),
     "estimate 7B --precision bf61": (1, "did you mean 'bf16'?"),

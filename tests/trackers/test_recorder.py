@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from easymp import Accelerator
-from easymp.cli.compare.record import Record, read
+from easymp.cli.compare.runs import Record, read
 from easymp.trackers.recorder import Recorder
 
 from ..conftest import Ranks

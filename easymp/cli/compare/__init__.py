@@ -29,15 +29,15 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ...errors import SettingError
 from ..terminal import BOLD, DIM, RED, YELLOW, paint, plain, table, wrap
 from . import report
-from .process import INTERRUPTED, Task, Variant, variants
-from .process import run as run_once
-from .record import read
+from .runs import INTERRUPTED, Task, Variant, read, variants
+from .runs import run as run_once
 from .summary import Run, heads, rows, seconds
 from .verdict import Comparison, conclude
 
@@ -53,9 +53,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 class _Rest(argparse.Action):
     """The script, options of ours as far as ``--``, and the script's own arguments."""
 
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         script, *rest = values[1:] if values[0] == "--" and values[1:] else values
         cut = rest.index("--") if "--" in rest else len(rest)
         again = argparse.ArgumentParser(parser.prog, usage=parser.usage, allow_abbrev=False, add_help=False)
@@ -68,45 +66,33 @@ class _Rest(argparse.Action):
         namespace.script, namespace.arguments = script, rest[cut + 1 :]
 
 
-PRECISIONS = "of fp32, tf32, bf16, fp16, fp8, bf16-true, fp16-true, O0 to O3, auto (the script's own)"
-OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("--precision", {"default": [], "metavar": "A,B"}, PRECISIONS),
-    ("--strategy", {"default": [], "metavar": "A,B"}, "of single, ddp, zero1, fsdp … (the script's own)"),
-    ("--processes", {"default": [], "metavar": "N,M"}, "how many (one an accelerator, 1 without any)"),
-    ("--repeats", {"default": 1, "metavar": "N"}, "run each so often, in rounds, and compare medians (1)"),
-    ("--seed", {"metavar": "N"}, "of the first round, one more in each that follows (the script's own)"),
-    ("--timeout", {"metavar": "SECONDS"}, "stop a run that takes longer, and go on with the next"),
-    (
-        "--metric",
-        {"default": [], "metavar": "NAME", "action": "append"},
-        "compare this logged value (loss and accuracy); may be repeated",
-    ),
-    ("--output", {"metavar": "DIR"}, "a new folder for the reports (easymp-compare-DATE)"),
-    ("--module", {"action": "store_true"}, "SCRIPT is a module's name"),
-    ("--json", {"action": "store_true"}, "print all of it as JSON, in place of the table"),
-)
-
-
 def _options(parser: argparse.ArgumentParser) -> None:
-    types = {
-        "--precision": _words,
-        "--strategy": _words,
-        "--processes": lambda text: [_count(word) for word in _words(text)],
-        "--repeats": _count,
-        "--seed": int,
-        "--timeout": float,
-        "--output": Path,
-    }
-    for name, options, words in OPTIONS:
-        short = ["-m"] if name == "--module" else []
-        kind = {"type": types[name]} if name in types else {}
-        parser.add_argument(*short, name, help=words, **options, **kind)
+    add, several = parser.add_argument, {"type": _words, "default": []}
+    precisions = "of fp32, tf32, bf16, fp16, fp8, bf16-true, fp16-true, O0 to O3, auto (the script's own)"
+    add("--precision", **several, metavar="A,B", help=precisions)
+    add("--strategy", **several, metavar="A,B", help="of single, ddp, zero1, fsdp … (the script's own)")
+    processes = "how many (one an accelerator, 1 without any)"
+    add("--processes", type=_counts, default=[], metavar="N,M", help=processes)
+    repeats = "number of runs of each, in rounds; medians are compared (1)"
+    add("--repeats", type=_count, default=1, metavar="N", help=repeats)
+    seed = "of the first round, one more in each that follows (the script's own)"
+    add("--seed", type=int, metavar="N", help=seed)
+    timeout = "stop a run that takes longer, and go on with the next"
+    add("--timeout", type=float, metavar="SECONDS", help=timeout)
+    metric = "compare this logged value (loss and accuracy); may be repeated"
+    add("--metric", action="append", default=[], metavar="NAME", help=metric)
+    output = "a new folder for the reports (easymp-compare-DATE)"
+    add("--output", type=Path, metavar="DIR", help=output)
+    add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
+    add("--json", action="store_true", help="print all of it as JSON, in place of the table")
 
 
 def run(args: argparse.Namespace) -> int:
     chosen = variants(args.precision, args.strategy, args.processes)
     if not args.module and not Path(args.script).is_file():
-        raise SettingError(f"{args.script!r} is no file: pass the script's path, or -m and a module's name")
+        raise SettingError(
+            f"{args.script!r} is not a file: pass the script's path, or -m and a module's name"
+        )
     folder = args.output or Path(time.strftime("easymp-compare-%Y%m%d-%H%M%S"))
     if folder.exists() and any(folder.iterdir()):
         raise SettingError(f"{str(folder)!r} is there, and not empty: name a new folder with --output")
@@ -144,44 +130,38 @@ def compare(
         metrics: names of logged values to compare; none: loss and accuracy, or all of a few.
     """
     runs: list[Run] = []
-    interrupted = False
-    for number in range(1, repeats + 1):
-        for index, variant in enumerate(chosen):
-            again = f", run {number} of {repeats}" if repeats > 1 else ""
-            head = f"{len(runs) + 1}/{len(chosen) * repeats} {plain(variant.name)}{again} …"
-            print(head, end=" ", file=sys.stderr, flush=True)
-            safe = "".join(x if x.isascii() and x.isalnum() else "-" for x in variant.name)
-            place = folder / "runs" / f"{index + 1}-{safe}-{number}"
-            its_seed = None if seed is None else seed + number - 1
-            end = run_once(task, variant, place, its_seed)
-            print(f"{end.status} after {seconds(end.wall)}", file=sys.stderr, flush=True)
-            runs.append(Run(variant, number, its_seed, end, read(place)))
-            interrupted = end.status == INTERRUPTED
-            if interrupted:
-                break
-        if interrupted:
+    for number, (index, variant) in product(range(1, repeats + 1), enumerate(chosen, 1)):
+        again = f", run {number} of {repeats}" if repeats > 1 else ""
+        head = f"{len(runs) + 1}/{len(chosen) * repeats} {plain(variant.name)}{again} …"
+        print(head, end=" ", file=sys.stderr, flush=True)
+        safe = "".join(x if x.isascii() and x.isalnum() else "-" for x in variant.name)
+        place = folder / "runs" / f"{index}-{safe}-{number}"
+        its_seed = None if seed is None else seed + number - 1
+        end = run_once(task, variant, place, its_seed)
+        print(f"{end.status} after {seconds(end.wall)}", file=sys.stderr, flush=True)
+        runs.append(Run(variant, number, its_seed, end, read(place)))
+        if end.status == INTERRUPTED:
             break
+    interrupted = runs[-1].end.status == INTERRUPTED
     return conclude(task, chosen, runs, folder, repeats=repeats, metrics=metrics, interrupted=interrupted)
 
 
 def words(found: Comparison) -> str:
     """The table and the verdict, for a terminal."""
-    lines = [["", *heads(found.summaries, found.metrics)]]
-    colours = []
+    lines, colours = [["", *heads(found.summaries, found.metrics)]], [BOLD]
     for summary, cells in zip(found.summaries, rows(found.summaries, found.metrics)):
         lines.append([summary.name, *(text for text, _ in cells)])
         colours.append("" if summary.finished else RED)
         if any(below for _, below in cells):
             lines.append(["", *(below for _, below in cells)])
             colours.append(DIM)
-    head, *body = table(lines, right=set(range(1, len(lines[0])))).splitlines()
-    said = [paint(head, BOLD), *(paint(line, code) if code else line for line, code in zip(body, colours))]
+    printed = table(lines, right=set(range(1, len(lines[0])))).splitlines()
+    said = [paint(line, code) for line, code in zip(printed, colours)]
     for summary in found.summaries:
         said += [wrap(f"{plain(summary.name)} {plain(trouble)}", "  ") for trouble in summary.troubles]
     if found.missing:
-        logged = sorted(
-            {name for s in found.summaries for r in s.runs if r.record for name in r.record.curves}
-        )
+        records = [run.record for summary in found.summaries for run in summary.runs if run.record]
+        logged = sorted({name for record in records for name in record.curves})
         names = ", ".join(map(plain, logged)) or "nothing, so the script calls no acc.log"
         said.append(wrap(f"No run logged {', '.join(map(plain, found.missing))}. Logged: {names}."))
     said += ["", paint(wrap(plain(found.verdict.sentence)), BOLD)]
@@ -194,7 +174,11 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def _counts(text: str) -> list[int]:
+    return [_count(word) for word in _words(text)]
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)

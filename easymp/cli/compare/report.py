@@ -1,8 +1,7 @@
 """The files of a comparison: JSON for programs, and with matplotlib and jinja2 a page and a picture for people.
 
-The page is one HTML file that needs nothing else, neither the network nor a script; its plots are an image inside it. Colours are Okabe
-and Ito's, which can be told apart with any kind of colour vision (Okabe, Ito: Color Universal Design, 2008), and each plan has its own
-dashes, too.
+The page is one HTML file without scripts or links; its plots are an image inside it. Colours are Okabe and Ito's, which any kind of
+colour vision can tell apart (Okabe, Ito: Color Universal Design, 2008), and each plan has its own dashes, too.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
-import itertools
 import json
 import math
 import shlex
@@ -19,12 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base.units import size
 from ...base.units import unit as unit_of
-from .record import Record
+from .runs import Record
 from .summary import Metric, heads, rate, rows, seconds, unit
 from .verdict import Comparison, is_busy
 
@@ -40,7 +39,7 @@ NOISY = 60  # logged values from which on they are those of single batches, whic
 PARTS = 25  # of a noisy curve, over each of which a running mean goes
 WIDTH, HEIGHT = 4.7, 3.2  # inches of a plot
 STYLE = {
-    "text.parse_math": False,  # a plan's or a metric's name is no formula
+    "text.parse_math": False,  # a plan's or a metric's name is not a formula
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.spines.top": False,
@@ -50,44 +49,43 @@ STYLE = {
 }
 
 
-# -- JSON --------------------------------------------------------------------------------------------------------------
-
-
 def as_json(found: Comparison) -> dict[str, Any]:
     """Everything, in JSON's own types; numbers that are not finite are None."""
-    return _plain(
-        {
-            "script": found.task.script,
-            "arguments": found.task.arguments,
-            "verdict": found.verdict,
-            "metrics": found.metrics,
-            "machine": found.machine,
-            "plans": [
-                {
-                    "name": summary.name,
-                    "settings": summary.variant.settings,
-                    "processes": summary.variant.processes,
-                    "seconds": summary.seconds,
-                    "speed": summary.speed,
-                    "peak_bytes": summary.peak,
-                    "seconds_before": summary.before,
-                    "metrics": {metric.name: summary.final(metric) for metric in found.metrics},
-                    "runs": [
-                        {
-                            "number": run.number,
-                            "seed": run.seed,
-                            "command": found.task.command(run.variant),
-                            **dataclasses.asdict(run.end),
-                            "record": run.record,
-                        }
-                        for run in summary.runs
-                    ],
-                }
-                for summary in found.summaries
-            ],
-            "interrupted": found.interrupted,
-        }
-    )
+    plans = []
+    for summary in found.summaries:
+        runs = [
+            {
+                "number": run.number,
+                "seed": run.seed,
+                "command": found.task.command(run.variant),
+                **dataclasses.asdict(run.end),
+                "record": run.record,
+            }
+            for run in summary.runs
+        ]
+        plans.append(
+            {
+                "name": summary.name,
+                "settings": summary.variant.settings,
+                "processes": summary.variant.processes,
+                "seconds": summary.seconds,
+                "speed": summary.speed,
+                "peak_bytes": summary.peak,
+                "seconds_before": summary.before,
+                "metrics": {metric.name: summary.final(metric) for metric in found.metrics},
+                "runs": runs,
+            }
+        )
+    facts = {
+        "script": found.task.script,
+        "arguments": found.task.arguments,
+        "verdict": found.verdict,
+        "metrics": found.metrics,
+        "machine": found.machine,
+        "plans": plans,
+        "interrupted": found.interrupted,
+    }
+    return _plain(facts)
 
 
 def _plain(value: Any) -> Any:
@@ -104,22 +102,21 @@ def write(found: Comparison) -> tuple[list[Path], str]:
     """Write ``compare.json``, ``compare.html`` and ``compare.png`` to the folder.
 
     Returns:
-        The files, and a sentence that says which package is missing for a page and a picture, or "".
+        The files, and a sentence that names a package missing for the page and the picture, or "".
     """
     path = found.folder / "compare.json"
     path.write_text(json.dumps(as_json(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         are = "are" if missing[1:] else "is"
-        needed = "pip install 'easymp[report]' brings what they need"
+        needed = "pip install 'easymp[report]' brings them"
         return [path], f"No page and no picture: {' and '.join(missing)} {are} not installed. {needed}."
-    written = [path, found.folder / "compare.html"]
+    page, picture = found.folder / "compare.html", found.folder / "compare.png"
     made = list(panels(found))
-    written[1].write_text(page(found, made), encoding="utf-8")
+    page.write_text(_page(found, made), encoding="utf-8")
     if made:
-        written.append(found.folder / "compare.png")
-        written[2].write_bytes(draw(made, 2, "png", found.verdict.sentence))
-    return written, ""
+        picture.write_bytes(draw(made, 2, "png", found.verdict.sentence))
+    return [path, page, *[picture] * bool(made)], ""
 
 
 # -- plots -------------------------------------------------------------------------------------------------------------
@@ -140,45 +137,41 @@ def panels(found: Comparison) -> Iterator[Panel]:
     """The plots that have something to show, in their order."""
     for metric in found.metrics[:2]:
         for key, where, axis in ((0, "update", "optimizer updates"), (1, "time", "seconds")):
-            read = partial(_points, metric.name, key)
-            if lines := list(_smooth(_lines(found, read))):
+            lines = _lines(
+                found, lambda r, m=metric, k=key: [(p[k], p.value) for p in r.curves.get(m.name, ())]
+            )
+            if lines:
                 yield f"{metric.name} against {where}", partial(_curves, found, lines, axis, metric)
-    most = max((record.peak for summary in found.summaries for record in summary.records), default=1)
-    name, bytes_ = unit_of(most)
-    if lines := list(_lines(found, lambda record: [(at, count / bytes_) for at, count in record.memory])):
-        device = any(record.device_memory for summary in found.summaries for record in summary.records)
+    records = [record for summary in found.summaries for record in summary.records]
+    name, bytes_ = unit_of(max((record.peak for record in records), default=1))
+    if lines := _lines(found, lambda record: [(at, count / bytes_) for at, count in record.memory]):
+        device = any(record.device_memory for record in records)
         title = "memory allocated over time" if device else "memory of the process over time"
         yield f"{title}, {name}", partial(_curves, found, lines, "seconds from the first update", None)
     if any(summary.speed for summary in found.summaries):
         yield f"throughput, {unit(found.summaries)} a second", partial(_bars, found)
 
 
-def _points(name: str, key: int, record: Record) -> list[tuple[float, float]]:
-    return [(point[key], point.value) for point in record.curves.get(name, ())]
-
-
-def _lines(found: Comparison, read: Callable[[Record], list[tuple[float, float]]]) -> Iterator[Line]:
+def _lines(found: Comparison, read: Callable[[Record], list[tuple[float, float]]]) -> list[Line]:
+    """A line a run; a noisy one becomes its running mean, with the values of the main one behind it."""
+    lines = []
     for index, summary in enumerate(found.summaries):
         for run in sorted(summary.runs, key=lambda run: run is summary.typical):  # the main one last, on top
-            points = read(run.record) if run.record is not None else []
-            points = [pair for pair in points if all(map(math.isfinite, pair))]
-            if points:
-                yield Line(index, points, run is summary.typical)
-
-
-def _smooth(lines: Iterator[Line]) -> Iterator[Line]:
-    """Noisy curves become running means, with the values of the main ones behind them."""
-    for line in lines:
-        if len(line.points) > NOISY:
-            yield from [line._replace(main=False)] * line.main
-            line = line._replace(points=running_mean(line.points))
-        yield line
+            points = [
+                pair for pair in (read(run.record) if run.record else []) if all(map(math.isfinite, pair))
+            ]
+            main = run is summary.typical
+            if len(points) > NOISY:
+                lines += [Line(index, points, False)] * main
+                points = running_mean(points)
+            lines += [Line(index, points, main)] * bool(points)
+    return lines
 
 
 def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Each value the mean of those around it: of one part in `PARTS` of all, fewer at the ends, as many on either side."""
     half = max(1, len(points) // (2 * PARTS))
-    sums = [0.0, *itertools.accumulate(value for _, value in points)]
+    sums = [0.0, *accumulate(value for _, value in points)]
     means = []
     for i, (x, _) in enumerate(points):
         reach = min(half, i, len(points) - 1 - i)
@@ -247,10 +240,7 @@ def dashes(plan: int) -> str:
     return DASHES[(plan + plan // len(COLOURS)) % len(DASHES)]
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
-
-
-def page(found: Comparison, made: Sequence[Panel]) -> str:
+def _page(found: Comparison, made: Sequence[Panel]) -> str:
     """HTML. Words from outside (names, messages, arguments) are escaped."""
     from jinja2 import Environment, StrictUndefined
 
@@ -269,9 +259,7 @@ def page(found: Comparison, made: Sequence[Panel]) -> str:
         found=found,
         title=f"{Path(task.script).name}: {names if len(names) <= LONG else f'{len(found.summaries)} plans'}",
         command=shlex.join(["python", *["-m"] * task.module, task.script, *task.arguments]),
-        when=time.strftime("%-d %B %Y, %H:%M", time.localtime(min(run.end.started for run in runs)))
-        if runs
-        else "",
+        when=time.strftime("%-d %B %Y, %H:%M", time.localtime(min(run.end.started for run in runs))),
         heads=heads(found.summaries, found.metrics),
         rows=list(zip(found.summaries, rows(found.summaries, found.metrics))),
         unit=unit(found.summaries),

@@ -9,21 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...base.units import size
-from .process import FINISHED, End, Variant
-from .record import Record
+from .runs import FINISHED, End, Record, Variant
 
 FEW = 4  # scalars, up to which all of them are columns
 # Last words of names such as "eval/accuracy", "val_acc" and "top5", and whether more or less is better.
-HIGHER = {"accuracy", "acc", "f1", "auc", "auroc", "bleu", "rouge", "iou", "miou", "dice", "recall", "top"}
-HIGHER |= {"psnr", "ssim", "r2"}
-LOWER = {"loss", "perplexity", "ppl", "error", "err", "wer", "cer", "mse", "rmse", "mae", "nll", "fid"}
+HIGHER = set("accuracy acc f1 auc auroc bleu rouge iou miou dice recall top psnr ssim r2".split())
+LOWER = set("loss perplexity ppl error err wer cer mse rmse mae nll fid".split())
 SHARES = {"accuracy", "acc", "top", "recall", "error", "wer", "cer", "f1"}  # from 0 to 1, shares of samples
 HELD_OUT = {"eval", "val", "valid", "validation", "test", "dev"}
-LOSSES = ("loss", "train_loss", "train/loss", "training_loss")
-ACCURACIES = (
-    "accuracy",
-    "acc",
-    *(f"{word}{sep}accuracy" for word in ("eval", "val", "test") for sep in "_/"),
+SCATTER = (
+    40  # logged values from which on a curve is of single batches: its end is the mean of the last twentieth
 )
 
 
@@ -51,8 +46,8 @@ class Metric:
         return _last(self.name) in SHARES
 
     def final(self, values: Sequence[float]) -> float:
-        """The last value of a curve; of more than 40 the mean of the last twentieth, because single batches scatter."""
-        count = max(1, len(values) // 20) if len(values) > 40 else 1
+        """The end of a curve."""
+        count = max(1, len(values) // 20) if len(values) > SCATTER else 1
         return sum(values[-count:]) / count
 
 
@@ -62,18 +57,16 @@ def metric(name: str) -> Metric:
 
 
 def choose(names: Iterable[str], asked: Sequence[str] = ()) -> list[Metric]:
-    """The metrics to compare: those asked for, or loss and accuracy, or all of a few that were logged."""
+    """The metrics to compare: those asked for, or one loss and one accuracy, or all of a few that were logged."""
     names = list(dict.fromkeys(names))
     if asked:
         return [metric(name) for name in asked]
-    losses = [name for name in names if _last(name) == "loss"]
-    accuracies = [name for name in names if _last(name) in ("accuracy", "acc")]
-    held_out = {name for name in names if HELD_OUT & set(_words(name))}
-    orders = (  # of preference
-        [*LOSSES, *(name for name in losses if name not in held_out), *losses],
-        [*ACCURACIES, *(name for name in accuracies if name in held_out), *accuracies],
-    )
-    picked = [found for order in orders if (found := next((n for n in order if n in names), None))]
+    picked = []
+    for words, held_out in (({"loss"}, False), ({"accuracy", "acc"}, True)):
+        found = [name for name in names if _last(name) in words]
+        # The plain name first, then the loss of training, or the accuracy on held-out data.
+        found.sort(key=lambda n: (len(_words(n)) > 1, bool(HELD_OUT & {*_words(n)}) != held_out))
+        picked += found[:1]
     rest = [name for name in names if name not in picked]
     return [metric(name) for name in picked + (rest if len(names) <= FEW else [])]
 
@@ -153,8 +146,8 @@ class Summary:
         return self.variant.name
 
     @property
-    def finished(self) -> tuple[Run, ...]:
-        return tuple(run for run in self.runs if run.end.status == FINISHED)
+    def finished(self) -> list[Run]:
+        return [run for run in self.runs if run.end.status == FINISHED]
 
     @property
     def records(self) -> list[Record]:
@@ -186,10 +179,8 @@ class Summary:
 
     @property
     def typical(self) -> Run | None:
-        """The finished run with the median time, which stands for all in a plot; else any run that has a record."""
-        timed = sorted(
-            (run for run in self.finished if run.speed is not None), key=lambda run: run.speed or 0.0
-        )
+        """The finished run with the median time, drawn for all in a plot; else any run that has a record."""
+        timed = sorted((run for run in self.finished if run.speed), key=lambda run: run.speed or 0.0)
         rest = [run for run in self.runs if run.record is not None]
         return timed[(len(timed) - 1) // 2] if timed else rest[0] if rest else None
 
@@ -197,11 +188,11 @@ class Summary:
     def troubles(self) -> list[str]:
         """``"failed (2 of 3 runs): why"``, once for runs that ended alike."""
         ends = [(run.end.status, run.end.why) for run in self.runs if run.end.status != FINISHED]
-        of = f" of {len(self.runs)} runs)"
-        return [
-            f"{status}{f' ({ends.count((status, why))}{of}' if len(self.runs) > 1 else ''}: {why}"
-            for status, why in dict.fromkeys(ends)
-        ]
+        found = []
+        for end in dict.fromkeys(ends):
+            share = f" ({ends.count(end)} of {len(self.runs)} runs)" if len(self.runs) > 1 else ""
+            found.append(f"{end[0]}{share}: {end[1]}")
+        return found
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -214,19 +205,19 @@ def heads(summaries: Sequence[Summary], metrics: Sequence[Metric]) -> list[str]:
 
 
 def unit(summaries: Sequence[Summary]) -> str:
-    """What speeds count: "samples" where they are known in every run that finished, else "updates"."""
+    """The unit of speeds: "samples" where they are known in every run that finished, else "updates"."""
     counts = set().union(*(summary.counts for summary in summaries))
     return "samples" if counts and all(samples is not None for _, samples in counts) else "updates"
 
 
 def rows(summaries: Sequence[Summary], metrics: Sequence[Metric]) -> Iterator[list[tuple[str, str]]]:
     """A row a plan of cells for `heads`: a text, and the range of the runs, or ""."""
-    base = next((summary.speed for summary in summaries if summary.speed is not None), None)
+    base = next((summary.speed for summary in summaries if summary.speed), None)
     for summary in summaries:
         speed = summary.speed
         yield [
             _cell(summary.seconds, seconds),
-            ("–" if speed is None or base is None else ratio(base.median / speed.median), ""),
+            (ratio(base.median / speed.median) if speed and base else "–", ""),
             (_cell(speed, rate)[0], ""),  # its range is that of the time
             (_cell(summary.peak, size)[0], ""),
             *(_cell(summary.final(metric), metric.text) for metric in metrics),
@@ -237,7 +228,7 @@ def rows(summaries: Sequence[Summary], metrics: Sequence[Metric]) -> Iterator[li
 def _cell(number: Spread | None, say: Callable[[float], str]) -> tuple[str, str]:
     if number is None:
         return "–", ""
-    apart = number.count > 1 and say(number.least) != say(number.most)
+    apart = say(number.least) != say(number.most)
     return say(number.median), f"{say(number.least)} … {say(number.most)}" if apart else ""
 
 

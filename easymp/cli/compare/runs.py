@@ -1,0 +1,288 @@
+"""One run of the script under one plan: its processes, its end, and the record that its ranks wrote (`easymp.trackers.recorder`)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from ...base import env
+from ...errors import SettingError
+from ...settings import NAMES, OVERRIDE, RECORD, checked
+
+GRACE = 40.0  # seconds to end in after SIGTERM: more than the launcher gives its ranks
+FAILED = re.compile(r"^rank \d+ of \d+ failed first: (.*)$", re.MULTILINE)
+TAIL = 1 << 16  # bytes of output in which the reason of a failure is looked for
+FINISHED, FAILURE, LATE, INTERRUPTED = "finished", "failed", "timed out", "interrupted"
+BUSY_TIMES = ("user", "nice", "system", "irq", "softirq", "steal")  # of psutil.cpu_times
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One plan to run the script under.
+
+    Attributes:
+        name: its differences from the other plans.
+        settings: by setting's name, as text; they win over the script's own.
+        processes: None: one an accelerator, or one without any.
+    """
+
+    name: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    processes: int | None = None
+
+    def override(self, **more: str) -> str:
+        """The settings, and `more`, as EASYMP_OVERRIDE takes them."""
+        return " ".join(f"{name}={shlex.quote(value)}" for name, value in {**self.settings, **more}.items())
+
+
+def variants(
+    precisions: Sequence[str] = (), strategies: Sequence[str] = (), processes: Sequence[int] = ()
+) -> list[Variant]:
+    """Every combination, in order; an empty list leaves that choice to the script.
+
+    Raises:
+        SettingError: a wrong name, or one given twice.
+    """
+    for word, given in (("mixed_precision", precisions), ("strategy", strategies), ("processes", processes)):
+        for value in given if word in NAMES else ():
+            checked(NAMES[word], value, f"{word}=")
+        if len(set(given)) < len(given):
+            values = ", ".join(map(str, given))
+            raise SettingError(f"{values}: one is there twice; --repeats runs each several times")
+    found = []
+    for precision, strategy, count in itertools.product(
+        precisions or [""], strategies or [""], processes or [0]
+    ):
+        parts = [
+            precision if len(precisions) > 1 or not (strategies[1:] or processes[1:]) else "",
+            strategy if len(strategies) > 1 else "",
+            f"{count} process{'es' * (count > 1)}" if len(processes) > 1 else "",
+        ]
+        settings = {"mixed_precision": precision, "strategy": strategy}
+        name = " ".join(filter(None, parts)) or strategy or "as it is"
+        found.append(Variant(name, {word: value for word, value in settings.items() if value}, count or None))
+    return found
+
+
+class Task(NamedTuple):
+    """The script: its path (with `module` its name), its own arguments, and the seconds that a run may take."""
+
+    script: str
+    arguments: Sequence[str] = ()
+    module: bool = False
+    timeout: float | None = None
+
+    def command(self, variant: Variant) -> list[str]:
+        """The words that start a run."""
+        processes = [] if variant.processes is None else ["--processes", str(variant.processes)]
+        launch = [sys.executable, "-m", "easymp", "launch", *processes]
+        return [*launch, *["-m"] * self.module, self.script, *self.arguments]
+
+
+@dataclass(frozen=True)
+class End:
+    """How a run ended.
+
+    Attributes:
+        status: "finished", "failed", "timed out" or "interrupted".
+        why: a sentence where it did not finish; else "".
+        started: seconds since the epoch.
+        wall: seconds in all.
+        others: processors that other work on the machine used meanwhile, on average.
+    """
+
+    status: str
+    why: str
+    started: float
+    wall: float
+    others: float
+
+
+def run(task: Task, variant: Variant, folder: Path, seed: int | None = None) -> End:
+    """Run the script to its end, and put its record and ``output.txt`` into `folder`, which is made.
+
+    An interruption (KeyboardInterrupt) stops the run and is an end like others.
+    """
+    own = {"project_dir": str(folder / "project")} | ({} if seed is None else {"seed": str(seed)})
+    override = " ".join(filter(None, [env.read(OVERRIDE), variant.override(**own)]))
+    folder.mkdir(parents=True)
+    before, started, begun = _others(), time.time(), time.perf_counter()
+    with open(folder / "output.txt", "wb") as output:
+        process = subprocess.Popen(
+            task.command(variant),
+            env=env.merged({OVERRIDE: override, RECORD: str(folder)}),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C comes to this process only, and a stopped run gets one signal
+        )
+        try:
+            status = FINISHED if process.wait(task.timeout) == 0 else FAILURE
+        except subprocess.TimeoutExpired:
+            status = LATE
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+        if status in (LATE, INTERRUPTED):
+            _stop(process)
+    wall = time.perf_counter() - begun
+    why = {
+        FINISHED: "",
+        LATE: f"stopped after {task.timeout or 0:g} seconds (--timeout)",
+        INTERRUPTED: "stopped by a signal",
+    }
+    said = why[status] if status in why else _reason(folder / "output.txt", process.returncode)
+    return End(status, said, started, wall, max(0.0, _others() - before) / wall)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Send SIGTERM, which the launcher passes on; after GRACE, or a second Ctrl-C, SIGKILL to all that are left."""
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.Error:
+        family = []
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(GRACE)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
+    finally:
+        for member in family:
+            try:
+                member.kill()
+            except psutil.Error:  # it has ended
+                continue
+        process.wait()
+
+
+def _reason(path: Path, code: int) -> str:
+    """Why a run failed: the launcher's sentence, the last line of the output, or the exit code."""
+    with open(path, "rb") as output:
+        output.seek(max(0, output.seek(0, 2) - TAIL))
+        text = output.read().decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return [f"exit code {code}", *lines[-1:], *FAILED.findall(text)[-1:]][-1]
+
+
+def _others() -> float:
+    """Seconds of processors that others than this process and its ended children have used so far, on the whole machine."""
+    spent = psutil.cpu_times()
+    own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    busy = sum(getattr(spent, name, 0.0) for name in BUSY_TIMES)
+    return busy - sum(use.ru_utime + use.ru_stime for use in own)
+
+
+# -- the record
+
+
+class Point(NamedTuple):
+    """A logged value."""
+
+    update: int  # updates made by then
+    seconds: float  # since the end of the first update; negative before it
+    value: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """One training, as its ranks recorded it.
+
+    Attributes:
+        begun: seconds since the epoch, when the Accelerator was made.
+        first: seconds from there to the end of the first update; None where there was none.
+        seconds: from the end of the first update to that of the last; None for fewer than two updates.
+        updates, samples: between the two; samples of all ranks, None where they are unknown.
+        peak: bytes of the rank that had most, and `memory` that rank's bytes over the seconds since the first update.
+        device_memory: whether those are allocated on the device, or resident in the process.
+        curves: logged values by name.
+        plan, machine: as last told.
+        trainings: how many Accelerators the script made; this is the one with the most updates.
+    """
+
+    begun: float
+    first: float | None
+    seconds: float | None
+    updates: int
+    samples: int | None
+    peak: int
+    device_memory: bool
+    memory: list[tuple[float, int]]
+    curves: dict[str, list[Point]]
+    plan: dict[str, Any]
+    machine: dict[str, Any]
+    trainings: int = 1
+
+
+class _Training(dict[str, list[dict[str, Any]]]):
+    """The lines from one ``begin`` to the next, by event."""
+
+    def last(self, event: str, key: str, default: Any = None) -> Any:
+        return self[event][-1].get(key, default) if event in self else default
+
+    @property
+    def updates(self) -> int:
+        return max(int(self.last(event, "updates", 0)) for event in ("first", "memory", "end"))
+
+    @property
+    def peak(self) -> int:
+        return max([int(self.last("end", "peak", 0)), *(line["bytes"] for line in self.get("memory", []))])
+
+
+def read(folder: Path) -> Record | None:
+    """The record in `folder`; None where no Accelerator was made. Lines that a killed run cut short are left out."""
+    ranks = {path.name: _trainings(path) for path in sorted(folder.glob("rank-*.jsonl"))}
+    main = ranks.get("rank-0.jsonl")
+    if not main:
+        return None
+    chosen = max(range(len(main)), key=lambda i: main[i].updates)
+    one, begin = main[chosen], main[chosen]["begin"][0]
+    fullest = max((found[chosen] for found in ranks.values() if len(found) > chosen), key=lambda it: it.peak)
+    zero = one.last("first", "at", 0.0)
+    curves: dict[str, list[Point]] = {}
+    for line in one.get("log", []):
+        for name, value in line["values"].items():
+            point = Point(int(line["updates"]), round(line["at"] - zero, 4), float(value))
+            curves.setdefault(name, []).append(point)
+    samples = one.last("first", "samples"), one.last("end" if "end" in one else "memory", "samples")
+    timed = one.last("end", "seconds")
+    seconds = one.last("memory", "at", zero) - zero if timed is None else timed
+    return Record(
+        begun=float(begin["time"]),
+        first=one.last("first", "at"),
+        seconds=float(seconds) if one.updates > 1 else None,
+        updates=max(0, one.updates - 1),
+        samples=None if None in samples else int(samples[1]) - int(samples[0]) or None,
+        peak=fullest.peak,
+        device_memory=begin.get("memory") == "device",
+        memory=[(round(line["at"] - zero, 3), int(line["bytes"])) for line in fullest.get("memory", [])],
+        curves=curves,
+        plan=dict(one.last("end", "plan") or begin.get("plan", {})),
+        machine=dict(begin.get("machine", {})),
+        trainings=len(main),
+    )
+
+
+def _trainings(path: Path) -> list[_Training]:
+    found: list[_Training] = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if line["event"] == "begin":
+            found.append(_Training())
+        if found:
+            found[-1].setdefault(line["event"], []).append(line)
+    return found
