@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -172,6 +173,7 @@ def _fresh() -> None:
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
     torch.set_grad_enabled(True)
+    logging.disable(logging.NOTSET)
 
 
 def _left_behind(before: set[threading.Thread]) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from easymp import Accelerator, PrepareError, SettingError
 from easymp.base.dtensor import local
@@ -57,49 +56,6 @@ def test_what_a_rank_holds_is_what_was_predicted(
     for name in seen[0]:
         # The fullest rank decides. Torch rounds a bucket or a shard up here and there.
         assert max(one[name] for one in seen) == pytest.approx(getattr(predicted, name), rel=0.01), name
-
-
-class Stack(nn.Module):
-    """Residual blocks between an embedding and a last layer that share their weights; wide, so that activations are small beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(500, 64)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)
-        )
-        self.head = nn.Linear(64, 500, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-def peak(options: dict[str, Any], precision: str) -> int:
-    """Bytes at the peak of a training step with fsdp, activations less, as torch's own tracker counts them."""
-    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
-
-    with Accelerator(strategy="fsdp", strategy_options=options, mixed_precision=precision, cpu=True) as acc:
-        model = Stack()
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-        model, optimizer = acc.prepare(model, optimizer)
-        tracker = FSDPMemTracker(acc.unwrap_model(model), optimizer.optimizer)
-        x = torch.zeros(1, 2, dtype=torch.long)
-        tracker.track_inputs((x,))
-        with tracker:
-            for step in range(2):
-                acc.backward(model(x).sum())
-                optimizer.step()
-                optimizer.zero_grad()
-                if step == 0:
-                    tracker.reset_mod_stats()
-        (seen,) = tracker.get_tracker_snapshot("peak").values()
-        return sum(
-            size for kind, size in seen.items() if kind not in (_FSDPRefType.ACT, _FSDPRefType.INP, "Total")
-        )
 
 
 # -- exact sums --------------------------------------------------------------------------------------------------------
@@ -217,15 +173,6 @@ def saved_by_running(model: nn.Module, x: Tensor, compute: torch.dtype | None) -
     return sum(t.untyped_storage().nbytes() for place, t in seen.items() if place not in own)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -244,8 +191,6 @@ FORWARDS = {
     "conv": (lambda: models.make("conv"), (4, 12)),
     "transformer": (lambda: models.make("tied"), (3, 12)),
     "encoder": (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), (3, 5, 16)),
-    "checkpointed": (lambda: Checkpointed(perceptron(), False), (7, 12)),
-    "checkpointed, reentrant": (lambda: Checkpointed(perceptron(), True), (7, 12)),
 }
 
 

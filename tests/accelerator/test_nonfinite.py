@@ -27,14 +27,9 @@ def heard() -> Iterator[list[str]]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("easymp.training.nonfinite")
     logger.addHandler(handler)
-    before = logger.disabled, logger.level
-    logger.disabled = False  # a library that configures logging in an earlier test may have switched it off
-    logger.setLevel(logging.INFO)
     try:
         yield said
     finally:
-        logger.disabled = before[0]
-        logger.setLevel(before[1])
         logger.removeHandler(handler)
 
 

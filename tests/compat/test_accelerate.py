@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import warnings
 from types import SimpleNamespace
@@ -367,7 +366,6 @@ def test_a_repeated_loss_weighs_as_much_as_its_samples(ranks: Ranks) -> None:
 
 def sharded() -> tuple[str, str, int]:
     """fsdp_with_peak_mem_tracking's plugin."""
-    logging.disable(logging.WARNING)
     with Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()) as acc:
         model = Net()
         model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
