@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ import pytest
 import torch
 from torch import nn
 
-from easymp import Accelerator, CheckpointError, ProjectConfiguration
-from easymp.checkpoint import list_checkpoints, prune, verify
+from easymp import Accelerator, CheckpointError, ProjectConfiguration, checkpoint
+from easymp.cli import main
 
 from ..conftest import Ranks
-from .samples import flip, rewrite
+from .samples import flip, lineage_of, rewrite
 
 
 class Run:
@@ -82,7 +82,7 @@ def listed(place: str) -> dict[str, str]:
     return {
         plainly(e.name).partition(".line")[0] + ("'" if ".line" in e.name else ""): e.why
         or ("newest" if e.newest else "abandoned" if e.abandoned else "")
-        for e in list_checkpoints(f"{place}/checkpoints")
+        for e in checkpoint.list_checkpoints(f"{place}/checkpoints")
     }
 
 
@@ -145,9 +145,11 @@ def test_a_name_of_the_abandoned_line_is_taken_and_both_stay(place: str, caplog:
         "step-00000012": "newest",
     }
     aside = next(
-        e.name for e in list_checkpoints(f"{place}/checkpoints") if e.name.startswith("step-00000012.line-")
+        e.name
+        for e in checkpoint.list_checkpoints(f"{place}/checkpoints")
+        if e.name.startswith("step-00000012.line-")
     )
-    assert verify(f"{place}/checkpoints/{aside}") == []
+    assert checkpoint.verify(f"{place}/checkpoints/{aside}") == []
     with run(place, load=aside) as it:
         assert it.weight == 12
         it.to(14)
@@ -190,8 +192,8 @@ def test_prune_keeps_the_last_of_each_other_line(place: str) -> None:
     with run(place) as it:
         it.to(2, 4, 6)
     root = f"{place}/checkpoints"
-    assert prune(root, keep=2).kept == tuple(steps(6, 4, 20))
-    found = prune(root, keep=1, abandoned=True)
+    assert checkpoint.prune(root, keep=2).kept == tuple(steps(6, 4, 20))
+    found = checkpoint.prune(root, keep=1, abandoned=True)
     assert (found.kept, set(found.removed)) == (tuple(steps(6)), set(steps(4, 20)))
     assert resumed(place) == ("step-00000006", 6)
 
@@ -252,67 +254,61 @@ def test_folders_of_the_first_release(tmp_path: Path) -> None:
 def test_a_clock_that_went_back_changes_no_order(tmp_path: Path) -> None:
     with run(str(tmp_path)) as it:
         it.to(2)
-    lineage = json.loads((tmp_path / "checkpoints/step-00000002/manifest.json").read_bytes())["plan"][
-        "lineage"
-    ]
-    rewrite(tmp_path / "checkpoints/step-00000002", lineage, written="2999-01-01T00:00:00.000000+00:00")
+    folder = tmp_path / "checkpoints/step-00000002"
+    rewrite(folder, lineage_of(folder), written="2999-01-01T00:00:00.000000+00:00")
     with run(str(tmp_path)) as it:
         it.to(1)
     assert resumed(str(tmp_path)) == ("step-00000001", 1)
 
 
-def test_the_command_lists_lines(tmp_path: Path) -> None:
+def test_the_command_lists_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with run(str(tmp_path)) as it:
         it.to(8, 10)
     with run(str(tmp_path), load="step-00000008") as it:
         it.to(9)
-    done = easymp("checkpoint", "list", f"{tmp_path}/checkpoints")
-    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert main(["checkpoint", "list", f"{tmp_path}/checkpoints"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[0] for row in rows] == steps(8, 10, 9)
     assert rows[0][6] == rows[1][6] != rows[2][6] and rows[2][7] == "step-00000008"
     assert [" ".join(row[8:]) for row in rows[1:]] == ["not on the current line", "newest"]
-    said = easymp("checkpoint", "inspect", f"{tmp_path}/checkpoints/step-00000009").stdout
-    assert re.search(rf"line +{rows[2][6]}, continues step-00000008", said)
-
-
-def easymp(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "easymp", *words], capture_output=True, text=True, timeout=100, check=True
-    )
+    assert main(["checkpoint", "inspect", f"{tmp_path}/checkpoints/step-00000009"]) == 0
+    assert re.search(rf"line +{rows[2][6]}, continues step-00000008", capsys.readouterr().out)
 
 
 # -- one run a folder --------------------------------------------------------------------------------------------------
 
-OTHER = """
-import sys
-sys.path[:0] = sys.argv[3:]
-import fsspec
-from tests.checkpoint.test_lineage import Run
-if sys.argv[2]:
-    fsspec.config.conf["s3"] = eval(sys.argv[2])
-it = Run(sys.argv[1])
-it.acc.resume()
-it.to(2)
-print("saved", flush=True)
-sys.stdin.read()
-it.acc.close()
-"""
+PROCESSES = multiprocessing.get_context("forkserver")  # the pool's, which has torch already
+
+
+def hold(place: str, store: dict[str, Any] | None, pipe: Connection) -> None:
+    """A run that resumes and saves, and goes on until it is told to end."""
+    if store is not None:
+        fsspec.config.conf["s3"] = store
+    with run(place) as it:
+        it.acc.resume()
+        it.to(2)
+        pipe.send("saved")
+        pipe.recv()
 
 
 @contextmanager
-def another(place: str, store: str = "") -> Iterator[subprocess.Popen[str]]:
-    """A run in another process that has resumed and saved there, and goes on."""
-    command = [sys.executable, "-c", OTHER, place, store, *sys.path]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def another(
+    place: str, store: dict[str, Any] | None = None
+) -> Iterator[tuple[ForkServerProcess, Connection]]:
+    """A live run in another process."""
+    here, there = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=hold, args=(place, store, there))
+    process.start()
+    there.close()
     try:
-        assert process.stdout is not None and process.stdout.readline() == "saved\n"
-        yield process
+        assert here.recv() == "saved"
+        yield process, here
     finally:
         process.kill()
-        process.communicate()
+        process.join()
 
 
-def refused(place: str, pid: int) -> None:
+def refused(place: str, pid: int | None) -> None:
     words = rf"checkpoints is being written by process {pid} on .* since 2.*\(\d+ "
     with Accelerator(project_dir=place, log_with="none") as acc:
         net = acc.prepare(nn.Linear(1, 1, bias=False))
@@ -340,7 +336,7 @@ def test_a_second_live_run_is_refused_and_a_dead_one_is_not_waited_for(
 ) -> None:
     place = str(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with another(place) as process:
+    with another(place) as (process, _):
         refused(place, process.pid)
         with Accelerator(log_with="none") as acc:  # no folder was named, and the default one is the other's
             acc.prepare(torch.optim.SGD(acc.prepare(nn.Linear(1, 1)).parameters(), lr=0.1))
@@ -355,11 +351,12 @@ def test_a_second_live_run_is_refused_and_a_dead_one_is_not_waited_for(
         with Accelerator(project_config=shared, log_with="none") as acc:
             acc.prepare(torch.optim.SGD(acc.prepare(nn.Linear(1, 1)).parameters(), lr=0.1))
             acc.save_state(f"{place}/checkpoints/trial-1")  # no step's name: `resume` never takes it
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         assert resumed(place) == ("step-00000002", 2)
-    with another(place) as process:
-        process.communicate("")  # it ends
+    with another(place) as (process, pipe):
+        pipe.send("end")
+        process.join()
         with run(place) as it:
             it.acc.resume()
             it.to(3)
@@ -430,14 +427,14 @@ def shared(place: str) -> tuple[str | None, float]:
 def test_ranks_share_the_claim_and_the_line(ranks: Ranks, tmp_path: Path) -> None:
     place = str(tmp_path)
     assert [ranks(shared, place) for _ in range(2)] == [[(None, 2)] * 2, [("step-00000002", 4)] * 2]
-    assert len({e.line for e in list_checkpoints(f"{place}/checkpoints")}) == 1
+    assert len({e.line for e in checkpoint.list_checkpoints(f"{place}/checkpoints")}) == 1
 
 
 @pytest.mark.slow
 def test_a_second_live_run_in_an_object_store(tmp_path: Path, s3: str) -> None:
     place = f"{s3}/{tmp_path.name}"
-    with another(place, repr(fsspec.config.conf["s3"])) as process:
+    with another(place, fsspec.config.conf["s3"]) as (process, _):
         refused(place, process.pid)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         assert resumed(place) == ("step-00000002", 2)
