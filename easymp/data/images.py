@@ -42,12 +42,10 @@ class NormalizeImages:
             raise SettingError(
                 f"mean={mean!r} and std={std!r} must have one number per channel, and those of std must be above 0"
             )
-        if dtype not in DTYPES:
+        if dtype not in DTYPES or layout not in LAYOUTS:
             raise SettingError(
-                f"dtype={dtype!r} is not one of torch.float32, torch.bfloat16 and torch.float16"
+                f"dtype={dtype!r} and layout={layout!r}: pass torch.float32, torch.bfloat16 or torch.float16, and 'NCHW' or 'NHWC'"
             )
-        if layout not in LAYOUTS:
-            raise SettingError(f"layout={layout!r} of images is neither 'NCHW' nor 'NHWC'")
         self.mean, self.std, self.dtype, self.layout = tuple(mean), tuple(std), dtype, layout
         wide = torch.tensor([self.mean, self.std], dtype=torch.float64)
         self._numbers = torch.stack([255 * wide[0], 1 / (255 * wide[1])]).float()

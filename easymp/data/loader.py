@@ -7,7 +7,7 @@ once. `skip_first_batches` counts from the start of the epoch. A state saved bet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -18,8 +18,7 @@ from ..base.accumulation import UpdateWindow
 from ..errors import BatchError, LengthError
 from ..logging import get_logger
 from .order import size_of
-from .prefetch import moved
-from .source import Source, rebuild
+from .source import Source, moved, rebuild
 
 logger = get_logger(__name__)
 
@@ -47,9 +46,9 @@ class PreparedLoader:
         batch_size: int | None,
         differ: bool,
         device: torch.device | None,
-        non_blocking: bool = True,
-        at_end: Callable[[], None] = lambda: None,
-        forwards: Callable[[], int] | None = None,
+        non_blocking: bool,
+        at_end: Callable[[], None],
+        forwards: Callable[[], int],
     ) -> None:
         self.loader = source.loader
         self.batch_size = batch_size
@@ -57,22 +56,21 @@ class PreparedLoader:
         self.position = 0
         self.last = False
         self.local_size: int | None = None
+        self.finished = 0
         self._given, self._source, self._window, self._rank = given, source, window, rank
         self._differ = differ  # batches have no common size
         self._device, self._non_blocking = device, non_blocking
-        self._at_end = at_end  # called when a pass has come to its end, and was not left before
-        self._forwards = forwards  # counts forwards that need every rank, where a strategy has such
+        self._at_end = at_end  # called at the end of a pass that was not left early
+        self._forwards = forwards  # counts forwards that need every rank
         self._surplus = 0
         self._pass: object | None = None  # the running pass
         self._next_epoch: int | None = None  # set_epoch, while a pass runs
         self._resume = False  # the next pass begins at `position`, not at 0
         self._over = False  # … and has nothing left: the state was taken at its last batch
-        self._loads = 0  # how often a state was loaded
+        self._loads = 0  # number of states loaded
         self._inner = False  # whether the running pass began inside another loader's
-        self.finished = 0
-        self._round = self._begun = (
-            0  # calls of `replay`, and how many there were when the running pass began
-        )
+        self._round = 0  # calls of `replay`
+        self._begun = 0  # … when the running pass began
         self._empty = 0  # passes to come that have nothing in them
         self._told = [getattr(part, "epoch", None) for part in self._parts()]
 
@@ -112,17 +110,12 @@ class PreparedLoader:
         """Repeated samples at the end of the current global batch in rank order; 0 except in a completed round.
 
         Raises:
-            BatchError: the number is unknown (ready batches without a size, or ``in_order=False``).
+            BatchError: the number is unknown (ready batches without a size).
         """
         if self._surplus < 0:
             raise BatchError(
-                "how many samples of this round are repeated is not known, because "
-                + (
-                    "the data set yields ready batches: pass even_batches=False in DataLoaderConfiguration, or let the "
-                    "DataLoader make the batches"
-                    if getattr(self.loader, "in_order", True)
-                    else "the loader was made with in_order=False: leave that out, or pass drop_last=True"
-                )
+                "how many samples of this round are repeated is not known, because the data set yields ready batches: pass "
+                "even_batches=False in DataLoaderConfiguration, or let the DataLoader make the batches"
             )
         return self._surplus
 
@@ -135,9 +128,9 @@ class PreparedLoader:
         batches = self._source.batches(self._rank)
         if batches is None:
             parts = (self.dataset, self._given.sampler, self._given.batch_sampler)
-            what = type(next(part for part in parts if part is not None and size_of(part) is None))
+            without = next(part for part in parts if part is not None and size_of(part) is None)
             raise LengthError(
-                f"this loader has no length, because its {what.__name__} has none: count steps instead of epochs, or "
+                f"this loader has no length, because its {type(without).__name__} has none: count steps instead of epochs, or "
                 "give the data set or sampler a __len__"
             )
         return batches
@@ -191,23 +184,13 @@ class PreparedLoader:
         outside, resumes = window.enclosing, id(self) in window.resuming
         me, skip = self._begin(skip)
         self._inner = outside is not None and outside is not self
-        source = self._source
-        if self._over and not window.rounds:
-            logger.warning(
-                "the checkpoint was taken at a loader's last batch, so nothing is left of that pass, and the loop over it has no batch: "
-                "a script that counts epochs by itself, and begins with the next one, says so by loader.set_epoch(number)"
-            )
-        feed = iter(()) if self._over else source.read(self.epoch, self.position, skip)
-        self._over = False
-        if self._device is not None:
-            feed = moved(feed, self._device, self._non_blocking)
+        source, feed = self._source, self._feed(skip)
         # A resumed loader inside another loop runs beside it: an inner loop would begin again from its start.
         window.enter(self, beside=resumes and outside is not None)
         try:
             if window.timing is not None:
                 window.timing.asks(self)
-            counts = self._unlike_counts(skip)
-            forwards = self._forwards() if self._forwards is not None else 0
+            counts, forwards = self._unlike_counts(skip), self._forwards()
             for given, (batch, note) in enumerate(feed):
                 _, self.position, self._surplus, self.local_size, self.last, mark = note
                 if window.timing is not None:
@@ -235,17 +218,30 @@ class PreparedLoader:
             if self._pass is me:
                 self._end()
 
+    def _feed(self, skip: int) -> Iterator[Any]:
+        """Batches and notes of the pass that begins."""
+        over, self._over = self._over, False
+        if over:
+            if not self._window.rounds:
+                logger.warning(
+                    "the checkpoint was taken at a loader's last batch, so nothing is left of that pass, and the loop over it has no "
+                    "batch: a script that counts epochs by itself, and begins with the next one, says so by loader.set_epoch(number)"
+                )
+            return iter(())
+        feed = self._source.read(self.epoch, self.position, skip)
+        return feed if self._device is None else moved(feed, self._device, self._non_blocking)
+
     def _unlike_counts(self, skip: int) -> list[int]:
-        """Batches of each rank in a whole pass, if they differ and a forward may need every rank; else empty."""
-        if self._forwards is None or skip or self.position or not self.uneven:
+        """Batches of each rank in a whole pass, if they are known and differ; else empty."""
+        if skip or self.position or not self.uneven:
             return []
         counts = [self._source.batches(rank) for rank in range(self._source.cut.ranks)]
         known = [count for count in counts if count is not None]
         return known if len(set(known)) > 1 and len(known) == len(counts) else []
 
     def _refuse_uneven(self, counts: list[int], forwards: int) -> None:
-        """Raise BatchError on all ranks where some are out of batches, if the loop has called a sharded model."""
-        if self._forwards is not None and self._forwards() != forwards:
+        """Raise BatchError on all ranks if some are out of batches and the loop has called a sharded model."""
+        if self._forwards() != forwards:
             raise BatchError(
                 f"the ranks have {', '.join(map(str, counts))} batches in this pass, and the model's parameters are sharded, so that each "
                 "forward needs every rank: keep even_batches=True in DataLoaderConfiguration, make the DataLoader with drop_last=True, or "
@@ -316,9 +312,6 @@ class PreparedLoader:
 
         Values are plain JSON types, except for what the `state_dict` of the data set holds and the state of a sampler's own generator
         under ``use_seedable_sampler=False``.
-
-        Raises:
-            BatchError: inside a pass with ``in_order=False``, where the position does not say which samples were read.
         """
         state = {"epoch": self.epoch, "position": self.position, "seed": self._source.seed}
         if (drawing := self._source.drawing()) is not None:
@@ -327,9 +320,14 @@ class PreparedLoader:
             state.update(self._source.state())
             if self.last or self._over:
                 state["over"] = True
-        if not isinstance(self.dataset, IterableDataset) and _stateful(self.dataset):
+        if self._stateful():
             state["data set"] = self.dataset.state_dict()
         return state
+
+    def _stateful(self) -> bool:
+        """Whether the data set has a state of its own; a stream's travels with its batches."""
+        methods = (getattr(self.dataset, name, None) for name in ("state_dict", "load_state_dict"))
+        return not isinstance(self.dataset, IterableDataset) and all(map(callable, methods))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state` in the next ``for``, at any number of ranks.
@@ -348,7 +346,7 @@ class PreparedLoader:
                 "data set, or start a new epoch with set_epoch"
             )
         self._source.load(state)
-        if "data set" in state and _stateful(self.dataset):
+        if "data set" in state and self._stateful():
             self.dataset.load_state_dict(state["data set"])
         self._pass, self._next_epoch = None, None
         self._surplus, self.local_size, self.last = 0, None, False
@@ -360,10 +358,6 @@ class PreparedLoader:
         if self.position:
             self._window.resuming.add(id(self))
         self._tell()
-
-
-def _stateful(dataset: Any) -> bool:
-    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
@@ -390,14 +384,14 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         )
     if isinstance(loader.dataset, IterableDataset):
         return SkippedLoader(loader, num_batches)
-    without = Without(loader.batch_sampler or loader.sampler, num_batches)
-    whole = loader.batch_sampler is None
-    how = {"batch_size": None, "sampler": without} if whole else {"batch_sampler": without}
+    without = SkippedLoader(loader.batch_sampler or loader.sampler, num_batches)
+    ready = loader.batch_sampler is None
+    how = {"batch_size": None, "sampler": without} if ready else {"batch_sampler": without}
     return rebuild(loader, loader.dataset, loader.pin_memory, generator=loader.generator, **how)
 
 
 class SkippedLoader:
-    """View of `whole` whose next pass begins `skip` batches later."""
+    """View of `whole`, a loader or a sampler; its next pass begins `skip` batches later."""
 
     def __init__(self, whole: Any, skip: int) -> None:
         self.whole = whole
@@ -416,23 +410,3 @@ class SkippedLoader:
         if name.startswith("__") or "whole" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.whole, name)
-
-
-class Without:
-    """Sampler without its first `skip` items in its first pass."""
-
-    def __init__(self, sampler: Iterable[Any], skip: int) -> None:
-        self.sampler = sampler
-        self.skip = skip
-
-    def __iter__(self) -> Iterator[Any]:
-        skip, self.skip = self.skip, 0
-        return islice(self.sampler, skip, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self.sampler) - self.skip)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "sampler" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.sampler, name)

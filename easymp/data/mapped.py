@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from ..base.rng import mix, seed_host
 from ..distributed.process_group import World
-from ..errors import BatchError
 from .order import (
     Cut,
     Share,
@@ -31,7 +30,7 @@ from .order import (
     shares,
     size_of,
 )
-from .source import Note, Seeded, aside, rebuild
+from .source import Feed, Note, Seeded, aside, rebuild
 
 AHEAD = 32  # batches of indices computed at once if the order is known beforehand
 
@@ -53,9 +52,10 @@ class MapSource:
         given: the user's DataLoader.
         sampler: yields indices, or batches of indices if `whole` is set.
         cut: how the order is cut into batches.
-        ranks: the data ranks whose shares this process reads: its own, or all of them.
+        ranks: the data ranks that this process reads for: its own, or all of them.
         whole: None, or for samplers of batches: "deal" whole batches to the ranks, "split" each batch.
         seeded: draw by f(seed, epoch); otherwise rank 0 draws from its own random state for all.
+        alone: this process draws and reads for all ranks.
         ahead: this process loads a batch before the step of the one before it.
     """
 
@@ -68,26 +68,24 @@ class MapSource:
         world: World,
         *,
         seed: int,
-        whole: str | None = None,
-        seeded: bool = True,
-        pin_memory: bool = False,
-        alone: bool = False,
-        ahead: bool = False,
+        whole: str | None,
+        seeded: bool,
+        pin_memory: bool,
+        alone: bool,
+        ahead: bool,
     ) -> None:
         self.seed = seed
         self.cut = cut
         self._sampler, self._ranks, self._whole = sampler, ranks, whole
         self._world, self._seeded, self._alone, self._ahead = world, seeded, alone, ahead
         self._ready = given.batch_sampler is None  # the data set's items are batches already
-        # Rounds are built from shares in order.
-        self._in_order = getattr(given, "in_order", True) or len(ranks) > 1
         self._checked = False
         self._drawn: int | None = None  # seed of the current order, if it is not f(seed, epoch)
         self._redraw: dict[int, int] = {}  # seeds by epoch, to draw an order again after a resume
         self._upcoming = Rounds()
         batches = {"batch_sampler": self._upcoming}
         how = {"batch_size": None, "sampler": self._upcoming} if self._ready else batches
-        self.loader = rebuild(given, given.dataset, pin_memory, in_order=self._in_order, **how)
+        self.loader = rebuild(given, given.dataset, pin_memory, **how)
 
     def batches(self, rank: int) -> int | None:
         total = length(self._sampler)
@@ -99,10 +97,10 @@ class MapSource:
         """Samples in an epoch, if known without drawing it."""
         return None if self._whole else length(self._sampler)
 
-    def read(self, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, Note]]:
+    def read(self, epoch: int, start: int, skip: int) -> Feed:
         notes: deque[Note] = deque()
         upcoming = islice(self._shares(self._order(epoch), start), skip * len(self._ranks), None)
-        indices = self._indices(upcoming, notes, self._overtaken(start))
+        indices = self._indices(upcoming, notes)
         elsewhere = self._ahead or self.loader.num_workers > 0
         self._upcoming.upcoming = self._seeds(indices, notes, epoch) if elsewhere else indices
         self.loader.generator.manual_seed(mix(self.seed, "workers", epoch, start, self._ranks[0]))  # type: ignore[union-attr]
@@ -119,14 +117,7 @@ class MapSource:
                 seed_host(seed)
             yield items if self._ahead else Seeded(items, seed)
 
-    def _overtaken(self, start: int) -> bool:
-        """Whether a round with repeats may come at any place, because batches overtake each other (in_order=False)."""
-        cut, total = self.cut, self.samples()
-        if self._in_order or not cut.completes:
-            return False
-        return total is None or cut.surplus(total - start) > 0
-
-    def _indices(self, upcoming: Iterator[Share], notes: deque[Note], unknown: bool) -> Iterator[Any]:
+    def _indices(self, upcoming: Iterator[Share], notes: deque[Note]) -> Iterator[Any]:
         reader = flagged(upcoming)
         # Index arithmetic in one loop costs a quarter of the same between training steps.
         ahead = AHEAD if self.samples() is not None else 1
@@ -136,68 +127,56 @@ class MapSource:
                     notes.append(Note(rank, end, -1 if surplus else 0, None, last))
                     yield items[0]
                 else:
-                    size = len(items) if self._in_order else None
-                    notes.append(Note(rank, end, -1 if unknown else surplus, size, last))
+                    notes.append(Note(rank, end, surplus, len(items), last))
                     yield items
 
     def _shares(self, order: Any, start: int) -> Iterator[Share]:
         cut, ranks = self.cut, self._ranks
-        if self._whole == "split":
-            for round_, part in halves(order, cut.ranks, even=cut.even, start=start):
-                yield from parts(round_, part, ranks)
-        elif self._whole:
-            for round_ in rounds(
-                order, cut.ranks, complete=cut.completes, drop_last=cut.drop_last, start=start, weigh=size_of
-            ):
-                yield from parts(round_, None, ranks)
-        elif not isinstance(order, Sequence):
-            for round_ in rounds(
-                order, cut.whole, complete=cut.completes, drop_last=cut.drop_last, start=start
-            ):
-                yield from parts(round_, cut.batch, ranks)
-        elif len(ranks) == 1:
-            yield from shares(order, cut, ranks[0], start)
-        else:
+        if isinstance(order, Sequence) and not self._whole:
             readers = [shares(order, cut, rank, start) for rank in ranks]
             while round_shares := [share for reader in readers for share in islice(reader, 1)]:
                 yield from round_shares
+            return
+        if self._whole == "split":
+            found = halves(order, cut.ranks, even=cut.even, start=start)
+        else:
+            count, size, weigh = (cut.ranks, None, size_of) if self._whole else (cut.whole, cut.batch, None)
+            cutting = rounds(
+                order, count, complete=cut.completes, drop_last=cut.drop_last, start=start, weigh=weigh
+            )
+            found = ((round_, size) for round_ in cutting)
+        for round_, size in found:
+            yield from parts(round_, size, ranks)
 
     def _order(self, epoch: int) -> Any:
-        chunk = self.cut.ranks if self._whole else self.cut.whole
-        if self._seeded:
-            order = draw(self._sampler, mix(self.seed, "order", epoch), chunk)
-            if isinstance(order, list) and not self._checked and not self._alone:
-                agree(order, self._world)
-                self._checked = True
+        seed = mix(self.seed, "order", epoch) if self._seeded else self._own_seed(epoch)
+        order = draw(self._sampler, seed, self.cut.ranks if self._whole else self.cut.whole)
+        if self._alone or not isinstance(order, list):
             return order
-        # Rank 0 draws a seed from its own random state, so that a resume can draw the same order again.
+        if not self._seeded:
+            return self._world.broadcast_objects([order])[0]
+        if not self._checked:
+            agree(order, self._world)
+            self._checked = True
+        return order
+
+    def _own_seed(self, epoch: int) -> int:
+        """The seed that rank 0 draws from its own random state; a resume draws the same order again by it."""
         seed = self._redraw.pop(epoch, None)
         if seed is None:
             seed = own_seed(self._sampler) if self._world.rank == 0 else 0
             if not self._alone:
-                seed = self._world.broadcast_objects([seed])[0]
+                seed = int(self._world.broadcast_objects([seed])[0])
         self._drawn = seed
-        if self._alone:
-            return draw(self._sampler, seed, chunk)
-        order = draw(self._sampler, seed, chunk)
-        return self._world.broadcast_objects([order])[0] if isinstance(order, list) else order
+        return seed
 
     def drawing(self) -> list[Tensor] | None:
         own = [] if self._seeded else generators(self._sampler)
         return [generator.get_state() for generator in own] or None
 
     def state(self) -> dict[str, Any]:
-        if not self._in_order:
-            raise BatchError(
-                "this loader was made with in_order=False, so no position says which samples have been read: save between two "
-                "epochs, or leave in_order=False out"
-            )
-        state: dict[str, Any] = {}
-        if (n := self.samples()) is not None:
-            state["samples"] = n
-        if self._drawn is not None:
-            state["drawn"] = self._drawn
-        return state
+        known = {"samples": self.samples(), "drawn": self._drawn}
+        return {name: value for name, value in known.items() if value is not None}
 
     def passed(self, mark: Any) -> None:
         pass  # the position is enough

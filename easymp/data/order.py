@@ -6,13 +6,12 @@ ones are seeded, and the generators are restored afterwards.
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from ..base.rng import host_states, mix, seed_host, set_host_states
@@ -47,35 +46,15 @@ def draw(sampler: Any, seed: int, chunk: int) -> Sequence[Any] | Iterator[Any]:
         return list(sampler)
 
 
-class Permutation(Sequence[int]):
-    """Indices in the memory of one tensor (8 bytes each; a list takes 40). ctypes slices them to lists."""
-
-    __slots__ = ("_indices", "_memory")
-
-    def __init__(self, indices: Tensor) -> None:
-        self._memory = indices.to(torch.int64).contiguous()  # the ctypes view below does not own the memory
-        at = self._memory.data_ptr()
-        self._indices = (ctypes.c_int64 * len(indices)).from_address(at) if len(indices) else []
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, at: Any) -> Any:
-        return self._indices[at]
-
-    def __reduce__(self) -> Any:
-        return Permutation, (self._memory,)
-
-
-def _random(n: int, samples: int, replacement: bool, seed: int) -> Permutation:
-    """As RandomSampler of torch: with replacement, or whole permutations in a row, the last one cut."""
+def _random(n: int, samples: int, replacement: bool, seed: int) -> Sequence[int]:
+    """As RandomSampler of torch: with replacement, or whole permutations in a row, the last one cut. 8 bytes an index."""
     if n == 0:
-        return Permutation(torch.empty(0, dtype=torch.int64))
+        return ()
     generator = torch.Generator().manual_seed(seed)
     if replacement:
-        return Permutation(torch.randint(n, (samples,), generator=generator))
+        return array("q", torch.randint(n, (samples,), generator=generator).tolist())
     whole = [torch.randperm(n, generator=generator) for _ in range(-(-samples // n))]
-    return Permutation(whole[0] if samples == n else torch.cat(whole)[:samples])
+    return array("q", torch.cat(whole)[:samples].tolist())
 
 
 def _streamed(sampler: Any, seed: int, chunk: int) -> Iterator[Any]:
@@ -93,9 +72,8 @@ def _streamed(sampler: Any, seed: int, chunk: int) -> Iterator[Any]:
 class Randomness:
     """Random state inside ``with``: seeded at the first entry and continued at later ones. The outer state returns at exit."""
 
-    def __init__(self, seed: int, *samplers: Any) -> None:
-        self._seed = seed
-        self._generators = [g for sampler in samplers for g in generators(sampler)]
+    def __init__(self, seed: int, sampler: Any) -> None:
+        self._seed, self._generators = seed, generators(sampler)
         self._inside: list[Any] | None = None
         self._outside: list[Any] = []
 
@@ -123,14 +101,12 @@ class Randomness:
 
 def generators(sampler: Any) -> list[torch.Generator]:
     """The torch generators of a sampler and of samplers that it wraps."""
-    found = []
-    for value in getattr(sampler, "__dict__", {}).values():
-        if isinstance(value, torch.Generator) and value is not torch.default_generator:
-            found.append(value)
-        elif hasattr(value, "__iter__") and hasattr(value, "__dict__") and not hasattr(value, "__getitem__"):
-            held = [v for v in vars(value).values() if isinstance(v, torch.Generator)]
-            found += [v for v in held if v is not torch.default_generator]
-    return list({id(g): g for g in found}.values())
+    held = list(getattr(sampler, "__dict__", {}).values())
+    for value in list(held):
+        if hasattr(value, "__iter__") and hasattr(value, "__dict__") and not hasattr(value, "__getitem__"):
+            held += vars(value).values()
+    found = {id(g): g for g in held if isinstance(g, torch.Generator) and g is not torch.default_generator}
+    return list(found.values())
 
 
 def own_seed(sampler: Any) -> int:
@@ -156,20 +132,12 @@ def agree(order: Sequence[Any], world: Any) -> None:
 
 
 class Cut(NamedTuple):
-    """How the order of an epoch is cut into batches.
+    """How the order of an epoch is cut into batches. The last batch of a single rank stays short, as in a plain DataLoader."""
 
-    Attributes:
-        batch: samples per batch on one rank.
-        ranks: number of ranks that share the data.
-        even: complete the last round, so that all ranks have batches of the same number and size. The last batch of a single rank
-            stays short, as in a plain DataLoader.
-        drop_last: drop the incomplete last round.
-    """
-
-    batch: int
-    ranks: int
-    even: bool = True
-    drop_last: bool = False
+    batch: int  # samples per batch on one rank
+    ranks: int  # ranks that share the data
+    even: bool = True  # complete the last round, so that all ranks have batches of the same number and size
+    drop_last: bool = False  # drop the incomplete last round
 
     @property
     def whole(self) -> int:

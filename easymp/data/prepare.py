@@ -55,45 +55,50 @@ def prepare_loader(
         device_placement: move batches to `device`.
 
     Raises:
-        BatchError: `loader` is not a DataLoader, its data set is empty, or its batch size does not divide.
+        BatchError: `loader` is not a DataLoader, its data set is empty, it reads out of order, or its batch size does not divide.
     """
     if isinstance(loader, (PreparedLoader, SkippedLoader)):
         return loader
     _check(loader)
-    stream = isinstance(loader.dataset, IterableDataset)
     sampler, size, drop_last, whole = _reading(loader, data_size)
     per_rank = _per_rank(loader, size, data_size, config.split_batches, whole)
     cut = Cut(per_rank or 1, data_size, config.even_batches, drop_last)
     placed = device if device_placement else None
-    # Workers hand over CPU tensors, which the DataLoader's own thread can pin; without workers prefetch does it.
-    pin_memory = loader.pin_memory or (
-        placed is not None and device.type == "cuda" and loader.num_workers > 0
-    )
+    # Workers hand over CPU tensors, which the DataLoader's own thread can pin; without workers `moved` does it.
+    to_cuda = placed is not None and device.type == "cuda"
+    pin_memory = loader.pin_memory or (to_cuda and loader.num_workers > 0)
     dispatch = bool(config.dispatch_batches) and world.size > 1
     ranks = range(data_size) if dispatch else (data_rank,)
     settings = {"seed": seed if config.data_seed is None else config.data_seed, "pin_memory": pin_memory}
     source: Source
-    if stream:
+    if isinstance(loader.dataset, IterableDataset):
         source = StreamSource(loader, cut, ranks, **settings)
     else:
-        dealt = ("split" if config.split_batches else "deal") if whole else None
-        seeded = config.use_seedable_sampler
-        ahead = not loader.num_workers and (
-            dispatch or (placed is not None and reads_ahead(placed, config.non_blocking))
+        source = MapSource(
+            *(loader, sampler, cut, ranks, world),
+            whole=("split" if config.split_batches else "deal") if whole else None,
+            seeded=config.use_seedable_sampler,
+            alone=dispatch,
+            ahead=not loader.num_workers
+            and (dispatch or (placed is not None and reads_ahead(placed, config.non_blocking))),
+            **settings,
         )
-        how = {"whole": dealt, "seeded": seeded, "alone": dispatch, "ahead": ahead}
-        source = MapSource(loader, sampler, cut, ranks, world, **how, **settings)
     if dispatch:
         source = Dispatched(source, world, data_rank)
-    _warn_if_nothing_is_left(source, cut, data_rank)
-    differ = (whole and not config.split_batches) or (size is None and not whole)
+    if cut.drop_last and source.batches(data_rank) == 0:
+        warnings.warn(
+            f"drop_last=True leaves nothing: {source.samples()} samples do not fill one global batch of {cut.whole}. Lower the "
+            "batch size, or leave drop_last out",
+            EasympWarning,
+            stacklevel=2,
+        )
     return PreparedLoader(
         loader,
         source,
         window=window,
         rank=data_rank,
         batch_size=per_rank,
-        differ=differ,
+        differ=(whole and not config.split_batches) or (size is None and not whole),
         device=placed,
         non_blocking=config.non_blocking,
         at_end=world.settle,
@@ -112,12 +117,16 @@ def _check(loader: Any) -> None:
             raise BatchError(
                 f"the data set ({type(loader.dataset).__name__}) is empty: check the path or filter it was made with"
             )
-    if type(loader).__iter__ is not DataLoader.__iter__ and not type(loader).__module__.startswith(
-        "torchdata"
-    ):
+    if not loader.in_order:
+        raise BatchError(
+            "this DataLoader was made with in_order=False, so its batches may overtake each other, and no position would say which "
+            "samples have been read: leave in_order=False out"
+        )
+    theirs = type(loader).__iter__ is not DataLoader.__iter__
+    if theirs and not type(loader).__module__.startswith("torchdata"):
         warnings.warn(
-            f"{type(loader).__name__} iterates in a way of its own, which is not used: a prepared loader is a plain DataLoader "
-            "with the same data set, collate function and workers. Put what it adds into the data set or the collate function",
+            f"the __iter__ of {type(loader).__name__} is not used: a prepared loader is a plain DataLoader with the same data set, "
+            "collate function and workers. Put what it adds into the data set or the collate function",
             EasympWarning,
             stacklevel=4,
         )
@@ -155,16 +164,6 @@ def _per_rank(
             "(batch_size is then per process)"
         )
     return None if size is None else size // data_size
-
-
-def _warn_if_nothing_is_left(source: Source, cut: Cut, rank: int) -> None:
-    if cut.drop_last and source.batches(rank) == 0:
-        warnings.warn(
-            f"drop_last=True leaves nothing: {source.samples()} samples do not fill one global batch of {cut.whole}. Lower the "
-            "batch size, or leave drop_last out",
-            EasympWarning,
-            stacklevel=3,
-        )
 
 
 PLAIN = (SequentialSampler, RandomSampler, WeightedRandomSampler)
@@ -217,7 +216,7 @@ class UnpreparedCheck:
         if all(self._store.get(key).decode() == self._own for key in keys):
             warnings.warn(
                 f"{self._size} ranks read the same data by {self._what} that was not passed to prepare(): each trains on all of it. Pass "
-                "the DataLoader to prepare() and loop over what that returns, or give it a DistributedSampler",
+                "the DataLoader to prepare() and loop over its result, or give it a DistributedSampler",
                 EasympWarning,
                 stacklevel=4,
             )
@@ -225,7 +224,7 @@ class UnpreparedCheck:
 
 
 def outline(value: Any, left: Iterator[int], depth: int = 0) -> Any:
-    """Fingerprint of a data set by its attributes. Nothing of it is called, and few elements are read.
+    """Fingerprint of a data set by its attributes. None of its methods is called, and few elements are read.
 
     Args:
         left: yields once for each value that may still be read.

@@ -1,20 +1,24 @@
-"""Sources of a prepared loader: the interface, random state per batch, and reading on rank 0 for all ranks."""
+"""Sources of a prepared loader: the interface, random state per batch, reading on rank 0 for all ranks, and the way to the device.
+
+On CUDA a side stream copies batch k+1 while the step computes on batch k. CPU memory is pinned first: by the thread of a DataLoader
+with workers, else here. The compute stream waits for the copy of its own batch only. Sparse tensors, tensor subclasses and packed
+sequences move by their own `to` when their batch is due. Other devices move whole batches then, and the CPU moves nothing.
+"""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ..base import pytree
 from ..base.rng import isolated, seed_host
 from ..distributed.process_group import World
 from ..errors import BatchError
 from .order import Cut
-
-IN_ORDER = "in_order" in inspect.signature(DataLoader.__init__).parameters  # torch 2.6 and newer
 
 
 class Note(NamedTuple):
@@ -26,6 +30,9 @@ class Note(NamedTuple):
     size: int | None  # this rank's samples
     last: bool  # whether this rank's pass ends here
     mark: Any = None  # position of a stream after this batch
+
+
+Feed = Iterator[tuple[Any, Note]]
 
 
 class Source(Protocol):
@@ -43,7 +50,7 @@ class Source(Protocol):
         """Samples in an epoch over all ranks; None if unknown beforehand."""
         ...
 
-    def read(self, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, Note]]:
+    def read(self, epoch: int, start: int, skip: int) -> Feed:
         """One pass: from global sample `start`, without the first `skip` batches."""
         ...
 
@@ -51,7 +58,7 @@ class Source(Protocol):
         """What a resume inside a pass needs beside epoch, position and seed."""
         ...
 
-    def drawing(self) -> list[torch.Tensor] | None:
+    def drawing(self) -> list[Tensor] | None:
         """States of the sampler's own generators, if they decide the next order."""
         ...
 
@@ -64,30 +71,15 @@ class Source(Protocol):
         ...
 
 
-def reads_ahead(device: torch.device, non_blocking: bool) -> bool:
-    """Whether `prefetch.moved` reads one batch ahead."""
-    return device.type == "cuda" and non_blocking
-
-
-def rebuild(
-    given: DataLoader[Any], dataset: Any, pin_memory: bool, in_order: bool | None = None, **how: Any
-) -> DataLoader[Any]:
+def rebuild(given: DataLoader[Any], dataset: Any, pin_memory: bool, **how: Any) -> DataLoader[Any]:
     """A DataLoader with the settings of `given`, other sampling and its own generator, so that the global one stays untouched."""
-    settings: dict[str, Any] = {
-        "collate_fn": given.collate_fn,
-        "num_workers": given.num_workers,
-        "pin_memory": pin_memory,
-        "timeout": given.timeout,
-        "worker_init_fn": given.worker_init_fn,
-        "generator": torch.Generator(),
-    }
+    names = ["collate_fn", "num_workers", "timeout", "worker_init_fn", "in_order"]
     if given.num_workers > 0:
-        settings["multiprocessing_context"] = given.multiprocessing_context
-        settings["prefetch_factor"] = given.prefetch_factor
-        settings["persistent_workers"] = given.persistent_workers
-    if IN_ORDER:
-        settings["in_order"] = given.in_order if in_order is None else in_order
-    return DataLoader(dataset, **{**settings, **how})
+        names += ["multiprocessing_context", "prefetch_factor", "persistent_workers"]
+    settings = {name: getattr(given, name) for name in names}
+    return DataLoader(
+        dataset, **{**settings, "pin_memory": pin_memory, "generator": torch.Generator(), **how}
+    )
 
 
 # -- random numbers of data sets and collate functions: f(seed, epoch, batch)
@@ -143,6 +135,8 @@ def aside(items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
+# -- one rank reads for all
+
 Shares = list[tuple[Any, Note]]  # one round: the batch of rank r at index r
 
 
@@ -165,16 +159,15 @@ class Dispatched:
     def cut(self, cut: Cut) -> None:
         self._inner.cut = cut
 
-    def read(self, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, Note]]:
-        sends = self._world.rank == 0
-        sent = self._send(_rounds(self._inner.read(epoch, start, skip))) if sends else self._receive()
+    def read(self, epoch: int, start: int, skip: int) -> Feed:
+        main = self._world.rank == 0
+        sent = self._send(_rounds(self._inner.read(epoch, start, skip))) if main else self._receive()
         for shares, following in sent:
             if self._rank < len(shares):
                 batch, note = shares[self._rank]
                 yield batch, note._replace(last=self._rank >= following)
 
-    def _send(self, read: Iterator[Shares]) -> Iterator[tuple[Shares, int]]:
-        reader = _followed(read)
+    def _send(self, reader: Iterator[tuple[Shares, int]]) -> Iterator[tuple[Shares, int]]:
         while True:
             try:
                 item = next(reader, None)
@@ -196,23 +189,75 @@ class Dispatched:
             yield item
 
 
-def _rounds(feed: Iterator[tuple[Any, Note]]) -> Iterator[Shares]:
+def _rounds(feed: Feed) -> Iterator[tuple[Shares, int]]:
+    """Each round with the number of ranks that have a batch in the next one."""
+    whole: Shares = []
     shares: Shares = []
     for batch, note in feed:
-        if note.rank == 0 and shares:
-            yield shares
-            shares = []
+        if note.rank == 0:
+            if whole:
+                yield whole, len(shares)
+            whole, shares = shares, []
         shares.append((batch, note))
+    if whole:
+        yield whole, len(shares)
     if shares:
-        yield shares
+        yield shares, 0
 
 
-def _followed(read: Iterator[Shares]) -> Iterator[tuple[Shares, int]]:
-    """Each round with the number of ranks that have a batch in the next one."""
-    held: Shares = []
-    for shares in read:
-        if held:
-            yield held, len(shares)
-        held = shares
-    if held:
-        yield held, 0
+# -- the way to the device
+
+
+def reads_ahead(device: torch.device, non_blocking: bool) -> bool:
+    """Whether `moved` reads one batch ahead."""
+    return device.type == "cuda" and non_blocking
+
+
+def moved(feed: Feed, device: torch.device, non_blocking: bool) -> Feed:
+    """`feed` with its batches on `device`; `feed` itself on the CPU."""
+    if device.type == "cpu":
+        return feed
+    if reads_ahead(device, non_blocking):
+        return _ahead(feed, device)
+    return ((pytree.send_to_device(batch, device, non_blocking), note) for batch, note in feed)
+
+
+def _ahead(feed: Feed, device: torch.device) -> Feed:
+    side = torch.cuda.Stream(device)
+
+    def start(leaf: Any) -> Any:
+        return _pin(leaf).to(device, non_blocking=True) if _plain(leaf) else leaf
+
+    held: tuple[Any, torch.cuda.Event, Note] | None = None
+    for batch, note in feed:
+        # CUDA tensors that the data set made itself are on the compute stream: nothing to wait for here.
+        with torch.cuda.stream(side):
+            upcoming = pytree.map_leaves(start, batch), side.record_event(), note
+        if held is not None:
+            yield _due(*held, device)
+        held = upcoming
+    if held is not None:
+        yield _due(*held, device)
+
+
+def _plain(leaf: Any) -> bool:
+    """Whether `leaf` has one memory block that can be pinned and recorded on a stream."""
+    return type(leaf) is Tensor and leaf.layout is torch.strided
+
+
+def _pin(leaf: Tensor) -> Tensor:
+    return leaf.pin_memory() if leaf.device.type == "cpu" and not leaf.is_pinned() else leaf
+
+
+def _due(batch: Any, copied: torch.cuda.Event, note: Note, device: torch.device) -> tuple[Any, Note]:
+    """Make the compute stream wait for the copy of `batch`, and move leaves that are not plain tensors."""
+    compute = torch.cuda.current_stream(device)
+    compute.wait_event(copied)
+    others = False
+    for leaf in pytree.leaves(batch):
+        if not _plain(leaf):
+            others |= hasattr(leaf, "to")
+        elif leaf.is_cuda:
+            # The side stream allocated this memory: keep it until the compute stream is done with it.
+            leaf.record_stream(compute)
+    return pytree.send_to_device(batch, device, non_blocking=True) if others else batch, note

@@ -17,7 +17,16 @@ from ..base import pytree
 from ..base.rng import mix
 from ..errors import BatchError
 from .order import Cut, flagged, rounds, size_of
-from .source import Note, aside, every, rebuild
+from .source import Feed, Note, aside, every, rebuild
+
+
+class Mark(NamedTuple):
+    """Position of the stream of one worker."""
+
+    worker: int  # -1: no round, only the turn of another worker
+    end: int = 0  # samples of this worker's stream, over all ranks
+    state: Any = None  # of the data set, if it has state_dict
+    ended: bool = False  # the stream was read to its end, so that `state` begins a new pass
 
 
 class Piece(NamedTuple):
@@ -25,20 +34,8 @@ class Piece(NamedTuple):
 
     batches: list[Any]
     sizes: list[int | None]
-    end: int  # samples of this worker's stream, over all ranks
     surplus: int
-    worker: int  # -1: no round, only the turn of another worker
-    state: Any  # of the data set, if it has state_dict
-    ended: bool = False  # the stream was read to its end, so that `state` begins a new pass
-
-
-class Mark(NamedTuple):
-    """Position of the stream of one worker."""
-
-    worker: int
-    end: int
-    state: Any
-    ended: bool = False
+    mark: Mark
 
 
 class Cutter(IterableDataset[Any]):
@@ -77,8 +74,8 @@ class Cutter(IterableDataset[Any]):
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
         if worker < self._lead:
-            yield Piece([], [], 0, 0, -1, None)  # workers take turns, and another one is next
-        cut, mark = self._cut, self._marks.get(worker, Mark(worker, 0, None))
+            yield Piece([], [], 0, Mark(-1))  # workers take turns, and another one is next
+        cut, mark = self._cut, self._marks.get(worker, Mark(worker))
         if mark.ended:
             return
         stateful = callable(getattr(self.dataset, "state_dict", None))
@@ -86,8 +83,7 @@ class Cutter(IterableDataset[Any]):
         if mark.state is not None:
             self.dataset.load_state_dict(mark.state)
             at = mark.end
-        weigh = rows if self._ready else None
-        length = cut.ranks if self._ready else cut.whole
+        weigh, length = (rows, cut.ranks) if self._ready else (None, cut.whole)
 
         def draws(place: int) -> int:  # the same on all ranks, so that data sets that shuffle are cut alike
             return mix(seed, "stream", epoch, worker, place)
@@ -101,18 +97,21 @@ class Cutter(IterableDataset[Any]):
             at=at,
             weigh=weigh,
         )
-        slices = [slice(rank * cut.batch, (rank + 1) * cut.batch) for rank in self._ranks]
         for round_ in cutting:
             state = deepcopy(self.dataset.state_dict()) if stateful else None
-            if self._ready:
-                batches = [round_.items[rank] for rank in self._ranks if rank < len(round_.items)]
-                sizes = [rows(batch) for batch in batches]
-            else:
-                batches = [batch for part in slices if (batch := round_.items[part])]
-                sizes = [len(batch) for batch in batches]
+            batches, sizes = self._share(round_.items)
             if batches:
                 ended = len(round_.items) < length or round_.surplus != 0
-                yield Piece(batches, sizes, round_.end, round_.surplus, worker, state, ended)
+                yield Piece(batches, sizes, round_.surplus, Mark(worker, round_.end, state, ended))
+
+    def _share(self, items: list[Any]) -> tuple[list[Any], list[int | None]]:
+        """The batches of the ranks that are read here, and their sizes."""
+        if self._ready:
+            batches = [items[rank] for rank in self._ranks if rank < len(items)]
+            return batches, [rows(batch) for batch in batches]
+        size = self._cut.batch
+        batches = [batch for rank in self._ranks if (batch := items[rank * size : (rank + 1) * size])]
+        return batches, [len(batch) for batch in batches]
 
 
 class Collate:
@@ -122,7 +121,7 @@ class Collate:
         self.collate = collate
 
     def __call__(self, piece: Piece) -> Piece:
-        return Piece([self.collate(batch) for batch in piece.batches], *piece[1:])
+        return piece._replace(batches=[self.collate(batch) for batch in piece.batches])
 
 
 def rows(batch: Any) -> int | None:
@@ -137,13 +136,7 @@ class StreamSource:
     """Reads an iterable data set. Arguments as for MapSource."""
 
     def __init__(
-        self,
-        given: DataLoader[Any],
-        cut: Cut,
-        ranks: Sequence[int],
-        *,
-        seed: int,
-        pin_memory: bool = False,
+        self, given: DataLoader[Any], cut: Cut, ranks: Sequence[int], *, seed: int, pin_memory: bool
     ) -> None:
         self.seed = seed
         self.cut, self._ranks, self._ready = cut, ranks, given.batch_size is None
@@ -151,9 +144,8 @@ class StreamSource:
         # Shared memory tells persistent workers that another epoch begins.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_() if persistent else None
         self._dataset = Cutter(given.dataset, cut, ranks, self._ready, self._epoch)
-        self.loader = rebuild(
-            given, self._dataset, pin_memory, batch_size=None, collate_fn=Collate(given.collate_fn)
-        )
+        collate = Collate(given.collate_fn)
+        self.loader = rebuild(given, self._dataset, pin_memory, batch_size=None, collate_fn=collate)
         self._streams = max(1, given.num_workers)
         self._marks: dict[int, Mark] = {}  # by worker, after the current batch
         self._turn = 0  # worker of the next batch
@@ -169,37 +161,32 @@ class StreamSource:
     def samples(self) -> int | None:
         return size_of(self._dataset.dataset)
 
-    def read(self, epoch: int, start: int, skip: int) -> Iterator[tuple[Any, Note]]:
+    def read(self, epoch: int, start: int, skip: int) -> Feed:
         if not start:
             self._marks, self._turn = {}, 0
         elif not self._marks:
-            self._marks = {0: Mark(0, start, None)}
+            self._marks = {0: Mark(0, start)}
         self._dataset.begin(self.cut, dict(self._marks), self._turn, self.seed, epoch)
         if self._epoch is not None:
             self._epoch.fill_(epoch)
             if self._marks or self._told != (self.cut, self.seed, False):
-                self.loader._iterator = (
-                    None  # persistent workers cannot learn how to cut and where to begin: start new ones
-                )
+                # Persistent workers cannot learn how to cut and where to begin: start new ones.
+                self.loader._iterator = None
             self._told = (self.cut, self.seed, bool(self._marks))
         self.loader.generator.manual_seed(mix(self.seed, "workers", epoch, start, self._ranks[0]))  # type: ignore[union-attr]
-        # With in_order=False the batches of the ranks belong to different rounds: the repeated rows are unknown.
-        unknown = not getattr(self.loader, "in_order", True) and self.cut.completes and not self.cut.drop_last
         ends = {worker: mark.end for worker, mark in self._marks.items()}
-        total = sum(ends.values())
         # Without workers the data set would draw from the random streams of the training.
         reader = self.loader if self.loader.num_workers else aside(self.loader)
-        pieces = (piece for piece in reader if piece.worker >= 0)
+        pieces = (piece for piece in reader if piece.mark.worker >= 0)
         for number, (piece, last) in enumerate(flagged(pieces)):
-            total += piece.end - ends.get(piece.worker, 0)
-            ends[piece.worker] = piece.end
-            mark = Mark(piece.worker, piece.end, piece.state, piece.ended)
+            mark = piece.mark
+            ends[mark.worker] = mark.end
             if number < skip:
                 self.passed(mark)
                 continue
-            surplus = -1 if unknown else piece.surplus
+            total = sum(ends.values())
             for rank, batch, size in zip(self._ranks, piece.batches, piece.sizes):
-                yield batch, Note(rank, total, surplus, size, last, mark)
+                yield batch, Note(rank, total, piece.surplus, size, last, mark)
 
     def passed(self, mark: Mark) -> None:
         self._marks[mark.worker] = mark
@@ -209,14 +196,14 @@ class StreamSource:
         return None
 
     def state(self) -> dict[str, Any]:
-        marks = [self._marks.get(worker) for worker in range(self._streams)]
-        state: dict[str, Any] = {"streams": [0 if m is None else m.end for m in marks], "turn": self._turn}
+        marks = [self._marks.get(worker, Mark(worker)) for worker in range(self._streams)]
+        state: dict[str, Any] = {"streams": [mark.end for mark in marks], "turn": self._turn}
         if (n := self.samples()) is not None:
             state["samples"] = n
-        if any(m is not None and m.state is not None for m in marks):
-            state["data sets"] = [None if m is None else m.state for m in marks]
-        if any(m is not None and m.ended for m in marks):
-            state["ended"] = [m is not None and m.ended for m in marks]
+        if any(mark.state is not None for mark in marks):
+            state["data sets"] = [mark.state for mark in marks]
+        if any(mark.ended for mark in marks):
+            state["ended"] = [mark.ended for mark in marks]
         return state
 
     def load(self, state: dict[str, Any]) -> None:

@@ -376,6 +376,7 @@ def test_states_that_do_not_fit_are_refused() -> None:
     [
         (lambda: [1, 2], {}, "a list was passed where a DataLoader belongs"),
         (lambda: DataLoader(Numbers(0), 2), {}, "is empty"),
+        (lambda: DataLoader(Numbers(9), 2, in_order=False), {}, "leave in_order=False out"),
         (
             lambda: DataLoader(Numbers(8), 3),
             {"split_batches": True},
@@ -394,18 +395,5 @@ def test_loaders_that_iterate_their_own_way_are_worth_a_warning() -> None:
         def __iter__(self) -> Any:
             return iter(())
 
-    with pytest.warns(UserWarning, match="Mine iterates in a way of its own"):
+    with pytest.warns(UserWarning, match="the __iter__ of Mine is not used"):
         prepared(Mine(Numbers(3), 2))
-
-
-def test_out_of_order_reading_says_what_it_cannot_know() -> None:
-    loader = prepared(DataLoader(Numbers(9), 2, in_order=False, num_workers=1), 0, 2)
-    for _ in loader:
-        with pytest.raises(BatchError, match="in_order=False"):
-            loader.state_dict()
-        with pytest.raises(BatchError, match="in_order=False"):
-            _ = loader.surplus
-        break
-    assert loader.state_dict()["epoch"] == 1
-    full = prepared(DataLoader(Numbers(8), 2, in_order=False, num_workers=1), 0, 2)
-    assert [full.surplus for _ in full] == [0, 0]

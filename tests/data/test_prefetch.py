@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from easymp.data import prefetch
-from easymp.data.prefetch import moved
-from easymp.data.source import Note
+from easymp.data import source
+from easymp.data.source import Note, moved
 
 from .loaders import prepared
 
@@ -61,13 +60,13 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Side(said))
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Compute(said))
-    monkeypatch.setattr(prefetch, "_pin", lambda leaf: leaf)
+    monkeypatch.setattr(source, "_pin", lambda leaf: leaf)
     return said
 
 
 @pytest.mark.parametrize("n", [0, 1, 3])
 def test_the_next_copy_is_queued_before_a_batch_is_handed_out(n: int, log: list[str]) -> None:
-    for batch, note in prefetch._ahead(feed(n, log), torch.device("cpu")):
+    for batch, note in source._ahead(feed(n, log), torch.device("cpu")):
         assert batch["x"][0] == note.end
         log.append(f"step {note.end}{' last' if note.last else ''}")
     expected = {
@@ -102,7 +101,7 @@ def test_what_is_no_plain_tensor_moves_when_its_turn_comes(log: list[str]) -> No
             yield (torch.ones(2), Graph(log, f"graph {k}"), [packed, sparse]), Note(0, k, 0, 2, k == 1)
 
     arrived = []
-    for batch, note in prefetch._ahead(batches(), meta):
+    for batch, note in source._ahead(batches(), meta):
         log.append(f"step {note.end}")
         arrived.append(batch)
     turns = [f"wait {k} | graph {k} moves to meta | step {k}".split(" | ") for k in range(2)]

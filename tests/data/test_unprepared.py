@@ -82,7 +82,7 @@ def test_ranks_that_read_the_same_are_warned_once(ranks, kind):
     assert len(first) == 1 and second == []
     assert first[0].startswith("2 ranks read the same data by a DataLoader (")
     assert (
-        "Pass the DataLoader to prepare() and loop over what that returns, or give it a DistributedSampler"
+        "Pass the DataLoader to prepare() and loop over its result, or give it a DistributedSampler"
         in first[0]
     )
     assert line == other
