@@ -89,13 +89,7 @@ def test_what_is_known_with_each_batch(workers: int) -> None:
     assert loader.batch_line(3) == "2 per device × 2 processes × 3 accumulation = 12"
     seen = [(numbers(b), loader.position, loader.surplus, loader.local_size, loader.last) for b in loader]
     assert seen == [([2, 3], 4, 0, 2, False), ([6, 7], 8, 0, 2, False), ([10, 0], 11, 1, 2, True)]
-    assert (loader.position, loader.surplus, loader.local_size, loader.last, loader.epoch) == (
-        0,
-        0,
-        None,
-        False,
-        1,
-    )
+    assert (loader.position, loader.surplus, loader.local_size, loader.last) == (0, 0, None, False)
 
 
 def test_split_batches_divide_the_loaders_own() -> None:
@@ -279,13 +273,7 @@ def test_worker_seeds_are_reproducible_and_differ_by_rank_and_epoch() -> None:
     assert first == again and len({*first, *other}) == 4
 
 
-def test_persistent_workers_get_each_epochs_order() -> None:
-    loader = prepared(DataLoader(Numbers(8), 2, num_workers=2, persistent_workers=True, shuffle=True))
-    plain = prepared(DataLoader(Numbers(8), 2, shuffle=True))
-    assert passes(loader, 3) == passes(plain, 3)
-
-
-def test_persistent_workers_survive_a_loop_left_early() -> None:
+def test_persistent_workers_get_each_epochs_order_also_after_a_loop_left_early() -> None:
     loader = prepared(DataLoader(Numbers(12), 2, num_workers=2, persistent_workers=True, shuffle=True))
     plain = prepared(DataLoader(Numbers(12), 2, shuffle=True))
     for x in (loader, plain):
@@ -326,14 +314,6 @@ def test_a_pass_goes_on_where_it_was_saved_at_any_world_size(
         rank.set_epoch(epoch)  # a script that sets it does not lose its place
     assert gathered(resumed) == orders[epoch][state["position"] :]
     assert gathered(resumed) == orders[epoch + 1]
-
-
-def test_between_two_passes_the_state_is_the_next_epochs() -> None:
-    loader = prepared(DataLoader(Numbers(8), 2, shuffle=True))
-    passes(loader)
-    resumed = prepared(DataLoader(Numbers(8), 2, shuffle=True), seed=1)
-    resumed.load_state_dict(loader.state_dict())
-    assert passes(resumed, 2) == passes(loader, 2)
 
 
 def test_saved_at_the_last_batch_the_resumed_pass_is_empty() -> None:

@@ -18,7 +18,7 @@ from .loaders import CPU, Numbers, Stream, numbers, passes, prepared
 
 
 class Private(Sampler[int]):
-    """Draws from a random source that nobody else can seed."""
+    """Draws from a random source that cannot be seeded from outside."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -56,71 +56,59 @@ def in_world(job: Callable[[World], Any]) -> Any:
         multiprocessing.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
 
 
-def two_epochs(kind: str, workers: int, config: dict[str, Any]) -> Any:
-    loaders = {
-        "map": lambda: DataLoader(OnlyOnZero(11), 2, shuffle=True, num_workers=workers),
-        "stream": lambda: DataLoader(Stream(11), 2, num_workers=workers),
-        "ready": lambda: DataLoader([torch.arange(i, i + 2) for i in range(5)], None, num_workers=workers),
-    }
+KINDS: dict[str, Callable[[], Any]] = {
+    "map": lambda: (OnlyOnZero(11), 2, True),
+    "stream": lambda: (Stream(11), 2),
+    "ready": lambda: ([torch.arange(i, i + 2) for i in range(5)], None),
+}
 
+
+def two_epochs(loader: Any) -> Any:
+    seen = [(numbers(b), loader.position, loader.last) for _ in range(2) for b in loader]
+    skipped = [] if loader.batch_size is None else [loader.surplus for _ in skip_first_batches(loader, 1)]
+    return seen, skipped, loader.epoch
+
+
+def dispatched(kind: str, workers: int, even: bool) -> Any:
     def job(world: World) -> Any:
-        loader = prepared(loaders[kind](), world.rank, world.size, world=world, **config)
-        seen = [(numbers(b), loader.position, loader.last) for _ in range(2) for b in loader]
-        return (
-            seen,
-            [loader.surplus for _ in skip_first_batches(loader, 1)] if kind != "ready" else [],
-            loader.epoch,
-        )
+        loader = DataLoader(*KINDS[kind](), num_workers=workers)
+        how: Any = {"world": world, "dispatch_batches": True, "even_batches": even}
+        return two_epochs(prepared(loader, world.rank, world.size, **how))
 
     return in_world(job)
 
 
-def sharded(kind: str, rank: int, config: dict[str, Any]) -> Any:
-    loader = {
-        "map": lambda: DataLoader(Numbers(11), 2, shuffle=True),
-        "stream": lambda: DataLoader(Stream(11), 2),
-        "ready": lambda: DataLoader([torch.arange(i, i + 2) for i in range(5)], None),
-    }[kind]()
-    config = {k: v for k, v in config.items() if k != "dispatch_batches"}
-    loader = prepared(loader, rank, 2, **config)
-    seen = [(numbers(b), loader.position, loader.last) for _ in range(2) for b in loader]
-    return (
-        seen,
-        [loader.surplus for _ in skip_first_batches(loader, 1)] if kind != "ready" else [],
-        loader.epoch,
-    )
+def sharded(kind: str, even: bool) -> list[Any]:
+    data, *how = KINDS[kind]()
+    loaders = [DataLoader(Numbers(11) if kind == "map" else data, *how) for _ in range(2)]
+    return [two_epochs(prepared(x, rank, 2, even_batches=even)) for rank, x in enumerate(loaders)]
 
 
 def test_dispatched_ranks_get_what_sharded_ones_read(ranks: Any) -> None:
-    for kind in ("map", "stream", "ready"):
+    for kind in KINDS:
         for even in (True, False):
-            config = {"dispatch_batches": True, "even_batches": even}
-            assert ranks(two_epochs, kind, 0, config) == [sharded(kind, rank, config) for rank in range(2)]
+            assert ranks(dispatched, kind, 0, even) == sharded(kind, even)
 
 
 def test_dispatch_with_workers_on_rank_0(ranks: Any) -> None:
-    config = {"dispatch_batches": True}
-    assert ranks(two_epochs, "map", 2, config) == [sharded("map", rank, config) for rank in range(2)]
-    first, second = ranks(two_epochs, "stream", 2, config)
-    assert sorted({i for seen in (first[0], second[0]) for batch, *_ in seen for i in batch}) == list(
-        range(11)
-    )
+    assert ranks(dispatched, "map", 2, True) == sharded("map", True)
+    first, second = ranks(dispatched, "stream", 2, True)
+    assert {i for seen in (first[0], second[0]) for batch, *_ in seen for i in batch} == set(range(11))
     assert len(first[0]) == len(second[0])
 
 
 def left_early() -> Any:
     def job(world: World) -> Any:
-        loader = prepared(
-            DataLoader(Stream(20), 2), world.rank, world.size, world=world, dispatch_batches=True
-        )
+        def make() -> Any:
+            how: Any = {"world": world, "dispatch_batches": True}
+            return prepared(DataLoader(Stream(20), 2), world.rank, world.size, **how)
+
+        loader, other = make(), make()
         for number, _ in enumerate(loader):
             if number == 1:
                 state = loader.state_dict()
                 break
         whole = passes(loader)[0]
-        other = prepared(
-            DataLoader(Stream(20), 2), world.rank, world.size, world=world, dispatch_batches=True
-        )
         other.load_state_dict(state)
         return whole, passes(other)[0]
 

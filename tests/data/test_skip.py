@@ -42,12 +42,9 @@ def test_skipped_samples_are_not_loaded() -> None:
     "loader", [DataLoader(Numbers(7), 2), DataLoader(Stream(7), 2), DataLoader(Numbers(4), None)]
 )
 def test_plain_loaders_skip_for_one_pass(loader: Any) -> None:
-    whole = [b if isinstance(b, int) else numbers(b) for b in loader]
+    whole = [str(batch) for batch in loader]
     skipped = skip_first_batches(loader, 2)
-    assert [[b if isinstance(b, int) else numbers(b) for b in skipped] for _ in range(2)] == [
-        whole[2:],
-        whole,
-    ]
+    assert [[str(batch) for batch in skipped] for _ in range(2)] == [whole[2:], whole]
 
 
 def test_a_skipping_plain_loader_can_be_prepared() -> None:

@@ -105,8 +105,8 @@ def test_ready_batches_are_dealt_in_turn(workers: int) -> None:
     assert [x.local_size for x in [loaders[1]] for _ in x] == [2, 1, 1]
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-@pytest.mark.parametrize("stop", [1, 2, 5])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, True)])
+@pytest.mark.parametrize("stop", [1, 5])
 def test_a_stream_goes_on_where_it_was_saved(workers: int, persistent: bool, stop: int) -> None:
     def make() -> Any:
         return prepared(DataLoader(Stream(27), 2, num_workers=workers, persistent_workers=persistent), 1, 2)
@@ -117,10 +117,9 @@ def test_a_stream_goes_on_where_it_was_saved(workers: int, persistent: bool, sto
         if number == stop:
             state = json.loads(json.dumps(loader.state_dict()))
     resumed = make()
-    resumed.load_state_dict(state)
-    assert passes(resumed, 2) == [whole[stop:], whole]
-    resumed.load_state_dict(state)
-    assert passes(resumed, 2) == [whole[stop:], whole]
+    for _ in range(2):
+        resumed.load_state_dict(state)
+        assert passes(resumed, 2) == [whole[stop:], whole]
 
 
 @settings(max_examples=30, deadline=None)

@@ -76,54 +76,33 @@ def train(kind: str, prepare: bool = False) -> tuple[list[str], str]:
     return [str(w.message) for w in said if "prepare()" in str(w.message)], " ".join(line.split())
 
 
-@pytest.mark.parametrize("kind", ["plain", "shuffled", "split off", "own"])
+@pytest.mark.parametrize("kind", ["plain", "split off", "own"])
 def test_ranks_that_read_the_same_are_warned_once(ranks, kind):
     (first, line), (second, other) = ranks(train, kind)
     assert len(first) == 1 and second == []
-    assert first[0].startswith("2 ranks read the same data by a DataLoader (")
-    assert (
-        "Pass the DataLoader to prepare() and loop over its result, or give it a DistributedSampler"
-        in first[0]
-    )
-    assert line == other
-    assert line.startswith("data not prepared a DataLoader (") and line.endswith(
-        "that was not passed to prepare() is read"
-    )
+    assert "2 ranks read the same data" in first[0] and "Pass the DataLoader to prepare()" in first[0]
+    assert line == other and line.startswith("data not prepared a DataLoader (")
 
 
 @pytest.mark.parametrize(
-    ("kind", "line"),
+    ("kind", "words"),
     [
-        ("sampler", "data as given no prepared DataLoader is read: the program itself splits the data"),
+        ("sampler", "data as given no prepared DataLoader is read"),
         (
             "stream",
-            "data not prepared a DataLoader that was not passed to prepare() is read: Stream must split its samples by rank itself",
+            "data not prepared a DataLoader that was not passed to prepare() is read: Stream must split",
         ),
-        (
-            "indices",
-            "data not prepared a DataLoader (Subset, RandomSampler) that was not passed to prepare() is read",
-        ),
-        (
-            "tensors",
-            "data not prepared a DataLoader (TensorDataset, RandomSampler) that was not passed to prepare() is read",
-        ),
-        (
-            "files",
-            "data not prepared a DataLoader (Own, RandomSampler) that was not passed to prepare() is read",
-        ),
-        (
-            "graph",
-            "data not prepared a DataLoader (Graph, SequentialSampler) that was not passed to prepare() is read",
-        ),
+        ("indices", "data not prepared a DataLoader (Subset, RandomSampler)"),
+        ("tensors", "data not prepared a DataLoader (TensorDataset, RandomSampler)"),
+        ("files", "data not prepared a DataLoader (Own, RandomSampler)"),
+        ("graph", "data not prepared a DataLoader (Graph, SequentialSampler)"),
     ],
 )
-def test_a_program_that_may_split_its_data_is_not_warned(ranks, kind, line):
-    assert ranks(train, kind) == [([], line)] * 2
+def test_a_program_that_may_split_its_data_is_not_warned(ranks, kind, words):
+    (first, line), other = ranks(train, kind)
+    assert first == [] and other == ([], line) and line.startswith(words)
 
 
-def test_a_prepared_loader_has_no_line(ranks):
+def test_a_prepared_loader_and_one_process_have_no_line(ranks):
     assert ranks(train, "shuffled", True) == [([], "")] * 2
-
-
-def test_one_process_has_no_line():
     assert train("shuffled") == ([], "")

@@ -74,9 +74,6 @@ def test_three_steps_after_two_without_a_word(script: Script) -> None:
     assert isinstance(prof, torch.profiler.profile)
     assert names(prof) == {"ProfilerStep*": 3, "data wait": 3, "forward": 3, "backward": 3, "optimizer": 9}
     assert len(prof.breakdown.steps) == 3
-    assert prof.breakdown.total >= 0.99 * sum(
-        prof.breakdown.steps
-    )  # and what a busy machine puts between them
     assert set(prof.breakdown.time) == {"data wait", "forward", "loss", "backward", "optimizer", "other"}
     assert set(prof.breakdown.peak) == set(prof.breakdown.time)
     text = prof.summary()
@@ -222,16 +219,6 @@ def test_who_wraps_a_step_meanwhile_keeps_it(script: Script) -> None:
     assert calls == [1]
 
 
-def test_what_is_prepared_inside_is_marked_from_the_next_step_on(tmp_path: Path) -> None:
-    acc = Accelerator(cpu=True, mixed_precision="no", project_dir=tmp_path)
-    with acc.profile(ProfileKwargs()) as prof:
-        model = acc.prepare(nn.Linear(3, 1))
-        prof.step()
-        acc.backward(model(torch.randn(2, 3)).sum())
-    acc.close()
-    assert names(prof)["forward"] == 1
-
-
 class Slow(Dataset):
     """Slower than the rest of a step on a busy machine."""
 
@@ -296,12 +283,8 @@ def test_a_compiled_model_is_marked_and_not_compiled_again(tmp_path: Path) -> No
     ("options", "words"),
     [
         ({"activities": ["cpus"]}, "activities.*'cpus' is none of .* did you mean 'cpu'"),
-        ({"activities": "cpu"}, "activities='cpu' is no list"),
         ({"schedule_option": {"wait": 1, "warmup": 1}}, "names no active steps"),
-        ({"schedule_option": {"active": 0}}, "active=0 in schedule_option"),
         ({"schedule_option": {"activ": 1}}, "has no 'activ'.*'active'"),
-        ({"schedule_option": 3}, "is a int, not a dict"),
-        ({"profile_memory": 1}, "neither True nor False"),
         ({"on_trace_ready": "print"}, "on_trace_ready.*function"),
     ],
 )
