@@ -1,7 +1,7 @@
 """One update of the optimizers: its micro-steps, its items, and the phase of each optimizer.
 
-One `UpdateWindow` an Accelerator. Loaders tell it which of them is being read and whether that one yields its last batch; `accumulate`
-begins its micro-steps; backward, clipping, the loss scale and the optimizers ask it and move it on. It knows nothing of models or ranks.
+One `UpdateWindow` an Accelerator. Loaders tell it when they are read and when they yield their last batch; `accumulate` begins its
+micro-steps; backward, clipping, the loss scale and the optimizers ask it and move it on. It knows nothing of models or ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,31 +27,25 @@ class Phase(Enum):
     ACCUMULATING = "its gradients are as backward left them, times the loss scale where there is one"
     UNSCALED = "its gradients have been divided by the loss scale, in memory"
     CLIPPED = (
-        "its gradients have been measured, and its step multiplies by the factor that clips and unscales them"
+        "its gradients have been measured; its step multiplies by the factor that clips and unscales them"
     )
     STEPPED = "it has stepped; the next backward begins the next update"
 
 
-# Phase now and phase asked for → the call that came too early.
+# Phase asked for → phase now → the call that came too early.
 _TOO_EARLY = {
-    (
-        Phase.UNSCALED,
-        Phase.UNSCALED,
-    ): "unscale_ was called twice for this optimizer since its last update(): once is enough",
-    (Phase.CLIPPED, Phase.UNSCALED): "unscale_ was called after a clip that unscales: once is enough",
-    (
-        Phase.STEPPED,
-        Phase.UNSCALED,
-    ): "unscale_ was called after step(): unscale before the step, or call update() first",
-    (
-        Phase.STEPPED,
-        Phase.CLIPPED,
-    ): "gradients were clipped after step(): clip before the step, or call backward(loss) first",
-    (
-        Phase.STEPPED,
-        Phase.STEPPED,
-    ): "step() was called twice for this optimizer without accelerator.backward(loss) in between: loss.backward() by itself "
-    "does not count (with a scaler of your own, call update() after it)",
+    Phase.UNSCALED: {
+        Phase.UNSCALED: "unscale_ was called twice for this optimizer since its last update(): once is enough",
+        Phase.CLIPPED: "unscale_ was called after a clip that unscales: once is enough",
+        Phase.STEPPED: "unscale_ was called after step(): unscale before the step, or call update() first",
+    },
+    Phase.CLIPPED: {
+        Phase.STEPPED: "gradients were clipped after step(): clip before the step, or call backward(loss) first"
+    },
+    Phase.STEPPED: {
+        Phase.STEPPED: "step() was called twice for this optimizer without accelerator.backward(loss) in between: loss.backward() by "
+        "itself does not count (with a scaler of your own, call update() after it)"
+    },
 }
 
 
@@ -80,7 +74,7 @@ class Turn:
 
     def check(self, phase: Phase) -> None:
         """Raises StepError where the call that enters `phase` comes too early."""
-        refusal = _TOO_EARLY.get((self.phase, phase))
+        refusal = _TOO_EARLY[phase].get(self.phase)
         if refusal is not None:
             raise StepError(refusal)
 
@@ -99,30 +93,8 @@ class Turn:
         return self.lent is not None and self.lent.moved
 
 
-class Reading(Protocol):
-    """A loader, as far as the window cares."""
-
-    last: bool  # whether the batch being worked on is the loader's last
-
-
-class Timing(Protocol):
-    """Told when a loader makes its loop wait."""
-
-    def asks(self, loader: Any) -> None:
-        """`loader` is about to be asked for a batch."""
-        ...
-
-    def has(self, loader: Any) -> None:
-        """It has one."""
-        ...
-
-    def over(self, loader: Any) -> None:
-        """Its pass is over."""
-        ...
-
-
 class UpdateWindow:
-    """The micro-steps from one update to the next.
+    """The micro-steps from one update to the next. A loader, here, is anything with an attribute `last`.
 
     Attributes:
         accumulation: micro-steps in a full window.
@@ -135,9 +107,9 @@ class UpdateWindow:
         end_with_loader: whether the last batch of the loader being read ends the window early.
         between: called where the body of a training loop has come to its end.
         stepped: called with a prepared optimizer after each of its updates.
-        timing: told what loaders wait for, while a profile is open.
+        timing: while a profile is open, its `asks`, `has` and `over` hear when a loader is asked for a batch, has one, and ends.
         rounds: rounds of an outermost loop so far, as `hold` counts them.
-        resuming: ids of loaders whose next pass is the rest of one, of which a state was loaded.
+        resuming: ids of loaders that a checkpoint left inside a pass: their next pass is the rest of it.
         went_on: whether one of them has gone on since.
         enclosing: the loader of the innermost running loop.
         reading: the same, or, where there is no loop, that of an iterator which the script holds.
@@ -150,7 +122,7 @@ class UpdateWindow:
         self.turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
         self.between: Callable[[], None] | None = None
         self.stepped: list[Callable[[Any], None]] = []
-        self.timing: Timing | None = None
+        self.timing: Any = None
         self.rounds = 0
         self.resuming: set[int] = set()
         self.went_on = False
@@ -169,7 +141,7 @@ class UpdateWindow:
         self._at_end = False
         self._look()
 
-    # -- micro-steps ----------------------------------------------------------------------------------------------------
+    # -- micro-steps
 
     def tick(self) -> bool:
         """Begin a micro-step; returns whether it ends its window."""
@@ -213,7 +185,9 @@ class UpdateWindow:
             StepError: the step came too early.
         """
         done, turn.seen = self.backwards - turn.seen, self.backwards
-        if done < self.accumulation and not (done and self.last):
+        loader = self.reading
+        last = self.end_with_loader and (self._at_end if loader is None else loader.last)
+        if done < self.accumulation and not (done and last):
             raise StepError(
                 f"optimizer.step() outside `with accelerator.accumulate(model):`, {done} of gradient_accumulation_steps="
                 f"{self.accumulation} backward passes after the last step: it would step with a fraction of the gradient. Put forward, "
@@ -228,9 +202,7 @@ class UpdateWindow:
         waiting, turn.waiting = turn.waiting, False
         if self.accumulation == 1 or turn.spent:
             return False
-        begins = (
-            waiting or not self.backwards
-        )  # the call opens a micro-step; otherwise it follows this one's step
+        begins = waiting or not self.backwards  # a micro-step; otherwise the call follows this one's step
         return bool((begins and self.micro > 1) or (self.backwards and not self.sync))
 
     def refuse_unprepared(
@@ -255,7 +227,7 @@ class UpdateWindow:
 
         return register_optimizer_step_pre_hook(check).remove
 
-    # -- items ----------------------------------------------------------------------------------------------------------
+    # -- items
 
     def divide(self, loss: Tensor, items: int | Tensor, world: Any) -> Tensor:
         """`loss`, a sum over `items` items (tokens, pixels) of this rank, ready for backward.
@@ -267,7 +239,7 @@ class UpdateWindow:
         fewer are averaged and each item is counted several times: the one makes up for the other.
 
         Raises:
-            StepError: a second backward in one micro-step of several, whose items would count twice.
+            StepError: a second backward in one micro-step of several: its items would count twice.
         """
         if self.inside and self.accumulation != 1 and self.backwards:
             raise StepError(
@@ -295,23 +267,23 @@ class UpdateWindow:
             torch._foreach_mul_(grads, factor)
         self.counts_items = False
 
-    # -- loaders --------------------------------------------------------------------------------------------------------
+    # -- loaders
 
     def _look(self) -> None:
         """After each change of what is read: loops are asked about at every batch, and change once a pass."""
-        self.enclosing: Any | None = self._reading[-1] if self._reading else None
+        self.enclosing: Any = self._reading[-1] if self._reading else None
         there = self._reading or self._beside or [None]
-        self.reading: Any | None = there[-1]
-        self.outermost: Any | None = there[0]
+        self.reading: Any = there[-1]
+        self.outermost: Any = there[0]
 
-    def enter(self, loader: Reading, beside: bool = False) -> None:
+    def enter(self, loader: Any, beside: bool = False) -> None:
         """`loader` begins to be read: the innermost loop is the one that counts, and not what is read `beside` it."""
         (self._beside if beside else self._reading).append(loader)
         self._at_end = False
         self._look()
 
-    def asks(self, loader: Reading) -> None:
-        """`loader` is asked for a batch: what began after it and is still open is no loop in its body, but read beside it."""
+    def asks(self, loader: Any) -> None:
+        """`loader` is asked for a batch: loaders that began after it and are still open are no loop in its body, but read beside it."""
         nest = self._reading
         if any(one is loader for one in nest):
             while nest[-1] is not loader:
@@ -319,14 +291,14 @@ class UpdateWindow:
             self._look()
 
     def hold(self) -> None:
-        """A round of the outermost loop begins: no loop is open, so what is being read is held by the script."""
+        """A round of the outermost loop begins: no loop is open, so the script itself holds the open iterators."""
         self.rounds += 1
         self._beside[:0] = self._reading
         self._reading.clear()
         self._look()
 
-    def leave(self, loader: Reading) -> None:
-        """`loader` is read no more, whether exhausted or left early."""
+    def leave(self, loader: Any) -> None:
+        """`loader` is read no more, because it is exhausted or was left early."""
         for there in (self._reading, self._beside):
             for i in range(len(there) - 1, -1, -1):
                 if there[i] is loader:
@@ -334,12 +306,6 @@ class UpdateWindow:
                     self._at_end = loader.last
                     self._look()
                     return
-
-    @property
-    def last(self) -> bool:
-        """Whether the last batch of the loader being read, or read before, has been handed out, and ends a window."""
-        loader = self.reading
-        return self.end_with_loader and (self._at_end if loader is None else loader.last)
 
 
 class MicroStep:
@@ -376,7 +342,7 @@ class MicroStep:
 
 
 def number(value: float | Tensor, device: torch.device) -> Tensor:
-    """`value` as an fp32 tensor on `device`. A number of the host is written there by a kernel: to copy it is to wait for the device."""
+    """`value` as an fp32 tensor on `device`. A kernel writes a number of the host there: to copy it is to wait for the device."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
         return value.to(device, torch.float32)
     shape = value.shape if isinstance(value, Tensor) else ()

@@ -1,7 +1,7 @@
 """Nested batches: tuples, named tuples, lists, dicts, dataclasses and their like, with tensors as leaves.
 
-A container comes back as its own type. Objects with a ``to`` method that are no tensors (packed sequences, graph batches,
-tokenizer outputs that are no mappings) count as leaves that can be moved: they know best which of their parts may leave the CPU.
+A container comes back as its own type. Other objects with a ``to`` method (packed sequences, graph batches, tokenizer
+outputs that are not mappings) count as leaves that can be moved: they know best which of their parts may leave the CPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _map(function: Callable[[Any], Any], tree: Any, skip: Collection[Any]) -> An
 
 
 def _is_record(tree: Any) -> bool:
-    """Whether `tree` is a dataclass with contents, no module or other thing that knows by itself how to be moved."""
+    """Whether `tree` is a dataclass without a ``to`` method of its own."""
     return hasattr(type(tree), "__dataclass_fields__") and not hasattr(tree, "to")
 
 
@@ -96,14 +96,10 @@ def _rebuild(tree: Any, items: Any) -> Any:
 def leaves(tree: Any) -> Iterator[Any]:
     """Every leaf, depth first."""
     try:
-        yield from _leaves(tree)
+        for _, leaf in leaf_paths(tree):
+            yield leaf
     except RecursionError:
         raise BatchError(CYCLE) from None
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    for _, leaf in leaf_paths(tree):
-        yield leaf
 
 
 def leaf_paths(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,15 +26,6 @@ def mix(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_all(seed: int) -> None:
-    """Seed Python, NumPy (where it is loaded) and torch on every device."""
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def seed_host(seed: int) -> None:
     """Seed Python, NumPy (where it is loaded) and torch on the CPU, and leave accelerators alone. Takes some microseconds."""
     random.seed(seed)
@@ -42,6 +33,12 @@ def seed_host(seed: int) -> None:
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the same, and torch on every device."""
+    seed_host(seed)
+    torch.manual_seed(seed)
 
 
 def host_states() -> list[Any]:
