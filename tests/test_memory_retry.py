@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 
-from easymp import Accelerator, SettingError, find_executable_batch_size
-from easymp.training.state import current_world
+from easymp import Accelerator, PartialState, SettingError, find_executable_batch_size
+
+from .conftest import Ranks
 
 
 def out_of_memory() -> None:
@@ -26,7 +28,6 @@ def test_the_batch_is_halved_until_it_fits() -> None:
         return batch_size * factor
 
     assert train(10) == 40
-    assert tried == [16, 8, 4]
     assert train(1) == 4, "the size that worked is where the next call begins"
     assert tried == [16, 8, 4, 4]
 
@@ -63,117 +64,90 @@ def test_the_global_batch_can_stay_by_more_micro_batches() -> None:
     assert tried == [(8, 1), (4, 2), (2, 4)]
 
 
-def test_other_errors_pass() -> None:
+def test_other_errors_pass_and_wrong_signatures_are_refused() -> None:
     def train(batch_size: int) -> None:
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes do not match"):
         find_executable_batch_size(train)()
-
-
-def test_wrong_signatures_are_refused() -> None:
     with pytest.raises(SettingError, match="its first must be the batch size"):
         find_executable_batch_size(lambda: None)
     with pytest.raises(SettingError, match="leave it out of the call"):
-        find_executable_batch_size(lambda batch_size: None)(batch_size=3)
+        find_executable_batch_size(train)(batch_size=3)
 
 
-def one_rank_runs_out() -> tuple[list[int], float]:
-    tried = []
+def retried(attempt: Any, starting: int, options: dict[str, Any]) -> tuple[list[int], float]:
+    """The sizes that this rank has tried, and how long that took."""
+    tried: list[int] = []
+    acc = Accelerator(mixed_precision="no", **options)
 
-    @find_executable_batch_size(starting_batch_size=4)
-    def train(batch_size: int) -> float:
-        with Accelerator(mixed_precision="no") as acc:
-            tried.append(batch_size)
-            model = torch.nn.Linear(2, 1)
-            model = acc.prepare(model)
-            if acc.process_index == 1 and batch_size > 2:
-                out_of_memory()
-            acc.backward(model(torch.ones(batch_size, 2)).sum())  # rank 0 waits here for rank 1
-            return float(acc.reduce(torch.tensor(1.0)))
-
-    outer = Accelerator(mixed_precision="no")
-    total = train()
-    outer.close()
-    current_world().close()
-    return tried, total
-
-
-def test_a_rank_that_runs_out_takes_the_others_along(ranks) -> None:
-    assert ranks(one_rank_runs_out) == [([4, 2], 2.0)] * 2
-
-
-def one_rank_runs_out_in_accelerates_idiom() -> tuple[list[int], float]:
-    tried = []
-    acc = Accelerator(mixed_precision="no", timeout=60, gradient_accumulation_steps=2)
-
-    @find_executable_batch_size(starting_batch_size=8)
+    @find_executable_batch_size(starting_batch_size=starting)
     def train(batch_size: int) -> None:
-        acc.free_memory()
         tried.append(batch_size)
-        model = torch.nn.Linear(2, 1)
-        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        for micro in range(2):
-            with acc.accumulate(model):
-                loss = model(torch.ones(batch_size, 2)).sum()
-                if acc.process_index == 1 and batch_size > 2 and micro == 1:
-                    out_of_memory()
-                acc.backward(loss)  # rank 0 waits here for rank 1
-                optimizer.step()
-                optimizer.zero_grad()
+        attempt(acc, batch_size)
 
     begin = time.monotonic()
-    train()
-    acc.close()
-    return tried, time.monotonic() - begin
-
-
-def test_a_model_prepared_by_an_outer_accelerator_does_not_hold_the_others_up(ranks) -> None:
-    for tried, seconds in ranks(one_rank_runs_out_in_accelerates_idiom, timeout=100):
-        assert tried == [8, 4, 2]
-        assert seconds < 30, "two attempts that end at the timeout take 120"
-
-
-def one_rank_runs_out_before_its_turn() -> list[int]:
-    tried = []
-    acc = Accelerator(mixed_precision="no")
-
-    @find_executable_batch_size(starting_batch_size=4)
-    def train(batch_size: int) -> None:
-        tried.append(batch_size)
-        if acc.process_index == 0 and batch_size > 2:
-            out_of_memory()
-        with acc.main_process_first():  # rank 1 waits here for rank 0, which is alive
-            pass
-
-    train()
-    with acc.main_process_first():
-        pass
-    acc.close()
-    current_world().close()
-    return tried
-
-
-def test_a_rank_that_waits_for_its_turn_is_taken_along(ranks) -> None:
-    assert ranks(one_rank_runs_out_before_its_turn, timeout=60) == [[4, 2]] * 2
-
-
-def one_rank_fails() -> None:
-    outer = Accelerator(mixed_precision="no")
-
-    @find_executable_batch_size(starting_batch_size=8)
-    def train(batch_size: int) -> None:
-        if outer.process_index == 1:
-            raise ValueError("a bad sample")
-        outer.reduce(torch.tensor(1.0))
-
     try:
         train()
     finally:
-        outer.close()
+        acc.close()
+    PartialState().destroy_process_group()
+    return tried, time.monotonic() - begin
 
 
-def test_another_rank_s_error_is_no_lack_of_memory(ranks) -> None:
-    zero, one = ranks.fails(one_rank_fails)
-    assert one.type == "ValueError"
-    assert zero.type == "WorldError"
+def with_an_accelerator_inside(outer: Accelerator, batch_size: int) -> None:
+    with Accelerator(mixed_precision="no") as acc:
+        model = acc.prepare(torch.nn.Linear(2, 1))
+        if acc.process_index == 1 and batch_size > 2:
+            out_of_memory()
+        acc.backward(model(torch.ones(batch_size, 2)).sum())  # rank 0 waits here for rank 1
+        assert acc.reduce(torch.tensor(1.0)) == 2
+
+
+def in_accelerates_idiom(acc: Accelerator, batch_size: int) -> None:
+    acc.free_memory()
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for micro in range(2):
+        with acc.accumulate(model):
+            loss = model(torch.ones(batch_size, 2)).sum()
+            if acc.process_index == 1 and batch_size > 2 and micro == 1:
+                out_of_memory()
+            acc.backward(loss)  # rank 0 waits here for rank 1
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def before_its_turn(acc: Accelerator, batch_size: int) -> None:
+    if acc.process_index == 0 and batch_size > 2:
+        out_of_memory()
+    with acc.main_process_first():  # rank 1 waits here for rank 0, which is alive
+        pass
+
+
+@pytest.mark.parametrize(
+    ("attempt", "starting", "options"),
+    [
+        (with_an_accelerator_inside, 4, {}),
+        (in_accelerates_idiom, 8, {"timeout": 60, "gradient_accumulation_steps": 2}),
+        (before_its_turn, 4, {}),
+    ],
+    ids=["an accelerator inside", "an outer accelerator", "waiting for its turn"],
+)
+def test_a_rank_that_runs_out_takes_the_others_along(
+    ranks: Ranks, attempt: Any, starting: int, options: dict[str, Any]
+) -> None:
+    for tried, seconds in ranks(retried, attempt, starting, options):
+        assert tried == ([8, 4, 2] if starting == 8 else [4, 2])
+        assert seconds < 30, "attempts that end at the timeout take longer"
+
+
+def one_rank_fails(acc: Accelerator, batch_size: int) -> None:
+    if acc.process_index == 1:
+        raise ValueError("a bad sample")
+    acc.reduce(torch.tensor(1.0))
+
+
+def test_another_rank_s_error_is_no_lack_of_memory(ranks: Ranks) -> None:
+    zero, one = ranks.fails(retried, one_rank_fails, 8, {})
+    assert (zero.type, one.type) == ("WorldError", "ValueError")
