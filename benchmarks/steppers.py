@@ -17,7 +17,7 @@ from easymp.cuda.rule import Scale
 from easymp.cuda.step import EMA, FusedStep
 from easymp.optim import AdamW, Engine
 from easymp.optim import engine as torch_engine
-from easymp.optim.adam import ADAM
+from easymp.optim.torch_optimizers import ADAM
 
 # Name → vocabulary, length, width, blocks; "tiny" has 35k parameters. The last three are GPT-2's small, medium and extra large.
 SIZES = {

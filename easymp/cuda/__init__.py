@@ -11,10 +11,8 @@ from ..base.lazy import at_first_use
 
 EMA = "ema"  # key of the average in an optimizer's state
 _HOMES = {
-    "casts": ("Adder", "divided"),
-    "cupy_launcher": ("Unavailable", "facts", "launcher_for", "launcher_with", "unavailable", "warn_once"),
+    "cupy_launcher": ("Unavailable", "facts", "launcher_for", "unavailable", "warn_once"),
     "elementwise": ("TYPES", "upload"),
-    "measure": ("TOTAL", "UNSCALE", "Gradients"),
     "rounding": ("Rounding", "key_of", "stochastic"),
     "rule": ("Scale",),
     "step": ("FusedStep",),

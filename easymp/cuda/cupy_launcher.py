@@ -19,7 +19,7 @@ import torch
 
 from ..base import env
 from ..errors import EasympWarning, KernelError
-from .kernel import PREAMBLE, THREADS, Kernel, Launcher
+from .kernel import PREAMBLE, THREADS, Kernel
 
 # Oldest compute capability that a CUDA toolkit compiles for, by its major version (release notes of CUDA 12.0 and 13.0).
 OLDEST = {12: (5, 0), 13: (7, 5)}
@@ -316,22 +316,3 @@ def _said(error: Exception) -> str:
     """Type and first words of `error`, in one line: a compiler's log is long."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
-
-
-_broken: set[tuple[torch.device, Kernel]] = set()
-
-
-def launcher_with(device: torch.device, kernels: Sequence[Kernel]) -> Launcher | None:
-    """The launcher of `device`, with `kernels` compiled; None where CuPy or one of them fails, which is said once, and without a GPU."""
-    if device.type != "cuda":
-        return None
-    launcher = launcher_for(device)
-    if not isinstance(launcher, CupyLauncher) or any((device, kernel) in _broken for kernel in kernels):
-        return None
-    try:
-        launcher.ready(kernels)
-    except KernelError as error:
-        warn_once(str(error))
-        _broken.update((device, kernel) for kernel in kernels)
-        return None
-    return launcher

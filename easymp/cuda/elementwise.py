@@ -17,7 +17,7 @@ from torch import Tensor
 from ..base.dtensor import dense as dense
 from ..base.torch_flags import TORCH
 from ..errors import StepError
-from .kernel import THREADS, Kernel, Launcher
+from .kernel import THREADS, Kernel
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -95,39 +95,6 @@ const bool aligned = row[1];
         tuple(f"{s}_sum" for s in sums),
         after,
     )
-
-
-def flat(
-    name: str,
-    roles: Sequence[Role],
-    dtypes: Mapping[str, torch.dtype],
-    element: str,
-    *,
-    arguments: Sequence[str] = (),
-) -> Kernel:
-    """The same over one run of memory a role: its arguments are the addresses as ``uint64 NAME_is``, ``int64 size`` and `arguments`.
-
-    Run it by `start_flat`.
-    """
-    body = f"""
-const i64 begin = block * {CHUNK};
-const i64 left = size - begin;
-const i64 count = left < {CHUNK} ? left : {CHUNK};
-{_pointers(roles, dtypes, [f"{r.name}_is" for r in roles])}
-const bool aligned = !(({" | ".join(f"{r.name}_is" for r in roles)}) & 15);
-{_loop(roles, dtypes, element)}
-"""
-    words = "_".join([name, *(SHORT[dtypes[r.name]] for r in roles)])
-    return Kernel(words, (*(f"uint64 {r.name}_is" for r in roles), "int64 size", *arguments), body)
-
-
-def start_flat(
-    launcher: Launcher, kernel: Kernel, tensors: Sequence[Tensor], *arguments: int | float
-) -> None:
-    """Run a `flat` kernel over `tensors`, one a role: dense, and equal in their number of elements and their order."""
-    size = tensors[0].numel()
-    if size:
-        launcher.launch(kernel, -(-size // CHUNK), [*(t.data_ptr() for t in tensors), size, *arguments])
 
 
 def _pointers(roles: Sequence[Role], dtypes: Mapping[str, torch.dtype], addresses: Sequence[str]) -> str:

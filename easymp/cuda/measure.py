@@ -6,7 +6,7 @@ as `torch.nn.utils.clip_grad_norm_` has it; the step multiplies by it as it read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.dtensor import local, parts
+from ..base.dtensor import parts
 from .elementwise import TYPES, Role, Row, Table, capturing, dense, lay_out, places, plain, stream
 from .kernel import THREADS, Kernel, Launcher
 
@@ -36,23 +36,6 @@ def squares(dtype: torch.dtype) -> Kernel:
         sums={"squares": "squares / copies", "bad": "bad"},
     )
 
-
-@cache
-def unscaled(dtype: torch.dtype) -> Kernel:
-    """`squares`, and each gradient becomes g / scale, rounded, where it lies: torch's ``_amp_foreach_non_finite_check_and_unscale_``."""
-    return stream(
-        "unscale",
-        [Role("g", writes=True)],
-        {"g": dtype},
-        "bad += finite(g) ? 0.f : 1.f; g = g * inverse; squares += g * g;",
-        arguments=("uint64 scale",),
-        setup=_INVERSE,
-        sums={"squares": "squares / copies", "bad": "bad"},
-    )
-
-
-# fp16 would lose small numbers in the division.
-UNSCALE = {dtype: unscaled(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
 _CONCLUDE = """
 const double norm = sqrt(at<const double>(totals)[0]);
@@ -168,15 +151,6 @@ class Gradients:
         result = self._run(squares, laid, max_norm, scale, over_ranks)
         del held  # until all that reads them is in the stream
         return result
-
-    def unscale(self, gradients: Iterable[Tensor], scale: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Divide gradients by `scale` in place; float32, 0-dim, above 0 if one was not finite; and those left to torch."""
-        mine: list[Tensor] = []
-        rest: list[Tensor] = []
-        for gradient in map(local, gradients):
-            (mine if self._takes(gradient) and _readable(gradient) is gradient else rest).append(gradient)
-        laid, _ = self._lay_out(mine, [None] * len(mine))
-        return self._run(unscaled, laid, float("inf"), scale, None)[RESULT.index("found_inf")], rest
 
     def _run(
         self,

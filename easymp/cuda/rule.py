@@ -1,11 +1,10 @@
-"""Update rules as data, and the kernels that are made from them: the third and the fourth launch of a step.
+"""Update rules as data, and the kernels made from them: the third and the fourth launch of a step.
 
-The third computes step counters, bias corrections and all else that is one number a tensor, in float64, on the device, and moves the
-loss scale where it is lent to the step. `1.f - 0.999f` is off by 1.3e-5, so numbers become floats only there. lr may be a tensor of the
-device, and the counters are the optimizer's own, so a captured step goes on counting when it is replayed. Numbers of a group that are no
-tensors are, in a graph, those of the capture.
+The third (`prepare`) computes step counters, bias corrections and every other number of a whole tensor, on the device, in float64: in
+float32 `1.f - 0.999f` is off by 1.3e-5. It also moves a borrowed loss scale. lr may be a tensor of the device and the counters are the
+optimizer's own, so a captured step goes on counting when it is replayed. Other numbers of a group are, in a graph, those of the capture.
 
-The fourth reads every element once, moves it by its rule, and writes it once, with the moving average of the weights and the
+The fourth (`update`) reads each element once, moves it by its rule and writes it once, with the moving average of the weights and the
 low-precision copy that the model computes with.
 """
 
@@ -22,59 +21,81 @@ from .elementwise import Role, stream
 from .kernel import THREADS, Kernel
 
 Group = Mapping[str, Any]
+Element = (
+    str | Callable[[tuple[str, ...]], str]
+)  # C++ on floats, once an element; or a function of the states that a group has
+
+
+def code(element: Element, states: tuple[str, ...]) -> str:
+    """The C++ of `element` for these states."""
+    return element if isinstance(element, str) else element(states)
+
+
+Number = str | Callable[[Group], float]  # a key of a param group, or a function of it
+
+
+def number(how: Number, group: Group) -> float:
+    """The number of `group`."""
+    return float(group[how] if isinstance(how, str) else how(group))
+
+
+def direction(group: Group) -> float:
+    """The sign of gradients: -1 where a group maximizes."""
+    return -1.0 if group["maximize"] else 1.0
+
+
+BETAS = {"beta1": lambda group: group["betas"][0], "beta2": lambda group: group["betas"][1]}
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What a rule wants to know of a whole tensor before it moves any of it: sums over its elements, on all ranks that have some.
+    """Sums over a whole tensor, on all ranks that hold a part of it, which a rule needs before it moves any element.
 
     Attributes:
         sums: names of the totals.
-        reads: what `element` sees, ``g`` (unscaled and clipped) first.
-        element: C++ on floats, once an element, that adds to `sums`.
-        weigh: C++ on doubles, once a tensor: sees the totals and what the rule's `prepare` does but ``step``; changes `constants`.
-        moves: whether `element` sees the states, and writes them; the rule's own then only reads them.
+        element: C++ that adds to `sums`.
+        weigh: C++ on doubles, once a tensor: sees the totals and all that the rule's `prepare` sees but ``step``; changes `constants`.
+        moves: whether `element` reads and writes the states; the rule's own then only reads them.
+        reads: names that `element` reads, ``g`` (unscaled and clipped) first.
     """
 
     sums: tuple[str, ...]
-    element: Callable[[tuple[str, ...]], str]
+    element: Element
     weigh: str
     moves: bool = False
     reads: tuple[str, ...] = ("g", "p")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """How one optimizer moves a parameter.
 
     Attributes:
         name: a C identifier.
-        states: keys of what is kept of each element, as torch names them; of those that a group needs, see `uses`.
-        uses: of a param group, which of `states` it has.
-        refuse: of a param group, why it is not for these kernels, in words; None where it is.
-        hyper: of a param group, its numbers without lr, in the order of `numbers`.
-        numbers: what `prepare` calls them; "lr" comes before them.
+        states: keys of the states that have a number for each element, as torch names them.
+        numbers: names in `prepare` → the numbers of a param group; "lr" comes before them.
         prepare: C++ on doubles, once a tensor and step: sees `numbers`, ``lr``, ``step`` (of this step, from 1) and ``norm``, and
             sets `constants`.
         constants: floats that `element` sees.
-        element: C++ on floats, once an element: ``p``, ``g`` (unscaled and clipped) and the states.
-        reference: the same by torch in float64 or float32: ``(p, g, states, group, step)``, in place.
+        element: C++ on ``p``, ``g`` (unscaled and clipped) and the states.
+        reference: the same by torch, ``(p, g, states, group, step)``, in place, for optimizers that torch has.
+        uses: of a param group, which of `states` it has.
+        refuse: of a param group, why kernels do not take it, in words.
         counts: whether the state has a ``step``; if not, steps are counted beside it, from 1 where states were there before.
-        starts: of a param group, the value that states start with.
-        scalar: key of a float32 number of each tensor, 0-dim, that `Survey.weigh` sees and writes; "" where there is none.
-        norm: whether `prepare` is to be told the norm of all gradients, as they are when the rule sees them; else it is 0.
+        starts: of a param group, the first value of states.
+        scalar: key of a float32 number of each tensor, 0-dim, that `Survey.weigh` sees and writes; "" for none.
+        norm: whether `prepare` is told the norm of all gradients, as the rule sees them; else it is 0.
         survey: a pass over the elements before the update.
     """
 
     name: str
     states: tuple[str, ...]
-    uses: Callable[[Group], tuple[str, ...]]
-    hyper: Callable[[Group], Sequence[float]]
-    numbers: tuple[str, ...]
+    numbers: Mapping[str, Number]
     prepare: str
     constants: tuple[str, ...]
-    element: Callable[[tuple[str, ...]], str]
-    reference: Callable[[Tensor, Tensor, dict[str, Any], Group, int], None]
+    element: Element
+    reference: Callable[[Tensor, Tensor, dict[str, Any], Group, int], None] | None = None
+    uses: Callable[[Group], tuple[str, ...]] | None = None
     refuse: Callable[[Group], str | None] = lambda group: None
     counts: bool = True
     starts: Callable[[Group], float] = lambda group: 0.0
@@ -86,6 +107,14 @@ class Rule:
     def single(self) -> tuple[str, ...]:
         """Keys of the state that have one number a tensor."""
         return ("step",) * self.counts + (self.scalar,) * bool(self.scalar)
+
+    def states_of(self, group: Group) -> tuple[str, ...]:
+        """Keys of the states of parameters in `group`."""
+        return self.states if self.uses is None else self.uses(group)
+
+    def hyper(self, group: Group) -> list[float]:
+        """The `numbers` of `group`."""
+        return [number(how, group) for how in self.numbers.values()]
 
 
 # -- the third launch ------------------------------------------------------------------------------------------------------
@@ -228,7 +257,7 @@ def update(
     roles = roles_of(states, AVERAGE in dtypes, COPY in dtypes, rule.survey is None or not rule.survey.moves)
     setup = f"{_setup(rule, stochastic)}\nconst float share = (float)follow; (void)share;"
     written = [PARAMETER, *(s for s in states if rule.survey is None or not rule.survey.moves)]
-    element = _SCALED % rule.element(states) + _rounded(written, states, dtypes, stochastic)
+    element = _SCALED % code(rule.element, states) + _rounded(written, states, dtypes, stochastic)
     if AVERAGE in dtypes:
         element += f"\n{AVERAGE} += ({PARAMETER} - {AVERAGE}) * share;"
     if COPY in dtypes:
@@ -257,7 +286,7 @@ def survey_of(
         f"survey_{rule.name}_stochastic" if stochastic else f"survey_{rule.name}",
         roles,
         dtypes,
-        _SCALED % survey.element(states)
+        _SCALED % code(survey.element, states)
         + _rounded(states if survey.moves else (), states, dtypes, stochastic),
         arguments=("uint64 constants", "uint64 factor", "uint64 skip", *_SEED * stochastic),
         setup=_setup(rule, stochastic),

@@ -364,7 +364,7 @@ class FusedStep:
         count = len(group["params"])
         if self.rule.refuse(group) is not None:
             return count, False, 0, ()
-        return count, True, self._lr_at(group["lr"]), self.rule.uses(group)
+        return count, True, self._lr_at(group["lr"]), self.rule.states_of(group)
 
     def _new(self, items: Mapping[int, _Item]) -> _Layout:
         if not items:

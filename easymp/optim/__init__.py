@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING
 from ..base.lazy import at_first_use
 
 if TYPE_CHECKING:
-    from .adagrad import Adagrad as Adagrad
-    from .adam import Adam as Adam
-    from .adam import AdamW as AdamW
     from .engine import Engine as Engine
     from .fused import FusedOptimizer as FusedOptimizer
     from .lamb import LAMB as LAMB
@@ -26,38 +23,24 @@ if TYPE_CHECKING:
     from .optimizer import averages_in as averages_in
     from .optimizer import leave_to_step as leave_to_step
     from .optimizer import may_leave as may_leave
-    from .sgd import SGD as SGD
+    from .torch_optimizers import SGD as SGD
+    from .torch_optimizers import Adagrad as Adagrad
+    from .torch_optimizers import Adam as Adam
+    from .torch_optimizers import AdamW as AdamW
     from .torch_step import fuse as fuse
     from .torch_step import indifferent as indifferent
 
 _HOMES = {
-    "adagrad": ("Adagrad",),
-    "adam": (
-        "Adam",
-        "AdamW",
-    ),
     "engine": ("Engine",),
     "fused": ("FusedOptimizer",),
     "lamb": ("LAMB",),
     "larc": ("LARC",),
     "lion": ("Lion",),
-    "masters": (
-        "Masters",
-        "Sums",
-    ),
+    "masters": ("Masters", "Sums"),
     "novograd": ("NovoGrad",),
-    "optimizer": (
-        "PreparedOptimizer",
-        "PreparedScheduler",
-        "averages_in",
-        "leave_to_step",
-        "may_leave",
-    ),
-    "sgd": ("SGD",),
-    "torch_step": (
-        "fuse",
-        "indifferent",
-    ),
+    "optimizer": ("PreparedOptimizer", "PreparedScheduler", "averages_in", "leave_to_step", "may_leave"),
+    "torch_optimizers": ("SGD", "Adagrad", "Adam", "AdamW"),
+    "torch_step": ("fuse", "indifferent"),
 }
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

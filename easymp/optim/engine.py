@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from ..cuda.kernel import Launcher
     from ..cuda.rule import Rule, Scale
     from ..cuda.step import FusedStep
-    from . import adagrad, adam, sgd
+    from . import torch_optimizers
 
-modules_at_first_use(globals(), "adagrad", "adam", "sgd")  # their rules are for kernels
+modules_at_first_use(globals(), "torch_optimizers")  # their rules are for kernels
 
 KERNEL_DEVICES = ("cuda",)
 DTYPES = (torch.float32, torch.bfloat16)  # of gradients for which the factor is exact enough, in float32
@@ -362,7 +362,8 @@ class Engine:
 
 def rule_of(kind: type[torch.optim.Optimizer]) -> Rule | None:
     """The rule of one of torch's classes."""
-    own = (adam.Adam, adam.AdamW, sgd.SGD, adagrad.Adagrad)
+    them = torch_optimizers
+    own = (them.Adam, them.AdamW, them.SGD, them.Adagrad)
     return next((mine.rule for mine in own if mine.torchs is kind), None)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..base.dtensor import local
 from ..errors import SettingError
 from .fused import FusedOptimizer, Options
-from .torch_step import fill, round_back, wide, widest
+from .torch_step import wide, widest
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,9 +21,10 @@ class Lists:
 
     Attributes:
         parameters: as the group holds them.
-        p, g: their local parts, and their gradients'; in fp32 or wider.
+        p, g: their local parts, and those of their gradients (negated where the group maximizes); in fp32 or wider.
         states: likewise, by their keys.
-        steps: number of this step, from 1, [parameters]; float64 where the device has it. None where the state has none.
+        counters: of steps, this one counted; None where neither the rule nor rounding needs them.
+        steps: the same in one tensor [parameters], at least 1; float64 where the device has it.
         go: 1, or 0 if nothing is to change.
     """
 
@@ -31,22 +32,23 @@ class Lists:
     p: list[Tensor]
     g: list[Tensor]
     states: dict[str, list[Tensor]]
-    steps: Tensor | None
+    counters: list[Tensor] | None
+    steps: Any
     go: Any
 
 
 class ListOptimizer(FusedOptimizer):
     """Base of optimizers that torch does not have: without kernels, operations on lists of tensors (foreach), without a wait.
 
-    A step that is to be skipped is one by nothing: gradients become 0, and `go` (0 or 1, on the device) is a factor where that is not
-    enough. Half precision is widened to fp32 for the step and rounded after it, as the kernels do it.
+    A skipped step is a step by nothing: gradients become 0, and `go` (0 or 1, on the device) is a factor where that is not enough. Half
+    precision is widened to fp32 for the step and rounded after it, as the kernels do it.
 
     Args:
-        options: of all our optimizers.
+        options: ema_decay, state_dtype and stochastic_rounding.
         defaults: of the param groups. Numbers below 0, and betas of 1 or more, are refused.
 
     Raises:
-        SettingError: a wrong number; in `add_param_group`, a parameter that is no real float.
+        SettingError: a wrong number; in `add_param_group`, a parameter that is not a real float.
     """
 
     def __init__(self, params: Any, options: Options, **defaults: Any) -> None:
@@ -74,8 +76,6 @@ class ListOptimizer(FusedOptimizer):
     def advance_by_torch(
         self, parameters: Sequence[Tensor], factor: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        if self.options.rounding is not None and not self.rule.counts:
-            return self.widened.step(parameters, factor, found_inf)
         mine = {id(p) for p in parameters}
         lists: list[tuple[dict[str, Any], Lists]] = []
         for group in self.param_groups:
@@ -87,11 +87,10 @@ class ListOptimizer(FusedOptimizer):
         self.advance_lists(lists)
         order = {id(p): number for number, p in enumerate(self._parameters())}
         for group, of in lists:
-            keys = self.rule.uses(group)
-            for p, *moved in zip(of.parameters, of.p, *(of.states[key] for key in keys)):
-                state = self.state[p]
-                held = [local(p), *(local(state[key]) for key in keys)]
-                round_back(held, moved, state.get("step", of.p[0]), order[id(p)], self.rounding, p)
+            keys = self.rule.states_of(group)
+            counters = of.counters or of.p
+            for p, counter, *moved in zip(of.parameters, counters, of.p, *(of.states[k] for k in keys)):
+                self._round_back(p, order[id(p)], keys, moved, counter)
 
     def _listed(
         self, group: dict[str, Any], parameters: list[Tensor], factor: Tensor | None, found_inf: Tensor | None
@@ -106,21 +105,18 @@ class ListOptimizer(FusedOptimizer):
             bad = found_inf.to(device) > 0
             go = 1.0 - bad.float()
             grads = [g.masked_fill(bad, 0.0) for g in grads]
-        for parameter in parameters:
-            fill(self.rule, group, parameter, self.state[parameter], self.options.state_dtype)
+        if group["maximize"]:
+            grads = torch._foreach_neg(grads)
+        counters: Any = [self._complete(group, p) for p in parameters]
         steps = None
-        if self.rule.counts:
-            counters = [self.state[p]["step"] for p in parameters]
+        if self.rule.counts or self.rounding is not None:
             torch._foreach_add_(counters, go)
             steps = torch.stack(counters).clamp(min=1.0).to(widest(device))
-        states = {k: [wide(local(self.state[p][k])) for p in parameters] for k in self.rule.uses(group)}
-        return Lists(parameters, [wide(local(p)) for p in parameters], grads, states, steps, go)
+        keys = self.rule.states_of(group)
+        states = {key: [wide(local(self.state[p][key])) for p in parameters] for key in keys}
+        p = [wide(local(p)) for p in parameters]
+        return Lists(parameters, p, grads, states, None if steps is None else counters, steps, go)
 
     def advance_lists(self, lists: Sequence[tuple[dict[str, Any], Lists]]) -> None:
         """Move them, in place, and the states that have one number a tensor."""
         raise NotImplementedError
-
-
-def signed(group: dict[str, Any], lists: Lists) -> list[Tensor]:
-    """The gradients to go down along."""
-    return list(torch._foreach_neg(lists.g)) if group["maximize"] else lists.g

@@ -1,7 +1,7 @@
-"""Bases of easymp's own optimizers: a step by our kernels where they run, and else by torch, with equal results.
+"""Base of easymp's own optimizers: a step by our kernels where they run, else by torch, with equal results.
 
-Either way the factor of a loss scale and of clipping, and the flag of an overflow, come by torch's protocol for fused optimizers
-(attributes ``grad_scale`` and ``found_inf`` during a step), so torch's GradScaler drives them without a wait for the device.
+Both read the factor of the loss scale and of clipping, and the flag of an overflow, by torch's protocol for fused optimizers (attributes
+``grad_scale`` and ``found_inf`` during a step). So torch's GradScaler drives them without a wait for the device.
 """
 
 from __future__ import annotations
@@ -21,22 +21,11 @@ from ..cuda import EMA
 from ..errors import KernelError, SettingError, StepError
 from ..protocols import Counting
 from .masters import Averages
-from .torch_step import (
-    Clip,
-    Widened,
-    fill_momentum,
-    fuse,
-    inverse,
-    keep_implementation,
-    multiply,
-    values,
-    wide_norms,
-    widest,
-)
+from .torch_step import Clip, inverse, keep_implementation, values, wide_norms, widest
 
 if TYPE_CHECKING:
     from ..cuda.rounding import Rounding
-    from ..cuda.rule import Rule, Scale
+    from ..cuda.rule import Group, Rule, Scale
     from ..cuda.step import FusedStep
 
 
@@ -45,7 +34,7 @@ class StepChoice(NamedTuple):
 
     Attributes:
         name: "CuPy", "torch fused" or "torch".
-        kernels: the step by our kernels; None where torch runs it.
+        kernels: the step by our kernels; None where torch steps.
     """
 
     name: str
@@ -59,10 +48,13 @@ class Options:
 
     Attributes:
         ema_decay: keep an average of the weights, ema += (p - ema) × (1 - ema_decay) after each step, in fp32, as "ema" in the state.
-        state_dtype: of states that have a number for each element; None: the parameter's, as in torch. bfloat16 halves them, and needs
+        state_dtype: of states that have a number for each element; None: the parameter's, as in torch. bfloat16 halves them and needs
             `stochastic_rounding`: rounded to the nearest, a second moment that falls by a thousandth a step stays where it is.
-        stochastic_rounding: round bf16 parameters and states up with the probability of the part that is cut off, from this seed; True
-            is 0. See `easymp.cuda.rounding`. SGD's and Lion's states have no step: in a resumed run their bits begin anew.
+        stochastic_rounding: seed of the rounding of bf16 parameters and states, up with the probability of the part that is cut off;
+            True is 0. See `easymp.cuda.rounding`. SGD's and Lion's states have no step: in a resumed run their bits begin anew.
+
+    Raises:
+        SettingError: one of them is out of range, or bf16 states without `stochastic_rounding`.
     """
 
     ema_decay: float | None = None
@@ -95,18 +87,18 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Base of our optimizers.
 
     Attributes:
-        rule: what the kernels are made from.
+        rule: the source of its kernels.
         options: given to the constructor.
     """
 
     rule: Rule
     options: Options = Options()
-    _step_supports_amp_scaling: ClassVar[bool] = True  # torch's word for: reads `grad_scale` and `found_inf`
+    _step_supports_amp_scaling: ClassVar[bool] = True  # torch's flag: reads `grad_scale` and `found_inf`
     _chosen: tuple[tuple[Any, ...], StepChoice] | None = None
     _clip: Clip | None = None  # left to the next step by `clip_grad_norm_`
-    _meshes: Sequence[Any] = ()  # that parameters lie on now
+    _meshes: Sequence[Any] = ()  # of the parameters, now
     _counting: Counting | None = None
-    _wide: tuple[int, Widened] | None = None
+    _steps: dict[Tensor, Tensor] | None = None  # counters of a rule without a step in its state
     _lent: Scale | None = None
     _first: Callable[[Tensor], int] | None = None
 
@@ -114,7 +106,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def engine(self) -> StepChoice:
-        """What steps the parameters as they lie now."""
+        """What steps the parameters, where they are now."""
         first = next(self._parameters(), None)
         device = None if first is None else first.device
         wanted = not any(group.get("fused") is False for group in self.param_groups)
@@ -128,7 +120,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         if device is not None and reason is None:
             launcher = cuda.launcher_for(device)
             if not isinstance(launcher, cuda.Unavailable):
-                return StepChoice("CuPy", "our kernels run on this device", self.kernels(self.rule, launcher))
+                own = self.options
+                kernels = cuda.FusedStep(
+                    *(self._stepped, self.rule, launcher),
+                    ema_decay=own.ema_decay,
+                    state_dtype=own.state_dtype,
+                    rounding=self.rounding,
+                    copies=self._copies,
+                )
+                return StepChoice("CuPy", "our kernels run on this device", kernels)
             reason = launcher.reason
         return self._by_torch(reason or "there are no parameters")
 
@@ -148,6 +148,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _by_torch(self, reason: str) -> StepChoice:
         return StepChoice("torch", reason)
 
+    @property
+    def _stepped(self) -> torch.optim.Optimizer:
+        return self
+
     def use_plain_torch(self) -> None:
         """Neither kernels nor a fused step of torch's, in groups that leave it open."""
         for group in self.param_groups:
@@ -155,7 +159,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group["fused"] = False
 
     def do_without(self, reason: str) -> None:
-        """Leave steps to torch from here on, as long as the parameters lie where they do."""
+        """Leave steps to torch from here on, until the parameters move elsewhere."""
         self.engine  # noqa: B018  # is chosen by now
         assert self._chosen is not None
         self._chosen = self._chosen[0], self._by_torch(reason)
@@ -164,35 +168,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         cuda.warn_once(str(error))
         self.do_without(str(error))
 
-    def kernels(self, rule: Rule, launcher: Any) -> FusedStep:
-        """A step of this optimizer's parameters by `rule`."""
-        own = self.options
-        return cuda.FusedStep(
-            *(self._stepped, rule, launcher),
-            ema_decay=own.ema_decay,
-            state_dtype=own.state_dtype,
-            rounding=self.rounding,
-            copies=self._copies,
-        )
-
-    @property
-    def _stepped(self) -> torch.optim.Optimizer:
-        return self
-
     # -- rounding -------------------------------------------------------------------------------------------------------
 
     def round_from(self, seed: int) -> bool:
-        """Round bf16 parameters stochastically from here on; False where that cannot be, so that masters are needed.
+        """Round bf16 parameters stochastically from here on; False where masters are needed instead.
 
-        Not with a rule whose state has no step (SGD, Lion): a resumed run would draw other bits. Unless the options ask for it.
+        Unless the options ask for it, a rule whose state has no step (SGD, Lion) does not: a resumed run would draw other bits.
         """
         if self.options.rounding is None and self._stepped is self and self.rule.counts:
             self.options = replace(self.options, stochastic_rounding=seed)
-            self._chosen = self._wide = None
+            self._chosen = None
         return self.options.rounding is not None
 
     def begin_at(self, first: Callable[[Tensor], int]) -> None:
-        """Parameters are parts of others, and no DTensors: `first` says where in the whole one they begin, as `Rounding` has it."""
+        """Parameters are parts of others without being DTensors: `first` is `Rounding.first` for them."""
         self._first = first
 
     @property
@@ -201,18 +190,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         rounding = self.options.rounding
         return rounding if rounding is None or self._first is None else replace(rounding, first=self._first)
 
-    @property
-    def widened(self) -> Widened:
-        """A step by torch with states and rounding as `options` have them."""
-        if self._wide is None or self._wide[0] != id(self):
-            self._wide = id(self), Widened(self, self.rule, self.options.state_dtype, self.rounding)
-        return self._wide[1]
-
     # -- the step -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have gradients; returns what `closure` does.
+        """One update of all parameters that have gradients; returns the result of `closure`.
 
         Raises:
             StepError: gradients are not those that `clip_grad_norm_` has measured.
@@ -245,7 +227,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Args:
             factor: float32, 0-dim: gradients are multiplied by it.
             found_inf: float32, 0-dim: above 0, nothing changes.
-            result: what the kernels have measured of these gradients.
+            result: the kernels' measurement of these gradients.
         """
         self._meshes = meshes(self._parameters())
         moved = [p for p in self._parameters() if p.grad is not None]
@@ -288,14 +270,56 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._clip = None
         super().zero_grad(set_to_none)
 
+    # -- states and rounding by torch, as the kernels have them ---------------------------------------------------------
+
+    def _complete(self, group: Group, parameter: Tensor) -> Tensor:
+        """Make the missing states of `parameter`, in the dtype of the options; returns its counter of steps."""
+        state, dtype, fresh = self.state[parameter], self.options.state_dtype, False
+        for key in self.rule.states_of(group):
+            value = state.get(key)
+            fresh |= value is None
+            if value is None:
+                state[key] = torch.full_like(
+                    parameter, self.rule.starts(group), dtype=dtype, requires_grad=False
+                )
+            elif dtype is not None and value.dtype != dtype:
+                state[key] = value.to(dtype)
+        for key in self.rule.single:
+            value = state.get(key, 0.0)
+            if not isinstance(value, Tensor) or (value.device, value.dtype) != (
+                parameter.device,
+                torch.float32,
+            ):
+                state[key] = torch.as_tensor(value).to(parameter.device, torch.float32)
+        if self.rule.counts:
+            return state["step"]
+        if self._steps is None:
+            self._steps = {}
+        if fresh or parameter not in self._steps:
+            self._steps[parameter] = torch.tensor(0.0 if fresh else 1.0, device=parameter.device)
+        return self._steps[parameter]
+
+    def _round_back(
+        self, parameter: Any, number: int, keys: Sequence[str], moved: Sequence[Tensor], counter: Tensor
+    ) -> None:
+        """Write widened tensors back: `parameter`, which is this `number` of the optimizer's, and its states under `keys`."""
+        rounding, state = self.rounding, self.state[parameter]
+        held = [local(parameter), *(local(state[key]) for key in keys)]
+        for role, (to, value) in enumerate(zip(held, moved)):
+            if rounding is not None and to.dtype == torch.bfloat16:
+                key = cuda.key_of(rounding.seed, counter, number, to.device)
+                to.copy_(cuda.stochastic(value, key, role, rounding.first(parameter)))
+            elif to.dtype != value.dtype:
+                to.copy_(value)
+
     # -- norms over the ranks, and clipping -----------------------------------------------------------------------------
 
     def count_by(self, counting: Counting) -> None:
-        """Count gradients over the ranks so; by default, by the meshes that the parameters lie on."""
+        """Count gradients over the ranks so; by default, by the meshes of the parameters."""
         self._counting = counting
 
     def _copies(self, parameter: Any) -> int:
-        """On how many ranks, of those that are added up, each element of `parameter` lies."""
+        """The number of ranks that hold each element of `parameter`, of those that are added up."""
         if self._counting is not None:
             return self._counting.copies(parameter)
         ranks = math.prod(mesh.size() for mesh in self._meshes)
@@ -315,12 +339,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def gradient_norm(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients of these parameters, 0-dim; float64 where the device has it. Over the ranks, a collective."""
         device = next((p.device for p in self._parameters()), torch.device("cpu"))
-        dtype = widest(device)
         counted = [(values(local(g)), c) for p, g in zip(parameters, gradients) if (c := self._copies(p))]
         norms = wide_norms([g for g, _ in counted])
-        squares = [n.to(device, dtype).square() / copies for n, (_, copies) in zip(norms, counted)]
-        both = torch.zeros(2, dtype=dtype, device=device)  # the kernels' measure adds up two
-        if squares:
+        both = torch.zeros(2, dtype=widest(device), device=device)  # the kernels' measure adds up two
+        if norms:
+            squares = [n.to(both).square() / copies for n, (_, copies) in zip(norms, counted)]
             both[0] = torch.stack(squares).sum()
         self._over_ranks(both)
         return both[0].sqrt()
@@ -362,7 +385,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise StepError(
                 f"no average of the weights is kept: {type(self).__name__}(…, ema_decay=0.999) does"
             )
-        having = [p for p in self._parameters() if p in self.state and EMA in self.state[p]]
+        having = [p for p in self._parameters() if EMA in self.state.get(p, {})]
         held = [local(p) for p in having]
         with torch.no_grad():
             own = [p.clone() for p in held]
@@ -376,9 +399,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state from here or from torch's optimizer of the same rule; how the step runs (fused, foreach) stays as it is."""
         super().load_state_dict(keep_implementation(self, state_dict))
-        named = dict(
-            zip((i for group in state_dict["param_groups"] for i in group["params"]), self._parameters())
-        )
+        order = [i for group in state_dict["param_groups"] for i in group["params"]]
+        named = dict(zip(order, self._parameters()))
         for i, saved in state_dict["state"].items():
             for key, value in saved.items() if i in named else ():
                 now = self.state[named[i]].get(key)
@@ -388,88 +410,3 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "options": self.options}
-
-
-# -- optimizers that torch has, too -------------------------------------------------------------------------------------
-
-
-class TorchOptimizer(FusedOptimizer):
-    """Base of optimizers that torch has, too: of torch's class, with its options, its state and its checkpoints.
-
-    Attributes:
-        torchs: its class there, whose step runs where kernels do not, fused if it can.
-    """
-
-    torchs: ClassVar[type[torch.optim.Optimizer]]
-    _fused_here: bool = False  # whether the fused step was our choice
-
-    @property
-    def _widens(self) -> bool:
-        return self.options.state_dtype is not None or self.options.rounding is not None
-
-    def _by_torch(self, reason: str) -> StepChoice:
-        if self._widens:
-            return StepChoice(
-                "torch",
-                f"{reason}; torch has no step for states of their own dtype, nor for stochastic rounding",
-            )
-        for group in self.param_groups if self._fused_here else ():
-            group["fused"] = None  # by us, when the parameters lay elsewhere
-        self._fused_here = False
-        if all(group.get("fused") is None and group.get("foreach") is None for group in self.param_groups):
-            why_not = fuse(self, kind=self.torchs)
-            self._fused_here = why_not is None
-            if why_not is not None:
-                return StepChoice("torch", f"{reason}; {why_not}")
-        fused = all(group.get("fused") for group in self.param_groups)
-        return StepChoice("torch fused" if fused else "torch", reason)
-
-    def advance_by_torch(
-        self, parameters: Sequence[Any], factor: Tensor | None, found_inf: Tensor | None
-    ) -> None:
-        if self._widens:
-            return self.widened.step(parameters, factor, found_inf)
-        mine = {id(p) for p in parameters}
-        hidden = [(p, p.grad) for p in self._parameters() if p.grad is not None and id(p) not in mine]
-        for parameter, _ in hidden:
-            parameter.grad = None
-        try:
-            if all(group.get("fused") for group in self.param_groups) and not any(
-                p.grad.is_sparse for p in parameters
-            ):
-                fill_momentum(self, self.torchs)
-                self._step_told(None if factor is None else factor.reciprocal(), found_inf)
-            elif found_inf is None or not found_inf.item():
-                if factor is not None:
-                    multiply([p.grad for p in parameters], factor)
-                with swapped(self.param_groups, "fused", False):  # the plain step takes sparse gradients
-                    self._step_told(None, None)
-        finally:
-            for parameter, gradient in hidden:
-                parameter.grad = gradient
-
-    def _step_told(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """torch's step, which reads these where it is fused."""
-        step: Any = self.torchs.step
-        if getattr(step, "hooked", False):
-            step = step.__wrapped__  # the hooks have been called with our own step
-        given = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
-        vars(self).update(grad_scale=grad_scale, found_inf=found_inf)
-        try:
-            step(self)
-        finally:
-            del self.grad_scale, self.found_inf  # type: ignore[attr-defined]
-            vars(self).update(given)
-
-
-@contextmanager
-def swapped(groups: Sequence[dict[str, Any]], option: str, value: Any) -> Iterator[None]:
-    """Inside, `option` of param groups that have it is `value`."""
-    held = [(group, group[option]) for group in groups if option in group]
-    for group, _ in held:
-        group[option] = value
-    try:
-        yield
-    finally:
-        for group, before in held:
-            group[option] = before

@@ -12,70 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cuda.rule import Group, Rule, Survey
-from .foreach import ListOptimizer, Lists, signed
+from ..cuda.rule import BETAS, Rule, Survey, direction
+from .foreach import ListOptimizer, Lists
 from .fused import Options
 from .torch_step import whole_squares
 
-
-def _hyper(group: Group) -> tuple[float, ...]:
-    decay, decoupled = float(group["weight_decay"]), bool(group["adam_w_mode"])
-    beta1, beta2 = (float(b) for b in group["betas"])
-    return (
-        beta1,
-        beta2,
-        float(group["eps"]),
-        0.0 if decoupled else decay,
-        decay if decoupled else 0.0,
-        1.0 - beta1 if group["grad_averaging"] else 1.0,
-        float(bool(group["bias_correction"])),
-        float(group["max_grad_norm"] or 0.0),
-        float(bool(group["use_nvlamb"] or decay)),
-        -1.0 if group["maximize"] else 1.0,
-    )
-
-
 _UPDATE = "(exp_avg * unbias / (sqrtf(exp_avg_sq) * root + eps) + plain * p)"
-
-
-def reference(p: Tensor, g: Tensor, states: dict[str, Any], group: Group, step: int) -> None:
-    """`g` is clipped already: one tensor knows no norm of all."""
-    beta1, beta2 = group["betas"]
-    d = -g if group["maximize"] else g
-    if not group["adam_w_mode"]:
-        d = d + group["weight_decay"] * p
-    states["exp_avg"].mul_(beta1).add_(d, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-    states["exp_avg_sq"].mul_(beta2).addcmul_(d, d, value=1 - beta2)
-    corrections = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
-    update = (
-        states["exp_avg"] / corrections[0] / ((states["exp_avg_sq"] / corrections[1]).sqrt() + group["eps"])
-    )
-    if group["adam_w_mode"]:
-        update = update + group["weight_decay"] * p
-    rate: Any = group["lr"]
-    if group["use_nvlamb"] or group["weight_decay"]:
-        weight, moved = p.norm(), update.norm()
-        rate = rate * torch.where((weight > 0) & (moved > 0), weight / moved, 1.0)
-    p.sub_(rate * update)
 
 
 LAMB_RULE = Rule(
     name="lamb",
     states=("exp_avg", "exp_avg_sq"),
-    uses=lambda group: ("exp_avg", "exp_avg_sq"),
-    hyper=_hyper,
-    numbers=(
-        "beta1",
-        "beta2",
-        "epsilon",
-        "decay",
-        "decoupled",
-        "average",
-        "correct",
-        "most",
-        "trusted",
-        "direction",
-    ),
+    numbers={
+        **BETAS,
+        "epsilon": "eps",
+        "decay": lambda group: 0.0 if group["adam_w_mode"] else group["weight_decay"],
+        "decoupled": lambda group: group["weight_decay"] if group["adam_w_mode"] else 0.0,
+        "average": lambda group: 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0,
+        "correct": "bias_correction",
+        "most": lambda group: group["max_grad_norm"] or 0.0,
+        "trusted": lambda group: bool(group["use_nvlamb"] or group["weight_decay"]),
+        "direction": direction,
+    },
     prepare="""
 sign = direction * (most > 0.0 && norm > most ? most / norm : 1.0);
 l2 = decay; plain = decoupled; eps = epsilon; size = lr;
@@ -86,21 +44,18 @@ root = correct != 0.0 ? 1.0 / sqrt(1.0 - pow(beta2, step)) : 1.0;
     constants=("sign", "l2", "plain", "eps", "size", "keep1", "rest1", "keep2", "rest2", "unbias", "root"),
     survey=Survey(
         sums=("weights", "updates"),
-        element=lambda states: (
-            f"""
+        element=f"""
 const float d = g * sign + l2 * p;
 exp_avg = keep1 * exp_avg + rest1 * d;
 exp_avg_sq = keep2 * exp_avg_sq + rest2 * d * d;
 const float u = {_UPDATE};
 weights += p * p;
 updates += u * u;
-"""
-        ),
+""",
         weigh="if (trusted != 0.0 && weights > 0.0 && updates > 0.0) size = lr * sqrt(weights / updates);",
         moves=True,
     ),
-    element=lambda states: f"p -= size * {_UPDATE};",
-    reference=reference,
+    element=f"p -= size * {_UPDATE};",
     norm=True,
 )
 
@@ -116,7 +71,7 @@ class LAMB(ListOptimizer):
         grad_averaging: False adds the gradient to the first average whole.
         max_grad_norm: gradients are clipped first, by the norm of those of all groups; None: not.
         use_nvlamb: let tensors without weight decay have a ratio, too.
-        maximize: go up.
+        maximize: ascend.
         fused: False keeps to torch's operations.
         ema_decay, state_dtype, stochastic_rounding: see `Options`.
     """
@@ -145,8 +100,8 @@ class LAMB(ListOptimizer):
         options = Options(ema_decay, state_dtype, stochastic_rounding)
         group = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         group |= {"weight_decay": weight_decay, "adam_w_mode": adam_w_mode, "grad_averaging": grad_averaging}
-        group |= {"max_grad_norm": max_grad_norm, "use_nvlamb": use_nvlamb}
-        super().__init__(params, options, **group, maximize=maximize, fused=fused)
+        group |= {"max_grad_norm": max_grad_norm, "use_nvlamb": use_nvlamb, "maximize": maximize}
+        super().__init__(params, options, **group, fused=fused)
 
     def advance_lists(self, lists: Sequence[tuple[dict[str, Any], Lists]]) -> None:
         norm = self.gradient_norm(
@@ -155,7 +110,7 @@ class LAMB(ListOptimizer):
         for group, of in lists:
             (beta1, beta2), decay, p = group["betas"], group["weight_decay"], of.p
             m, v = of.states["exp_avg"], of.states["exp_avg_sq"]
-            g = signed(group, of)
+            g = of.g
             if group["max_grad_norm"]:
                 here = norm.to(p[0].device)
                 g = torch._foreach_mul(
@@ -181,12 +136,10 @@ class LAMB(ListOptimizer):
     def _direction(self, group: dict[str, Any], of: Lists) -> list[Tensor]:
         update = torch._foreach_sqrt(of.states["exp_avg_sq"])
         beta1, beta2 = group["betas"]
-        steps = of.steps
-        assert steps is not None
         if group["bias_correction"]:
-            torch._foreach_div_(update, list((1 - beta2**steps).sqrt().float().unbind()))
+            torch._foreach_div_(update, list((1 - beta2**of.steps).sqrt().float().unbind()))
         torch._foreach_add_(update, group["eps"])
         update = list(torch._foreach_div(of.states["exp_avg"], update))
         if group["bias_correction"]:
-            torch._foreach_div_(update, list((1 - beta1**steps).float().unbind()))
+            torch._foreach_div_(update, list((1 - beta1**of.steps).float().unbind()))
         return update

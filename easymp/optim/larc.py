@@ -7,29 +7,24 @@ lr with `clip`; another rule does the rest, without decay. A tensor whose norm o
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..base.dtensor import local
-from ..cuda.rule import Group, Rule, Survey
-from ..errors import RefusedError, SettingError
+from ..cuda.rule import Group, Rule, Survey, code, direction, number
+from ..errors import RefusedError
 from .engine import rule_of
-from .fused import FusedOptimizer, Options, swapped
+from .fused import FusedOptimizer, Options
+from .torch_optimizers import swapped
 from .torch_step import HOOKS, whole_squares, wide
 
 
-@dataclass(frozen=True)
-class Trust:
-    """LARC's own numbers.
-
-    Attributes:
-        coefficient: of the ratio of norms.
-        clip: let no factor raise lr.
-        eps: beside the norms.
-    """
+class Trust(NamedTuple):
+    """LARC's own numbers: the coefficient of the ratio of norms, whether factors stay at most 1, and an addend of the norms."""
 
     coefficient: float = 0.02
     clip: bool = True
@@ -37,41 +32,30 @@ class Trust:
 
 
 def larc(rule: Rule, trust: Trust) -> Rule:
-    """`rule`, on gradients scaled a tensor.
-
-    Raises:
-        SettingError: a rule that has a survey of its own.
-    """
-    if rule.survey is not None:
-        raise SettingError(
-            f"LARC scales gradients by the norms of tensors, and so does {rule.name}: take one of them"
-        )
-
-    def hyper(group: Group) -> tuple[float, ...]:
-        decay = float(group.get("weight_decay", 0.0))
-        decay = -decay if group.get("maximize") else decay
-        return (*rule.hyper(bare(group)), trust.coefficient, float(trust.clip), trust.eps, decay)
+    """`rule`, without a survey of its own, on gradients scaled a tensor."""
+    inside = {name: partial(_bare, how) for name, how in rule.numbers.items()}
 
     def element(states: tuple[str, ...]) -> str:
-        return (
-            f"const float sole = g; {{ const float g = (sole + pull * p) * adapt; {rule.element(states)} }}"
-        )
-
-    def reference(p: Tensor, g: Tensor, states: dict[str, Any], group: Group, step: int) -> None:
-        rule.reference(p, adapted(p, g, p.norm(), g.norm(), trust, group), states, bare(group), step)
+        body = code(rule.element, states)
+        return f"const float sole = g; {{ const float g = (sole + pull * p) * adapt; {body} }}"
 
     return replace(
         rule,
         name=f"larc_{rule.name}",
-        hyper=hyper,
-        numbers=(*rule.numbers, "larc_trust", "larc_clip", "larc_eps", "larc_decay"),
+        numbers={
+            **inside,
+            "larc_trust": lambda group: trust.coefficient,
+            "larc_clip": lambda group: trust.clip,
+            "larc_eps": lambda group: trust.eps,
+            "larc_decay": lambda group: direction(group) * group["weight_decay"],
+        },
         prepare=f"{rule.prepare}\nadapt = 1.0; pull = 0.0;",
         constants=(*rule.constants, "adapt", "pull"),
         element=element,
-        reference=reference,
+        reference=None,
         survey=Survey(
             sums=("weights", "gradients"),
-            element=lambda states: "weights += p * p; gradients += g * g;",
+            element="weights += p * p; gradients += g * g;",
             weigh="""
 if (weights > 0.0 && gradients > 0.0) {
   const double weight = sqrt(weights);
@@ -84,9 +68,9 @@ if (weights > 0.0 && gradients > 0.0) {
     )
 
 
-def bare(group: Group) -> dict[str, Any]:
-    """The group as the rule inside sees it: decay is LARC's."""
-    return {**group, "weight_decay": 0.0}
+def _bare(how: Any, group: Group) -> float:
+    """A number of the rule inside, without the decay that LARC does."""
+    return number(how, {**group, "weight_decay": 0.0})
 
 
 def adapted(p: Tensor, g: Tensor, weight: Tensor, slope: Tensor, trust: Trust, group: Group) -> Tensor:
@@ -110,7 +94,7 @@ class LARC(FusedOptimizer):
         optimizer: any of torch's classes; its weight decay is left to LARC.
         trust_coefficient: of the ratio of norms.
         clip: False leaves out the min and / lr, so that lr is multiplied by the ratio, whatever it is.
-        eps: beside the norms.
+        eps: added to the norms.
 
     Raises:
         RefusedError: an optimizer that scales by norms of tensors itself.

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import cuda
 from ..base.dtensor import local
 from ..cuda import EMA
 from ..errors import StepError
 from ..precision.policies import LOW
-
-if TYPE_CHECKING:
-    from ..cuda.casts import Adder
 
 
 class Masters:
@@ -45,10 +40,6 @@ class Masters:
         self._versions: list[int] = []
         self.low: dict[int, Tensor] = {}
         self.take(optimizer.param_groups)
-
-    @cached_property
-    def _adder(self) -> Adder:
-        return cuda.Adder()
 
     def take(self, groups: Iterable[dict[str, Any]]) -> None:
         """Put masters into these groups of the optimizer, for parameters that have none yet."""
@@ -89,7 +80,7 @@ class Masters:
         """
         self._follow()
         fresh = [(parameter, master) for parameter, master in self._pairs if parameter.grad is not None]
-        totals = added(self._adder, [p.grad for p, _ in fresh], [m.grad for _, m in fresh]) if fresh else []
+        totals = added([p.grad for p, _ in fresh], [m.grad for _, m in fresh]) if fresh else []
         for (parameter, master), total in zip(fresh, totals):
             master.grad, parameter.grad = total, None
 
@@ -138,7 +129,7 @@ def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     torch._foreach_copy_([local(t) for t in to], [local(v) for v in values])
 
 
-def added(adder: Adder, gradients: Sequence[Any], totals: Sequence[Tensor | None]) -> list[Tensor]:
+def added(gradients: Sequence[Any], totals: Sequence[Tensor | None]) -> list[Tensor]:
     """fp32 `totals`, made where there is none, with low-precision `gradients` added to them.
 
     Raises:
@@ -149,9 +140,10 @@ def added(adder: Adder, gradients: Sequence[Any], totals: Sequence[Tensor | None
             "a sparse gradient of a low-precision parameter cannot be summed in fp32: use Embedding(sparse=False), or keep the embedding's "
             "weights in fp32"
         )
-    wide = [torch.empty_like(g, dtype=torch.float32) if t is None else t for g, t in zip(gradients, totals)]
-    adder([local(g) for g in gradients], [local(w) for w in wide], [t is None for t in totals])
-    return wide
+    more = [(t, g) for g, t in zip(gradients, totals) if t is not None]
+    if more:
+        torch._foreach_add_([local(t) for t, _ in more], [local(g) for _, g in more])
+    return [g.to(torch.float32) if t is None else t for g, t in zip(gradients, totals)]
 
 
 class Sums:
@@ -174,10 +166,6 @@ class Sums:
         self._parameters: list[Tensor] = []  # all that may train, low-precision or not
         self._sums: dict[Tensor, Tensor] = {}
         self._handed = False
-
-    @cached_property
-    def _adder(self) -> Adder:
-        return cuda.Adder()
 
     def watch(self, parameters: list[Tensor]) -> None:
         """Sum the gradients of `parameters`: all that may train, low-precision or not."""
@@ -202,7 +190,7 @@ class Sums:
             StepError: a sparse gradient.
         """
         fresh = [p for p in self._parameters if p.grad is not None and p.dtype in LOW]
-        totals = added(self._adder, [p.grad for p in fresh], [self._sums.get(p) for p in fresh])
+        totals = added([p.grad for p in fresh], [self._sums.get(p) for p in fresh])
         for parameter, total in zip(fresh, totals):
             self._sums[parameter], parameter.grad = total, None
 

@@ -14,67 +14,43 @@ import torch
 from torch import Tensor
 
 from ..base.dtensor import local
-from ..cuda.rule import Group, Rule, Survey
+from ..cuda.rule import BETAS, Group, Rule, Survey, direction
 from ..errors import SettingError, StepError
-from .foreach import ListOptimizer, Lists, signed
+from .foreach import ListOptimizer, Lists
 from .fused import Options
 from .torch_step import whole_squares
 
 
 def _refuse(group: Group) -> str | None:
-    if group["norm_type"] != 2:
-        return f"norm_type={group['norm_type']}, and the kernels add up squares only"
-    return None
+    if group["norm_type"] == 2:
+        return None
+    return f"norm_type={group['norm_type']}, and the kernels add up squares only"
 
 
-def _hyper(group: Group) -> tuple[float, ...]:
-    beta1, beta2 = (float(b) for b in group["betas"])
-    return (
-        beta1,
-        beta2,
-        float(group["eps"]),
-        float(group["weight_decay"]),
-        1.0 - beta1 if group["grad_averaging"] else 1.0,
-        float(bool(group["bias_correction"])),
-        float(bool(group["init_zero"])),
-        float(bool(group["reg_inside_moment"])),
-        -1.0 if group["maximize"] else 1.0,
-    )
-
-
-def blended(norm: Tensor, before: Tensor, group: Group, step: int | Tensor) -> Tensor:
+def _blended(norm: Tensor, before: Tensor, group: Group, step: Tensor) -> Tensor:
     """The average of norms after a step on a gradient of this norm."""
     beta2 = group["betas"][1]
     if not group["init_zero"]:
-        before = torch.where(torch.as_tensor(step == 1, device=norm.device), norm, before)
+        before = torch.where(step == 1, norm, before)
     if group["norm_type"] == 2:
         return (beta2 * before.square() + (1 - beta2) * norm.square()).sqrt()
     return beta2 * before + (1 - beta2) * norm
 
 
-def reference(p: Tensor, g: Tensor, states: dict[str, Any], group: Group, step: int) -> None:
-    beta1, beta2 = group["betas"]
-    d = -g if group["maximize"] else g
-    norm = d.norm() if group["norm_type"] == 2 else d.abs().max()
-    states["exp_avg_sq"].copy_(blended(norm, states["exp_avg_sq"], group, step))
-    corrections = (1 - beta1**step, math.sqrt(1 - beta2**step)) if group["bias_correction"] else (1.0, 1.0)
-    below = states["exp_avg_sq"] / corrections[1] + group["eps"]
-    if group["reg_inside_moment"]:
-        d = d / below + group["weight_decay"] * p
-    states["exp_avg"].mul_(beta1).add_(d, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-    update = states["exp_avg"] / corrections[0]
-    if not group["reg_inside_moment"]:
-        update = update / below + group["weight_decay"] * p
-    p.sub_(group["lr"] * update)
-
-
 NOVOGRAD = Rule(
     name="novograd",
     states=("exp_avg",),
-    uses=lambda group: ("exp_avg",),
     refuse=_refuse,
-    hyper=_hyper,
-    numbers=("beta1", "beta2", "epsilon", "decay", "average", "correct", "from_zero", "inside", "direction"),
+    numbers={
+        **BETAS,
+        "epsilon": "eps",
+        "decay": "weight_decay",
+        "average": lambda group: 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0,
+        "correct": "bias_correction",
+        "from_zero": "init_zero",
+        "inside": "reg_inside_moment",
+        "direction": direction,
+    },
     prepare="""
 first = step == 1.0 ? 1.0 : 0.0; sign = direction; keep1 = beta1; rest1 = average;
 size = correct != 0.0 ? lr / (1.0 - pow(beta1, step)) : lr;
@@ -85,7 +61,7 @@ l2 = inside != 0.0 ? decay : 0.0; fade = inside != 0.0 ? 0.0 : lr * decay;
     survey=Survey(
         sums=("squares",),
         reads=("g",),
-        element=lambda states: "squares += g * g;",
+        element="squares += g * g;",
         weigh="""
 const double held = first != 0.0 && from_zero == 0.0 ? squares : exp_avg_sq * exp_avg_sq;
 exp_avg_sq = sqrt(beta2 * held + (1.0 - beta2) * squares);
@@ -93,14 +69,11 @@ const double share = 1.0 / (exp_avg_sq * root + epsilon);
 before = inside != 0.0 ? share : 1.0; after = inside != 0.0 ? 1.0 : share;
 """,
     ),
-    element=lambda states: (
-        """
+    element="""
 const float d = g * sign * before + l2 * p;
 exp_avg = keep1 * exp_avg + rest1 * d;
 p -= size * after * exp_avg + fade * p;
-"""
-    ),
-    reference=reference,
+""",
     scalar="exp_avg_sq",
 )
 
@@ -117,7 +90,7 @@ class NovoGrad(ListOptimizer):
         grad_averaging: False adds the gradient to the momentum whole.
         norm_type: 2, or 0 or inf for the largest magnitude, which torch's operations compute.
         init_zero: start the average norm at 0; else at the first norm.
-        maximize: go up.
+        maximize: ascend.
         fused: False keeps to torch's operations.
         ema_decay, state_dtype, stochastic_rounding: see `Options`.
     """
@@ -154,15 +127,13 @@ class NovoGrad(ListOptimizer):
     def advance_lists(self, lists: Sequence[tuple[dict[str, Any], Lists]]) -> None:
         for group, of in lists:
             (beta1, beta2), p, m = group["betas"], of.p, of.states["exp_avg"]
-            steps = of.steps
-            assert steps is not None
+            steps, g = of.steps, of.g
             below = self._norms(group, of, steps)
             correction = 1.0
             if group["bias_correction"]:
                 correction = 1 - beta1**steps
                 below = below / (1 - beta2**steps).sqrt()
             shares = list((1 / (below + group["eps"])).float().unbind())
-            g = signed(group, of)
             decay = group["weight_decay"]
             if group["reg_inside_moment"]:
                 g = torch._foreach_mul(g, shares)
@@ -190,7 +161,7 @@ class NovoGrad(ListOptimizer):
         else:
             most = [g.abs().amax() if g.numel() else g.new_zeros(()) for g in of.g]
             now = torch.stack(most).to(steps.dtype)
-        after = blended(now, before, group, steps)
+        after = _blended(now, before, group, steps)
         kept = torch.where(torch.as_tensor(of.go, device=after.device) > 0, after, torch.stack(held))
         torch._foreach_copy_(held, list(kept.unbind()))
         return after

@@ -1,21 +1,16 @@
-"""Steps by torch: which can run fused, who looks at gradients before them, norms of lists of tensors, and rules step by step."""
+"""Steps by torch: which can run fused, which hooks see gradients before them, and norms of lists of tensors."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import cuda
 from ..base.dtensor import add_up, dense, local
 from ..errors import StepError
-
-if TYPE_CHECKING:
-    from ..cuda.rounding import Rounding
-    from ..cuda.rule import Group, Rule
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 DEVICES = {torch.optim.Adagrad: {"cpu", "cuda"}}
@@ -243,97 +238,3 @@ def values(tensor: Tensor) -> Tensor:
 def wide(tensor: Tensor) -> Tensor:
     """`tensor` outside of autograd, and in fp32 if it has half precision."""
     return tensor.detach().float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.detach()
-
-
-# -- a rule's reference, with states and rounding as the kernels have them ----------------------------------------------
-
-
-def fill(
-    rule: Rule, group: Group, parameter: Tensor, state: dict[str, Any], dtype: torch.dtype | None
-) -> bool:
-    """Complete `state` with all that `rule` has there, in `dtype`; returns whether some of it was missing."""
-    fresh = False
-    for key in rule.uses(group):
-        value = state.get(key)
-        fresh |= value is None
-        if value is None:
-            state[key] = torch.full_like(parameter, rule.starts(group), dtype=dtype, requires_grad=False)
-        elif dtype is not None and value.dtype != dtype:
-            state[key] = value.to(dtype)
-    for key in rule.single:
-        value = state.get(key, 0.0)
-        if not isinstance(value, Tensor) or value.device != parameter.device or value.dtype != torch.float32:
-            state[key] = torch.as_tensor(value).to(parameter.device, torch.float32)
-    return fresh
-
-
-class Widened:
-    """A step by torch where states have another dtype than their parameter, or bf16 is rounded stochastically, as no step of torch does.
-
-    Each tensor is widened to fp32, moved by its rule's reference, and rounded as the kernels round it, one after the other: for machines
-    without kernels, to give their numbers rather than their speed.
-
-    Args:
-        rule: without a survey.
-        dtype: of states; None: their parameter's.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        rule: Rule,
-        dtype: torch.dtype | None,
-        rounding: Rounding | None,
-    ) -> None:
-        self._optimizer, self._rule, self._dtype, self._rounding = optimizer, rule, dtype, rounding
-        self._steps: dict[Tensor, Tensor] = {}  # where the state has none
-
-    def step(self, parameters: Iterable[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
-        """Waits for the flag, where there is one."""
-        if found_inf is not None and found_inf.item():
-            return
-        mine = {id(p) for p in parameters}
-        number = 0
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in mine:
-                    self._move(parameter, group, number, factor)
-                number += 1
-
-    def _move(self, parameter: Any, group: Group, number: int, factor: Tensor | None) -> None:
-        state = self._optimizer.state[parameter]
-        fresh = fill(self._rule, group, parameter, state, self._dtype)
-        if not self._rule.counts and (fresh or parameter not in self._steps):
-            self._steps[parameter] = torch.tensor(0.0 if fresh else 1.0)
-        counter = state["step"] if self._rule.counts else self._steps[parameter]
-        counter += 1
-        keys = self._rule.uses(group)
-        held = [local(parameter), *(local(state[key]) for key in keys)]
-        moved = [wide(t) for t in held]
-        gradient = wide(local(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad))
-        if factor is not None:
-            gradient = gradient * factor.to(gradient.device)
-        self._rule.reference(moved[0], gradient, dict(zip(keys, moved[1:])), group, int(counter.item()))
-        round_back(held, moved, counter, number, self._rounding, parameter)
-
-
-def round_back(
-    held: Sequence[Tensor],
-    moved: Sequence[Tensor],
-    counter: Tensor,
-    number: int,
-    rounding: Rounding | None,
-    parameter: Any,
-) -> None:
-    """Write widened tensors back: a parameter and its states, in their order.
-
-    Args:
-        counter: steps, this one counted.
-        number: of the parameter in its optimizer.
-    """
-    for role, (to, value) in enumerate(zip(held, moved)):
-        if rounding is not None and to.dtype == torch.bfloat16:
-            key = cuda.key_of(rounding.seed, counter, number, to.device)
-            to.copy_(cuda.stochastic(value, key, role, rounding.first(parameter)))
-        elif to.dtype != value.dtype:
-            to.copy_(value)

@@ -28,7 +28,6 @@ from ..errors import SettingError, StepError
 from ..options import GradScalerKwargs
 
 if TYPE_CHECKING:
-    from ..cuda.measure import Gradients
     from ..cuda.rule import Scale
 
 NO_GRADIENTS = "unscale_ or step() before any backward(): this optimizer has no gradients yet"
@@ -78,7 +77,6 @@ class Scaler:
         self._good: Tensor | None = None
         self._patience: Tensor | None = None
         self._law: Tensor | None = None
-        self._unscalers: dict[tuple[torch.device, torch.dtype], Gradients] = {}
         self._pending: tuple[float, int, int] = (self.rule.init_scale, 0, self.rule.hysteresis)
 
     # -- the loss -----------------------------------------------------------------------------------------------------
@@ -168,16 +166,9 @@ class Scaler:
         scale = self._on(home)
         inverse = scale.to(_widest(scale)).reciprocal().float()
         found = torch.zeros_like(scale)
-        for (device, dtype), grads in by_kind.items():
+        for (device, _), grads in by_kind.items():
             here = found if device == found.device else torch.zeros((), device=device)
-            kernels = [cuda.UNSCALE[dtype], cuda.TOTAL] if dtype in cuda.UNSCALE else []
-            launcher = cuda.launcher_with(device, kernels) if kernels else None
-            if launcher is not None:
-                unscaler = self._unscalers.setdefault((device, dtype), cuda.Gradients(launcher))
-                bad, grads = unscaler.unscale(grads, _to(scale, device))
-                torch.maximum(here, bad, out=here)
-            if grads:
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, here, _to(inverse, device))
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, here, _to(inverse, device))
             if here is not found:
                 found = torch.maximum(found, _to(here, found.device))
         return found

@@ -18,7 +18,6 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base.pytree import leaves
-from ..cuda.casts import divided
 from ..distributed import World
 from ..errors import RefusedError, StepError
 from ..options import DistributedDataParallelKwargs
@@ -372,18 +371,13 @@ def all_reduce(state: CommHookState, bucket):  # type: ignore[no-untyped-def]  #
     if state.dtype is not None and dtype.is_floating_point:
         dtype = torch.promote_types(dtype, torch.float32) if state.dtype == torch.float32 else state.dtype
     wider = torch.promote_types(dtype, gradient.dtype) == dtype  # divided where there is more room
-    moved = (
-        divided(gradient, torch.empty_like(gradient, dtype=dtype), state.before)
-        if dtype != gradient.dtype
-        else None
-    )
-    if moved is None:
-        moved = gradient.to(dtype).div_(state.before) if wider else gradient.div_(state.before).to(dtype)
+    if wider:
+        moved = gradient.to(dtype).div_(state.before)
+    else:  # one pass: divided in the wider type, then rounded
+        moved = torch.div(gradient, state.before, out=torch.empty_like(gradient, dtype=dtype))
 
     def arrived(future: Any) -> Tensor:
         (total,) = future.value()
-        if total is not gradient and divided(total, gradient, state.after) is not None:
-            return gradient
         if wider:
             return gradient.copy_(total if state.after == 1 else total.div_(state.after))
         gradient.copy_(total)

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from easymp.cuda import casts
 from easymp.cuda.cupy_launcher import PROBE
 from easymp.cuda.kernel import Kernel
-from easymp.cuda.measure import CONCLUDE, TOTAL, squares, totals, unscaled
+from easymp.cuda.measure import CONCLUDE, TOTAL, squares, totals
 from easymp.cuda.rule import Rule, prepare, survey_of, update, weigh
 from easymp.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, NovoGrad
 from easymp.optim.larc import Trust, larc
@@ -55,16 +54,7 @@ def of_rule(rule: Rule, combinations: tuple = COMBINATIONS) -> Iterator[Kernel]:
 
 def beside_steps() -> Iterator[Kernel]:
     yield from (PROBE, TOTAL, CONCLUDE)
-    for dtype in DTYPES:
-        yield from (squares(dtype), unscaled(dtype))
-        yield from (casts.last(3, dtype), casts.planes(3, dtype), casts.last(1, dtype))
-        if dtype != F32:
-            yield from (
-                casts.add(dtype),
-                casts.widen(dtype),
-                casts.divide(F32, dtype),
-                casts.divide(dtype, F32),
-            )
+    yield from map(squares, DTYPES)
 
 
 def every_kernel() -> list[Kernel]:
@@ -91,8 +81,6 @@ def few_kernels() -> list[Kernel]:
             [
                 TOTAL,
                 squares(F16),
-                casts.last(3, BF16),
-                casts.divide(F32, F16),
                 *chosen,
                 *of_rule(SGD.rule, ()),
             ]

@@ -13,7 +13,7 @@ from easymp.cuda import measure
 from easymp.cuda import step as steps
 from easymp.cuda.elementwise import CHUNK, HEAD, WORDS, Role, Row, alike, dense, lay_out, stream
 from easymp.cuda.step import FusedStep
-from easymp.optim.adam import ADAM
+from easymp.optim.torch_optimizers import ADAM
 
 from .compiled import CompiledLauncher
 

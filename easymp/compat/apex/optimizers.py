@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...optim.adagrad import ADAGRAD
-from ...optim.adam import ADAM
-from ...optim.fused import FusedOptimizer, Options, TorchOptimizer
+from ...optim.fused import FusedOptimizer, Options
 from ...optim.lamb import LAMB
 from ...optim.masters import LOW
 from ...optim.novograd import NovoGrad
-from ...optim.sgd import SGD_RULE
+from ...optim.torch_optimizers import ADAGRAD, ADAM, SGD_RULE, TorchOptimizer
 from .amp.state import ApexError, layer
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
@@ -145,7 +143,7 @@ class FusedAdam(_ApexOptimizer, TorchOptimizer, torch.optim.Adam):
         if all(group.get("bias_correction", True) for group in self.param_groups):
             super().advance_by_torch(parameters, factor, found_inf)
         else:
-            self.widened.step(parameters, factor, found_inf)  # torch's step has no such option
+            self.step_by_reference(parameters, factor, found_inf)  # torch's step has no such option
 
 
 class FusedSGD(_ApexOptimizer, TorchOptimizer, torch.optim.SGD):
