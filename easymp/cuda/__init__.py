@@ -15,7 +15,7 @@ _HOMES = {
     "elementwise": ("TYPES", "upload"),
     "rounding": ("Rounding", "key_of", "stochastic"),
     "rule": ("Scale",),
-    "step": ("FusedStep",),
+    "step": ("FusedStep", "takes"),
 }
 
 __all__, __getattr__, __dir__ = at_first_use(__name__, globals(), _HOMES)

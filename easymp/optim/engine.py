@@ -1,8 +1,8 @@
-"""What runs an optimizer's step, and measures its gradients before it.
+"""The engine of a prepared optimizer: it measures gradients and runs the step, by our kernels or by torch.
 
 Clipping and the loss scale are one factor on all gradients: (1 / scale) × min(1, max_norm / (norm + 1e-6)). An engine measures it in
-one reading of the gradients, without a wait for the device, and multiplies by it where the step reads them anyway, so that
-gradients are neither divided nor clipped in memory.
+one reading of the gradients, without a wait for the device, and multiplies by it as the step reads them, so that gradients are neither
+divided nor clipped in memory.
 """
 
 from __future__ import annotations
@@ -19,22 +19,19 @@ from ..base.lazy import modules_at_first_use
 from ..errors import KernelError
 from ..precision.scaler import step_told, takes_found_inf
 from ..protocols import Counting
-from .fused import FusedOptimizer
+from .fused import FusedOptimizer, launcher_of
 from .masters import Averages, Masters
 from .sharded import ShardedOptimizer, holder_of
 from .torch_step import inverse, multiply, watched, wide_norms, widest
 
 if TYPE_CHECKING:
-    from ..cuda.cupy_launcher import Unavailable
-    from ..cuda.kernel import Launcher
     from ..cuda.rule import Rule, Scale
     from ..cuda.step import FusedStep
     from . import torch_optimizers
 
 modules_at_first_use(globals(), "torch_optimizers")  # their rules are for kernels
 
-KERNEL_DEVICES = ("cuda",)
-DTYPES = (torch.float32, torch.bfloat16)  # of gradients for which the factor is exact enough, in float32
+DTYPES = (torch.float32, torch.bfloat16)  # of gradients for which a float32 factor is exact enough
 
 # Elements from which, on a CPU, a pass over the gradients takes longer than the factor costs the fused step, which then writes them.
 WORTH = 2**21
@@ -60,18 +57,17 @@ class Measured(NamedTuple):
 class Engine:
     """Runs the step of one prepared optimizer: by our kernels where they run and gain, else by torch's step.
 
-    Where there is neither a factor nor an overflow to look at, nor an average or a low-precision copy, torch's fused step moves
-    no byte more than our kernels, and runs. A kernel that fails gives way to torch for good, before anything has changed. What
-    kernels do not take (gaps in memory, other dtypes) is stepped by torch's step of the same class. easymp's own optimizers choose
-    kernels by themselves, inside their `step`.
+    Without a factor, a look for overflows, an average or a low-precision copy, torch's fused step moves no byte more than our kernels,
+    and runs. Kernels that fail, or meet a gradient that they do not take, give way to torch for good, before anything has changed.
+    easymp's own optimizers choose kernels inside their `step`.
 
     Args:
-        optimizer: what `prepare` steps.
-        counting: how norms of gradients come about on the ranks.
+        optimizer: the one that `prepare` steps.
+        counting: how norms of gradients are added up over the ranks.
         free: False leaves gradients to be changed in memory, always.
         ema_decay: keep averages of the weights: see `averages`.
-        masters: what the optimizer holds in place of low-precision parameters; kernels read and write these by themselves.
-        failed: hears why the kernels gave way.
+        masters: of low-precision parameters, in the optimizer's groups; kernels read and write the parameters themselves.
+        failed: called with the reason when the kernels give way.
         scaled: whether there is a loss scale.
 
     Attributes:
@@ -91,29 +87,30 @@ class Engine:
     ) -> None:
         sharded = isinstance(optimizer, ShardedOptimizer)
         inner: Any = optimizer.twin if sharded else optimizer
-        self.optimizer, self._inner = optimizer, inner
+        self.optimizer, self.reason = optimizer, ""
         self.counting = self._whole = counting or Counting()
         self.averages = Averages(lambda parameter: holder_of(optimizer, parameter), ema_decay)
         self._own = inner if isinstance(inner, FusedOptimizer) else None
         self._free, self._scaled, self._failed = free, scaled, failed
         self._masters = None if sharded else masters
+        self._low = {} if self._masters is None else self._masters.low
         self._groups, self._enough = -1, False
         self.kernels: FusedStep | None = None
-        found = _launcher(inner) if free and self._own is None else ""
-        if isinstance(found, str):
-            self.reason = found
+        launcher = launcher_of(inner, lambda: _rule_for(inner)) if free and self._own is None else ""
+        if isinstance(launcher, str):
+            self.reason = launcher
             return
+        rule, gradient = rule_of(type(inner)), self._gradient
+        assert rule is not None
         self.reason = f"norm, unscale, clip and {type(inner).__name__} in one pass"
-        self._launch, self._rule = found, rule_of(type(inner))
-        gradient = self._gradient
+        self._device, self._rule = launcher.device, rule
         if sharded:
             world, gradient = optimizer.world, optimizer.gradient
             self.counting = Counting(
                 lambda p: 1 if p.ndim else world.size, lambda totals: totals.copy_(world.reduce(totals))
             )
-        self._low = {} if self._masters is None else self._masters.low
         self.kernels = cuda.FusedStep(
-            *(inner, self._rule, found),
+            *(inner, rule, launcher),
             gradient=gradient,
             copy=self._low,
             ema_decay=ema_decay,
@@ -127,7 +124,7 @@ class Engine:
 
     @property
     def reads_low(self) -> bool:
-        """Whether the step reads gradients of low-precision parameters, and writes these, by itself; the masters need not."""
+        """Whether the step itself reads gradients of low-precision parameters and writes these, past the masters."""
         return self.kernels is not None and self._masters is not None
 
     def give_way(self, reason: str) -> None:
@@ -142,9 +139,8 @@ class Engine:
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is not None:
-                    yield parameter, gradient
+                if parameter.grad is not None:
+                    yield parameter, parameter.grad
                 elif self.kernels is not None:
                     low = self._low.get(id(parameter))
                     if low is not None and low.grad is not None:
@@ -161,7 +157,7 @@ class Engine:
         return parameter.grad
 
     def _settle(self) -> None:
-        """No parameter has a gradient beside its master's."""
+        """Gather gradients to the masters where some have arrived there: no parameter has one beside its master's."""
         if self.reads_low and any(master.grad is not None for _, master in self._masters.pairs()):  # type: ignore[union-attr]
             self._masters.gather()  # type: ignore[union-attr]
 
@@ -178,19 +174,16 @@ class Engine:
         return self._enough
 
     def takes_factor(self) -> bool:
-        """Whether `step` multiplies by a factor as it reads, for the gradients that there are now; the same on all ranks."""
+        """Whether `step` multiplies by a factor as it reads, for the gradients of this moment; the same on all ranks."""
         if not self._free or not self.worth() or watched(self.optimizer):
             return False
         if self.kernels is None:
-            return (
-                takes_found_inf(self.optimizer)
-                and all(
-                    g.dtype in DTYPES
-                    and p.dtype == g.dtype
-                    and g.layout is torch.strided
-                    and (g.is_cpu or g.is_cuda)
-                    for p, g in self._pairs()  # on these devices, torch's fused steps are known to read `grad_scale`
-                )
+            return takes_found_inf(self.optimizer) and all(
+                g.dtype in DTYPES
+                and p.dtype == g.dtype
+                and g.layout is torch.strided
+                and (g.is_cpu or g.is_cuda)  # where torch's fused steps are known to read `grad_scale`
+                for p, g in self._pairs()
             )
         step = vars(self.optimizer).get("step")
         if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
@@ -200,7 +193,7 @@ class Engine:
         fp16 = {id(p) for p in self._low.values()}  # other gradients in fp16 are refused under a loss scale
         return all(
             g.layout is torch.strided
-            and g.device == self._launch.device
+            and g.device == self._device
             and g.dtype in cuda.TYPES
             and (g.dtype != torch.float16 or id(p) in fp16)
             for p, g in self.gradients()
@@ -213,7 +206,8 @@ class Engine:
 
         Args:
             scale: float32, 0-dim: the loss scale.
-            over_ranks: adds up a float64 tensor [2], in place: Σ (g / scale)² and what is not finite. May be a collective.
+            over_ranks: adds up a float64 tensor [2], in place: Σ (g / scale)² and the count of gradients that are not finite. May be a
+                collective.
         """
         if self.kernels is not None:
             try:
@@ -233,9 +227,7 @@ class Engine:
         if over_ranks is None:
             norms = wide_norms([gradient for _, gradient in pairs])
             norm = (
-                torch.linalg.vector_norm(_together(norms))
-                if norms
-                else torch.zeros((), device=self._device())
+                torch.linalg.vector_norm(_together(norms)) if norms else torch.zeros((), device=self._home())
             )
             if scale is not None:
                 bad = (norm - norm != 0).float()  # of infinity and of no number
@@ -250,17 +242,17 @@ class Engine:
         return Measured(norm, factor if scale is None else factor * _to(inverse(scale), norm.device), bad)
 
     def _totals(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Σ g² and how many tensors have a number that is not finite."""
+        """Σ g² and the number of tensors that are not finite."""
         counted = [(gradient, self.counting.copies(parameter)) for parameter, gradient in pairs]
         counted = [(gradient, copies) for gradient, copies in counted if copies and gradient.numel()]
         norms = wide_norms([gradient for gradient, _ in counted])
-        each = _together(norms) if norms else torch.zeros(1, device=self._device())
+        each = _together(norms) if norms else torch.zeros(1, device=self._home())
         squares = each.to(widest(each.device)).square()
         if any(copies != 1 for _, copies in counted):
             squares = squares / _to(torch.tensor([c for _, c in counted], dtype=squares.dtype), each.device)
         return torch.stack([squares.sum(), (~each.isfinite()).sum().to(squares.dtype)])
 
-    def _device(self) -> torch.device:
+    def _home(self) -> torch.device:
         # Not meta, as parameters of other stages: a collective does nothing there, and the other ranks wait for this one.
         held = (p.device for group in self.optimizer.param_groups for p in group["params"] if not p.is_meta)
         return next(held, torch.device("cpu"))
@@ -270,12 +262,12 @@ class Engine:
     def step(
         self, factor: Tensor | None = None, found_inf: Tensor | None = None, scale: Scale | None = None
     ) -> Any:
-        """Move the parameters; returns what the optimizer's own step does.
+        """Move the parameters; returns the result of the optimizer's own step.
 
         Args:
             factor: float32, 0-dim: gradients are multiplied by it.
             found_inf: float32, 0-dim: above 0, nothing changes.
-            scale: says when it is back whether a step by our kernels has moved it; torch's never does.
+            scale: moved by a step by our kernels, which notes that in it; torch's steps leave it.
         """
         nothing = factor is None and found_inf is None and self.averages.decay is None
         if self.kernels is not None and not (
@@ -283,14 +275,14 @@ class Engine:
         ):
             self._settle()
             try:
-                return self._hooked(lambda: self._move(self._here(factor), self._here(found_inf), scale))
+                return self._step_by_kernels(self._here(factor), self._here(found_inf), scale)
             except KernelError as error:
                 self.give_way(str(error))
         if nothing:
             return self.optimizer.step()
         if self._own is None or scale is None:
             return self._step_by_torch(factor, found_inf)
-        with self._own.borrowing(scale):  # it may run our kernels by itself
+        with self._own.borrowing(scale):  # it may run our kernels itself
             return self._step_by_torch(factor, found_inf)
 
     def _step_by_torch(self, factor: Tensor | None, found_inf: Tensor | None) -> Any:
@@ -311,76 +303,29 @@ class Engine:
             return step()
         return self.averages.around([parameter for parameter, _ in self._pairs()], step, found_inf)
 
-    # -- the step by kernels --------------------------------------------------------------------------------------------
+    def _step_by_kernels(self, factor: Tensor | None, found_inf: Tensor | None, scale: Scale | None) -> None:
+        """The kernels' step with all that torch does around an optimizer's own."""
+        there, kernels = self.optimizer, self.kernels
+        assert kernels is not None
+
+        def move() -> None:
+            kernels.step(factor, found_inf, scale=scale)
+
+        run = torch.optim.Optimizer.profile_hook_step
+        if isinstance(there, ShardedOptimizer):
+            run(lambda optimizer: optimizer.step_by(move))(there)
+            return
+        run(lambda optimizer: move())(there)
+        if hasattr(vars(there).get("step"), "_wrapped_by_lr_sched"):
+            there._opt_called = True  # type: ignore[attr-defined]  # by which torch's schedulers know the order of calls
 
     def _here(self, number: Tensor | None) -> Tensor | None:
         """On the kernels' device: a loss, and so its scale, may be elsewhere."""
-        return None if number is None else _to(number, self._launch.device)
-
-    def _hooked(self, step: Callable[[], None]) -> None:
-        """`step` with all that torch does around an optimizer's own."""
-        there: Any = self.optimizer
-        if isinstance(there, ShardedOptimizer):
-            torch.optim.Optimizer.profile_hook_step(lambda optimizer: optimizer.step_by(step))(there)
-            return
-        torch.optim.Optimizer.profile_hook_step(lambda optimizer: step())(there)
-        if hasattr(vars(there).get("step"), "_wrapped_by_lr_sched"):
-            there._opt_called = True  # torch's schedulers look there for the order of calls
-
-    def _move(self, factor: Tensor | None, found_inf: Tensor | None, scale: Scale | None) -> None:
-        kernels: Any = self.kernels
-        kernels.step(factor, found_inf, scale=scale)
-        if kernels.rest and (found_inf is None or not found_inf.item()):
-            averages = Averages(lambda parameter: (parameter, self._inner.state), self.averages.decay)
-            averages.around(kernels.rest, lambda: self._move_rest(kernels.rest, factor))
-
-    @torch.no_grad()
-    def _move_rest(self, parameters: list[Tensor], factor: Tensor | None) -> None:
-        """torch's step on what the kernels do not take; it sees no other gradients."""
-        rest = {id(p): p for p in parameters}
-        for key, parameter in rest.items():
-            if parameter.grad is None and key in self._low:
-                parameter.grad = self._low[key].grad.to(parameter.dtype)  # type: ignore[union-attr]
-        hidden = [(p, p.grad) for g in self._inner.param_groups for p in g["params"] if id(p) not in rest]
-        for parameter, _ in hidden:
-            parameter.grad = None
-        try:
-            if factor is not None:
-                multiply([p.grad for p in rest.values() if p.grad is not None], factor)
-            step: Any = type(self._inner).step
-            getattr(step, "__wrapped__", step)(self._inner)  # its hooks have been called
-        finally:
-            for parameter, gradient in hidden:
-                parameter.grad = gradient
-        for key, parameter in rest.items():
-            if key in self._low:
-                self._low[key].data.copy_(parameter)
+        return None if number is None else _to(number, self._device)
 
 
-# -- which kernels ------------------------------------------------------------------------------------------------------
-
-
-def rule_of(kind: type[torch.optim.Optimizer]) -> Rule | None:
-    """The rule of one of torch's classes."""
-    them = torch_optimizers
-    own = (them.Adam, them.AdamW, them.SGD, them.Adagrad)
-    return next((mine.rule for mine in own if mine.torchs is kind), None)
-
-
-def launcher_on(device: torch.device) -> Launcher | Unavailable:
-    """What launches our kernels on `device`. The one place that asks: a test puts another launcher here."""
-    return cuda.launcher_for(device)
-
-
-def _launcher(optimizer: torch.optim.Optimizer) -> Launcher | str:
-    """What launches the steps of a torch optimizer by kernels; or why torch steps, in words."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    devices = {p.device for p in held if not p.is_meta}  # meta: of other stages
-    if len(devices) != 1:
-        return "its parameters lie on several devices"
-    device = devices.pop()
-    if device.type not in KERNEL_DEVICES:
-        return f"our kernels run on NVIDIA GPUs, not on {device.type}"
+def _rule_for(optimizer: torch.optim.Optimizer) -> Rule | str:
+    """The rule of one of torch's optimizers; or why torch steps it, in words."""
     rule = rule_of(type(optimizer))
     if rule is None:
         return f"there is no kernel for {type(optimizer).__name__}"
@@ -389,11 +334,14 @@ def _launcher(optimizer: torch.optim.Optimizer) -> Launcher | str:
             return "a differentiable step was asked for"
         if group.get("foreach") is not None or group.get("fused") is False:
             return "fused or foreach was chosen by the caller"
-        refusal = rule.refuse(group)
-        if refusal is not None:
-            return refusal
-    launcher = launcher_on(device)
-    return launcher.reason if isinstance(launcher, cuda.Unavailable) else launcher
+    return rule
+
+
+def rule_of(kind: type[torch.optim.Optimizer]) -> Rule | None:
+    """The rule of one of torch's classes."""
+    them = torch_optimizers
+    own = (them.Adam, them.AdamW, them.SGD, them.Adagrad)
+    return next((mine.rule for mine in own if mine.torchs is kind), None)
 
 
 def _together(numbers: list[Tensor]) -> Tensor:

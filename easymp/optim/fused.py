@@ -24,9 +24,39 @@ from .masters import Averages
 from .torch_step import Clip, inverse, keep_implementation, values, wide_norms, widest
 
 if TYPE_CHECKING:
+    from ..cuda.kernel import Launcher
     from ..cuda.rounding import Rounding
     from ..cuda.rule import Group, Rule, Scale
     from ..cuda.step import FusedStep
+
+
+KERNEL_DEVICES = ("cuda",)
+
+
+def launcher_of(optimizer: torch.optim.Optimizer, find: Callable[[], Rule | str]) -> Launcher | str:
+    """What launches the steps of `optimizer` as kernels, by the rule that `find` gives; or why torch steps, in words."""
+    held = [
+        p for group in optimizer.param_groups for p in group["params"] if not p.is_meta
+    ]  # meta: of other stages
+    devices = {p.device for p in held}
+    if len(devices) != 1:
+        return "its parameters lie on several devices" if devices else "there are no parameters"
+    device = devices.pop()
+    if device.type not in KERNEL_DEVICES:
+        return f"our kernels run on NVIDIA GPUs, not on {device.type}"
+    rule = find()
+    if isinstance(rule, str):
+        return rule
+    for group in optimizer.param_groups:
+        refusal = rule.refuse(group)
+        if refusal is not None:
+            return refusal
+    launcher = cuda.launcher_for(device)
+    if isinstance(launcher, cuda.Unavailable):
+        return launcher.reason
+    if not all(cuda.takes(p, device) for p in held):
+        return "our kernels take dense float32, bfloat16 and float16 parameters, and some are not"
+    return launcher
 
 
 class StepChoice(NamedTuple):
@@ -108,42 +138,25 @@ class FusedOptimizer(torch.optim.Optimizer):
     def engine(self) -> StepChoice:
         """What steps the parameters, where they are now."""
         first = next(self._parameters(), None)
-        device = None if first is None else first.device
         wanted = not any(group.get("fused") is False for group in self.param_groups)
-        facts = (id(self), device, type(first), wanted)  # a copy of this optimizer chooses for itself
+        # A copy of this optimizer chooses for itself.
+        facts = (id(self), None if first is None else first.device, type(first), wanted)
         if self._chosen is None or self._chosen[0] != facts:
-            self._chosen = facts, self._choose(device, wanted)
+            self._chosen = facts, self._choose(wanted)
         return self._chosen[1]
 
-    def _choose(self, device: torch.device | None, wanted: bool) -> StepChoice:
-        reason = self._refuse(device, wanted)
-        if device is not None and reason is None:
-            launcher = cuda.launcher_for(device)
-            if not isinstance(launcher, cuda.Unavailable):
-                own = self.options
-                kernels = cuda.FusedStep(
-                    *(self._stepped, self.rule, launcher),
-                    ema_decay=own.ema_decay,
-                    state_dtype=own.state_dtype,
-                    rounding=self.rounding,
-                    copies=self._copies,
-                )
-                return StepChoice("CuPy", "our kernels run on this device", kernels)
-            reason = launcher.reason
-        return self._by_torch(reason or "there are no parameters")
-
-    def _refuse(self, device: torch.device | None, wanted: bool) -> str | None:
-        if not wanted:
-            return "fused=False was asked for"
-        for group in self.param_groups:
-            refusal = self.rule.refuse(group)
-            if refusal is not None:
-                return refusal
-            if self.rule.norm and any(
-                p.dtype not in cuda.TYPES or p.device != device for p in group["params"]
-            ):
-                return "it needs the norm of all gradients, and some are not for our kernels"
-        return None
+    def _choose(self, wanted: bool) -> StepChoice:
+        launcher = launcher_of(self, lambda: self.rule) if wanted else "fused=False was asked for"
+        if isinstance(launcher, str):
+            return self._by_torch(launcher)
+        kernels = cuda.FusedStep(
+            *(self._stepped, self.rule, launcher),
+            ema_decay=self.options.ema_decay,
+            state_dtype=self.options.state_dtype,
+            rounding=self.rounding,
+            copies=self._copies,
+        )
+        return StepChoice("CuPy", "our kernels run on this device", kernels)
 
     def _by_torch(self, reason: str) -> StepChoice:
         return StepChoice("torch", reason)
@@ -230,18 +243,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             result: the kernels' measurement of these gradients.
         """
         self._meshes = meshes(self._parameters())
-        moved = [p for p in self._parameters() if p.grad is not None]
         kernels = self.engine.kernels
         if kernels is not None:
             try:
                 if self.rule.norm and result is None:  # a collective, even for a rank without gradients
                     result = kernels.measure(over_ranks=self._over_ranks)
-                kernels.step(factor, found_inf, result, self._lent)
-                moved = kernels.rest
+                return kernels.step(factor, found_inf, result, self._lent)
             except KernelError as error:  # nothing has moved yet
-                kernels = self._fail(error)
-        if moved or (kernels is None and self.rule.norm):
-            self._advance_rest(moved, factor, found_inf)
+                self._fail(error)
+        moved = [p for p in self._parameters() if p.grad is not None]
+        if moved or self.rule.norm:
+            self._advance_averaged(moved, factor, found_inf)
 
     @contextmanager
     def borrowing(self, scale: Scale) -> Iterator[None]:
@@ -252,7 +264,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         finally:
             self._lent = None
 
-    def _advance_rest(self, moved: Sequence[Tensor], factor: Tensor | None, found_inf: Tensor | None) -> None:
+    def _advance_averaged(
+        self, moved: Sequence[Tensor], factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
         averages = Averages(lambda parameter: (parameter, self.state), self.options.ema_decay)
         averages.around(moved, lambda: self.advance_by_torch(moved, factor, found_inf), found_inf)
 

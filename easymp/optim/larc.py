@@ -18,7 +18,7 @@ from ..base.dtensor import local
 from ..cuda.rule import Group, Rule, Survey, code, direction, number
 from ..errors import RefusedError
 from .engine import rule_of
-from .fused import FusedOptimizer, Options
+from .fused import FusedOptimizer, Options, StepChoice
 from .torch_optimizers import swapped
 from .torch_step import HOOKS, whole_squares, wide
 
@@ -127,16 +127,16 @@ class LARC(FusedOptimizer):
         assert self._inside is not None
         return larc(self._inside, self.trust)
 
-    def _refuse(self, device: torch.device | None, wanted: bool) -> str | None:
+    def _choose(self, wanted: bool) -> StepChoice:
         if self._inside is None:
-            return f"our kernels have no rule for {type(self.optim).__name__}"
-        return super()._refuse(device, wanted)
+            return self._by_torch(f"our kernels have no rule for {type(self.optim).__name__}")
+        return super()._choose(wanted)
 
     @property
     def _stepped(self) -> torch.optim.Optimizer:
         return self.optim
 
-    def _advance_rest(self, moved: Any, factor: Tensor | None, found_inf: Tensor | None) -> None:
+    def _advance_averaged(self, moved: Any, factor: Tensor | None, found_inf: Tensor | None) -> None:
         self.advance_by_torch(moved, factor, found_inf)  # an average is kept by the optimizer inside
 
     def advance_by_torch(self, parameters: Any, factor: Tensor | None, found_inf: Tensor | None) -> None:

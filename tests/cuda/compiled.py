@@ -11,9 +11,12 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 
+from easymp import cuda
 from easymp.cuda.kernel import PREAMBLE, THREADS, Kernel
+from easymp.optim import fused
 
 FLAGS = tuple(os.environ.get("KERNEL_FLAGS", "").split())  # of g++, in a process of test_sanitized
 CTYPES = {"uint64": ctypes.c_uint64, "int64": ctypes.c_int64, "float64": ctypes.c_double}
@@ -116,3 +119,9 @@ class CompiledLauncher:
     def launch(self, kernel: Kernel, blocks: int, arguments: Sequence[int | float]) -> None:
         self.launches.append(kernel.name)
         compiled(source(kernel), kernel.arguments, self._flags)(blocks, *arguments)
+
+
+def kernels_on_cpu(patch: pytest.MonkeyPatch, launcher: object) -> None:
+    """Let optimizers on the CPU find `launcher`, as on a GPU."""
+    patch.setattr(fused, "KERNEL_DEVICES", ("cuda", "cpu"))
+    patch.setattr(cuda, "launcher_for", lambda device: launcher)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import easymp.optim as ours
-from easymp import Accelerator, cuda
+from easymp import Accelerator
 
 from ..cuda.compiled import CompiledLauncher
 from ..strategies.models import make
@@ -34,10 +34,9 @@ def own_launches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompiledLauncher]:
+def kernels() -> Iterator[CompiledLauncher]:
     with stepping("kernels") as launcher:
         assert launcher is not None
-        monkeypatch.setattr(cuda, "launcher_for", lambda device: launcher)
         yield launcher
 
 

@@ -3,19 +3,17 @@
 import copy
 import math
 import re
-from contextlib import nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
 import easymp.optim as ours
 from easymp import Accelerator, KernelError, RefusedError, StepError, cuda
-from easymp.cuda.cupy_launcher import Unavailable
 from easymp.optim import Engine
-from easymp.training.prepare import same_kernels
-from tests.cuda.compiled import CompiledLauncher
+from easymp.training.prepare import Preparation
+from tests.cuda.compiled import CompiledLauncher, kernels_on_cpu
 
 SHAPES = [(7,), (33, 5), (0,), (1,), (2, 9001)]
 
@@ -35,7 +33,7 @@ def give(parameters, turn, scale=1.0):
 def kernels(monkeypatch):
     """Kernels for the CPU, by g++."""
     launcher = CompiledLauncher()
-    monkeypatch.setattr(cuda, "launcher_for", lambda device: launcher)
+    kernels_on_cpu(monkeypatch, launcher)
     return launcher
 
 
@@ -126,9 +124,8 @@ def test_checkpoints_are_torchs_both_ways(kind, kernels):
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_an_average_of_the_weights(fast, monkeypatch):
-    monkeypatch.setattr(
-        cuda, "launcher_for", lambda device: CompiledLauncher() if fast else Unavailable("not here")
-    )
+    if fast:
+        kernels_on_cpu(monkeypatch, CompiledLauncher())
     parameters = made()
     optimizer = ours.AdamW(parameters, lr=0.1, ema_decay=0.9)
     means = [p.detach().clone() for p in parameters]
@@ -202,23 +199,28 @@ def test_which_way_and_why():
         ours.Lion([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
 
 
-@pytest.mark.parametrize(
-    ("kind", "torchs"),
-    [(ours.AdamW, torch.optim.AdamW), (ours.Adagrad, torch.optim.Adagrad), (ours.Lion, None)],
-)
-def test_what_the_kernels_do_not_take_is_stepped_by_torch(kind, torchs, kernels):
+@pytest.mark.parametrize("kind", [ours.SGD, ours.Adagrad, ours.Lion])
+def test_parameters_that_kernels_do_not_take_are_stepped_by_torch(kind, kernels, monkeypatch):
+    """One in float64 from the start, and a sparse gradient later."""
+    monkeypatch.setattr(cuda, "warn_once", lambda reason: None)
     mixed = [made()[1], made(torch.float64)[1]]
-    theirs = [made()[1], made(torch.float64)[1]]
     mine = kind(mixed, lr=0.1)
-    other = torchs(theirs, lr=0.1) if torchs else kind(theirs, lr=0.1, fused=False)
-    for turn in range(2):
-        for of, optimizer in ((mixed, mine), (theirs, other)):
-            give(of, turn)
-            optimizer.step()
-    assert mine.engine.name == "CuPy"
-    assert kernels.launches
-    for p, q in zip(mixed, theirs):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    give(mixed, 0)
+    mine.step()
+    assert "some are not" in mine.engine.reason
+    assert kernels.launches == []
+    ends = []
+    for fused in (None, False):
+        table = torch.nn.Parameter(torch.ones(5, 3))
+        optimizer = kind([table], lr=0.1, fused=fused)
+        give([table], 0)
+        optimizer.step()
+        assert optimizer.engine.name == ("torch" if fused is False else "CuPy")
+        table.grad = torch.ones(5, 3).to_sparse(1)
+        optimizer.step()
+        assert optimizer.engine.kernels is None
+        ends.append(table.detach())
+    torch.testing.assert_close(*ends)
 
 
 def test_low_precision_sparse_and_double():
@@ -271,7 +273,7 @@ def test_kernels_that_fail_leave_the_step_to_torch(monkeypatch):
         def ready(self, kernels):
             raise KernelError("no compiler")
 
-    monkeypatch.setattr(cuda, "launcher_for", lambda device: Failing())
+    kernels_on_cpu(monkeypatch, Failing())
     said = []
     monkeypatch.setattr(cuda, "warn_once", said.append)
     parameters, others = made(), made()
@@ -301,11 +303,13 @@ def net():
     return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
 
 
+@contextmanager
 def kernels_here(kernels):
     """Kernels by g++ in a rank, or as they are."""
-    return (
-        mock.patch.object(cuda, "launcher_for", return_value=CompiledLauncher()) if kernels else nullcontext()
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if kernels:
+            kernels_on_cpu(patch, CompiledLauncher())
+        yield
 
 
 def trained(strategy, kernels):
@@ -348,7 +352,7 @@ def test_kernels_run_on_all_ranks_or_on_none(everywhere, kernels):
     mine = ours.LAMB(parameters)
     assert mine.engine.kernels is not None
     world = SimpleNamespace(size=2, device=torch.device("cuda"), any=lambda mine: mine or not everywhere)
-    same_kernels(world, mine, Engine(mine))
+    Preparation._same_kernels(SimpleNamespace(_run=SimpleNamespace(world=world)), mine, Engine(mine))
     assert (mine.engine.kernels is not None) == everywhere
     parameters[0].grad = torch.ones(3)
     mine.step()
