@@ -19,10 +19,10 @@ from ..base.lazy import modules_at_first_use
 from ..errors import KernelError
 from ..precision.scaler import step_told, takes_found_inf
 from ..protocols import Counting
-from .fused import FusedOptimizer, launcher_of
+from .fused import FusedOptimizer
 from .masters import Averages, Masters
 from .sharded import ShardedOptimizer, holder_of
-from .torch_step import inverse, multiply, watched, wide_norms, widest
+from .torch_step import inverse, launcher_of, multiply, watched, wide_norms, widest
 
 if TYPE_CHECKING:
     from ..cuda.rule import Rule, Scale

@@ -21,42 +21,12 @@ from ..cuda import EMA
 from ..errors import KernelError, SettingError, StepError
 from ..protocols import Counting
 from .masters import Averages
-from .torch_step import Clip, inverse, keep_implementation, values, wide_norms, widest
+from .torch_step import Clip, inverse, keep_implementation, launcher_of, values, wide_norms, widest
 
 if TYPE_CHECKING:
-    from ..cuda.kernel import Launcher
     from ..cuda.rounding import Rounding
     from ..cuda.rule import Group, Rule, Scale
     from ..cuda.step import FusedStep
-
-
-KERNEL_DEVICES = ("cuda",)
-
-
-def launcher_of(optimizer: torch.optim.Optimizer, find: Callable[[], Rule | str]) -> Launcher | str:
-    """What launches the steps of `optimizer` as kernels, by the rule that `find` gives; or why torch steps, in words."""
-    held = [
-        p for group in optimizer.param_groups for p in group["params"] if not p.is_meta
-    ]  # meta: of other stages
-    devices = {p.device for p in held}
-    if len(devices) != 1:
-        return "its parameters lie on several devices" if devices else "there are no parameters"
-    device = devices.pop()
-    if device.type not in KERNEL_DEVICES:
-        return f"our kernels run on NVIDIA GPUs, not on {device.type}"
-    rule = find()
-    if isinstance(rule, str):
-        return rule
-    for group in optimizer.param_groups:
-        refusal = rule.refuse(group)
-        if refusal is not None:
-            return refusal
-    launcher = cuda.launcher_for(device)
-    if isinstance(launcher, cuda.Unavailable):
-        return launcher.reason
-    if not all(cuda.takes(p, device) for p in held):
-        return "our kernels take dense float32, bfloat16 and float16 parameters, and some are not"
-    return launcher
 
 
 class StepChoice(NamedTuple):

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as `prepare` hands them back: they know the accumulation window and the loss scale."""
+"""Optimizers and schedulers as `prepare` returns them: they follow the accumulation window and the loss scale."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .engine import Engine
 from .fused import FusedOptimizer
 from .masters import Masters, Sums, without
 from .sharded import ShardedOptimizer, holder_of
-from .torch_step import Clip, fill_momentum, keep_implementation
+from .torch_step import HOOKS, Clip, fill_momentum, keep_implementation
 
 logger = get_logger(__name__)
 
@@ -30,17 +30,19 @@ logger = get_logger(__name__)
 class PreparedOptimizer(torch.optim.Optimizer):
     """The user's optimizer behind `step` and `zero_grad` that act once a window.
 
-    State, param groups, hooks and everything else are the wrapped optimizer's own (`.optimizer`).
+    State, param groups, hooks and everything else are the wrapped optimizer's own (`.optimizer`). A copy or pickle holds a copy of it,
+    which steps by itself: without the run's window, loss scale and kernels.
 
     Args:
         given: the user's optimizer, where the strategy steps another one in its place.
-        masters: what `given` holds in place of low-precision parameters; None where it holds the parameters.
+        masters: fp32 parameters that `given` holds in place of low-precision ones.
         sums: of gradients over the window, forgotten with the gradients.
         engine: runs the step; torch's own by default.
 
     Attributes:
         turn: its part in the current update.
-        away: the parameters are their averages for a while.
+        away: whether the parameters hold their averages at the moment.
+        updates: steps that ended a window, skipped ones included.
     """
 
     def __init__(
@@ -54,20 +56,22 @@ class PreparedOptimizer(torch.optim.Optimizer):
         engine: Engine | None = None,
     ) -> None:
         # torch's own __init__ would build param groups and state a second time.
-        self.optimizer = optimizer
-        self.given = given or optimizer
+        self.optimizer, self.given = optimizer, given or optimizer
+        for name in HOOKS:
+            setattr(self, name, getattr(optimizer, name))
         self._masters, self._sums = masters, sums
         self._window, self._scaler = window, scaler
         self.turn = window.turns.setdefault(optimizer, Turn())
         self.engine = engine or Engine(optimizer, free=False)
-        self._alone: RemovableHandle | None = (
-            None  # of a hook that hears of the wrapped optimizer's own steps
-        )
-        self.away = False
-        self.updates = 0  # steps that ended a window, skipped ones included
+        # Hook that applies a waiting clip when the script steps the wrapped optimizer itself.
+        self._alone: RemovableHandle | None = None
+        self.away, self.updates = False, 0
         self._told = False  # of averages that were dropped
-        # A stage that holds none of the parameters has it, too: whether overflows are read on the device is alike on all ranks.
+        # On a stage without parameters, too: whether overflows are read on the device must be the same on all ranks.
         fill_momentum(optimizer)
+
+    def __reduce__(self) -> Any:
+        return _copied, (self.optimizer, self._window.accumulation)
 
     # -- the step -------------------------------------------------------------------------------------------------------
 
@@ -75,7 +79,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """One update at the end of a window, skipped if a gradient overflowed; nothing on other micro-steps.
 
         Raises:
-            StepError: with accumulation, outside an `accumulate` block and before as many backward passes as a window has.
+            StepError: under accumulation, outside an `accumulate` block and before the window's number of backward passes; inside
+                `averaged`.
         """
         window, turn = self._window, self.turn
         if window.accumulation != 1:
@@ -107,7 +112,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             leave_to_step([self], float("inf"), scaler)
         clip, found, scale = self.turn.clip, None, None
         if clip is not None:
-            clip.gradients()  # are those that were measured
+            clip.gradients()  # checks that they are those that were measured
         if scaler.enabled:
             found = scaler.begin_step(self.optimizer)
             scale = scaler.lend(self.optimizer)
@@ -144,7 +149,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._alone = self.optimizer.register_step_pre_hook(lambda *_: self.apply_clip())
 
     def apply_clip(self) -> None:
-        """Multiply gradients in memory by the factor that a clip has left to the step, so that they can be looked at and changed."""
+        """Multiply gradients in memory by the factor that a clip has left to the step, so that they can be read and changed."""
         clip, turn = self.turn.clip, self.turn
         if clip is not None:
             self.leave(None)
@@ -178,9 +183,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop the fp32 sums of this optimizer's gradients."""
         if self._sums is not None and self._sums.on:
-            self._sums.drop(p for group in self.param_groups for p in group["params"])
-            if self._masters is not None:
-                self._sums.drop(self._masters.parameters)
+            self._sums.drop(p for pair in self.parameters() for p in pair)
 
     def unused(self) -> bool:
         """Whether this rank holds gradients that no step has used since they were cleared. Waits for the device."""
@@ -190,7 +193,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return any(bool((g._values() if g.is_sparse else g).any()) for g in grads)
 
     def gather(self, in_memory: bool = False) -> None:
-        """Put gradients where the step looks for them, before they are measured; or `in_memory` to be unscaled or clipped there."""
+        """Move gradients to the masters where the step reads them there; `in_memory`: in any case, to be unscaled or clipped there."""
         if self._masters is not None and (in_memory or not self.engine.reads_low):
             self._masters.gather()
 
@@ -210,11 +213,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def synchronizes(self) -> bool:
         """Whether the current micro-step ends its accumulation window."""
         return self._window.sync
-
-    @property
-    def divides(self) -> bool:
-        """Whether steps divide by a loss scale, or look for gradients that are not finite."""
-        return self._scaler.enabled
 
     @property
     def step_was_skipped(self) -> bool:
@@ -245,39 +243,35 @@ class PreparedOptimizer(torch.optim.Optimizer):
     # -- the state ------------------------------------------------------------------------------------------------------
 
     def rest(self) -> dict[str, Any]:
-        """Entries of `state_dict` beside state and param groups, made by the class or a hook. Where there may be any, all ranks call it."""
-        there: Any = self.optimizer
-        hooks = there._optimizer_state_dict_pre_hooks or there._optimizer_state_dict_post_hooks
+        """Entries of `state_dict` beside state and param groups, made by the class or a hook. All ranks call it."""
+        hooks = self._optimizer_state_dict_pre_hooks or self._optimizer_state_dict_post_hooks
         if type(self.given).state_dict is torch.optim.Optimizer.state_dict and not hooks:
             return {}
-        return {
-            key: value for key, value in there.state_dict().items() if key not in ("state", "param_groups")
-        }
+        state = self.optimizer.state_dict()
+        return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
 
     def listens(self) -> bool:
         """Whether the class or a hook has a part in `load_state_dict`."""
-        there: Any = self.optimizer
-        hooks = there._optimizer_load_state_dict_pre_hooks or there._optimizer_load_state_dict_post_hooks
+        hooks = self._optimizer_load_state_dict_pre_hooks or self._optimizer_load_state_dict_post_hooks
         return type(self.given).load_state_dict is not torch.optim.Optimizer.load_state_dict or bool(hooks)
 
     def laid_out(self) -> list[tuple[Tensor, Tensor]]:
-        """The parameters of the param groups, each as its states lie: itself, or a DTensor where they are sharded and it is not."""
+        """The parameters of the param groups, each with a tensor laid out as its states: itself, or a DTensor where they are sharded."""
         held = [p for group in self.param_groups for p in group["params"]]
-        there: Any = self.optimizer
-        return list(zip(held, held if there is self.given else there.laid_out(held)))
+        there = self.optimizer
+        return list(zip(held, there.laid_out(held) if isinstance(there, ShardedOptimizer) else held))
 
     def remember(self, states: Mapping[Any, dict[str, Any]]) -> None:
-        """Replace all states by these, as `state` shows them. Parameters become their masters, rounded.
+        """Replace all states by these, in the form of `state`. Parameters become their masters, rounded.
 
         Averages of the weights are left out where this run keeps none (see `load_state_dict`).
         """
-        there: Any = self.optimizer
-        states = self._without_stale(states)
-        if there is self.given:
+        there, states = self.optimizer, self._without_stale(states)
+        if isinstance(there, ShardedOptimizer):
+            there.remember(states)
+        else:
             there.state.clear()
             there.state.update(states)
-        else:
-            there.remember(states)
         if self._masters is not None:
             self._masters.give_back()
         fill_momentum(there)
@@ -286,10 +280,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state from here or from the plain optimizer; which implementation runs (fused, foreach) stays this run's.
+        """Take a state from here or from the plain optimizer; the implementation of the step (fused, foreach) stays this run's.
 
-        Averages of the weights are left out, with a word in the log, where this run keeps none: no step would move them, and a later run
-        would take them for those of its weights. Only of torch's classes and ours: another class may use the key "ema" itself.
+        Averages of the weights are left out, with a warning in the log, where this run keeps none: no step would move them, and a later
+        run would take them for averages of its weights. Only of torch's classes and ours: another class may use the key "ema" itself.
         """
         if "state" in state_dict:  # a class may have a form of its own
             state_dict = {**state_dict, "state": self._without_stale(state_dict["state"])}
@@ -323,31 +317,15 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
-            raise AttributeError(name)  # while a copy is being made of it
+            raise AttributeError(name)  # of an object under construction
         return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:
         return f"Prepared({self.optimizer!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("optimizer", "_window", "_scaler", "_masters", "_sums")
-        return {name: self.__dict__[name] for name in names}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.engine = Engine(self.optimizer, free=False)
-        self.turn = self._window.turn(self.optimizer)
-        self._alone = None
-        self.away = self._told = False
-
-
-for _call in ("step", "state_dict", "load_state_dict"):
-    for _name in (f"register_{_call}_pre_hook", f"register_{_call}_post_hook"):
-
-        def _delegate(self: PreparedOptimizer, *args: Any, _name: str = _name, **kwargs: Any) -> Any:
-            return getattr(self.optimizer, _name)(*args, **kwargs)
-
-        setattr(PreparedOptimizer, _name, _delegate)
+def _copied(optimizer: torch.optim.Optimizer, accumulation: int) -> PreparedOptimizer:
+    return PreparedOptimizer(optimizer, UpdateWindow(accumulation), Scaler(enabled=False))
 
 
 # -- clipping that is left to the step ----------------------------------------------------------------------------------
@@ -374,7 +352,7 @@ def leave_to_step(optimizers: Sequence[PreparedOptimizer], max_norm: float, scal
     for optimizer in optimizers[:-1]:
         optimizer.engine.measure(max_norm, scale, others.append)
 
-    anywhere: list[Tensor] = []  # how many ranks hold gradients
+    anywhere: list[Tensor] = []  # number of ranks that hold gradients
 
     def over_ranks(totals: Tensor) -> None:
         for other in others:
@@ -409,10 +387,8 @@ def may_leave(optimizers: Sequence[PreparedOptimizer]) -> bool:
     if len({o.engine.counting.add is None for o in optimizers}) > 1:
         return False
     phases = {o.turn.phase for o in optimizers}
-    scaled = optimizers[
-        0
-    ].divides  # else what is clipped after a step are gradients that the script has made itself
-    return not scaled or (len(phases) == 1 and Phase.STEPPED not in phases)
+    # Without a scale, gradients that are clipped after a step are made by the script itself.
+    return not optimizers[0]._scaler.enabled or (len(phases) == 1 and Phase.STEPPED not in phases)
 
 
 # -- averages of the weights --------------------------------------------------------------------------------------------
@@ -420,10 +396,10 @@ def may_leave(optimizers: Sequence[PreparedOptimizer]) -> bool:
 
 @contextmanager
 def averages_in(optimizers: Sequence[PreparedOptimizer], chosen: Container[int] | None) -> Iterator[None]:
-    """Inside, parameters are their averages, where there are such; afterwards themselves, bit for bit. A collective under zero1.
+    """Inside, parameters hold their averages, where they have one; afterwards their own values, bit for bit. A collective under zero1.
 
-    The weights of training are copied meanwhile. They are written past the counters by which a change is noticed (masters, autograd):
-    nothing has been stepped.
+    The weights of training are copied meanwhile. They are written past the version counters of masters and autograd, since no step has
+    changed them.
 
     Args:
         chosen: ids of the parameters; None: all.
@@ -460,7 +436,7 @@ def averages_in(optimizers: Sequence[PreparedOptimizer], chosen: Container[int] 
 
 
 class PreparedScheduler:
-    """The user's scheduler, stepped only after an optimizer update: not on other micro-steps, nor where an overflow skipped it.
+    """The user's scheduler, stepped only after an optimizer update: not on other micro-steps, nor after a skipped one.
 
     Args:
         scheduler: any object with `step`.
@@ -502,8 +478,7 @@ class PreparedScheduler:
                 self.scheduler.step(*args, **kwargs)
 
     def _at_horizon(self) -> bool:
-        """Whether torch would refuse a further step (OneCycleLR). Ranks are given whole rounds of batches: counted a process, they come to
-        more steps than the loader had batches before it was shared out."""
+        """Whether torch would refuse a further step (OneCycleLR): batches counted once a process can exceed the loader's length."""
         total = getattr(self.scheduler, "total_steps", None)
         return total is not None and self.scheduler.last_epoch >= total
 
@@ -531,8 +506,9 @@ class PreparedScheduler:
     def state_dict(self) -> dict[str, Any]:
         state = self.scheduler.state_dict()
         if isinstance(self.scheduler, SWALR):
-            # A function that its constructor sets; in its state before torch 2.10.
-            state.pop("anneal_func", None)
+            state.pop(
+                "anneal_func", None
+            )  # a function that its constructor sets; in its state before torch 2.10
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -540,5 +516,5 @@ class PreparedScheduler:
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":
-            raise AttributeError(name)  # while a copy is being made of it
+            raise AttributeError(name)  # of an object under construction
         return getattr(self.scheduler, name)

@@ -1,16 +1,21 @@
-"""Steps by torch: which can run fused, which hooks see gradients before them, and norms of lists of tensors."""
+"""What steps an optimizer, torch's fused step or kernels; a clip that is left to the step; and norms of lists of tensors."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import cuda
 from ..base.dtensor import add_up, dense, local
 from ..errors import StepError
+
+if TYPE_CHECKING:
+    from ..cuda.kernel import Launcher
+    from ..cuda.rule import Rule
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 DEVICES = {torch.optim.Adagrad: {"cpu", "cuda"}}
@@ -22,6 +27,7 @@ HOOKS = tuple(
     for call in ("step", "state_dict", "load_state_dict")
     for when in ("pre", "post")
 )  # attributes of a torch optimizer
+KERNEL_DEVICES = ("cuda",)  # a test adds the CPU
 IMPLEMENTATION = ("fused", "foreach", "capturable")  # how the step runs, not what it computes
 
 # -- torch's fused step -------------------------------------------------------------------------------------------------
@@ -126,6 +132,35 @@ def keep_implementation(optimizer: torch.optim.Optimizer, state: dict[str, Any])
         for saved, own in zip(state["param_groups"], optimizer.param_groups)
     ]
     return {**state, "param_groups": groups}
+
+
+# -- the step by kernels --------------------------------------------------------------------------------------------------
+
+
+def launcher_of(optimizer: torch.optim.Optimizer, find: Callable[[], Rule | str]) -> Launcher | str:
+    """What launches the steps of `optimizer` as kernels, by the rule that `find` gives; or why torch steps, in words."""
+    held = [
+        p for group in optimizer.param_groups for p in group["params"] if not p.is_meta
+    ]  # meta: of other stages
+    devices = {p.device for p in held}
+    if len(devices) != 1:
+        return "its parameters lie on several devices" if devices else "there are no parameters"
+    device = devices.pop()
+    if device.type not in KERNEL_DEVICES:
+        return f"our kernels run on NVIDIA GPUs, not on {device.type}"
+    rule = find()
+    if isinstance(rule, str):
+        return rule
+    for group in optimizer.param_groups:
+        refusal = rule.refuse(group)
+        if refusal is not None:
+            return refusal
+    launcher = cuda.launcher_for(device)
+    if isinstance(launcher, cuda.Unavailable):
+        return launcher.reason
+    if not all(cuda.takes(p, device) for p in held):
+        return "our kernels take dense float32, bfloat16 and float16 parameters, and some are not"
+    return launcher
 
 
 # -- before a step ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 
 from easymp import cuda
 from easymp.cuda.kernel import PREAMBLE, THREADS, Kernel
-from easymp.optim import fused
+from easymp.optim import torch_step
 
 FLAGS = tuple(os.environ.get("KERNEL_FLAGS", "").split())  # of g++, in a process of test_sanitized
 CTYPES = {"uint64": ctypes.c_uint64, "int64": ctypes.c_int64, "float64": ctypes.c_double}
@@ -123,5 +123,5 @@ class CompiledLauncher:
 
 def kernels_on_cpu(patch: pytest.MonkeyPatch, launcher: object) -> None:
     """Let optimizers on the CPU find `launcher`, as on a GPU."""
-    patch.setattr(fused, "KERNEL_DEVICES", ("cuda", "cpu"))
+    patch.setattr(torch_step, "KERNEL_DEVICES", ("cuda", "cpu"))
     patch.setattr(cuda, "launcher_for", lambda device: launcher)
