@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import easymp.optim
-from easymp import EasympError, EasympWarning, cuda
+from easymp import EasympError, EasympWarning
 from easymp.compat import apex
 from easymp.compat.apex import fp16_utils, normalization
 from easymp.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
-from ..cuda.compiled import CompiledLauncher
+from ..cuda.compiled import CompiledLauncher, kernels_on_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -110,7 +110,7 @@ def test_each_follows_its_formula(kind, rule, how, dtype):
 
 def test_the_kernels_know_of_no_bias_correction(monkeypatch):
     """Compiled by g++: their arithmetic, without a GPU."""
-    monkeypatch.setattr(cuda, "launcher_for", lambda device: CompiledLauncher())
+    kernels_on_cpu(monkeypatch, CompiledLauncher())
     how = {"lr": 1e-2, "weight_decay": 0.1, "bias_correction": False, "betas": (0.8, 0.9)}
     start = torch.linspace(-1, 1, 12).view(3, 4)
     p, exact, state = nn.Parameter(start.clone()), start.double(), {}

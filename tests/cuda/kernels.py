@@ -61,14 +61,6 @@ def every_kernel() -> list[Kernel]:
     return list(dict.fromkeys([*beside_steps(), *(kernel for rule in ALL for kernel in of_rule(rule))]))
 
 
-def each_rule() -> list[Kernel]:
-    """Of each rule the plainest kernels, and those that do all that there is beside the rule."""
-    chosen = (COMBINATIONS[0], COMBINATIONS[6])
-    return list(
-        dict.fromkeys([*beside_steps(), *(kernel for rule in ALL for kernel in of_rule(rule, chosen))])
-    )
-
-
 def few_kernels() -> list[Kernel]:
     """One of each kind, those with most registers among them."""
     chosen = [

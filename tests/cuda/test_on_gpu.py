@@ -1,6 +1,6 @@
 """On a GPU: what CuPy starts does what torch does, on torch's streams and in its graphs, and nothing waits for the device.
 
-The same text has been compared with torch on a CPU (`test_step`, `test_rules`), so these tests look at what only a GPU has.
+The same text has been compared with torch on a CPU (tests/optim/test_own.py, test_formulas.py), so these tests look at what only a GPU has.
 """
 
 from __future__ import annotations
@@ -12,31 +12,29 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from easymp import optim
 from easymp.cuda.cupy_launcher import CupyLauncher, launcher_for
 from easymp.cuda.rounding import Rounding
 from easymp.cuda.step import FusedStep
 
 from .compiled import CompiledLauncher
 from .kernels import ALL, RULES
-from .test_rules import LAMB_GROUP, LION_GROUP, NOVOGRAD_GROUP, Plain
 
 pytestmark = pytest.mark.gpu
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(7,), (64, 33), (0,), (1,), (2, 8199), (16384,), (3, 4, 5, 2), ()]
+PLAIN = [torch.nn.Parameter(torch.zeros(1))]
 GROUPS = {
-    "adam": {
-        **torch.optim.AdamW([torch.zeros(1)]).defaults,
-        "lr": 1e-2,
-        "decoupled_weight_decay": True,
-        "amsgrad": True,
-    },
-    "sgd": {**torch.optim.SGD([torch.zeros(1)]).defaults, "lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
-    "adagrad": {**torch.optim.Adagrad([torch.zeros(1)]).defaults},
-    "lion": LION_GROUP,
-    "lamb": LAMB_GROUP,
-    "novograd": NOVOGRAD_GROUP,
+    "adam": {**optim.AdamW(PLAIN).defaults, "lr": 1e-2, "amsgrad": True},
+    "sgd": {**optim.SGD(PLAIN).defaults, "lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
+    "adagrad": optim.Adagrad(PLAIN).defaults,
+    "lion": {**optim.Lion(PLAIN).defaults, "lr": 1e-3},
+    "lamb": {**optim.LAMB(PLAIN).defaults, "lr": 1e-2},
+    "novograd": {**optim.NovoGrad(PLAIN).defaults, "lr": 1e-2, "betas": (0.9, 0.98)},
 }
+
+
 # Dtypes of gradient, parameter and states; elements by which addresses are off 16 bytes.
 KINDS = [
     (F32, F32, F32, 0),
@@ -74,7 +72,7 @@ def give(held: list[torch.nn.Parameter], turn: int, dtype: torch.dtype, scale: f
 
 
 def step_of(held, rule, group, launcher, state_dtype=None, rounding=None) -> FusedStep:
-    optimizer = Plain([dict(group, params=held)], {})
+    optimizer = torch.optim.Optimizer([dict(group, params=held)], {})
     return FusedStep(
         optimizer,
         rule,
@@ -130,24 +128,6 @@ def test_rounding_at_random_is_the_same_on_both(launcher):
     assert apart <= 1e-3 * sum(
         p.numel() for p in ours
     )  # a product that is merged with its sum may fall on the other side
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
-def test_torchs_own_step(launcher, kind):
-    ours, theirs = parameters(F32, "cuda"), parameters(F32, "cuda")
-    mine, torchs = kind(ours, lr=1e-2), kind(theirs, lr=1e-2)
-    step = FusedStep(mine, RULES[kind], launcher)
-    for turn in range(5):
-        for held in (ours, theirs):
-            give(held, turn, F32, 1024.0)
-        result = step.measure(1.0, torch.tensor(1024.0, device="cuda"))
-        step.step(result[1], result[2])
-        for p in theirs:
-            p.grad /= 1024
-        total = torch.nn.utils.clip_grad_norm_(theirs, 1.0)
-        torchs.step()
-        assert result[0].item() == pytest.approx(total.item(), rel=1e-5)
-    assert_same(ours, theirs, F32)
 
 
 def warm(launcher) -> tuple[list[torch.nn.Parameter], FusedStep]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import easymp.optim as ours
 from easymp import Accelerator, RefusedError, SettingError, StepError, load_weights
+from easymp import optim as ours
 
 from ..strategies.models import make, mean_square, train_step, whole
 from ..strategies.ways import WAYS

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import easymp.optim as ours
 from easymp import Accelerator
+from easymp import optim as ours
 
 from ..cuda.compiled import CompiledLauncher
 from ..strategies.models import make

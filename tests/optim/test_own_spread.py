@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import easymp.optim as ours
 from easymp import Accelerator
+from easymp import optim as ours
 
 from .test_own import SPREAD, kernels_here, net
 
