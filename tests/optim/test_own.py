@@ -424,12 +424,12 @@ def test_shards_are_stepped_as_whole_tensors(strategy, ranks):
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_kernels_run_on_all_ranks_or_on_none(everywhere, kernels):
     """On GPUs, where a rank may miss CuPy: two ways to measure would meet in different collectives."""
-    from easymp.training.prepare import Preparation
+    from easymp.training.prepare import same_kernels
 
     parameters = [torch.nn.Parameter(torch.ones(3))]
     mine = ours.LAMB(parameters)
     world = SimpleNamespace(size=2, device=torch.device("cuda"), any=lambda mine: mine or not everywhere)
-    Preparation._same_kernels(SimpleNamespace(_run=SimpleNamespace(world=world)), mine, ours.Engine(mine))
+    same_kernels(world, mine, ours.Engine(mine))
     assert (mine.engine.kernels is not None) == everywhere
     parameters[0].grad = torch.ones(3)
     mine.step()
