@@ -1,4 +1,4 @@
-"""What of a model a checkpoint keeps: all that its `state_dict` shows, in whatever memory, under the names of the plain module."""
+"""A checkpoint keeps all that a model's `state_dict` shows, in any memory, under the names of the plain module."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from easymp import Accelerator, CheckpointError
-from easymp.checkpoint.folders import open_manifest
-from easymp.checkpoint.storage_local import LocalStorage
+from easymp import Accelerator, CheckpointError, checkpoint
 
 
 class Odd(nn.Module):
@@ -73,7 +71,7 @@ def test_tensors_of_all_kinds_come_back(tmp_path: Path) -> None:
 
 def test_tied_tensors_are_written_once_and_stay_tied(tmp_path: Path) -> None:
     def make(value: int) -> nn.Module:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+        model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
         nn.init.constant_(model[0].weight, value)
         model[1].weight = model[0].weight
         model[2].running_mean.fill_(value)
@@ -83,78 +81,66 @@ def test_tied_tensors_are_written_once_and_stay_tied(tmp_path: Path) -> None:
     before, after = round_trip(make, tmp_path / "a")
     assert after[1].weight is after[0].weight and torch.equal(after[0].weight, before[0].weight)
     assert after[3].running_mean is after[2].running_mean and after[2].running_mean.tolist() == [3, 3]
-    manifest = open_manifest(LocalStorage(tmp_path), "a")
-    assert manifest.aliases == {
+    assert checkpoint.inspect(tmp_path / "a").aliases == {
         "model/1.weight": "model/0.weight",
         "model/3.running_mean": "model/2.running_mean",
     }
 
 
-def test_what_was_tied_may_be_apart_now_and_the_other_way_round(tmp_path: Path) -> None:
-    def make(tied: bool) -> nn.Module:
+def test_tied_tensors_may_be_untied_and_not_the_other_way_round(tmp_path: Path) -> None:
+    def prepared(acc: Accelerator, tied: bool) -> Any:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         if tied:
             model[1].weight = model[0].weight
-        return model
+        return acc.prepare(model)
 
-    models = {}
     for tied in (True, False):
         with Accelerator(cpu=True) as acc:
-            models[tied] = acc.prepare(make(tied))
+            saved = prepared(acc, tied)[0].weight
             acc.save_state(tmp_path / str(tied))
-    with Accelerator(cpu=True) as acc:
-        apart = acc.prepare(make(False))
-        acc.load_state(tmp_path / "True")
-        assert torch.equal(apart[1].weight, models[True][0].weight) and torch.equal(
-            apart[0].weight, models[True][0].weight
-        )
-    with Accelerator(cpu=True) as acc:
-        acc.prepare(make(True))
-        with pytest.raises(
-            CheckpointError, match=r"1\.weight and 0\.weight are one tensor here, and two in the checkpoint"
-        ):
-            acc.load_state(tmp_path / "False")
+        with Accelerator(cpu=True) as acc:
+            model = prepared(acc, not tied)
+            if tied:
+                acc.load_state(tmp_path / "True")
+                assert all(torch.equal(layer.weight, saved) for layer in model)
+                continue
+            with pytest.raises(
+                CheckpointError, match=r"1\.weight and 0\.weight are one tensor here, and two in"
+            ):
+                acc.load_state(tmp_path / "False")
 
 
 def test_names_are_those_of_the_plain_module(tmp_path: Path) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    def plain(value: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).requires_grad_(value > 0)
+    def plain() -> Any:
+        return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
 
-    def wrapped(value: int) -> nn.Module:
-        model = plain(value)
+    def wrapped() -> Any:
+        model = plain()
         model[0] = checkpoint_wrapper(model[0])
         model[1] = torch.compile(model[1], backend="eager")
         return torch.compile(model, backend="eager")
 
-    def train(make: Any, folder: Path, load: bool) -> dict[str, Tensor]:
+    def moments(make: Any, folder: Path, load: bool) -> list[Tensor]:
         with Accelerator(cpu=True) as acc:
-            model = make(1)
+            model = make()
             model, optimizer = acc.prepare(model, torch.optim.Adam(model.parameters()))
             if load:
                 acc.load_state(folder)
-                return {
-                    n: s["exp_avg"] for (n, _), s in zip(model.named_parameters(), optimizer.state.values())
-                }
-            for parameter in model.parameters():
-                parameter.grad = torch.randn_like(parameter)
-            optimizer.step()
-            acc.save_state(folder)
-            return {n: s["exp_avg"] for (n, _), s in zip(model.named_parameters(), optimizer.state.values())}
+            else:
+                for parameter in model.parameters():
+                    parameter.grad = torch.randn_like(parameter)
+                optimizer.step()
+                acc.save_state(folder)
+            return [state["exp_avg"] for state in optimizer.state.values()]
 
-    for makes in ((wrapped, plain), (plain, wrapped)):
-        folder = tmp_path / makes[0].__name__
-        before, after = (train(make, folder, load) for make, load in zip(makes, (False, True)))
-        assert all(torch.equal(a, b) for a, b in zip(before.values(), after.values()))
-        assert sorted(
-            n for n in open_manifest(LocalStorage(tmp_path), folder.name).tensors if n.startswith("model")
-        ) == [
-            "model/0.bias",
-            "model/0.weight",
-            "model/1.bias",
-            "model/1.weight",
-        ]
+    for first, then in ((wrapped, plain), (plain, wrapped)):
+        folder = tmp_path / first.__name__
+        before, after = moments(first, folder, False), moments(then, folder, True)
+        assert all(map(torch.equal, before, after))
+        names = [t.name for t in checkpoint.inspect(folder).tensors if t.name.startswith("model")]
+        assert sorted(names) == ["model/0.bias", "model/0.weight", "model/1.bias", "model/1.weight"]
 
 
 def test_a_model_on_the_meta_device_is_given_values_and_then_these(tmp_path: Path) -> None:
@@ -186,4 +172,5 @@ def empty_shards(folder: Path) -> list[tuple[int, ...]]:
 
 def test_empty_shards_and_empty_parameters_stay(ranks: Any, tmp_path: Path) -> None:
     assert (0, 4) in ranks(empty_shards, tmp_path / "a", processes=2)[0]
-    assert open_manifest(LocalStorage(tmp_path), "a").tensors["model/nothing"].shape == (0, 4)
+    shapes = {t.name: t.shape for t in checkpoint.inspect(tmp_path / "a").tensors}
+    assert shapes["model/nothing"] == (0, 4)
